@@ -47,7 +47,7 @@ COLUMNS |= {"tokens/forward": ">14.3f", "forwards/s": ">10.1f"}
 
 @dataclass(frozen=True)
 class Row:
-    """What one number of requests gave."""
+    """Result for one number of requests."""
 
     num_requests: int
     is_fused: bool
@@ -57,17 +57,17 @@ class Row:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all requests together."""
+        """Tokens per second of all requests together."""
         return self.num_tokens / self.seconds
 
     @property
     def tokens_per_forward(self) -> float:
-        """Of one request."""
+        """Tokens that one request commits per forward."""
         return self.num_tokens / self.num_requests / self.num_forwards
 
     @property
     def forwards_per_s(self) -> float:
-        """Of all requests together."""
+        """Forwards per second of all requests together."""
         return self.num_forwards / self.seconds
 
 
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options of the command line."""
+    """Parse the command line."""
     parser = harness.Parser("commit_fusion", __doc__)
     parser.shape("sdar", [family for family in BLOCK_FAMILIES if family != "fast-dllm"])
     parser.option("--block-length", 4)
@@ -103,7 +103,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, is_fused: bool, table: Table) -> None:
-    """A row for every number of requests."""
+    """Measure a row for every number of requests."""
     os.environ[VARIABLE] = str(int(is_fused))
     shape = Shape.of(harness.configuration_of(options))
     num_blocks = options.gen_length // options.block_length

@@ -66,7 +66,7 @@ COLUMNS |= {"tokens/s": ">9.1f", "ms a forward": ">12.2f", "x first": ">8.2f"}
 
 @dataclass(frozen=True)
 class Answer:
-    """One request's canvas, and what its forwards cost."""
+    """Canvas of one request, and the cost of its forwards."""
 
     token_ids: list[int]
     num_forwards: int
@@ -74,13 +74,13 @@ class Answer:
 
     @classmethod
     def of(cls, token_ids: list[int], report: dict[str, Any]) -> Answer:
-        """Of our engine, with what it reports of the request's steps."""
+        """Make the answer of a request of our engine from the engine's report on its steps."""
         return cls(token_ids, report["num_forwards"], report["denoise_ms"])
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one system gave at one number of clients."""
+    """Result of one system at one number of clients."""
 
     system: str
     cache: str
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options of the command line."""
+    """Parse the command line."""
     parser = harness.Parser("throughput", __doc__)
     parser.shape(None, takes_model=True)
     parser.option("--in-process", False, "no server, no HTTP")
@@ -126,7 +126,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure_all(options: argparse.Namespace) -> list[Row]:
-    """The plain loop, then our engine with every cache and number of clients."""
+    """Measure the plain loop, then our engine with every cache and number of clients."""
     with harness.checkpoint_of(options) as folder:
         shape = Shape.of_folder(folder)
         caches = options.caches or (["exact"] if shape.block_length else ["none", "dual"])
@@ -151,7 +151,7 @@ def measure_all(options: argparse.Namespace) -> list[Row]:
 def measure(
     send: Send, shape: Shape, options: argparse.Namespace, identity: tuple[str, str, int]
 ) -> Row:
-    """All rounds of all clients of one (system, cache, number of clients), after a warm-up."""
+    """Measure all rounds of all clients of one (system, cache, clients), after a warm-up."""
     _, cache, num_clients = identity
     sizes = (options.prompt_length, shape.vocab_size)
     send([[prompt] for prompt in in_process.random_prompts(num_clients, *sizes)], cache)
@@ -172,7 +172,7 @@ def measure(
 
 
 def parameters_of(options: argparse.Namespace, cache: str) -> dict[str, Any]:
-    """What every request asks for; block-causal families have rules of their own."""
+    """Return the parameters of every request; block-causal families have rules of their own."""
     rule = {} if cache == "exact" else {"algorithm": "semi_ar"}
     sizes = {name: getattr(options, name) for name in ("gen_length", "block_length", "steps")}
     return {**rule, "cache": cache, **sizes}
@@ -183,7 +183,7 @@ def parameters_of(options: argparse.Namespace, cache: str) -> dict[str, Any]:
 
 @contextmanager
 def plain_loop(folder: Path, shape: Shape, options: argparse.Namespace) -> Iterator[Send]:
-    """The plain model with its loop, gone when the block ends."""
+    """Run the plain model with its loop until the block ends."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, options.dtype)
     asked = {name: getattr(options, name) for name in ("block_length", "steps")}
@@ -208,7 +208,7 @@ def plain_loop(folder: Path, shape: Shape, options: argparse.Namespace) -> Itera
 
 
 def plain_answer(generate: Callable[..., list[int]], prompt: Sequence[int]) -> Answer:
-    """One canvas by the plain loop."""
+    """Compute one canvas by the plain loop."""
     forwards: list[None] = []
     started = time.perf_counter()
     tokens = generate(prompt, after_step=lambda: forwards.append(None))
@@ -217,7 +217,7 @@ def plain_answer(generate: Callable[..., list[int]], prompt: Sequence[int]) -> A
 
 @contextmanager
 def in_process_engine(folder: Path, options: argparse.Namespace) -> Iterator[Send]:
-    """Our engine in this process."""
+    """Run our engine in this process until the block ends."""
     with in_process.engine(
         folder,
         dummy_weights=options.model is None,
@@ -243,15 +243,15 @@ def in_process_engine(folder: Path, options: argparse.Namespace) -> Iterator[Sen
 
 @contextmanager
 def server(folder: Path, options: argparse.Namespace) -> Iterator[Send]:
-    """Our HTTP server, asked by one thread a client.
+    """Run our HTTP server, which one thread a client asks, until the block ends.
 
     Raises:
-        ServerFailed: it does not start.
+        ServerFailed: The server does not start.
     """
     with running_server(folder, options, options.prompt_length) as url:
 
         def ask(prompts: Sequence[Sequence[int]], cache: str) -> list[Answer]:
-            """One client: one prompt after the other."""
+            """Send the prompts of one client, one after the other."""
             fields = {**parameters_of(options, cache), "temperature": 0.0, "ignore_eos": True}
             bodies = [{"prompt": list(prompt), **fields} for prompt in prompts]
             answers = [json.loads(post(f"{url}/generate", body, ANSWER_S)) for body in bodies]
@@ -267,7 +267,7 @@ def server(folder: Path, options: argparse.Namespace) -> Iterator[Send]:
 
 @contextmanager
 def running_server(folder: Path, options: argparse.Namespace, longest: int) -> Iterator[str]:
-    """The URL of our server of prompts of up to `longest` tokens; see `model_server`."""
+    """Run our server for prompts of up to `longest` tokens; yield its URL; see `model_server`."""
     length = longest + options.gen_length + MAX_PROMPT_MARGIN
     arguments = ["--dtype", options.dtype, "--max-model-len", length]
     arguments += ["--max-num-seqs", max(options.clients)]
@@ -277,7 +277,7 @@ def running_server(folder: Path, options: argparse.Namespace, longest: int) -> I
 
 
 def paint(rows: Sequence[Row], title: str, axis: Any) -> None:
-    """Tokens per second against clients."""
+    """Draw tokens per second against clients."""
     for system, cache in dict.fromkeys((row.system, row.cache) for row in rows):
         own = [row for row in rows if (row.system, row.cache) == (system, cache)]
         if system == PLAIN_LOOP:

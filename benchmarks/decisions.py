@@ -51,7 +51,7 @@ COLUMNS |= {"calls/s": ">8.2f", "rows/s": ">9.0f", "of the steps' rate": ">18.1%
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one kind of calls."""
+    """Result for one kind of calls."""
 
     kind: str
     rows: int  # of one forward
@@ -65,7 +65,7 @@ class Row:
 
 
 class Server:
-    """A client of the server."""
+    """Client of the server."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self._url, self._session = url, session
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options of the command line."""
+    """Parse the command line."""
     parser = harness.Parser("decisions", __doc__)
     parser.shape("llada", ("llada", "dream", "llada-moe"))
     parser.option("--rows", [512, 128], "of a decision")
@@ -115,7 +115,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 async def measure(url: str, options: argparse.Namespace) -> tuple[float, list[Row]]:
-    """Rows per second of steps, and what the calls reach beside."""
+    """Measure rows per second of steps, and of the calls in comparison."""
     timeout, pool = aiohttp.ClientTimeout(total=600), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=pool, trust_env=False) as session:
         server = Server(url, session)
@@ -137,7 +137,7 @@ async def measure(url: str, options: argparse.Namespace) -> tuple[float, list[Ro
 
 
 async def rate_of_steps(server: Server, options: argparse.Namespace) -> float:
-    """Rows per second while there is always a step of STEP_ROWS rows behind the one that runs."""
+    """Measure rows per second while a step of STEP_ROWS rows always waits behind another."""
     rows = max(options.rows)
     body = {
         "gen_length": CANVAS,
@@ -163,12 +163,12 @@ async def rate_of_steps(server: Server, options: argparse.Namespace) -> float:
 
 
 async def decision(server: Server, rows: int, num_questions: int) -> dict[str, Any]:
-    """A call whose sequence has so many rows: a byte of the state is a token.
+    """Build a call whose sequence has `rows` rows: a byte of the state is a token.
 
-    Where they do not hold so many questions, it has fewer.
+    Where these do not hold `num_questions` questions, it has fewer.
 
     Raises:
-        RuntimeError: not even one fits.
+        RuntimeError: Not even one question fits.
     """
     for count in range(num_questions, 0, -1):
         question = {"type": "choice", "criteria": {"a": None, "b": None}}
@@ -184,7 +184,7 @@ async def decision(server: Server, rows: int, num_questions: int) -> dict[str, A
 
 
 def likelihood_of(options: argparse.Namespace) -> Callable[[int], dict[str, Any]]:
-    """Every call draws its own maskings."""
+    """Return a function that builds call after call, each of which draws its own masks."""
     ids = [5 + i % 200 for i in range(CONTEXT + TARGET)]
 
     def body(number: int) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def likelihood_of(options: argparse.Namespace) -> Callable[[int], dict[str, Any]
 async def run(
     server: Server, route: str, body: Callable[[int], dict[str, Any]], clients: int, calls: int
 ) -> Run:
-    """Seconds and answer of every call, and seconds of all."""
+    """Measure the seconds and answer of every call, and the seconds of all."""
     found: list[tuple[float, dict[str, Any]]] = []
     numbers = iter(range(calls))
 
@@ -216,7 +216,7 @@ async def run(
 def row_of(
     kind: str, rows: int, clients: int, run: Run, rows_per_call: float, steps_per_s: float
 ) -> Row:
-    """What calls of so many rows each came to."""
+    """Summarise calls of `rows` rows each."""
     found, seconds = run
     percents = statistics.quantiles([s for s, _ in found], n=10, method="inclusive")
     calls_per_s = len(found) / seconds

@@ -63,7 +63,7 @@ COLUMNS = {"measure": "<64", "value": ">9.3f", "unit": "<4", "at most": ">8.3g",
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; `bound` None: nothing is asked of it."""
+    """Line of the table; if `bound` is None, any value is good."""
 
     measure: str
     value: float
@@ -81,13 +81,14 @@ class Row:
 
 @dataclass
 class Client:
-    """Sends the same short request again and again.
+    """Sender of one short request again and again.
 
     Attributes:
-        most_pause_s: between an answer and the next request, drawn evenly; 0 for none.
-        sent: when the request was sent that has no answer yet.
-        next_at: when the next one is sent.
-        latencies: seconds of the answers.
+        most_pause_s: longest pause between an answer and the next request, drawn uniformly; 0 for
+            none.
+        sent: time at which the request without an answer yet was sent.
+        next_at: time at which the next one is sent.
+        latencies: seconds of each answer.
     """
 
     name: str
@@ -104,7 +105,7 @@ class Client:
 
 
 def held_bytes(worker: Any, req_id: str | None = None) -> int:
-    """Of a worker's pool, what a paused step holds; at least 1 while a request is there."""
+    """Return a worker's pool bytes held by a paused step; at least 1 while `req_id` is there."""
     runner = worker.worker.model_runner
     return max(int(runner.pool.frame_bytes), int(req_id in runner.canvases))
 
@@ -114,11 +115,11 @@ def synchronise(worker: Any) -> None:
 
 
 class Bench:
-    """Requests of one engine.
+    """Requests of one engine, and their measurement.
 
     Args:
         llm: `vllm.LLM` whose engine core lives in this process.
-        options: of the command line.
+        options: options of the command line.
     """
 
     def __init__(self, llm: Any, options: argparse.Namespace) -> None:
@@ -133,7 +134,7 @@ class Bench:
     # ---- requests ----
 
     def _send(self, num_tokens: int, gen_length: int, steps: int) -> tuple[str, str]:
-        """Name and the engine's id of a request."""
+        """Send a request; return its name and the engine's id of it."""
         self._num_sent += 1
         name = str(self._num_sent)
         prompt = in_process.random_prompt(num_tokens, self._vocab_size, self._num_sent)
@@ -143,7 +144,7 @@ class Bench:
         return name, str(own)
 
     def _send_long(self) -> tuple[str, str]:
-        """One whose steps all compute everything: as many as asked for, over one block."""
+        """Send a long request whose steps all compute everything: `--steps` over one block."""
         steps = self._options.steps
         return self._send(self._options.length - BLOCK, BLOCK, steps)
 
@@ -152,11 +153,11 @@ class Bench:
         return self._send(self._options.short_prompt, canvas, self._options.short_steps)[0]
 
     def drive(self, clients: Sequence[Client], is_over: Callable[[set[str]], bool]) -> None:
-        """Step the engine, and send what clients send, until it is over.
+        """Step the engine and send the clients' requests until `is_over`.
 
         Args:
-            clients: of short requests.
-            is_over: asked after every step, with the names of requests that have ended in it.
+            clients: senders of short requests.
+            is_over: called after every step with the names of the requests that have ended in it.
         """
         waiting: dict[str, Client] = {}
         now = time.perf_counter()
@@ -190,7 +191,7 @@ class Bench:
     # ---- parts ----
 
     def short_alone(self) -> float:
-        """Median seconds of a short request by itself."""
+        """Measure the median seconds of a short request by itself."""
         client = Client("alone", 0.0, random.Random(0))
         most = NUM_WARM_UP + NUM_ALONE
         self.drive([client], lambda _: len(client.latencies) == most)
@@ -198,7 +199,7 @@ class Bench:
         return statistics.median(client.latencies[NUM_WARM_UP:])
 
     def long_alone(self, pause_s: float) -> float:
-        """Seconds of a step of the long request by itself."""
+        """Measure the seconds of a step of the long request by itself."""
         self._slicing.longest_pause_s = pause_s
         self._finish()
         started = time.perf_counter()
@@ -211,7 +212,10 @@ class Bench:
         return seconds / int(self._options.steps)
 
     def alone(self) -> list[Row]:
-        """Both ways; the engine learns how fast the device is before that."""
+        """Measure the long request alone, uncut and in slices.
+
+        The engine learns before how fast the device is.
+        """
         self._learn()
         self._uncut_s = self.long_alone(0.0)
         self._sliced_s = self.long_alone(self._pause_s)
@@ -223,14 +227,14 @@ class Bench:
         ]
 
     def _learn(self) -> None:
-        """A little of the long request: kernels are compiled, and the pace is known."""
+        """Run a little of the long request: kernels are compiled, and the pace is known."""
         _, own = self._send_long()
         started = time.perf_counter()
         self.drive([], lambda _: time.perf_counter() > started + self._options.learn)
         self._abort(own)
 
     def _abort(self, own: str) -> float:
-        """Seconds until a request's memory is back, the buffers of its step, once it is aborted."""
+        """Abort a request; return the seconds until the buffers of its step are given back."""
         started = time.perf_counter()
         self._engine.abort_request([own], internal=True)
         while self._held(own):
@@ -239,7 +243,7 @@ class Bench:
         return time.perf_counter() - started
 
     def beside(self, short_s: float) -> list[Row]:
-        """One client with pauses; `short_s` is what its request takes alone."""
+        """Measure one client with pauses; `short_s` is the time of its request alone."""
         client = Client("beside", 4 * short_s, random.Random(1))
         started, watch = time.perf_counter(), self._options.watch or math.inf
         name, own = self._send_long()
@@ -273,14 +277,14 @@ class Bench:
         ]
 
     def _slowdown(self, taken: float, beside: str) -> list[Row]:
-        """Of the long request that took so many seconds in all."""
+        """Compare the long request, which took `taken` seconds, with its time alone."""
         if not self._sliced_s:
             return []
         slower = taken / (self._sliced_s * self._options.steps)
         return [Row(f"long request beside {beside}, over alone", slower, "x", MOST_SLOWDOWN)]
 
     def clients(self) -> list[Row]:
-        """Eight clients that always have a request there."""
+        """Measure eight clients that always have a request there."""
         clients = [Client(str(i), 0.0, random.Random(i)) for i in range(NUM_CLIENTS)]
         started = time.perf_counter()
         name, _ = self._send_long()
@@ -298,7 +302,7 @@ class Bench:
         ]
 
     def abort(self) -> list[Row]:
-        """In its first step."""
+        """Measure the abort of the long request in its first step."""
         _, own = self._send_long()
         started = time.perf_counter()
         self.drive([], lambda _: time.perf_counter() > started + 1.0)
@@ -329,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
-    """All parts that were asked for."""
+    """Measure all parts that were asked for."""
     names = ["long_share", "longest_pause_ms", "sequence_parallel_size"]
     if options.sequence_parallel_min_tokens is not None:
         names.append("sequence_parallel_min_tokens")
@@ -356,7 +360,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options of the command line."""
+    """Parse the command line."""
     parser = harness.Parser("fair_shares", __doc__)
     parser.shape("llada", takes_model=True)
     parser.set_defaults(dtype="bfloat16" if torch.cuda.is_available() else "float32")

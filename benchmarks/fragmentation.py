@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options of the command line."""
+    """Parse the command line."""
     parser = harness.Parser("fragmentation", __doc__)
     parser.option("--requests", 200, "how many", type=positive)
     parser.option("--shortest", 128, "in tokens", metavar="T")
@@ -88,7 +88,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def start(
     allocator: str, variables: dict[str, str], options: argparse.Namespace
 ) -> subprocess.Popen[str]:
-    """A process with these variables that prints what `measure` finds."""
+    """Start a process with these variables that prints the result of `measure`."""
     words = [
         f"--{name.replace('_', '-')}={value}"
         for name, value in vars(options).items()
@@ -133,7 +133,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 
 
 class Reserved:
-    """Memory that this process has taken of the GPU since this object was made.
+    """Memory that this process has taken from the GPU since this object was made.
 
     Args:
         pool: the engine's activation pool.
@@ -144,7 +144,7 @@ class Reserved:
         self._before = self._beside_the_pool()
 
     def num_bytes(self) -> int:
-        """Of the pool, and of PyTorch's allocator beside it."""
+        """Return the bytes of the pool, and of PyTorch's allocator beside it."""
         taken: int = self._pool.num_bytes + self._beside_the_pool() - self._before
         return taken
 
@@ -157,13 +157,13 @@ class Reserved:
 
 
 def row_of(allocator: str, found: dict[str, float]) -> list[str | float]:
-    """Cells as COLUMNS has them."""
+    """Return a row's cells in the order of COLUMNS."""
     used, reserved = found["used"] / GIB, found["reserved"] / GIB
     return [allocator, used, reserved, reserved / used]
 
 
 def write_results(options: argparse.Namespace, rows: list[list[str | float]]) -> None:
-    """The table as JSON, for benchmarks/performance_tables.py."""
+    """Write the table as JSON, for benchmarks/performance_tables.py."""
     lengths = f"{options.requests} requests of {options.shortest} to {options.longest} tokens"
     title = f"{lengths}, {options.num_layers} layers of LLaDA-8B"
     harness.write("memory_fragmentation", options, rows, title=title, columns=list(COLUMNS))

@@ -48,14 +48,14 @@ POOLS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One request.
+    """Result of one request.
 
     Attributes:
-        total_s: from the call to the answer.
-        first_s: until the second step began.
+        total_s: seconds from the call to the answer.
+        first_s: seconds until the second step began.
         step_ms: median interval of the steps after it.
-        peak_bytes: of the largest step, with what is kept.
-        host_layers: whose keys and values lay in host memory.
+        peak_bytes: bytes of the largest step, with what is kept.
+        host_layers: number of layers whose keys and values lay in host memory.
     """
 
     prompt: int
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options of the command line."""
+    """Parse the command line."""
     parser = harness.Parser("frozen", __doc__)
     parser.shape("llada", FAMILIES)
     parser.option("--prompts", [16256, 204672], "their lengths", type=positive)
@@ -95,7 +95,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
-    """Every prompt, without a cache where it is short enough, and frozen."""
+    """Measure every prompt, without a cache where it is short enough, and frozen."""
     for name, variable in POOLS.items():
         if getattr(options, name) is not None:
             os.environ[variable] = str(int(getattr(options, name) * GIB))
@@ -121,7 +121,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
 def measure_request(
     llm: Any, runner: Any, prompt: Sequence[int], cache: str, options: argparse.Namespace
 ) -> Row:
-    """One request alone."""
+    """Measure one request alone."""
     canvas, host_layers = options.canvas, []
     asked = {"gen_length": canvas, "block_length": canvas, "steps": options.steps, "cache": cache}
     start = runner.start

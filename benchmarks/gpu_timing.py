@@ -52,20 +52,20 @@ class Timing:
 
     @property
     def median_us(self) -> float:
-        """The median in microseconds."""
+        """Median in microseconds."""
         return 1000 * self.median_ms
 
     @property
     def seconds(self) -> float:
-        """The median in seconds."""
+        """Median in seconds."""
         return self.median_ms / 1000
 
     @classmethod
     def of(cls, times_ms: Sequence[float]) -> Timing:
-        """Median and minimum of `times_ms`.
+        """Compute median and minimum of `times_ms`.
 
         Raises:
-            ValueError: there are none.
+            ValueError: `times_ms` is empty.
         """
         if not times_ms:
             raise ValueError("times_ms: wanted at least one time, got none")
@@ -76,7 +76,7 @@ class Timing:
 
 
 def time_call(call: Callable[[], object], *, repeats: int = 20, warm_up_s: float = 0.05) -> Timing:
-    """Device time from before to after one call, gaps between its kernels included.
+    """Measure the device time from before to after one call, gaps between its kernels included.
 
     The call may launch any number of kernels, from the host each time: what a user's program sees
     once the device waits for the host. It is repeated for `warm_up_s` seconds before.
@@ -88,10 +88,10 @@ def time_call(call: Callable[[], object], *, repeats: int = 20, warm_up_s: float
 def time_graph(
     calls: Sequence[Callable[[], object]], *, repeats: int = 20, warm_up_s: float = 0.05
 ) -> Timing:
-    """Device time of one call, from replays of one CUDA graph of all `calls` after each other.
+    """Measure the device time of one call, from replays of one CUDA graph of all `calls` in turn.
 
-    Takes the host out of the measurement. Give calls on different inputs (see `rotating`), or a
-    small input stays in the cache.
+    This takes the host out of the measurement. Give calls on different inputs (see `rotating`), or
+    a small input stays in the cache.
     """
     replay = graph_of(calls)
     warm_up([replay], warm_up_s)
@@ -105,7 +105,7 @@ def compare(
     warm_up_s: float = 0.05,
     use_graphs: bool = True,
 ) -> dict[str, Timing]:
-    """Time of one call of every variant; the variants take turns.
+    """Measure the time of one call of every variant; the variants take turns.
 
     Args:
         variants: calls of each variant, usually one for each of several inputs.
@@ -125,9 +125,9 @@ def compare(
 
 
 def event_ms(call: Callable[[], object]) -> float:
-    """Milliseconds between two CUDA events around `call` on the current stream.
+    """Measure the milliseconds between two CUDA events around `call` on the current stream.
 
-    Without a CUDA device: by the host's clock.
+    Without a CUDA device the host's clock is used.
     """
     if not torch.cuda.is_available():
         started = time.perf_counter()
@@ -144,7 +144,7 @@ def event_ms(call: Callable[[], object]) -> float:
 
 
 def warm_up(calls: Sequence[Callable[[], object]], seconds: float) -> None:
-    """Every call at least twice, then in turns until `seconds` have passed."""
+    """Run every call at least twice, then in turns until `seconds` have passed."""
     until = time.perf_counter() + seconds
     rounds = 0
     while rounds < 2 or time.perf_counter() < until:
@@ -155,7 +155,7 @@ def warm_up(calls: Sequence[Callable[[], object]], seconds: float) -> None:
 
 
 def graph_of(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """Replay of one CUDA graph of `calls` in their order, each run once before on a side stream.
+    """Capture a CUDA graph of `calls` in order, after one run on a side stream; return its replay.
 
     The graph, its memory and what `calls` hold live as long as the result.
     """
@@ -181,12 +181,12 @@ def _call_all(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def rotating(make: Callable[[], T], num_bytes: int | None = None, most: int = 64) -> list[T]:
-    """Inputs from `make`, together at least twice the device's cache, so that each is found cold.
+    """Make inputs that together exceed the device's cache twice, so that each is read cold.
 
     Args:
-        num_bytes: what one call reads and writes of its input; by default the bytes of the tensors
-            that `make` returns (a tensor, or a sequence or mapping of tensors).
-        most: upper bound on their number.
+        num_bytes: bytes that one call reads and writes of its input; by default the bytes of the
+            tensors that `make` returns (a tensor, or a sequence or mapping of tensors).
+        most: upper bound on the number of inputs.
     """
     first = make()
     size = num_bytes or sum(tensor.nbytes for tensor in _tensors(first))
@@ -205,7 +205,7 @@ def _tensors(value: object) -> list[Tensor]:
 
 
 def l2_bytes() -> int:
-    """Size of the device's last-level cache."""
+    """Return the size of the device's last-level cache."""
     size: int = torch.cuda.get_device_properties().L2_cache_size
     return size
 
@@ -216,7 +216,7 @@ def l2_bytes() -> int:
 
 @cache
 def copy_bandwidth(num_bytes: int = 2**31) -> float:
-    """Bytes per second, read plus written, of one large device-to-device copy."""
+    """Measure bytes per second, read plus written, of one large device-to-device copy."""
     source = torch.randint(2**62, (num_bytes // 8,), device="cuda")
     target = torch.empty_like(source)
     timing = time_call(partial(target.copy_, source))
@@ -225,7 +225,7 @@ def copy_bandwidth(num_bytes: int = 2**31) -> float:
 
 @cache
 def matmul_rate(size: int = 8192, dtype: torch.dtype = torch.bfloat16) -> float:
-    """FLOP per second of `size` x `size` x `size` products of random numbers, one after another."""
+    """Measure FLOP per second of successive `size` x `size` x `size` products of random numbers."""
     a, b = (torch.randn(size, size, device="cuda", dtype=dtype) for _ in range(2))
     timing = time_call(partial(torch.mm, a, b), warm_up_s=SUSTAINED_S)
     return float(2000 * size**3 / timing.median_ms)
@@ -239,7 +239,7 @@ def attention_rate(
     backend: SDPBackend = SDPBackend.CUDNN_ATTENTION,
     dtype: torch.dtype = torch.bfloat16,
 ) -> float:
-    """FLOP per second of bidirectional attention over one sequence with PyTorch's `backend`."""
+    """Measure FLOP per second of bidirectional attention over a sequence by `backend`."""
     q, k, v = (
         torch.randn(1, num_heads, num_tokens, head_dim, device="cuda", dtype=dtype)
         for _ in range(3)
@@ -254,9 +254,10 @@ def attention_rate(
 def rates(
     length: int, num_heads: int, head_dim: int, noted: dict[str, Any]
 ) -> tuple[float, float, float]:
-    """Bandwidth, and the rates of products and of attention over `length` rows; adds to `noted`.
+    """Measure bandwidth and rates of products and of attention over `length` rows; add to `noted`.
 
-    Attention over few rows is bound by its launch, not by the card: it is taken of 2,048 or more.
+    Attention over few rows is bound by its launch, not by the card: it is measured over at least
+    2,048.
     """
     length = max(length, MIN_ATTENTION_LENGTH)
     found = copy_bandwidth(), matmul_rate(), attention_rate(length, num_heads, head_dim)
@@ -267,7 +268,7 @@ def rates(
 
 
 def attention_flops(num_queries: int, num_keys: int, num_heads: int, head_dim: int) -> float:
-    """FLOP of both products of attention without a mask."""
+    """Return the FLOP of both products of attention without a mask."""
     return 4.0 * num_queries * num_keys * num_heads * head_dim
 
 
@@ -275,7 +276,7 @@ def attention_flops(num_queries: int, num_keys: int, num_heads: int, head_dim: i
 
 
 def run_record() -> dict[str, Any]:
-    """What numbers depend on: machine, device, software, commit of the sources and command line."""
+    """Record the conditions of a run: machine, device, software, commit, command line."""
     record = software_record()
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties()
@@ -298,11 +299,11 @@ def write_record(path: Path, content: Mapping[str, Any]) -> None:
 
 
 class KernelParser(Parser):
-    """Options of a benchmark of kernels, which needs a GPU.
+    """Parser of the options of a benchmark of kernels, which needs a GPU.
 
     Args:
-        about: its docstring.
-        rows: those that are measured unless told otherwise; empty: no such option.
+        about: docstring of the benchmark.
+        rows: default numbers of rows; empty: no such option.
     """
 
     def __init__(self, about: str | None, rows: Sequence[int] = ()) -> None:
@@ -314,7 +315,7 @@ class KernelParser(Parser):
     def parse(
         self, arguments: Sequence[str] | None = None, *, is_built: bool = True
     ) -> argparse.Namespace:
-        """The options; ends the program without a GPU or where what is measured is not built."""
+        """Parse the options; exit without a GPU or where the measured module is not built."""
         options = self.parse_args(arguments)
         if not torch.cuda.is_available():
             self.error("needs a CUDA device")
@@ -326,7 +327,7 @@ class KernelParser(Parser):
 def report(
     path: Path | None, title: str, columns: Mapping[str, str], rows: Iterable[Sequence[Any]]
 ) -> None:
-    """Print rows as they come, under the bandwidth of a copy; write them where there is a path."""
+    """Print rows as they come, below the bandwidth of a copy; write them if there is a path."""
     print(f"copy: {copy_bandwidth() / 1e12:.2f} TB/s")
     table = Table(columns)
     for row in rows:
@@ -337,5 +338,5 @@ def report(
 
 
 def random_rows(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
-    """N(0, scale^2) on the GPU."""
+    """Draw from N(0, scale^2) on the GPU."""
     return torch.randn(*shape, dtype=dtype, device="cuda").mul_(scale)

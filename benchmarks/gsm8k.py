@@ -51,7 +51,7 @@ NUMBER = re.compile(r"(?:(?<![\w).])-)?\$?(?:\d[\d,]*(?:\.\d+)?|(?<!\d)\.\d+)")
 
 @dataclass(frozen=True)
 class Problem:
-    """One line of the file."""
+    """Problem on one line of the file."""
 
     index: int
     question: str
@@ -60,12 +60,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the server made of one problem; a row of answers.csv.
+    """Answer of the server to one problem; a row of answers.csv.
 
     Attributes:
-        predicted: the last number of `text`, or nothing.
+        predicted: last number of `text`, or nothing.
         num_committed: canvas tokens committed, behind the end of the answer too.
-        seconds: from sending the request to its answer.
+        seconds: seconds from sending the request to its answer.
     """
 
     index: int
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options of the command line."""
+    """Parse the command line."""
     parser = harness.Parser("gsm8k", __doc__)
     url = "http://127.0.0.1:8901"
     parser.option("--host", url, "of the server", metavar="URL", type=server_url)
@@ -118,14 +118,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def prompt_template(text: str) -> str:
-    """A text that holds {question}."""
+    """Check that a text holds {question}."""
     if "{question}" not in text:
         raise argparse.ArgumentTypeError(f"given {text!r}; wanted a text with {{question}}")
     return text
 
 
 def key_value(text: str) -> tuple[str, Any]:
-    """KEY=VALUE; a value that is no JSON is a string."""
+    """Parse KEY=VALUE; a value that is no JSON is a string."""
     key, equals, value = text.partition("=")
     if not key or not equals:
         raise argparse.ArgumentTypeError(f"given {text!r}; wanted KEY=VALUE")
@@ -139,7 +139,7 @@ def key_value(text: str) -> tuple[str, Any]:
 
 
 def read_problems(path: Path, limit: int | None) -> list[Problem]:
-    """The problems of a file, the first `limit` of them.
+    """Read the problems of a file, the first `limit` of them.
 
     Raises:
         BenchmarkError: a line is not in GSM8K's format, or the file has no problem.
@@ -157,7 +157,7 @@ def read_problems(path: Path, limit: int | None) -> list[Problem]:
 
 
 def parse_problem(line: str, index: int, where: str) -> Problem:
-    """A line of the file; `where` names it in errors.
+    """Parse a line of the file; `where` names it in errors.
 
     Raises:
         BenchmarkError: the line is not in GSM8K's format.
@@ -176,7 +176,7 @@ def parse_problem(line: str, index: int, where: str) -> Problem:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number of a text; thousands commas and dollar signs are left out."""
+    """Find the last number of a text, without thousands commas and dollar signs."""
     found = NUMBER.findall(text)
     return Decimal(found[-1].replace(",", "").replace("$", "")) if found else None
 
@@ -185,7 +185,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 def ask_all(problems: Sequence[Problem], options: argparse.Namespace) -> Iterator[Answer]:
-    """Answers in the order in which they come; the first failure ends the run.
+    """Yield answers in the order in which they come; the first failure ends the run.
 
     Raises:
         RequestError: the server is absent, refused a request, or did not answer in time.
@@ -225,7 +225,7 @@ def ask(problem: Problem, options: argparse.Namespace) -> Answer:
 
 
 def body(problem: Problem, options: argparse.Namespace) -> dict[str, Any]:
-    """The JSON body of a request."""
+    """Build the JSON body of a request."""
     chosen = {
         "gen_length": options.gen_length,
         "steps": options.steps,
@@ -277,7 +277,7 @@ def write_as_they_come(path: Path, answers: Iterable[Answer], total: int) -> lis
 def summarise(
     answers: Sequence[Answer], seconds: float, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """The figures of a run and what it asked for."""
+    """Summarise a run and its settings."""
     num_forwards = sum(answer.num_forwards for answer in answers)
     completion_tokens = sum(answer.completion_tokens for answer in answers)
     right = sum(answer.right for answer in answers)

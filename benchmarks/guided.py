@@ -59,13 +59,13 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 def schema(num_fields: int) -> dict[str, Any]:
-    """An object of so many required fields of seven kinds."""
+    """Build the schema of an object of `num_fields` required fields of seven kinds."""
     members = {f"field_{i}": KINDS[i % len(KINDS)] for i in range(num_fields)}
     return {"type": "object", "properties": members, "required": list(members)}
 
 
 def vocabulary(num_tokens: int) -> Vocabulary:
-    """Made-up tokens, the same every time; the last 64 are special."""
+    """Make up tokens, identical in every call; the last 64 are special."""
     draw = random.Random(0)
     tokens = {bytes([byte]) for byte in range(256)}
     tokens |= {str(number).encode() for number in range(1000)}
@@ -96,7 +96,7 @@ def vocabulary(num_tokens: int) -> Vocabulary:
 
 
 def compile_times(known: Vocabulary) -> tuple[Language, dict[str, float]]:
-    """Milliseconds of one core, of a schema of 20 fields; the trie is made once a server."""
+    """Measure milliseconds of one core for 20 fields; the trie is made once a server."""
     times = {}
 
     def timed(name: str, work: Callable[[], Any]) -> Any:
@@ -117,7 +117,7 @@ def compile_times(known: Vocabulary) -> tuple[Language, dict[str, float]]:
 def step_us(
     language: Language, num_requests: int, num_rows: int, temperature: float, repeats: int = 20
 ) -> tuple[float, float]:
-    """Microseconds of the device, and of the host, of one step's joint choices."""
+    """Measure microseconds, of the device and of the host, of one step's joint choices."""
     rows = torch.randn(num_requests * num_rows, NUM_TOKENS, device="cuda", dtype=torch.bfloat16)
     positions = torch.arange(num_rows, device="cuda")
     ends = [num_rows * (i + 1) for i in range(num_requests)]
@@ -148,7 +148,7 @@ def step_us(
 
 
 def engine_steps(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Milliseconds a step of an engine: free, and with the schema."""
+    """Measure milliseconds a step of an engine, free and with the schema."""
     config = harness.configuration_of(options)
     known = vocabulary(config["embedding_size"])
     found: dict[str, dict[str, float]] = {}

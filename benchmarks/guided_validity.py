@@ -49,7 +49,7 @@ AT_ONCE = 32
 
 
 def asks(case: str, rules: dict[str, dict[str, Any]], count: int) -> list[tuple[str, Ask, Any]]:
-    """(rule, request, schema) of so many requests, rule after rule and round again."""
+    """Return (rule, request, schema) of `count` requests, rule after rule and round again."""
     found: list[tuple[str, Ask, Any]] = []
     for number in range(count):
         name = list(rules)[number % len(rules)]
@@ -67,7 +67,7 @@ def asks(case: str, rules: dict[str, dict[str, Any]], count: int) -> list[tuple[
 
 
 def fault(answer: Any, schema: Any) -> str | None:
-    """Why an answer is not valid, if it is not."""
+    """Return why an answer is not valid, or None."""
     check = Draft202012Validator(schema, format_checker=FormatChecker())
     try:
         errors = [error.message for error in check.iter_errors(json.loads(answer.text))]

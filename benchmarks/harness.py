@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks share: options, the model, the printed table, the record, the plot, failures.
+"""Common parts of benchmarks: options, model, printed table, record, plot, failures.
 
 Imports neither torch nor vllm: `prepare` sets variables that these read once.
 """
@@ -43,13 +43,13 @@ class BenchmarkError(Exception):
 
 
 def prepare(**more: str) -> None:
-    """Set what engines run with, unless the user has."""
+    """Set the engines' environment variables, unless the user has set them."""
     for name, value in {**ENVIRONMENT, **more}.items():
         os.environ.setdefault(name, value)
 
 
 def command(main: Callable[..., int | None]) -> Callable[..., int]:
-    """`main` as a command: its exit status, 1 with one line on stderr where it cannot run."""
+    """Wrap `main` as a command: exit status 1 and one line on stderr if it cannot run."""
 
     @wraps(main)
     def run(*arguments: Any) -> int:
@@ -68,11 +68,11 @@ def command(main: Callable[..., int | None]) -> Callable[..., int]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Options of a benchmark whose results go to a folder.
+    """Parser of the options of a benchmark whose results go to a folder.
 
     Args:
-        name: of the folder below `results`; empty: no folder.
-        about: the docstring of the benchmark.
+        name: name of the folder below `results`; empty: no folder.
+        about: docstring of the benchmark.
     """
 
     def __init__(self, name: str, about: str | None) -> None:
@@ -82,10 +82,10 @@ class Parser(argparse.ArgumentParser):
             self.option("--output-dir", ROOT / "results" / name, "for the results")
 
     def option(self, name: str, default: Any = None, about: str = "", **more: Any) -> None:
-        """One option, which takes what its default is: a number, a text, a path, a list, a switch.
+        """Add an option of the type of its default: a number, a text, a path, a list, a switch.
 
         Args:
-            more: as of `add_argument`; without a default its `type` belongs there.
+            more: arguments of `add_argument`; without a default they include its `type`.
         """
         if default is False:
             more["action"] = "store_true"
@@ -100,11 +100,11 @@ class Parser(argparse.ArgumentParser):
     def shape(
         self, family: str | None, families: Sequence[str] = FAMILIES, *, takes_model: bool = False
     ) -> None:
-        """Options of a released model's shape, with random weights.
+        """Add the options of a released model's shape, with random weights.
 
         Args:
-            family: unless told otherwise; None: it must be told.
-            takes_model: a checkpoint with weights may be named in its place.
+            family: default family; None: the option is required.
+            takes_model: whether a checkpoint with weights may be named in its place.
         """
         either = self.add_mutually_exclusive_group(required=family is None)
         either.add_argument("--family", choices=families, default=family)
@@ -114,14 +114,14 @@ class Parser(argparse.ArgumentParser):
         self.scale()
 
     def scale(self) -> None:
-        """How such a shape is run."""
+        """Add the options by which a released shape is scaled."""
         self.option("--dtype", "bfloat16")
         self.option("--num-layers", None, "instead of the released model's number", type=int)
         self.option("--shrink", 1, "divide all widths (for a test run)")
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """Parse a whole number of at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"given {text}; wanted at least 1")
@@ -132,14 +132,14 @@ def positive(text: str) -> int:
 
 
 def configuration_of(options: argparse.Namespace) -> dict[str, Any]:
-    """config.json of the shape that `Parser.shape`'s options name."""
+    """Return config.json of the shape that the options of `Parser.shape` name."""
     sizes = {"num_layers": options.num_layers, "shrink": options.shrink}
     return configuration(options.family, options.size, **sizes)
 
 
 @contextmanager
 def checkpoint_of(options: argparse.Namespace) -> Iterator[Path]:
-    """The folder of --model, or one with that shape's configuration and tokenizer, no weights."""
+    """Yield the folder of --model, or one of the shape's files without weights."""
     if getattr(options, "model", None) is not None:
         yield options.model.resolve()
         return
@@ -153,10 +153,10 @@ def checkpoint_of(options: argparse.Namespace) -> Iterator[Path]:
 
 
 def sampling_of(parameters: dict[str, Any]) -> Any:
-    """SamplingParams of a request for a whole canvas, at temperature 0.
+    """Return SamplingParams of a request for a whole canvas, at temperature 0.
 
     Args:
-        parameters: of the request, `gen_length` among them.
+        parameters: parameters of the request, including `gen_length`.
     """
     from vllm import SamplingParams
 
@@ -170,10 +170,10 @@ def sampling_of(parameters: dict[str, Any]) -> Any:
 
 
 def report_of(output: Any) -> dict[str, Any]:
-    """What the engine says of a request.
+    """Return the engine's report on a request.
 
     Raises:
-        BenchmarkError: it failed.
+        BenchmarkError: The request failed.
     """
     report: dict[str, Any] = (output.kv_transfer_params or {}).get("dllm", {})
     if "error" in report:
@@ -185,13 +185,13 @@ def report_of(output: Any) -> dict[str, Any]:
 
 
 class Table:
-    """Rows that are printed as soon as they are there, above a bar with the time left.
+    """Table whose rows are printed as soon as they are there, above a bar with the time left.
 
     Args:
         columns: heading -> format of its cells, whose width is the column's.
-        attributes: of a row, a word a column; without any, rows are sequences of cells.
-        total: how many rows will come, where that is known; there is no bar otherwise, nor where
-            stderr is no terminal.
+        attributes: names of a row's attributes, one a column; without any, rows are sequences of
+            cells.
+        total: number of rows, if known; otherwise there is no bar, nor if stderr is no terminal.
     """
 
     def __init__(
@@ -211,12 +211,12 @@ class Table:
             self._bar.close()
 
     def cells(self, row: Any) -> list[str]:
-        """A row as it is printed, cell by cell."""
+        """Format a row, cell by cell."""
         values = [getattr(row, name) for name in self._attributes] or row
         return list(map(told, values, self.columns.values()))
 
     def line(self, row: Any) -> str:
-        """A row as it is printed."""
+        """Format a row as a line."""
         return " ".join(self.cells(row)).rstrip()
 
     def note(self, text: str) -> None:
@@ -226,14 +226,14 @@ class Table:
 
 
 def width_of(spec: str) -> int:
-    """Of cells with a format, such as 9 of ">9.2f"."""
+    """Return the width of cells with a format, such as 9 of ">9.2f"."""
     found = WIDTH.search(spec)
     assert found is not None
     return int(found[0])
 
 
 def told(value: object, spec: str) -> str:
-    """A cell; a dash for None, yes and no."""
+    """Format a cell: a dash for None, yes and no for bool."""
     if value is None or isinstance(value, bool):
         value = {None: "-", True: "yes", False: "no"}[value]
         spec = f"{spec[0]}{width_of(spec)}"
@@ -241,7 +241,7 @@ def told(value: object, spec: str) -> str:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
-    """Lines of a Markdown table; columns of numbers are set right.
+    """Yield the lines of a Markdown table; columns of numbers are aligned right.
 
     Raises:
         ValueError: a row is not as long as the header.
@@ -260,7 +260,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterato
 
 
 def cell(value: object) -> str:
-    """Floats to three digits, at most two behind the point; a dash for None."""
+    """Format a value: floats to three digits, at most two behind the point; a dash for None."""
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, float):
@@ -276,7 +276,7 @@ def cell(value: object) -> str:
 
 
 def write(kind: str, options: argparse.Namespace, rows: Iterable[Any] = (), **content: Any) -> None:
-    """KIND.json in the folder of the results: the options, and what was found."""
+    """Write KIND.json, with the options and the results, into the folder of the results."""
     from benchmarks.gpu_timing import write_record
 
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
@@ -297,11 +297,11 @@ def draw(
     size: tuple[float, float] = (5.0, 4.0),
     **shared: Any,
 ) -> None:
-    """A picture of panels; nothing without matplotlib.
+    """Draw a picture of panels; nothing without matplotlib.
 
     Args:
-        paint: given every panel, row by row.
-        size: of all together, in inches.
+        paint: called with all panels, row by row.
+        size: size of the whole picture, in inches.
         shared: arguments of `pyplot.subplots`.
     """
     try:
@@ -324,7 +324,7 @@ def draw(
 
 
 def binary(axis: Any, label: str) -> None:
-    """A logarithmic axis of powers of two."""
+    """Make an axis logarithmic, with powers of two."""
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter("{x:g}")
     axis.set_xlabel(label)

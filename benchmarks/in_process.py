@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine inside this process, whose steps can be timed.
+"""Engine inside this process, whose steps can be timed.
 
 Import this before anything imports vllm: it sets the variables that vllm reads once.
 """
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """One denoise step of an engine.
+    """Times and sizes of one denoise step of an engine.
 
     Attributes:
         started: time.perf_counter() at its start.
         num_rows: rows that it computed.
-        num_sampled: rows of them whose logits were computed.
-        planned_ms: what the planner said that it takes.
-        step_ms: from the first host instruction to the results on the host.
-        device_ms: between CUDA events around it; None on the CPU.
+        num_sampled: number of these rows whose logits were computed.
+        planned_ms: the planner's prediction of the time.
+        step_ms: milliseconds from the first host instruction to the results on the host.
+        device_ms: milliseconds between CUDA events around it; None on the CPU.
     """
 
     num_requests: int
@@ -58,13 +58,13 @@ class Step:
 
     @property
     def ended(self) -> float:
-        """time.perf_counter() when its results were on the host."""
+        """`time.perf_counter()` when the results were on the host."""
         return self.started + self.step_ms / 1000
 
 
 @dataclass
 class StepLog:
-    """Collects the steps of a model runner while it is attached."""
+    """Log of the steps of a model runner while it is attached."""
 
     _raw: list[tuple[Step, tuple[Any, Any] | None]] = field(default_factory=list)
 
@@ -106,7 +106,7 @@ class StepLog:
             del runner.launch, runner.collect
 
     def steps(self) -> list[Step]:
-        """What was collected; waits for the device."""
+        """Return the collected steps; waits for the device."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return [
@@ -116,7 +116,7 @@ class StepLog:
 
 
 def _recorded_events(count: int) -> list[tuple[Any, Any]]:
-    """Pairs of events that exist on the device: it makes one when it is first recorded."""
+    """Make pairs of recorded events: the device creates an event when first recorded."""
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
     for event in chain(*pairs):
         event.record()
@@ -124,15 +124,15 @@ def _recorded_events(count: int) -> list[tuple[Any, Any]]:
 
 
 def median_interval_ms(steps: Sequence[Step]) -> float:
-    """Median time from the start of a step to the start of the next: what a client waits."""
+    """Return the median time from the start of a step to that of the next: a client's wait."""
     starts = [step.started for step in steps]
     return 1000 * statistics.median(b - a for a, b in pairwise(starts))
 
 
 def kernel_times(run: Callable[[], Sequence[Step]]) -> dict[str, tuple[float, float]]:
-    """Kernel name -> (milliseconds, launches), both of one step of those that `run` returns.
+    """Return kernel name -> (milliseconds, launches), per step of those that `run` returns.
 
-    The device's work as torch.profiler sees it, the longest first; nothing on the CPU.
+    It covers the device's work as torch.profiler sees it, the longest first; nothing on the CPU.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -151,13 +151,13 @@ def kernel_times(run: Callable[[], Sequence[Step]]) -> dict[str, tuple[float, fl
 
 @contextmanager
 def engine(model: Path, *, dummy_weights: bool, **settings: Any) -> Iterator[tuple[Any, Any]]:
-    """(LLM, model runner) of a checkpoint, gone with its memory when the block ends.
+    """Yield (LLM, model runner) of a checkpoint; its memory is free when the block ends.
 
-    The runners of several GPUs are in processes of their own; then there is None here.
+    The runners of several GPUs are in processes of their own; then the runner is None.
 
     Args:
-        dummy_weights: the checkpoint has no weights. They are drawn from N(0, 0.02): with other
-            numbers a card needs another power and runs at another speed.
+        dummy_weights: whether the checkpoint has no weights. They are then drawn from N(0, 0.02):
+            with other numbers a card needs another power and runs at another speed.
         settings: arguments of `vllm.LLM`.
 
     Raises:
@@ -187,7 +187,7 @@ def engine(model: Path, *, dummy_weights: bool, **settings: Any) -> Iterator[tup
 
 @contextmanager
 def engine_of(options: argparse.Namespace, **settings: Any) -> Iterator[tuple[Any, Any]]:
-    """`engine` of the model that the options of `harness.Parser.shape` name."""
+    """Run `engine` with the model that the options of `harness.Parser.shape` name."""
     dummy_weights = getattr(options, "model", None) is None
     settings["dtype"] = options.dtype
     with (
@@ -210,7 +210,7 @@ def run_requests(
     """Send all prompts together and return their outputs when the last one is complete.
 
     Args:
-        parameters: what a request asks for; the whole canvas is returned, stop tokens or not.
+        parameters: parameters of a request; the whole canvas is returned, stop tokens or not.
 
     Raises:
         BenchmarkError: a request failed.
@@ -225,19 +225,19 @@ def run_requests(
 def timed_steps(
     llm: Any, runner: Any, prompts: Sequence[Sequence[int]], parameters: dict[str, Any]
 ) -> list[Step]:
-    """The steps that `run_requests` takes, in the order of their starts."""
+    """Run `run_requests`; return its steps in the order of their starts."""
     with StepLog().attached(runner) as log:
         run_requests(llm, prompts, parameters)
     return sorted(log.steps(), key=lambda step: step.started)
 
 
 def random_prompts(count: int, num_tokens: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """So many of `random_prompt`, another for each."""
+    """Return `count` prompts of `random_prompt`, each with a seed of its own."""
     return [random_prompt(num_tokens, vocab_size, seed + i) for i in range(count)]
 
 
 def random_prompt(num_tokens: int, vocab_size: int, seed: int) -> list[int]:
-    """Ids of ordinary tokens; the special ones of the released models are the last of all."""
+    """Draw ids of ordinary tokens; the special ones of the released models are the last of all."""
     generator = torch.Generator().manual_seed(seed)
     ids: list[int] = torch.randint(0, vocab_size // 2, (num_tokens,), generator=generator).tolist()
     return ids

@@ -62,7 +62,7 @@ COLUMNS = {"way": "<4", "measure": "<34", "value": ">9.2f", "unit": "<9", "over 
 
 @dataclass(frozen=True)
 class Row:
-    """One number of one way; `ratio` is to one GPU of the same run."""
+    """Measure of one way; `ratio` is to one GPU of this run."""
 
     way: str
     measure: str
@@ -72,7 +72,7 @@ class Row:
 
 
 def settings_of(way: str) -> dict[str, Any]:
-    """Arguments of an engine."""
+    """Return the arguments of an engine."""
     if way == "one":
         return {}
     if way.startswith("sp"):
@@ -82,7 +82,7 @@ def settings_of(way: str) -> dict[str, Any]:
 
 
 class Client:
-    """Asks an engine, again and again."""
+    """Client that sends an engine request after request."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._number = engine, 0
@@ -90,7 +90,7 @@ class Client:
         self._ids = engine.model_config.get_vocab_size() // 2  # ordinary ones
 
     async def ask(self, prompt_length: int, extra: dict[str, Any]) -> int:
-        """Tokens of an answer; the whole canvas, stop tokens or not."""
+        """Return the number of tokens of an answer: the whole canvas, stop tokens or not."""
         self._number += 1
         number = self._number
         prompt = [(7 * number + 13 * i) % self._ids for i in range(prompt_length)]
@@ -103,7 +103,7 @@ class Client:
         return len(last.outputs[0].token_ids)
 
     async def step_ms(self, length: int) -> float:
-        """From step to step of a lone request of so many rows: what more steps take longer."""
+        """Measure the milliseconds of each further step of a lone request of `length` rows."""
         config = self._engine.model_config.hf_config
         canvas = BLOCK if config.family.is_block_causal else min(BLOCK, length // 2)
 
@@ -119,14 +119,14 @@ class Client:
         return 1000 * (many - few) / (canvas - FEW_STEPS)
 
     async def long_step_s(self, length: int) -> float:
-        """One step of so many rows."""
+        """Measure one step of `length` rows."""
         canvas = min(LONG_CANVAS, length // 2)
         blocks = {"algorithm": "semi_ar", "gen_length": canvas, "block_length": canvas}
         await self.ask(length - canvas, {**blocks, "steps": 1})
         return self.denoise_s
 
     async def tokens_per_s(self, num_clients: int, cache: str) -> float:
-        """Of so many requests at once, after as many short ones to warm up."""
+        """Measure tokens per second of `num_clients` requests at once, after a warm-up."""
         extra: dict[str, Any] = {"algorithm": "semi_ar", "gen_length": CANVAS, "cache": cache}
         extra["block_length"] = BLOCK
 
@@ -141,15 +141,15 @@ class Client:
 
 @dataclass(frozen=True)
 class Job:
-    """An engine and what is measured of it.
+    """Engine, and the measures to take of it.
 
     Attributes:
-        way: of `WAYS`.
+        way: one of `WAYS`.
         model: checkpoint.
-        settings: of the engine; weights are drawn where it loads dummies.
-        lengths: of steps.
-        caches: of what clients ask.
-        long: lengths of long steps; not empty where that is all that is measured.
+        settings: settings of the engine; weights are drawn if it loads dummies.
+        lengths: rows of the steps to measure.
+        caches: caches that clients ask for.
+        long: lengths of long steps; if not empty, nothing else is measured.
     """
 
     way: str
@@ -189,7 +189,7 @@ class Job:
             gc.collect()
 
     async def _measures(self, engine: Any) -> AsyncIterator[tuple[str, float, str]]:
-        """(measure, value, unit)."""
+        """Yield (measure, value, unit)."""
         client = Client(engine)
         if self.long:
             await client.long_step_s(min(WARM_ROWS, *self.long))
@@ -207,7 +207,7 @@ class Job:
 
 
 def run_job(job: Job, parent: Connection) -> None:
-    """The process of an engine; it ends with the one that started it."""
+    """Run an engine in its process; it ends with the one that started it."""
     try:
         asyncio.run(job.run(parent))
     except EOFError:
@@ -215,7 +215,7 @@ def run_job(job: Job, parent: Connection) -> None:
 
 
 class Running:
-    """A job in its process."""
+    """Job in its process."""
 
     def __init__(self, job: Job) -> None:
         self.name = job.name
@@ -226,9 +226,9 @@ class Running:
         theirs.close()
 
     def measure(self, table: Table) -> None:
-        """Add what it measures, as far as it came, where its process has died.
+        """Add the job's rows, up to the point where its process died.
 
-        Rows beside one of one GPU are added with their ratio to it.
+        Rows whose measure was taken of one GPU too are added with their ratio to it.
         """
         try:
             self._connection.send("begin")
@@ -246,14 +246,14 @@ class Running:
             print(f"{self.name}: did not start", flush=True)
 
     def end(self) -> None:
-        """Let it give back its memory."""
+        """Let the process give back its memory."""
         self._connection.close()
         self._process.join(30)
         self._process.terminate()
 
 
 def jobs_of(asked: argparse.Namespace, model: Path) -> list[Job]:
-    """The engines of the ways: those for long steps by themselves, without graphs."""
+    """Make the engines of the ways: those for long steps by themselves, without graphs."""
     settings: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 128}
     if asked.quantization:
         settings["quantization"] = asked.quantization
@@ -273,7 +273,7 @@ def jobs_of(asked: argparse.Namespace, model: Path) -> list[Job]:
 
 
 def run_all(jobs: list[Job]) -> list[Row]:
-    """All rows."""
+    """Run all jobs; return their rows."""
     started = time.perf_counter()
     running = [Running(job) for job in jobs]
     for one in running:
@@ -287,7 +287,7 @@ def run_all(jobs: list[Job]) -> list[Row]:
 
 
 def paint(rows: Sequence[Row], names: Sequence[str], axis: Any) -> None:
-    """Ratios to one GPU, one group of bars a measure."""
+    """Draw ratios to one GPU, one group of bars a measure."""
     ways = [way for way in dict.fromkeys(row.way for row in rows) if way != "one"]
     for number, way in enumerate(ways):
         speeds = {
@@ -305,7 +305,7 @@ def paint(rows: Sequence[Row], names: Sequence[str], axis: Any) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options of the command line."""
+    """Parse the command line."""
     parser = harness.Parser("parallel", __doc__)
     parser.shape("llada", takes_model=True)
     parser.option("--quantization", None, "fp8, int4 or nf4")

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def section(path: Path) -> list[str]:
-    """Lines of a heading, tables, and where they were measured.
+    """Return the lines of a heading, tables, and where they were measured.
 
     Raises:
         TableError: the file cannot be read as a measurement.
@@ -67,7 +67,7 @@ def section(path: Path) -> list[str]:
 
 
 def measured_on(run: dict[str, Any]) -> str:
-    """Machine, software, commit and command in one sentence."""
+    """Describe machine, software, commit and command in one sentence."""
     packages = [f"{name} {version}" for name, version in run["packages"].items() if version]
     if run.get("gpu"):
         driver = f", driver {run['driver']}" if run.get("driver") else ""
@@ -85,7 +85,7 @@ def measured_on(run: dict[str, Any]) -> str:
 
 
 def step_latency(content: dict[str, Any]) -> Iterator[str]:
-    """A table a family."""
+    """Yield a table a family."""
     settings, ceilings = content["settings"], content["ceilings"]
     for family in dict.fromkeys(row["family"] for row in content["rows"]):
         rows = [row for row in content["rows"] if row["family"] == family]
@@ -116,7 +116,7 @@ def step_latency(content: dict[str, Any]) -> Iterator[str]:
 
 
 def throughput(content: dict[str, Any]) -> Iterator[str]:
-    """One table of all systems."""
+    """Yield one table of all systems."""
     settings, rows = content["settings"], content["rows"]
     model = NAMES_OF_FAMILIES.get(settings["model"], settings["model"])
     plain = next((row["tokens_per_s"] for row in rows if row["system"] == "plain loop"), None)
@@ -140,7 +140,7 @@ def throughput(content: dict[str, Any]) -> Iterator[str]:
 
 
 def context_length(content: dict[str, Any]) -> Iterator[str]:
-    """One table of all lengths that ran, and how the shortest of the others failed."""
+    """Yield one table of all lengths that ran, and how the shortest of the others failed."""
     settings, points = content["settings"], content["points"]
     plural = "" if settings["steps"] == 1 else "s"
     yield (
@@ -171,7 +171,7 @@ def context_length(content: dict[str, Any]) -> Iterator[str]:
 
 
 def limits_of(content: dict[str, Any]) -> str:
-    """What a server of `context_length` was held to, beyond the defaults."""
+    """Describe the limits of a server of `context_length` that are not the defaults."""
     settings, limits = content["settings"], []
     share, pool = settings["gpu_memory_utilization"], settings["activation_pool_size_bytes"]
     memory = content["run"].get("gpu_memory_gib")
@@ -185,7 +185,7 @@ def limits_of(content: dict[str, Any]) -> str:
 
 
 def kernel(content: dict[str, Any]) -> Iterator[str]:
-    """The table as the kernel's benchmark gives it: title, columns, rows, perhaps a note."""
+    """Yield the table as the kernel's benchmark gives it: title, columns, rows, perhaps a note."""
     yield f"### {content['title']}"
     yield ""
     if content.get("note"):
@@ -202,7 +202,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], Iterator[str]]] = {
 
 
 def changes_of(settings: dict[str, Any]) -> str:
-    """What differs from the released model or from the usual way to run it."""
+    """Describe the differences from the released model or from the usual way to run it."""
     changes = []
     if settings.get("num_layers"):
         changes.append(f"{settings['num_layers']} layers")
@@ -216,12 +216,12 @@ def changes_of(settings: dict[str, Any]) -> str:
 
 
 def in_words(rates: dict[str, float]) -> str:
-    """`{"2048 x 32 heads": 520.1}` as "520 (2048 x 32 heads)"."""
+    """Format `{"2048 x 32 heads": 520.1}` as "520 (2048 x 32 heads)"."""
     return ", ".join(f"{rate:.0f} ({name})" for name, rate in rates.items())
 
 
 def ratio(a: float | None, b: float | None) -> float | None:
-    """a / b, None without one of them."""
+    """Divide a by b; None without one of them."""
     return a / b if a is not None and b else None
 
 

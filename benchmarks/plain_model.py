@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The families and their published loops in plain PyTorch: what the engine is against.
+"""Families and their published loops in plain PyTorch: the reference for the engine.
 
 The networks are those that the tiny models are trained with (scripts/tiny_model), written from the
 models' descriptions: one module call after the other, PyTorch's own attention, logits of all rows,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class PlainModel(nn.Module):
-    """A diffusion language model; make one with `random_model` or `load_model`."""
+    """Diffusion language model in plain PyTorch; made by `random_model` or `load_model`."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class PlainModel(nn.Module):
         self.network: Any = load_family(self.shape.family).network(dict(config))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids [B, T] int64 -> logits [B, T, V] in the model's dtype, row i of position i."""
+        """Compute logits [B, T, V], in the model's dtype, of ids [B, T] int64."""
         logits: Tensor = self.network.logits(self.network.hidden(ids))
         return logits
 
@@ -53,7 +53,7 @@ class PlainModel(nn.Module):
 def random_model(
     config: Mapping[str, Any], device: str | torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> PlainModel:
-    """A model with the weights of `randomise`, in eval mode."""
+    """Make a model with the weights of `randomise`, in eval mode."""
     model = _empty_model(config, device, dtype)
     randomise(model)
     for buffer in model.buffers():
@@ -64,7 +64,7 @@ def random_model(
 def load_model(
     folder: Path, device: str | torch.device, dtype: torch.dtype, *, has_weights: bool = True
 ) -> PlainModel:
-    """The model of a checkpoint folder; with random weights where it has none."""
+    """Load the model of a checkpoint folder; with random weights if it has none."""
     if not has_weights:
         return random_model(read_config(folder), device, dtype)
     model = _empty_model(read_config(folder), device, dtype)
@@ -91,12 +91,12 @@ def denoise_step(
     num_commits: int,
     confidence_dtype: torch.dtype | None = None,
 ) -> None:
-    """One step of LLaDA's generate loop at temperature 0: forward, confidence of all rows, commit.
+    """Run a step of LLaDA's loop at temperature 0: forward, confidence of all rows, commit.
 
     Args:
         row: [1, T] int64 prompt and canvas; the most confident masked positions are filled in.
         end: positions from here on wait for a later block.
-        num_commits: how many are committed.
+        num_commits: number of positions to commit.
         confidence_dtype: precision of the softmax; None: the logits' own.
     """
     is_masked = row == model.shape.mask_id
@@ -120,7 +120,7 @@ def generate(
     confidence_dtype: torch.dtype | None = None,
     after_step: Callable[[], object] = lambda: None,
 ) -> list[int]:
-    """The tokens of a canvas behind `prompt`, block after block.
+    """Generate the tokens of a canvas behind `prompt`, block after block.
 
     Args:
         steps: forwards of the whole canvas, a multiple of the number of blocks.
@@ -146,7 +146,7 @@ def generate(
 
 @contextmanager
 def counted_experts(model: PlainModel) -> Iterator[list[int]]:
-    """Collects the experts that at least one row passes, a number for each layer of each forward.
+    """Collect the number of experts that some row passes, for each layer of each forward.
 
     Raises:
         ValueError: the model has no experts.
@@ -175,7 +175,7 @@ def counted_experts(model: PlainModel) -> Iterator[list[int]]:
 
 @dataclass(frozen=True)
 class PlainBlocks:
-    """A network with its published loop.
+    """Network with its published loop.
 
     No keys and values are kept, so every forward of a block computes all rows before it.
     """
@@ -194,7 +194,7 @@ class PlainBlocks:
         steps: int,
         after_step: Callable[[], object] = lambda: None,
     ) -> list[int]:
-        """The tokens of a canvas behind `prompt`; its last block is computed whole."""
+        """Generate the tokens of a canvas behind `prompt`; its last block is computed whole."""
         network = cast("Network", self.network)
         network.block_length = block_length
         rows = self.decode(
@@ -209,7 +209,7 @@ class PlainBlocks:
 
 
 def load_blocks(folder: Path, device: str, dtype: torch.dtype, *, has_weights: bool) -> PlainBlocks:
-    """The model of a checkpoint folder; with random weights where it has none.
+    """Load the model of a checkpoint folder; with random weights if it has none.
 
     Raises:
         BenchmarkError: there is no plain network of its family.

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options of the command line."""
+    """Parse the command line."""
     parser = harness.Parser("prefix_cache", __doc__)
     parser.shape("llada2", BLOCK_FAMILIES)
     parser.option("--prefix", 8192, "tokens that requests share", type=positive)
@@ -64,7 +64,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> tuple[float, dict[str, list[float]]]:
-    """Milliseconds of the request that fills the cache, and of both kinds of the others."""
+    """Measure milliseconds of the request that fills the cache, and of both kinds of the others."""
     shape = Shape.of(harness.configuration_of(options))
     block_length = options.block_length or shape.block_length
     parameters = windows.parameters_of(shape, block_length, 1, options.steps_per_block)
@@ -92,7 +92,7 @@ def measure(options: argparse.Namespace) -> tuple[float, dict[str, list[float]]]
 def to_first_block_ms(
     llm: Any, runner: Any, prompt: Sequence[int], parameters: dict[str, Any]
 ) -> float:
-    """From the start of a lone request's first step to the end of its last."""
+    """Measure milliseconds from the start of a lone request's first step to the end of its last."""
     _, seconds = windows.timed_requests(llm, runner, [prompt], parameters)
     return 1000 * seconds
 

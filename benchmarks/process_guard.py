@@ -29,7 +29,7 @@ KILL_S = 10.0  # for processes that got SIGKILL
 
 
 class EndNow(BaseException):
-    """SIGTERM: no time is left for an orderly end."""
+    """SIGTERM was received: no time is left for an orderly end."""
 
 
 def main(arguments: list[str]) -> int:
@@ -66,7 +66,7 @@ def wait_for_end(process: subprocess.Popen[bytes]) -> None:
 
 
 def end(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """SIGTERM to the command, which ends its own workers; then to those that stay."""
+    """Send SIGTERM to the command, which ends its own workers; then to those that stay."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(grace_s)
@@ -94,7 +94,7 @@ def wait_for_group(group: int, timeout_s: float) -> None:
 
 
 def living_members(group: int) -> list[int]:
-    """Processes of a group; a dead one that nobody has waited for yet does not count."""
+    """Return the processes of a group, without dead ones that nobody has waited for yet."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):

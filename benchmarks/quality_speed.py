@@ -80,14 +80,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Case:
-    """One way to decode: parameters of a request beside the canvas."""
+    """Way to decode: parameters of a request beside the canvas."""
 
     algorithm: str
     cache: str = "none"
     parameters: dict[str, Any] = field(default_factory=dict)
 
     def request(self, gen_length: int, block_length: int) -> dict[str, Any]:
-        """The parameters as a request carries them."""
+        """Return the parameters as a request carries them."""
         asked: dict[str, Any] = {
             "algorithm": self.algorithm,
             "gen_length": gen_length,
@@ -101,13 +101,13 @@ class Case:
         return asked
 
     def told(self) -> str:
-        """The parameters that are not defaults, in words."""
+        """Describe the parameters that are not defaults."""
         return " ".join(f"{name}={value}" for name, value in self.parameters.items()) or "defaults"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A case on a model."""
+    """Case on a model."""
 
     model: str
     wording: str
@@ -118,7 +118,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Row(Asked):
-    """What one case gave on one model; `failed` answers count as wrong."""
+    """Result of one case on one model; `failed` answers count as wrong."""
 
     questions: int
     right: int
@@ -131,7 +131,7 @@ class Row(Asked):
 
 @dataclass(frozen=True)
 class Refused(Asked):
-    """A case that the engine does not run on a model."""
+    """Case that the engine does not run on a model."""
 
     reason: str
 
@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options of the command line."""
+    """Parse the command line."""
     parser = harness.Parser("quality_speed", __doc__)
     told = "names under models/, or checkpoint directories with a facts.jsonl"
     parser.option("--models", DEFAULT_MODELS, told)
@@ -184,7 +184,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def cases(
     algorithms: Sequence[str], caches: Sequence[str], gen_length: int, block_length: int
 ) -> list[Case]:
-    """Every algorithm without a cache at several paces, and at its default pace with every cache.
+    """Return all algorithms without a cache at several paces, and with each cache at the default.
 
     Raises:
         BenchmarkError: the canvas is not a whole number of blocks.
@@ -203,7 +203,7 @@ def cases(
 
 
 def paces(algorithm: str, gen_length: int, num_blocks: int) -> list[dict[str, Any]]:
-    """Settings of an algorithm: its defaults, then each choice and pace of its own parameters."""
+    """Return settings of an algorithm: its defaults, or each choice and pace of its parameters."""
     own = [spec for spec in FIELDS if algorithm in spec.algorithms]
     paced = [{spec.name: value} for spec in own for value in PACE.get(spec.name, ())]
     if paced:
@@ -223,7 +223,7 @@ def paces(algorithm: str, gen_length: int, num_blocks: int) -> list[dict[str, An
 def measure_all(
     options: argparse.Namespace, plan: Sequence[Case]
 ) -> tuple[list[Row], list[Refused]]:
-    """Every case on every model, with a progress bar.
+    """Measure every case on every model, with a progress bar.
 
     Raises:
         BenchmarkError: a model is missing and cannot be made, or cannot be loaded.
@@ -249,7 +249,7 @@ def measure_all(
 
 
 def checkpoint(name: str) -> Path:
-    """The directory of a model; a tiny model under models/ is trained when it is missing.
+    """Return the directory of a model; a tiny model under models/ is trained if it is missing.
 
     Raises:
         BenchmarkError: there is no such model and it cannot be made.
@@ -268,7 +268,7 @@ def checkpoint(name: str) -> Path:
 
 
 def read_facts(folder: Path, limit: int | None) -> list[tuple[str, str]]:
-    """(question, answer) pairs; `limit` of them, spread evenly over the list."""
+    """Read (question, answer) pairs; `limit` of them, spread evenly over the list."""
     lines = (folder / "facts.jsonl").read_text(encoding="utf-8").splitlines()
     facts = [(fact["question"], fact["answer"]) for fact in map(json.loads, lines)]
     if limit is None or limit >= len(facts):
@@ -277,7 +277,7 @@ def read_facts(folder: Path, limit: int | None) -> list[tuple[str, str]]:
 
 
 def worded(facts: Sequence[tuple[str, str]], wording: str) -> list[tuple[str, str]]:
-    """The facts with their questions as `wording` asks them."""
+    """Return the facts with their questions in the wording named `wording`."""
     template = WORDINGS[wording]
     return [(template.format(question=question), answer) for question, answer in facts]
 
@@ -319,7 +319,7 @@ def measure(
 
 
 def ask(llm: Any, facts: Sequence[tuple[str, str]], request: dict[str, Any]) -> list[Any]:
-    """All questions together, greedily, through the chat template; outputs in their order."""
+    """Ask all questions together, greedily, by the chat template; return outputs in order."""
     from vllm import SamplingParams
 
     conversations = [[{"role": "user", "content": question}] for question, _ in facts]
@@ -329,7 +329,7 @@ def ask(llm: Any, facts: Sequence[tuple[str, str]], request: dict[str, Any]) -> 
 
 
 def one_line(message: object) -> str:
-    """A message without line breaks."""
+    """Return a message without line breaks."""
     return " ".join(str(message).split())
 
 
@@ -337,7 +337,7 @@ def one_line(message: object) -> str:
 
 
 def markdown(rows: Sequence[Row], refused: Sequence[Refused]) -> str:
-    """One table of all rows, and the refused cases with their reasons."""
+    """Format one table of all rows, and the refused cases with their reasons."""
     cells = [
         [
             *(row.model, row.wording, f"`{row.algorithm}`", row.parameters, row.cache),
@@ -351,7 +351,7 @@ def markdown(rows: Sequence[Row], refused: Sequence[Refused]) -> str:
             case = f"{row.model}, {row.wording}, {row.algorithm}, {row.parameters}"
             told = f"{row.failed} of {row.questions} answers failed: {case}, cache {row.cache}"
             lines += ["", told]
-    # Most refusals hold for all models: each is told once.
+    # Most refusals hold for all models: each is printed once.
     reasons = in_order(
         f"- `{case.algorithm}`, {case.parameters}, cache {case.cache}: {case.reason}"
         for case in refused
@@ -361,10 +361,10 @@ def markdown(rows: Sequence[Row], refused: Sequence[Refused]) -> str:
 
 
 def paint(rows: Sequence[Row], panels: Sequence[tuple[str, str]], *axes: Any) -> None:
-    """Accuracy against tokens per forward: a colour an algorithm, a mark a cache.
+    """Draw accuracy against tokens per forward: a colour an algorithm, a mark a cache.
 
     Args:
-        panels: wording and model of each.
+        panels: wording and model of each panel.
     """
     algorithms, caches = (
         in_order(getattr(row, name) for row in rows) for name in ("algorithm", "cache")
@@ -393,7 +393,7 @@ def paint(rows: Sequence[Row], panels: Sequence[tuple[str, str]], *axes: Any) ->
 
 
 def in_order(values: Iterable[T]) -> list[T]:
-    """The different values, each where it came first."""
+    """Return the distinct values, in the order of their first occurrence."""
     return list(dict.fromkeys(values))
 
 

@@ -59,12 +59,12 @@ PLAIN = "plain"
 
 @dataclass
 class Trace:
-    """How one answer came about.
+    """Decoding of one answer, step by step.
 
     Attributes:
-        tokens: of the canvas.
-        steps: the step in which each of its positions was committed.
-        num_forwards: steps in all.
+        tokens: tokens of the canvas.
+        steps: step in which each of its positions was committed.
+        num_forwards: number of all steps.
         states: before each step: ids, masked positions of the block, and their log probabilities.
     """
 
@@ -76,7 +76,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of weights on one model, all questions."""
+    """Result of one kind of weights on one model, all questions."""
 
     model: str
     quantization: str
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options of the command line."""
+    """Parse the command line."""
     parser = harness.Parser("quantisation", __doc__)
     parser.option("--models", ["llada-tiny"], "names under models/, or checkpoint directories")
     parser.option("--quantization", ["fp8", "int4", "nf4"], "kinds of weights")
@@ -132,7 +132,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 class Decoder:
-    """A served model, decoded without the engine.
+    """Served model, decoded without the engine.
 
     Args:
         llm: the engine.
@@ -152,7 +152,7 @@ class Decoder:
 
     @torch.inference_mode()
     def log_probabilities(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """[P, V] fp32 at these positions, without the mask token."""
+        """Compute [P, V] fp32 log probabilities at these positions, without the mask token."""
         hidden = self.model(ids, torch.arange(len(ids), device=ids.device))
         rows = (positions - self.model.family.logit_shift).clamp(min=0)
         logits = self.model.compute_logits(hidden[rows]).float()
@@ -160,7 +160,7 @@ class Decoder:
         return logits.log_softmax(dim=-1)
 
     def decode(self, prompt: Sequence[int], threshold: float | None, keeps: bool = False) -> Trace:
-        """One answer: a position a step, or all that are as sure as the threshold."""
+        """Decode one answer: a position a step, or all that are as sure as the threshold."""
         start, mask = len(prompt), self.facts.ids.mask
         end = start + self.gen_length
         if self.model.family.is_block_causal:
@@ -187,7 +187,10 @@ class Decoder:
         return trace
 
     def _blocks(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Of the canvas; block-causal models count blocks from the first position on."""
+        """Yield (first, last) of each block of the canvas.
+
+        Block-causal models count blocks from the first position of the prompt on.
+        """
         offset = 0 if self.model.family.is_block_causal else start
         first = start
         while first < end:
@@ -196,14 +199,14 @@ class Decoder:
             first = last
 
     def prompt(self, question: str) -> list[int]:
-        """A question through the chat template."""
+        """Tokenise a question through the chat template."""
         turn = [{"role": "user", "content": question}]
         text = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
     def text(self, tokens: Sequence[int]) -> str:
-        """An answer up to its first stop token."""
+        """Decode an answer up to its first stop token."""
         stop = next((i for i, token in enumerate(tokens) if token in self.facts.ids.stop), None)
         decoded: str = self.tokenizer.decode(tokens[:stop], skip_special_tokens=True)
         return decoded.strip()
@@ -213,7 +216,7 @@ class Decoder:
 
 
 def measure_model(folder: Path, options: argparse.Namespace, table: Table) -> None:
-    """A row for the plain weights and one for each quantisation."""
+    """Measure a row for the plain weights and one for each quantisation."""
     facts = worded(facts_of(folder, options), options.wording)
     plain: list[Trace] = []
     for quantization in (None, *options.quantization):
@@ -245,7 +248,7 @@ def measure_model(folder: Path, options: argparse.Namespace, table: Table) -> No
 
 
 def facts_of(folder: Path, options: argparse.Namespace) -> list[tuple[str, str]]:
-    """Questions and answers, of the checkpoint or of --facts."""
+    """Read questions and answers, of the checkpoint or of --facts."""
     if options.facts is None:
         return read_facts(folder, options.limit)
     lines = options.facts.read_text(encoding="utf-8").splitlines()[: options.limit]
@@ -253,7 +256,7 @@ def facts_of(folder: Path, options: argparse.Namespace) -> list[tuple[str, str]]
 
 
 def compared(decoder: Decoder, plain: Sequence[Trace]) -> tuple[float, float]:
-    """Top-1 agreement and mean KL on the canvases that the plain weights went through."""
+    """Compute top-1 agreement and mean KL on the canvases that the plain weights went through."""
     same = positions = 0
     divergence = 0.0
     for trace in plain:
@@ -267,14 +270,14 @@ def compared(decoder: Decoder, plain: Sequence[Trace]) -> tuple[float, float]:
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Of the layers: matrices, scales, norms."""
+    """Return the bytes of the layers: matrices, scales, norms."""
     layers: Any = model
     tensors = {*layers.model.layers.parameters(), *layers.model.layers.buffers()}
     return sum(tensor.nbytes for tensor in tensors)
 
 
 def rank_correlation(first: Sequence[int], second: Sequence[int]) -> float:
-    """Spearman's, of two orders of the same positions without ties."""
+    """Compute Spearman's rank correlation of two orders without ties of some positions."""
     count = len(first)
     if count < 2:
         return 1.0
@@ -283,7 +286,7 @@ def rank_correlation(first: Sequence[int], second: Sequence[int]) -> float:
 
 
 def equal_share(first: Sequence[Trace], second: Sequence[Trace]) -> float:
-    """Share of positions with the same step in both."""
+    """Compute the share of positions with an equal step in both."""
     pairs = [
         pair
         for one, other in zip(first, second, strict=True)
@@ -293,7 +296,7 @@ def equal_share(first: Sequence[Trace], second: Sequence[Trace]) -> float:
 
 
 def paint(rows: Sequence[Row], axis: Any) -> None:
-    """Order against likeliest tokens, a point a row."""
+    """Draw order against likeliest tokens, a point a row."""
     for row in rows:
         if row.quantization != PLAIN:
             axis.scatter(row.top_1, row.order)

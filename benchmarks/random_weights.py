@@ -20,7 +20,7 @@ EMBEDDINGS = ("wte", "embed_tokens", "word_embeddings")
 def randomise(model: nn.Module) -> None:
     """Draw every matrix of a model from N(0, 0.02); norms' gains become 1, biases 0.
 
-    Embeddings are drawn from N(0, 1): a row is then told by its token, as in a trained model. With
+    Embeddings are drawn from N(0, 1): a row then depends on its token, as in a trained model. With
     small ones all rows follow the mean of their values, and choose the same experts. A weight that
     an engine quantises as it is loaded is given a matrix to quantise.
     """
@@ -42,6 +42,6 @@ def randomise(model: nn.Module) -> None:
 
 
 def randomise_rank(worker: Any) -> None:
-    """Draw the weights of an engine's worker; ranks that divide rows draw the same."""
+    """Draw the weights of an engine's worker; ranks that divide rows draw equal ones."""
     torch.manual_seed(0)
     randomise(worker.worker.model_runner.model)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What numbers depend on beside the device: machine, software, commit of the sources, command.
+"""Conditions of a run beside the device: machine, software, commit of the sources, command.
 
 Imports no torch: a process that only watches a GPU must not take memory on it.
 """
@@ -21,7 +21,7 @@ PACKAGES = ("torch", "triton", "vllm")
 
 
 def software_record() -> dict[str, Any]:
-    """The start of a run's record; whoever knows the device adds it."""
+    """Start a run's record; the caller adds the device."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": shlex.join(["python", *map(_relative, sys.argv)]),
@@ -34,7 +34,7 @@ def software_record() -> dict[str, Any]:
 
 
 def first_line(*command: str) -> str | None:
-    """First line that a command prints; None if it is missing or fails."""
+    """Return the first line that a command prints; None if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
@@ -43,13 +43,13 @@ def first_line(*command: str) -> str | None:
 
 
 def _relative(argument: str) -> str:
-    """A path inside the repository without what comes before it."""
+    """Shorten a path inside the repository to the part below its root."""
     path = Path(argument)
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else argument
 
 
 def _commit() -> str | None:
-    """The commit of the sources, marked where they differ from it; None outside a checkout.
+    """Return the commit of the sources, marked if they differ from it; None outside a checkout.
 
     A copy of the sources without their history names it in the variable MOSAIC_COMMIT.
     """

@@ -56,7 +56,7 @@ COLUMNS |= {"p50 s": ">7.3f", "p90 s": ">7.3f", "p99 s": ">7.3f"}
 
 @dataclass(frozen=True)
 class Row:
-    """What one system gave at one number of clients."""
+    """Result of one system at one number of clients."""
 
     system: str
     num_clients: int
@@ -73,7 +73,7 @@ class Row:
     def of(
         cls, system: str, num_clients: int, answers: Sequence[tuple[int, float]], seconds: float
     ) -> Row:
-        """Of answers' lengths in tokens and latencies in seconds, which took `seconds` in all."""
+        """Summarise answers, (tokens, latency in seconds) each, which took `seconds` in all."""
         latencies = [latency for _, latency in answers]
         percents = statistics.quantiles(latencies, n=100, method="inclusive")
         num_tokens = sum(length for length, _ in answers)
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options of the command line."""
+    """Parse the command line."""
     parser = harness.Parser("serve_throughput", __doc__)
     parser.shape(None, takes_model=True)
     parser.option("--clients", [1, 2, 4, 8, 16, 32, 64], "how many at a time", type=positive)
@@ -126,7 +126,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure_all(options: argparse.Namespace) -> list[Row]:
-    """The plain loop, then the server with every number of clients.
+    """Measure the plain loop, then the server with every number of clients.
 
     Raises:
         ServerFailed: the server does not start.
@@ -159,7 +159,7 @@ def measure_all(options: argparse.Namespace) -> list[Row]:
 
 
 def body_of(prompt: Sequence[int], shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
-    """What a client sends; block-causal families have rules of their own."""
+    """Build the body that a client sends; block-causal families have rules of their own."""
     body = {
         "prompt": list(prompt),
         "gen_length": options.gen_length,
@@ -174,7 +174,7 @@ def body_of(prompt: Sequence[int], shape: Shape, options: argparse.Namespace) ->
 
 
 def measure(system: str, num_clients: int, send: Send, prompts: Sequence[Sequence[int]]) -> Row:
-    """All prompts by so many clients, each of which has one request under way."""
+    """Send all prompts by `num_clients` clients, each of which has one request in flight."""
     for prompt in prompts[:WARM_UP]:
         send(prompt)
     waiting: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
@@ -200,7 +200,7 @@ def measure(system: str, num_clients: int, send: Send, prompts: Sequence[Sequenc
 
 
 def prompts_for(folder: Path, shape: Shape, options: argparse.Namespace) -> list[list[int]]:
-    """Token ids of the prompts: sums in the chat template, or random where there is none."""
+    """Return token ids of the prompts: sums in the chat template, or random if there is none."""
     if not (folder / "tokenizer_config.json").is_file():
         return in_process.random_prompts(options.requests, options.prompt_length, shape.vocab_size)
     from transformers import AutoTokenizer
@@ -220,7 +220,7 @@ def prompts_for(folder: Path, shape: Shape, options: argparse.Namespace) -> list
 
 
 def stop_ids_of(folder: Path, config: dict[str, Any]) -> set[int]:
-    """The end of a text by both configurations, and of a turn by the tokenizer."""
+    """Return the ids that end a text by both configurations, and a turn by the tokenizer."""
     found: set[Any] = set()
     generation = folder / "generation_config.json"
     defaults = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
@@ -235,13 +235,13 @@ def stop_ids_of(folder: Path, config: dict[str, Any]) -> set[int]:
 
 
 def up_to_stop(token_ids: Sequence[int], stop_ids: set[int]) -> list[int]:
-    """The answer in a whole canvas."""
+    """Cut a whole canvas to the answer."""
     end = next((i for i, token in enumerate(token_ids) if token in stop_ids), len(token_ids))
     return list(token_ids[:end])
 
 
 def paint(rows: Sequence[Row], title: str, left: Any, right: Any) -> None:
-    """Tokens per second, and latency, against clients."""
+    """Draw tokens per second, and latency, against clients."""
     served = [row for row in rows if row.system == SERVER]
     clients = [row.num_clients for row in served]
     left.plot(clients, [row.tokens_per_s for row in served], marker="o", label=SERVER)

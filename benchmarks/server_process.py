@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server process for the length of a block, ended with all its processes whatever happens.
+"""Server process for the length of a block, ended with all its processes whatever happens.
 
     with ServerProcess(command, log, port=8901) as server:
         server.wait_until_healthy(600)
@@ -41,15 +41,15 @@ CAUSE = re.compile(r"(?:^|[\s\]])((?!RuntimeError: Engine core init)\w*(?:Error|
 
 
 class ServerFailed(BenchmarkError):
-    """A server did not do what was waited for; the message is one line with its log's end."""
+    """A server did not start, or ended; the message is one line with its log's end."""
 
 
 class ServerProcess:
-    """A server on this machine, running while the block does.
+    """Server on this machine, running while the block does.
 
     Args:
         command: the command line; it must make the server listen on `port` of 127.0.0.1.
-        log: file that takes its output.
+        log: file for its output.
         port: see `command`.
         variables: environment variables on top of this process's.
         stop_s: seconds that it has for an orderly end; then it is killed.
@@ -120,7 +120,7 @@ class ServerProcess:
         return self._guard.returncode is not None
 
     def processes(self) -> list[psutil.Process]:
-        """The processes of the server, as far as they run."""
+        """Return the processes of the server that still run."""
         try:
             found: list[psutil.Process] = psutil.Process(self._guard.pid).children(recursive=True)
         except psutil.NoSuchProcess:
@@ -128,17 +128,17 @@ class ServerProcess:
         return found
 
     def log_size(self) -> int:
-        """Bytes of the log so far."""
+        """Return the bytes of the log so far."""
         return self._log.stat().st_size
 
     def log_text(self, start: int = 0) -> str:
-        """The log from byte `start` on."""
+        """Return the log from byte `start` on."""
         with self._log.open("rb") as file:
             file.seek(start)
             return file.read().decode(errors="replace")
 
     def last_words(self, start: int = 0) -> str:
-        """The first exception that the log tells of from byte `start` on, and its last lines."""
+        """Return the first exception in the log from byte `start` on, and its last lines."""
         lines = [line.strip() for line in self.log_text(start).splitlines() if line.strip()]
         cause = next((match[1] for line in lines if (match := CAUSE.search(line))), None)
         told = f"{cause}; " if cause else ""
@@ -147,14 +147,14 @@ class ServerProcess:
 
 @contextmanager
 def model_server(folder: Path, log: Path, *arguments: object) -> Iterator[str]:
-    """The URL of our server of a checkpoint, stopped when the block ends.
+    """Run our server of a checkpoint until the block ends; yield its URL.
 
     Args:
-        log: file that takes its output.
-        arguments: more of its command line.
+        log: file for its output.
+        arguments: further arguments of its command line.
 
     Raises:
-        ServerFailed: it ends, or is not ready in time.
+        ServerFailed: The server ends, or is not ready in time.
     """
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.api_server", "--model", str(folder)]
@@ -167,7 +167,7 @@ def model_server(folder: Path, log: Path, *arguments: object) -> Iterator[str]:
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment for a server of its own, with `variables` on top.
+    """Return this process's environment for a server of its own, with `variables` on top.
 
     The interpreter's folder comes first on PATH: scripts find the same Python.
     """
@@ -177,7 +177,7 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
+    """Return a port that nothing listens on."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
@@ -195,7 +195,7 @@ def is_free(port: int) -> bool:
 
 
 def session() -> requests.Session:
-    """A client for servers of this machine: it passes proxies by."""
+    """Make a client for servers of this machine: it ignores proxies."""
     found = requests.Session()
     found.trust_env = False
     return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of a model, what one forward of it must move and compute, and the least time of that.
+"""Shape of a model, the bytes and FLOP of one forward of it, and the least time of that.
 
 Letters: D width, H heads, K key and value heads, hd head width, M inner width of a feed-forward,
 E experts, V rows of the head, T rows of one sequence.
@@ -22,18 +22,19 @@ BLOCK_FAMILIES = ("llada2", "sdar", "sdar-moe", "fast-dllm")  # under a block-ca
 
 @dataclass(frozen=True)
 class Shape:
-    """What config.json says, in one vocabulary for all families.
+    """Sizes of a model by its config.json, named alike for all families.
 
     Attributes:
         head_dim: width of one attention head.
         mlp_width: inner width of a feed-forward, or of one expert.
-        mask_id: None where config.json does not say.
-        num_experts: 0 where the feed-forward is dense.
-        num_chosen: experts that one row passes.
-        num_dense: layers without experts, `dense_width` wide.
+        mask_id: id of the mask token; None if config.json does not say.
+        num_experts: number of routed experts; 0 if the feed-forward is dense.
+        num_chosen: number of experts that one row passes.
+        num_dense: number of layers without experts, `dense_width` wide.
         shared_width: inner width of the expert that every row passes.
-        shifts_rows: position i is read from row i - 1.
-        block_length: of a block-causal mask; 0 where every position sees every other one.
+        shifts_rows: whether position i is read from row i - 1.
+        block_length: positions of a block of a block-causal mask; 0 if every position sees every
+            other one.
     """
 
     family: str
@@ -55,30 +56,30 @@ class Shape:
 
     @property
     def kv_width(self) -> int:
-        """Of the keys of one position; of its values, too."""
+        """Width of the keys of one position, and of its values."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def attention_parameters(self) -> int:
-        """Elements of the four matrices of one layer's attention."""
+        """Number of elements of the four matrices of one layer's attention."""
         return 2 * self.width * (self.num_heads * self.head_dim + self.kv_width)
 
     @property
     def mlp_parameters(self) -> int:
-        """Elements of the three matrices of one feed-forward, or of one expert."""
+        """Number of elements of the three matrices of one feed-forward, or of one expert."""
         return 3 * self.width * self.mlp_width
 
     @property
     def head_parameters(self) -> int:
-        """Elements of the head's matrix."""
+        """Number of elements of the head's matrix."""
         return self.width * self.vocab_size
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Shape:
-        """The shape that a config.json describes.
+        """Return the shape that a config.json describes.
 
         Raises:
-            ModelConfigError: it is none that the engine would run.
+            ModelConfigError: The engine would not run this model.
         """
         found = DiffusionConfig.from_dict(dict(config))
         family, architecture = found.family, found.architecture
@@ -104,17 +105,17 @@ class Shape:
 
     @classmethod
     def of_folder(cls, folder: Path) -> Shape:
-        """The shape of a checkpoint."""
+        """Return the shape of a checkpoint."""
         return cls.of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a forward that waits for the one before it, `count` times.
+    """Part of a forward that waits for the one before it, `count` times.
 
     Attributes:
-        num_bytes: weights, or keys and values, that it must read.
-        flops: that it must compute, at the rate of attention or else of products.
+        num_bytes: bytes of weights, or keys and values, that it must read.
+        flops: FLOP that it must compute, at the rate of attention or else of products.
     """
 
     name: str
@@ -124,21 +125,21 @@ class Stage:
     is_attention: bool = False
 
     def least_ms(self, bandwidth: float, matmul_rate: float, attention_rate: float) -> float:
-        """The larger of moving and computing; rates in bytes and FLOP per second."""
+        """Return the larger of moving and computing; rates in bytes and FLOP per second."""
         rate = attention_rate if self.is_attention else matmul_rate
         return 1000 * self.count * max(self.num_bytes / bandwidth, self.flops / rate)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one forward of several sequences must at least do, if its parts ran side by side."""
+    """Least work of one forward of several sequences, if its parts ran side by side."""
 
     weight_bytes: float
     matmul_flops: float
     attention_flops: float
 
     def floor_ms(self, bandwidth: float, matmul_rate: float, attention_rate: float) -> float:
-        """The larger of moving the weights and computing; rates in bytes and FLOP per second."""
+        """Return the larger of moving and computing; rates in bytes and FLOP per second."""
         moving = self.weight_bytes / bandwidth
         computing = self.matmul_flops / matmul_rate + self.attention_flops / attention_rate
         return 1000 * max(moving, computing)
@@ -152,7 +153,7 @@ def forward_work(
     head_rows: int = 32,
     touched_experts: float | None = None,
 ) -> Work:
-    """One forward of `num_sequences` sequences of `num_rows` rows, all rows through all layers.
+    """Return the work of a forward of `num_sequences` sequences of `num_rows` rows, all layers.
 
     Args:
         head_rows, touched_experts: as of `window_stages`.
@@ -179,7 +180,7 @@ def window_stages(
     touched_experts: float | None = None,
     bytes_per_element: int = 2,
 ) -> list[Stage]:
-    """One forward of a window of each request, over keys and values kept from before it.
+    """Return the stages of a forward of a window of each request, over earlier keys and values.
 
     Args:
         window: rows of one request.
@@ -192,7 +193,7 @@ def window_stages(
     def products(
         name: str, parameters: float, passed: float | None = None, count: int = 1
     ) -> Stage:
-        """Of matrices with so many elements, of which a row passes so many."""
+        """Return the stage of matrices of `parameters` elements, `passed` of them a row."""
         flops = 2.0 * rows * (parameters if passed is None else passed)
         return Stage(name, bytes_per_element * parameters, flops, count)
 

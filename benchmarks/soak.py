@@ -90,7 +90,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 @dataclass
 class Outcome:
-    """What the clients saw; resident sets in MiB."""
+    """Outcome of all clients; resident sets in MiB."""
 
     seconds: float = 0.0
     num_answers: int = 0
@@ -115,10 +115,10 @@ class Clients:
     """Threads that send requests to a server until their time is over.
 
     Args:
-        url: the server.
-        bodies: what may be sent.
+        url: URL of the server.
+        bodies: bodies that may be sent.
         wanted: token ids of each body's answer.
-        sends_malformed: some bodies are wrong.
+        sends_malformed: whether some bodies are wrong.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Clients:
         self.outcome = Outcome()
 
     def run(self, num_clients: int, seconds: float, seed: int) -> Outcome:
-        """Send for so long; returns when the last answer is there."""
+        """Send requests for `seconds`; return when the last answer is there."""
         started = time.monotonic()
         draws = [random.Random(seed + i) for i in range(num_clients)]
         with ThreadPoolExecutor(num_clients) as pool:
@@ -173,7 +173,7 @@ class Clients:
                     self.outcome.different.append(index)
 
     def _refused(self, body: dict[str, Any]) -> None:
-        """Send a body that must be a 400."""
+        """Send a body that must be answered with 400."""
         with session() as http:
             status = http.post(f"{self._url}/generate", json=body, timeout=ANSWER_S).status_code
         with self._lock:
@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options of the command line."""
+    """Parse the command line."""
     parser = harness.Parser("soak", __doc__)
     parser.option("--model", None, "checkpoint folder with weights", type=Path, required=True)
     parser.option("--clients", 64, "how many at a time", type=positive)
@@ -207,11 +207,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def soak(options: argparse.Namespace) -> Outcome:
-    """Answers alone, then the load, then a look at what is left.
+    """Collect answers alone, then run the load, then check what is left.
 
     Raises:
         ServerFailed: the server does not start.
-        RequestError: a request that is sent alone fails.
+        RequestError: A request that is sent alone fails.
     """
     vocab_size = Shape.of_folder(options.model).vocab_size
     bodies = random_bodies(vocab_size, options.seed, options.mixed)
@@ -232,7 +232,7 @@ def soak(options: argparse.Namespace) -> Outcome:
 
 
 def random_bodies(vocab_size: int, seed: int, longest: int = 0) -> list[dict[str, Any]]:
-    """The same for the same seed; with `longest` prompts from 64 to so many tokens."""
+    """Draw bodies, equal for equal seeds; with `longest`, prompts have 64 to `longest` tokens."""
     draw = random.Random(seed)
 
     def length() -> int:
@@ -254,7 +254,7 @@ def random_bodies(vocab_size: int, seed: int, longest: int = 0) -> list[dict[str
 
 
 def answer(url: str, body: dict[str, Any]) -> list[int]:
-    """Token ids of the answer."""
+    """Return the token ids of the answer."""
     token_ids: list[int] = json.loads(post(f"{url}/generate", body, ANSWER_S))["token_ids"][0]
     return token_ids
 
@@ -273,7 +273,7 @@ def leave(url: str, body: dict[str, Any], after_s: float) -> None:
 
 
 def settle(url: str) -> float:
-    """Requests that the engine still holds when it has had time to hear that nobody waits."""
+    """Wait for the engine to drop abandoned requests; return how many it still holds."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         left = metric(url, "vllm:num_requests_(?:running|waiting)")
@@ -283,20 +283,20 @@ def settle(url: str) -> float:
 
 
 def metric(url: str, name: str) -> float:
-    """Metrics of the server whose names match, summed."""
+    """Return the sum of the server's metrics whose names match."""
     with session() as http:
         text = http.get(f"{url}/metrics", timeout=30).text
     return sum(map(float, re.findall(rf"^{name}\{{.*\}} (\S+)$", text, re.M)))
 
 
 def rss_mib() -> float:
-    """Resident memory of the processes that this one has started."""
+    """Return the resident memory, in MiB, of the processes that this one has started."""
     children = psutil.Process().children(recursive=True)
     return float(sum(child.memory_info().rss for child in children) / 2**20)
 
 
 def told(outcome: Outcome) -> str:
-    """The outcome in lines."""
+    """Describe the outcome in lines."""
     lines = [
         f"{outcome.num_answers} answers in {outcome.seconds:.0f} s, "
         f"{outcome.num_left} requests left in the middle, {outcome.num_refused} refused",

@@ -86,20 +86,20 @@ ATTRIBUTES = (
 
 @dataclass(frozen=True)
 class Case:
-    """So many requests at once, of `length` rows each."""
+    """Requests at once, `num_requests` of `length` rows each."""
 
     length: int
     num_requests: int
 
     @property
     def canvas(self) -> int:
-        """Masked positions behind the prompt, one block."""
+        """Number of masked positions behind the prompt, one block."""
         return min(BLOCK, self.length // 2)
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The plain step of one request; `touched_experts` is None for a dense model."""
+    """Plain step of one request; `touched_experts` is None for a dense model."""
 
     step_ms: float | None
     touched_experts: float | None
@@ -107,9 +107,9 @@ class Reference:
 
 @dataclass(frozen=True)
 class Row:
-    """What one case gave; times in milliseconds, None where not measured.
+    """Result of one case; times in milliseconds, None if not measured.
 
-    `length` is of the window of a step, and `context` of what is kept before it.
+    `length` is the number of rows of a step's window, and `context` of those kept before it.
     """
 
     family: str
@@ -129,7 +129,7 @@ class Row:
 
     @property
     def rows(self) -> str:
-        """Of a request, behind those that are kept."""
+        """Rows of a request, behind those that are kept."""
         return f"{self.context}+{self.length}" if self.context else str(self.length)
 
     @property
@@ -139,7 +139,7 @@ class Row:
 
     @property
     def speed_up(self) -> float | None:
-        """How many times as long the reference takes."""
+        """Time of the reference as a multiple of the step time."""
         return self.reference_ms / self.step_ms if self.reference_ms else None
 
 
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options of the command line."""
+    """Parse the command line."""
     parser = harness.Parser("step_latency", __doc__)
     full = [family for family in harness.FAMILIES if family not in BLOCK_FAMILIES]
     parser.option("--families", full, choices=harness.FAMILIES)
@@ -200,7 +200,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def cases_of(lengths: Sequence[int], requests: Sequence[int], max_rows: int) -> list[Case]:
-    """All combinations whose rows fit; a lone request may have any number."""
+    """Return all combinations whose rows fit; a lone request may have any number."""
     return [
         Case(length, count)
         for count in requests
@@ -213,7 +213,7 @@ def cases_of(lengths: Sequence[int], requests: Sequence[int], max_rows: int) -> 
 
 
 def measure_family(options: argparse.Namespace, ceilings: dict[str, Any], table: Table) -> None:
-    """All cases of a family; adds what was measured to `ceilings`."""
+    """Measure all cases of a family; add the measured rates to `ceilings`."""
     config = harness.configuration_of(options)
     shape, requests = Shape.of(config), options.requests or [1, 8, 32]
     references = measure_references(config, options)
@@ -241,7 +241,7 @@ def measure_family(options: argparse.Namespace, ceilings: dict[str, Any], table:
 
 
 def measure_windows(options: argparse.Namespace, ceilings: dict[str, Any], table: Table) -> None:
-    """The same of a block-causal family."""
+    """Measure all cases of a block-causal family; add the measured rates to `ceilings`."""
     shape = Shape.of(harness.configuration_of(options))
     block_lengths = options.block_lengths or [shape.block_length]
     requests = options.requests or [1, 64, 128]
@@ -278,9 +278,9 @@ def measure_windows(options: argparse.Namespace, ceilings: dict[str, Any], table
 
 
 def measure_references(config: dict[str, Any], options: argparse.Namespace) -> dict[int, Reference]:
-    """The plain step of one request of each length, and the experts that its rows pass.
+    """Measure the plain step of one request of each length, and the experts that its rows pass.
 
-    Of --no-reference only the latter is left, without which there is no floor.
+    With --no-reference only the latter are measured, without which there is no floor.
     """
     shape = Shape.of(config)
     if options.no_reference and not shape.num_experts:
@@ -299,7 +299,7 @@ def measure_references(config: dict[str, Any], options: argparse.Namespace) -> d
 def plain_step_ms(
     model: PlainModel, row: torch.Tensor, options: argparse.Namespace
 ) -> float | None:
-    """Median time of the plain step of row [1, T]; None where the memory does not suffice."""
+    """Measure the median time of the plain step of row [1, T]; None if out of memory."""
     precision = options.reference_confidence
     confidence = None if precision == "logits" else getattr(torch, precision)
 
@@ -316,10 +316,10 @@ def plain_step_ms(
 
 
 def touched_experts(model: PlainModel, row: torch.Tensor, steps: int) -> float:
-    """Experts of a layer that at least one row of [1, T] passes, mean over layers and steps.
+    """Count experts of a layer that some row of [1, T] passes, mean over layers and steps.
 
-    Tokens that are committed are more diverse than masks, so each step passes other experts. Where
-    the memory does not suffice for logits, of the first step alone.
+    Tokens that are committed are more diverse than masks, so each step passes other experts. If the
+    memory does not suffice for logits, the count is of the first step alone.
     """
     row = row.clone()
     num_masked = int((row == model.shape.mask_id).sum())
@@ -333,20 +333,20 @@ def touched_experts(model: PlainModel, row: torch.Tensor, steps: int) -> float:
 
 
 def masked_row(shape: Shape, case: Case) -> torch.Tensor:
-    """[1, T] int64: a random prompt and the canvas."""
+    """Return [1, T] int64: a random prompt and the canvas."""
     prompt = in_process.random_prompt(case.length - case.canvas, shape.vocab_size, seed=0)
     return torch.tensor([[*prompt, *[shape.mask_id] * case.canvas]])
 
 
 def num_steps(expected_ms: float, most: int, seconds: float) -> int:
-    """As many steps as fit into `seconds`, at least MIN_STEPS and at most `most`."""
+    """Return how many steps fit into `seconds`, at least MIN_STEPS and at most `most`."""
     return max(MIN_STEPS, min(most, int(1000 * seconds / expected_ms)))
 
 
 def floor_ms(
     shape: Shape, case: Case, references: dict[int, Reference], ceilings: dict[str, Any]
 ) -> float | None:
-    """The floor of a case from the rates of this card; None without a CUDA device."""
+    """Compute the floor of a case from the rates of this card; None without a CUDA device."""
     if not torch.cuda.is_available():
         return None
     reference = references.get(case.length)
@@ -360,7 +360,7 @@ def floor_ms(
 
 
 def measure_steps(run: Callable[[int], list[Step]], options: argparse.Namespace) -> list[Step]:
-    """The measured steps of a case; `run` is run_case with all but the number of steps.
+    """Measure the steps of a case; `run` is run_case with all but the number of steps.
 
     The warm-up commits another number of tokens a step: what costs time at every new number of
     masked rows is measured, as a server would meet it.
@@ -370,7 +370,7 @@ def measure_steps(run: Callable[[int], list[Step]], options: argparse.Namespace)
 
 
 def run_case(llm: Any, runner: Any, shape: Shape, case: Case, steps: int) -> list[Step]:
-    """One canvas of every request in so many steps; those steps that had all of the requests.
+    """Run one canvas of every request in `steps` steps; return the steps that had all requests.
 
     Raises:
         BenchmarkError: the engine did not run the requests together.
@@ -396,7 +396,7 @@ def row_of(
     floor: float | None,
     references: dict[int, Reference],
 ) -> Row:
-    """The numbers of one case."""
+    """Return the row of one case."""
     timing = gpu_timing.Timing.of([step.step_ms for step in steps])
     device = [step.device_ms for step in steps if step.device_ms is not None]
     reference = references.get(case.length, Reference(None, None))
@@ -424,7 +424,7 @@ def window_row(
     floor: float | None,
     touched: float | None,
 ) -> Row:
-    """The numbers of one case of a block-causal family."""
+    """Return the row of one case of a block-causal family."""
     plain = row_of(family, Case(case.block_length, case.num_requests), steps, floor, {})
     return replace(plain, touched_experts=touched, context=case.context)
 
@@ -433,7 +433,7 @@ def window_row(
 
 
 def served_line(found: windows.Round, floor: float | None) -> str:
-    """What is printed below a case that a server runs in shares."""
+    """Format the line below a case that a server runs in shares."""
     over = harness.told(floor and found.round_ms / floor, ">.2f")
     device = harness.told(found.device_ms, ">.2f")
     served = f"in shares, as served: {found.round_ms:.2f} ms a forward of all"
@@ -443,14 +443,14 @@ def served_line(found: windows.Round, floor: float | None) -> str:
 def tell_kernels(
     options: argparse.Namespace, table: Table, run: Callable[[int], list[Step]], steps: int
 ) -> None:
-    """With --profile, where a step's time goes on the device."""
+    """Print, with --profile, where a step's time goes on the device."""
     if options.profile:
         for line in kernel_lines(in_process.kernel_times(partial(run, steps))):
             table.note(line)
 
 
 def kernel_lines(kernels: dict[str, tuple[float, float]], most: int = 15) -> list[str]:
-    """The longest kernels with the milliseconds and launches of one step, under their sum."""
+    """Format the longest kernels with milliseconds and launches of one step, below their sum."""
     busy = sum(time_ms for time_ms, _ in kernels.values())
     return [f"    device busy {busy:.3f} ms of a step"] + [
         f"    {time_ms:>9.3f} ms {launches:>6.1f} x  {name[:100]}"
@@ -459,7 +459,7 @@ def kernel_lines(kernels: dict[str, tuple[float, float]], most: int = 15) -> lis
 
 
 def paint(rows: Sequence[Row], *axes: Any) -> None:
-    """Time against length, both logarithmic, a panel a family."""
+    """Draw time against length, both logarithmic, a panel a family."""
     families = dict.fromkeys(row.family for row in rows)
     for axis, family in zip(axes, families, strict=True):
         own = [row for row in rows if row.family == family]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of block-causal families: a window of every request over the keys and values before it.
 
-What `step_latency.py`, `commit_fusion.py` and `prefix_cache.py` share.
+It is the common part of `step_latency.py`, `commit_fusion.py` and `prefix_cache.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ QK_GAIN = 3.0
 
 @dataclass(frozen=True)
 class Windows:
-    """So many requests at once, each with a block behind `context` positions of its own."""
+    """Requests at once, each with a block behind `context` positions of its own."""
 
     context: int
     block_length: int
@@ -36,18 +36,18 @@ class Windows:
 
     @property
     def num_rows(self) -> int:
-        """Of a step in which every request computes one block."""
+        """Number of rows of a step in which every request computes one block."""
         return self.num_requests * self.block_length
 
     def is_window(self, step: Step) -> bool:
-        """Whether all who took part in it computed one block."""
+        """Whether every request of a step computed one block."""
         return bool(step.num_sampled) and step.num_rows == step.num_requests * self.block_length
 
 
 def parameters_of(
     shape: Shape, block_length: int, num_blocks: int, steps_per_block: int
 ) -> dict[str, Any]:
-    """Of a request whose every block takes so many forwards.
+    """Return the parameters of a request whose blocks take `steps_per_block` forwards each.
 
     Where only the row before a position can be read, every forward commits one token.
     """
@@ -58,7 +58,7 @@ def parameters_of(
 
 
 def blocks_of(steps: int, block_length: int) -> int:
-    """Blocks that hold so many steps of one block each, one token a step.
+    """Return how many blocks hold `steps` steps of one block each, one token a step.
 
     The first step of a block computes the block before as well; the first block may start in parts.
     """
@@ -66,10 +66,10 @@ def blocks_of(steps: int, block_length: int) -> int:
 
 
 def logged_steps(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int) -> list[Step]:
-    """All steps, in their order, of a run that has at least so many windows; one token a forward.
+    """Run at least `steps` windows, one token a forward; return all steps in their order.
 
-    Prompts are the same in every call: from the second one on their keys and values are found in
-    the prefix cache, and the requests keep step with each other.
+    Prompts are equal in every call: from the second one on their keys and values are found in the
+    prefix cache, and the requests keep step with each other.
     """
     num_blocks = blocks_of(steps, case.block_length)
     parameters = parameters_of(shape, case.block_length, num_blocks, case.block_length)
@@ -77,10 +77,10 @@ def logged_steps(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int)
 
 
 def run_windows(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int) -> list[Step]:
-    """All steps of `logged_steps` in which every request computes one block.
+    """Return the steps of `logged_steps` in which every request computes one block.
 
     Raises:
-        BenchmarkError: the engine had fewer than so many.
+        BenchmarkError: The engine had fewer than `steps`.
     """
     found = [step for step in logged_steps(llm, runner, shape, case, steps) if case.is_window(step)]
     together = [step for step in found if step.num_requests == case.num_requests]
@@ -90,11 +90,11 @@ def run_windows(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int) 
 
 
 class Round(NamedTuple):
-    """A forward of every request, in as many steps as the engine takes.
+    """Forward of every request, in as many steps as the engine takes.
 
     Attributes:
-        round_ms: from the first step's start to that of the next round's.
-        device_ms: of it, between the events around the steps; None on the CPU.
+        round_ms: milliseconds from the first step's start to that of the next round's.
+        device_ms: milliseconds of it between the events around the steps; None on the CPU.
     """
 
     round_ms: float
@@ -102,7 +102,7 @@ class Round(NamedTuple):
 
 
 def served_round(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int) -> Round:
-    """The mean round of requests that the engine puts together as it likes."""
+    """Measure the mean round of requests that the engine batches as it likes."""
     logged = logged_steps(llm, runner, shape, case, steps)
     pairs = [(a, b) for a, b in pairwise(logged) if case.is_window(a) and case.is_window(b)]
     rounds = sum(a.num_requests for a, _ in pairs) / case.num_requests
@@ -116,13 +116,13 @@ def served_round(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int)
 def timed_requests(
     llm: Any, runner: Any, prompts: Sequence[Sequence[int]], parameters: dict[str, Any]
 ) -> tuple[int, float]:
-    """Steps that requests take, and seconds from the first step's start to the last one's end."""
+    """Count the steps of requests, and the seconds from the first's start to the last's end."""
     steps = in_process.timed_steps(llm, runner, prompts, parameters)
     return len(steps), max(step.ended for step in steps) - steps[0].started
 
 
 def prompts_of(shape: Shape, case: Windows) -> list[list[int]]:
-    """Random prompts, another for every request."""
+    """Return random prompts, a different one for every request."""
     return in_process.random_prompts(case.num_requests, case.context, shape.vocab_size)
 
 
@@ -133,7 +133,7 @@ def floor_ms(
     touched_experts: float | None,
     ceilings: dict[str, Any],
 ) -> float | None:
-    """The least time of such a step from the rates of this card; None without a CUDA device.
+    """Compute the least time of a window step from this card's rates; None without a CUDA device.
 
     Every stage waits for the one before it, so their least times add up.
     """
@@ -157,7 +157,7 @@ def floor_ms(
 
 @contextmanager
 def routed(runner: Any, hear: Callable[[torch.Tensor, torch.Tensor, Any], None]) -> Iterator[None]:
-    """Tell `hear` rows, router and choice of every layer's experts; layers run without graphs."""
+    """Call `hear` with rows, router and choice of all layers' experts; layers run eagerly."""
     from vllm.diffusion import ops
 
     route = ops.route_rows
@@ -181,7 +181,7 @@ def routed(runner: Any, hear: Callable[[torch.Tensor, torch.Tensor, Any], None])
 
 @torch.inference_mode()
 def spread_experts(runner: Any, num_rows: int, run: Callable[[], object]) -> None:
-    """Draw routers by which alike rows choose different experts, as those of trained models do.
+    """Draw routers by which similar rows choose different experts, as those of trained models do.
 
     Masked rows differ only in what they attend to. So attention becomes sharper, and each router is
     freed from what all rows of the first step with `num_rows` rows in `run` have in common.
@@ -203,7 +203,7 @@ def spread_experts(runner: Any, num_rows: int, run: Callable[[], object]) -> Non
 
 
 def touched_experts(runner: Any, num_rows: int, run: Callable[[], object]) -> float:
-    """Experts of a layer that some row passes, mean over layers and the steps of so many rows."""
+    """Count experts of a layer that some row passes, mean over layers and full steps."""
     counts: list[torch.Tensor] = []
 
     def count(x: torch.Tensor, gate: torch.Tensor, routing: Any) -> None:

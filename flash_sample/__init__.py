@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling of diffusion language models: from rows of logits to candidate tokens and their scores.
+"""Sampling of diffusion language models: from rows of logits to candidate tokens and scores.
 
-`candidates` answers for rows of many requests in one launch; `low_confidence`, `entropy`,
-`entropy_witht` and `margin` are its plain forms. `partial` and `merge` do the same over slices of
-the vocabulary: ranks, or tiles that are never stored together.
+`candidates` samples rows of many requests in one launch; `low_confidence`, `entropy`,
+`entropy_witht` and `margin` are its plain forms. `partial` and `merge` sample over slices of the
+vocabulary: ranks, or tiles that are never stored together.
 
 Importing never fails: without the compiled module (`is_built`) everything runs in PyTorch.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public operations: check the arguments, then launch the kernel or run the reference."""
+"""Public operations: check the arguments, then launch the kernel or run the reference."""
 
 import warnings
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def is_built() -> bool:
 
 
 def candidates(logits: Tensor, rows: Rows, score: Score = "confidence") -> Sampled:
-    """Token, score and greedy column of each row of logits.
+    """Sample each row of logits: token, score and greedy column.
 
     One pass over the logits, for rows of any number of requests; on CUDA the compiled kernel where
     it is built (fp32 sums; the bits of a row do not depend on the rows beside it), else the
@@ -51,21 +51,21 @@ def candidates(logits: Tensor, rows: Rows, score: Score = "confidence") -> Sampl
     Args:
         logits: [R, V] bf16, fp16 or fp32 (fp64: reference). Rows may be strided; columns are
             contiguous. -inf columns are allowed. R may be 0.
-        rows: What is asked of each row.
+        rows: Sampling parameters of each row.
         score: "confidence", "entropy" or "margin". On CUDA an epsilon that cannot change the
             entropy by 2e-5 nats is left out of it.
 
     Raises:
         ValueError: The logits or a parameter of the rows are not as above. Values of tensors on a
-            GPU are not looked at.
+            GPU are not checked.
     """
     return _candidates("candidates", logits, rows, score)
 
 
 def low_confidence(logits: Tensor, *, excluded: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-    """Best column of each row of logits, and its softmax probability.
+    """Find the best column of each row of logits, and its softmax probability.
 
-    The score of a masked position in low-confidence remasking (Nie et al., "Large Language
+    This is the score of a masked position in low-confidence remasking (Nie et al., "Large Language
     Diffusion Models", arXiv:2502.09992).
 
     Args:
@@ -90,7 +90,7 @@ def low_confidence(logits: Tensor, *, excluded: Sequence[int] = ()) -> tuple[Ten
 
 
 def entropy(logits: Tensor, *, epsilon: float | Tensor = 1e-10) -> tuple[Tensor, Tensor]:
-    """Best column of each row of logits, and the entropy of the row's softmax.
+    """Find the best column of each row of logits, and the entropy of the row's softmax.
 
     Args:
         logits: [R, V] as for `candidates`.
@@ -116,7 +116,7 @@ def entropy_witht(
     purpose: int = TOKEN_NOISE,
     epsilon: float | Tensor = 1e-10,
 ) -> tuple[Tensor, Tensor]:
-    """A column of each row drawn at a temperature, and the entropy of the row at it.
+    """Draw a column of each row at a temperature, and compute the row's entropy at it.
 
     Rows of one call may belong to different requests.
 
@@ -136,7 +136,7 @@ def entropy_witht(
             +inf where the row has no finite logit.
 
     Raises:
-        ValueError: An argument is not as above. Temperatures on a GPU are not looked at.
+        ValueError: An argument is not as above. Temperatures on a GPU are not checked.
     """
     rows = Rows(
         temperature, seed, step, positions, purpose=purpose, is_tempered=True, epsilon=epsilon
@@ -145,7 +145,7 @@ def entropy_witht(
 
 
 def margin(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Best column of each row of logits, and the difference of its two largest probabilities.
+    """Find the best column of each row of logits, and the margin of its two largest probabilities.
 
     Args:
         logits: [R, V] as for `candidates`.
@@ -168,17 +168,16 @@ def partial(
     first_column: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """What a slice of the columns tells of each row, to be merged over ranks or tiles.
+    """Reduce a slice of the columns to a record for each row, to be merged over ranks or tiles.
 
     Args:
         logits: [R, V] as for `candidates`: the columns from ``first_column`` on.
-        rows: As for `candidates`; ``columns`` are those of the whole vocabulary, and those that do
-            not lie in the slice are left to others.
-        score: The score that `merge` shall give.
+        rows: As for `candidates`; ``columns`` are those of the whole vocabulary, and those outside
+            the slice have no effect.
+        score: Score that `merge` will return.
         first_column: Column of the whole vocabulary that ``logits`` starts with. Drawing is faster
             where it is a multiple of 4.
-        out: Where to put the record: float64 [R, 8] contiguous, such as one tile's part of [P, R,
-            8].
+        out: Memory of the record: float64 [R, 8] contiguous, such as one tile's part of [P, R, 8].
 
     Returns:
         Record, float64 [R, 8]; `flash_sample.rows` names the fields.
@@ -202,14 +201,14 @@ def partial(
 
 
 def merge(records: Tensor, rows: Rows, score: Score = "confidence") -> Sampled:
-    """Token, score and greedy column of whole rows, from the records of their slices.
+    """Merge the records of slices into token, score and greedy column of whole rows.
 
     Args:
-        records: float64 [P, R, 8] contiguous, of P disjoint slices that make up the rows, all
-            made with the same ``rows`` and ``score``.
-        rows: As the records were made with.
-        score: As the records were made with. "entropy" leaves the epsilon out, which changes it by
-            at most V * epsilon nats; `entropy_share` takes it in.
+        records: float64 [P, R, 8] contiguous, of P disjoint slices that make up the rows, all made
+            with these ``rows`` and ``score``.
+        rows: Parameters with which the records were made.
+        score: Score for which the records were made. "entropy" leaves the epsilon out, which
+            changes it by at most V * epsilon nats; `entropy_share` includes it.
 
     Raises:
         ValueError: An argument is not as above.
@@ -241,12 +240,12 @@ def merge(records: Tensor, rows: Rows, score: Score = "confidence") -> Sampled:
 
 
 def entropy_share(logits: Tensor, records: Tensor, rows: Rows, *, first_column: int = 0) -> Tensor:
-    """Share of a slice of the columns in each row's entropy, epsilon included.
+    """Compute the share of a slice of the columns in each row's entropy, epsilon included.
 
     Args:
         logits: [R, V] as for `partial`.
         records: float64 [P, R, 8] contiguous, of all slices, made with ``score="entropy"``.
-        rows: As the records were made with.
+        rows: Parameters with which the records were made.
         first_column: Column of the whole vocabulary that ``logits`` starts with.
 
     Returns:
@@ -293,7 +292,7 @@ def uniform(
     positions: Tensor,
     columns: int | tuple[int, int],
 ) -> Tensor:
-    """Uniform numbers of the open interval (0, 1); `flash_sample.philox.uniform` and its kernel.
+    """Make uniform numbers of the open interval (0, 1); see `flash_sample.philox.uniform`.
 
     Column 0 alone gives the scores of random remasking.
     """
@@ -375,13 +374,13 @@ def _launch(
 
 
 def _place() -> dict[str, int]:
-    """Where a kernel goes: the current device and its current stream."""
+    """Return the arguments of a launch on the current device and its current stream."""
     stream = torch.cuda.current_stream().cuda_stream
     return {"device": torch.cuda.current_device(), "stream": stream}
 
 
 def _row_parameters(rows: Rows) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """The rows as the kernels take them, and what must live until they are enqueued.
+    """Convert the rows for the kernels; also return the tensors to keep until they are enqueued.
 
     A freed tensor's memory is only given to work that comes later on the same stream.
     """
@@ -426,7 +425,7 @@ def _has_kernel(logits: Tensor) -> bool:
 
 
 def _check_logits(name: str, logits: Tensor) -> None:
-    """Logits must be [R, V] floating with contiguous columns, V at least 1 (and int32)."""
+    """Check that logits are [R, V] floating with contiguous columns, V at least 1 (and int32)."""
     is_floating = logits.dtype in _KERNEL_DTYPES or logits.dtype == torch.float64
     if logits.dim() != 2 or not is_floating or not 1 <= logits.shape[1] < 2**31:
         raise ValueError(
@@ -478,7 +477,7 @@ def _check_parameters(name: str, rows: Rows, num_rows: int, device: torch.device
 def _check_real(
     name: str, argument: str, value: float | Tensor, num_rows: int, device: torch.device
 ) -> None:
-    """Temperatures must be >= 0, epsilons > 0."""
+    """Check that temperatures are >= 0 and epsilons > 0."""
     wanted = ">" if argument == "epsilon" else ">="
     least: float = 0.0
     if not isinstance(value, Tensor):

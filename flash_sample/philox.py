@@ -2,8 +2,8 @@
 """Counter-based random numbers: Philox4x32-10 in plain integer arithmetic.
 
 Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A number is a
-function of its counter and key alone, so it is the same on every device and whatever the batch, the
-chunk, the tile or the rank that asks for it.
+function of its counter and key alone, so it does not depend on the device, the batch, the chunk,
+the tile or the rank.
 
 The key is a request's 64-bit seed, low word first; the counter is (purpose, step, canvas position,
 column // 4), and column % 4 selects one of the four words that come out. Values lie in int64
@@ -69,15 +69,15 @@ def uniform(
     positions: Tensor,
     columns: int | tuple[int, int],
 ) -> Tensor:
-    """Uniform numbers of the open interval (0, 1), one for each row and column.
+    """Make uniform numbers of the open interval (0, 1), one for each row and column.
 
     Args:
         seed: 64-bit key of the request; an int, or int64 [R] (its bit pattern) for rows of
             different requests.
-        purpose: What the numbers are for; draws of different purposes are independent.
+        purpose: Purpose of the numbers; draws of different purposes are independent.
         step: Denoise step, an int or int64 [R].
         positions: int64 [R], canvas position of each row.
-        columns: How many columns, from 0; or the half-open range (first, end) of them.
+        columns: Number of columns, from 0; or the half-open range (first, end) of them.
 
     Returns:
         float64 [R, C] on the device of ``positions``: U = (x + 0.5) / 2^32 with x the 32-bit word.
@@ -103,7 +103,7 @@ def uniform(
 
 
 def _rows(value: int | Tensor, shift: int) -> Word:
-    """The 32-bit word of ``value`` above bit ``shift``; of a tensor [R], as [R, 1]."""
+    """Return the 32-bit word of ``value`` above bit ``shift``; for a tensor [R], as [R, 1]."""
     if isinstance(value, int):
         return (value >> shift) & _WORD
     return ((value >> shift) & _WORD)[:, None]

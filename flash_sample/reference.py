@@ -12,7 +12,7 @@ exchanging or keeping logits::
     records = torch.stack([partial(slice, rows, score, first_column=...) for each slice])
     merge(records, rows, score)                # token, score and greedy column of the whole row
 
-but for the entropy's epsilon: where it counts, a second look at each slice takes it in::
+except for the entropy's epsilon: where it matters, a second pass over each slice includes it::
 
     whole = join(records, rows)
     sum(entropy_share(slice, whole, rows, first_column=...) for each slice)
@@ -43,14 +43,14 @@ _NOISE_TILE_COLUMNS = 8192  # bounds the memory of the noise; a multiple of 4, o
 
 
 class Best(NamedTuple):
-    """The largest noised logit of a slice of the columns."""
+    """Largest noised logit of a slice of the columns."""
 
     score: Tensor  # [R] fp64
     column: Tensor  # [R] int64, counted over the whole vocabulary
 
 
 def candidates(logits: Tensor, rows: Rows, score: Score) -> Sampled:
-    """Token, score and greedy column of each row; see `flash_sample.candidates`.
+    """Sample each row: token, score and greedy column; see `flash_sample.candidates`.
 
     Without noise and special columns, the confidence is bit for bit ``softmax(logits.float())``
     gathered at ``argmax(logits)``, as the LLaDA reference generate loop takes it.
@@ -84,12 +84,12 @@ def gumbel_best(
     purpose: int,
     first_column: int = 0,
 ) -> Best:
-    """Column with the largest ``logit - temperature * log(-log U)``: a draw from the softmax.
+    """Find the column with the largest ``logit - temperature * log(-log U)``: a softmax draw.
 
     Args:
         logits: [R, V], the columns from ``first_column`` on.
         temperature: Float, or [R]; 0 takes the largest logit.
-        seed, step, positions, purpose: The noise of each row, as `philox.uniform` takes them.
+        seed, step, positions, purpose: Keys of the noise of each row, as for `philox.uniform`.
         first_column: Column of the whole vocabulary that ``logits`` starts with.
 
     Returns:
@@ -108,7 +108,7 @@ def gumbel_best(
 
 
 def partial(logits: Tensor, rows: Rows, score: Score, *, first_column: int = 0) -> Tensor:
-    """Record, float64 [R, 8], of a slice of the columns; see `flash_sample.partial`."""
+    """Reduce a slice of the columns to a record, float64 [R, 8]; see `flash_sample.partial`."""
     values = _masked(_computed(logits), rows.columns, rows.forbidden, first_column)
     column = values.argmax(dim=-1)
     maximum = values.gather(-1, column[:, None]).squeeze(-1)
@@ -135,7 +135,7 @@ def partial(logits: Tensor, rows: Rows, score: Score, *, first_column: int = 0) 
 
 
 def join(records: Tensor, rows: Rows) -> Tensor:
-    """Record, [R, 8], of the union of disjoint slices, from theirs, [P, R, 8]."""
+    """Join the records [P, R, 8] of disjoint slices into the record [R, 8] of their union."""
     maximum = records[:, :, MAXIMUM].amax(dim=0)
     column = _lowest(records[:, :, COLUMN], records[:, :, MAXIMUM] == maximum)
     noised = records[:, :, NOISED].amax(dim=0)
@@ -165,7 +165,7 @@ def join(records: Tensor, rows: Rows) -> Tensor:
 
 
 def merge(records: Tensor, rows: Rows, score: Score) -> Sampled:
-    """Token, score and greedy column of whole rows, from the records [P, R, 8] of their slices.
+    """Merge the records [P, R, 8] of slices into token, score and greedy column of whole rows.
 
     The entropy is ``-sum p * log(p)``: it leaves out the epsilon.
     """
@@ -189,12 +189,14 @@ def merge(records: Tensor, rows: Rows, score: Score) -> Sampled:
 
 
 def entropy_share(logits: Tensor, whole: Tensor, rows: Rows, *, first_column: int = 0) -> Tensor:
-    """Share [R] of a slice of the columns in the row's entropy; the shares of all slices add up.
+    """Compute the share [R] of a slice of the columns in the row's entropy.
+
+    The shares of all slices add up.
 
     Args:
         logits: [R, V], the columns from ``first_column`` on.
         whole: [R, 8], the joined record of all columns.
-        rows: As the records were made with.
+        rows: Parameters with which the records were made.
         first_column: Column of the whole vocabulary that ``logits`` starts with.
     """
     values = _masked(_computed(logits), rows.columns, rows.forbidden, first_column)
@@ -219,7 +221,7 @@ def _noised_best(values: Tensor, rows: Rows, first_column: int) -> Best:
 
 
 def _best_of(slices: Sequence[Best]) -> Best:
-    """Best of several slices, in ascending order of their columns; ties go to the lowest."""
+    """Return the best of several slices, in ascending order of columns; ties go to the lowest."""
     score = torch.stack([part.score for part in slices])
     column = torch.stack([part.column for part in slices])
     chosen = score.argmax(dim=0, keepdim=True)
@@ -227,7 +229,7 @@ def _best_of(slices: Sequence[Best]) -> Best:
 
 
 def _lowest(columns: Tensor, is_candidate: Tensor) -> Tensor:
-    """Lowest [R] of the columns [P, R] that are candidates; 0 where none is."""
+    """Return the lowest [R] of the columns [P, R] that are candidates; 0 if there is none."""
     lowest = columns.masked_fill(~is_candidate, torch.inf).amin(dim=0)
     return lowest.masked_fill(lowest == torch.inf, 0.0)
 
@@ -239,7 +241,7 @@ def _entropy(probabilities: Tensor, epsilon: float | Tensor) -> Tensor:
 
 
 def _computed(logits: Tensor) -> Tensor:
-    """Logits in the dtype of the arithmetic."""
+    """Convert logits to the dtype of the arithmetic."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -253,7 +255,7 @@ def _bit(mask: int | Tensor, index: int, device: torch.device) -> Tensor:
 def _masked(
     values: Tensor, columns: Sequence[int], mask: int | Tensor, first_column: int
 ) -> Tensor:
-    """A copy with -inf in those of ``columns`` whose bit is set, if any lies in this slice."""
+    """Copy with -inf in those of ``columns`` whose bit is set, if any lies in this slice."""
     if isinstance(mask, int) and mask == 0:
         return values
     found = values
@@ -267,9 +269,9 @@ def _masked(
 
 
 def _tempered(values: Tensor, maximum: Tensor, rows: Rows) -> Tensor:
-    """``(values - maximum) / softmax temperature`` by rows; -inf stays -inf and never becomes NaN.
+    """Return ``(values - maximum) / softmax temperature`` by rows; -inf stays -inf, never NaN.
 
-    The maximum goes first: a tiny temperature would otherwise carry finite logits to infinity.
+    The maximum is subtracted first: a tiny temperature would otherwise turn finite logits infinite.
     """
     shifted = values - maximum.masked_fill(maximum == -torch.inf, 0.0)[:, None]
     if not rows.is_tempered:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of each row of logits, and what is found."""
+"""Parameters and results of sampling rows of logits."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
@@ -27,20 +27,21 @@ RECORD_FIELDS = 8
 
 @dataclass(frozen=True)
 class Rows:
-    """Parameters of rows of logits; those that may be tensors have one value a row, [R], there.
+    """Parameters of rows of logits; those that may be tensors then have one value a row, [R].
 
     Tensors lie on the device of the logits, so rows of many requests share one launch.
 
     Attributes:
-        temperature: >= 0, floating [R]; of the Gumbel noise that a row's token is drawn with. At 0
-            the token is the best column.
+        temperature: >= 0, floating [R]; scale of the Gumbel noise with which a row's token is
+            drawn. At 0 the token is the best column.
         seed: 64-bit seed of the noise, int64 [R] (its bit pattern).
         step: denoise step, int64 [R].
         positions: int64 [R], canvas position of each row; None: no noise.
         purpose: separates draws that must not share their numbers.
-        is_tempered: the score is that of ``softmax(logits / temperature)`` (where that is not 0).
+        is_tempered: whether the score is that of ``softmax(logits / temperature)`` (where that is
+            not 0).
         epsilon: > 0, fp32 [R]; the entropy is ``-sum p * log(p + epsilon)``.
-        columns: at most 16 columns of the whole vocabulary, which the masks below speak of.
+        columns: at most 16 columns of the whole vocabulary, to which the masks below refer.
         forbidden: int32 [R]; bit i set: ``columns[i]`` reads as -inf.
         excluded: int32 [R]; bit i set: the probability of ``columns[i]`` is 0 (the rest is
             normalised without it), though it may still be the token.
@@ -66,7 +67,7 @@ class Rows:
 
 
 class Sampled(NamedTuple):
-    """What was found in each row.
+    """Results of sampling each row.
 
     Attributes:
         token: int64 [R], the column with the largest noised logit, the lowest of equals.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public operations: check the arguments, then launch a kernel or run the reference."""
+"""Public operations: check the arguments, then launch a kernel or run the reference."""
 
 import torch
 from torch import Tensor
@@ -13,14 +13,14 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def is_built() -> bool:
-    """Whether Triton is there; without it CUDA tensors run the reference."""
+    """Whether Triton is installed; without it CUDA tensors run the reference."""
     return _kernels is not None
 
 
 def gather_gemm(
     x: Tensor, rows: Tensor | None, weight: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """Product of some rows and a transposed weight, without storing the gathered rows.
+    """Multiply some rows by a transposed weight, without storing the gathered rows.
 
     Sums in fp32. On CUDA the Triton kernel where Triton is installed, and on CPU under Triton's
     interpreter (``TRITON_INTERPRET=1``, fp32 and fp16); else the reference.
@@ -57,7 +57,7 @@ def gather_gemm(
 
 
 def _num_rows(op: str, x: Tensor, rows: Tensor | None) -> int:
-    """R, of `rows` that are checked as far as shapes go."""
+    """Return R, after checking the shape of `rows`."""
     if rows is None:
         return len(x)
     if rows.dim() != 1 or rows.dtype != torch.int64 or rows.device != x.device:
@@ -98,9 +98,9 @@ def _check_exact(
     *,
     rows_apart: bool = False,
 ) -> None:
-    """Of one shape, on the device of `like` and of its dtype where none is named; contiguous.
+    """Check shape, device and dtype (by default those of `like`), and contiguity.
 
-    With `rows_apart` each row is.
+    With `rows_apart` only each row has to be contiguous.
     """
     dtype = dtype or like.dtype
     is_like = tensor.dtype == dtype and tensor.device == like.device

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors Triton's kernels can take here."""
+"""Triton here: its kernels, and the tensors that they can take."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true
 
 
 def load_kernels(name: str) -> ModuleType | None:
-    """A module of kernels of this room; None where Triton is missing or does not load."""
+    """Import a module of kernels of this room; None if Triton is missing or does not load."""
     try:
         return import_module(f".{name}", __package__)
     except ModuleNotFoundError:
@@ -41,5 +41,5 @@ def can_take(x: Tensor) -> bool:
 
 
 def guard(x: Tensor) -> AbstractContextManager[object]:
-    """A kernel is launched on the current device."""
+    """Make the tensor's device current, as a kernel is launched on the current device."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

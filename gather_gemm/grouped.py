@@ -2,8 +2,8 @@
 """Products of consecutive groups of rows, each group with a matrix of its own.
 
 The rows of an expert are such a group. No group is padded to the size of another, an empty one
-costs nothing, and everything is launched from shapes alone. On CUDA Triton kernels; without Triton
-the references run, which copy `ends` to the host.
+costs nothing, and launches depend on shapes alone. On CUDA Triton kernels run; without Triton the
+references, which copy `ends` to the host.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def gated_gemm(
     ends: Tensor,
     weight_scales: Tensor | None = None,
 ) -> Tensor:
-    """silu(gate) * up of the products of gathered rows with their experts.
+    """Compute silu(gate) * up of the products of gathered rows with their experts.
 
-    The rows are read where they lie, and neither they nor the products are stored. Both halves
-    of the product are rounded to the dtype, then silu, and then the result.
+    The rows are read in place, and neither they nor the products are stored. Both halves of the
+    product are rounded to the dtype, then silu, and then the result.
 
     Args:
         x: [R, D] bf16, fp16 or fp32; rows may be strided, D is contiguous.
@@ -38,7 +38,7 @@ def gated_gemm(
         num_chosen: k.
         weight: [E, 2I, D] of the same dtype, or fp8 (e4m3), the gate's rows first; D is contiguous.
         ends: int32 [E], the end of each group's rows: never falling, the last one S. Not checked.
-        weight_scales: [E, 2I] fp32, by which the sums with an fp8 weight are multiplied.
+        weight_scales: [E, 2I] fp32, factors of the sums with an fp8 weight.
 
     Returns:
         [S, I], in the order of `slots`.
@@ -75,9 +75,9 @@ def weighted_gemm(
     early: bool = False,
     weight_scales: Tensor | None = None,
 ) -> Tensor:
-    """Each group of rows times its own matrix, transposed; weighted, and put into its slots.
+    """Multiply each group of rows by its own matrix, transposed, into weighted terms in slots.
 
-    Sums in fp32.
+    Sums are in fp32.
 
     Args:
         x: [S, D] bf16, fp16 or fp32, the rows of group 0 first; rows may be strided, D is
@@ -86,11 +86,12 @@ def weighted_gemm(
         ends: int32 [E], as for `gated_gemm`.
         slots: int32 [S], a permutation of the slots. Not checked.
         weights: [R, k] of the dtype of x, R * k = S, contiguous.
-        is_weighted: else the weights, of any dtype, give their shape alone.
+        is_weighted: whether products are weighted; else the weights, of any dtype, give only the
+            shape.
         early: let the kernel read `ends` and start to fetch `weight` while the one before it in the
             stream ends: only where that kernel is one of `gated_gemm` or of this product, which
             start when `ends` is written.
-        weight_scales: [E, N] fp32, by which the sums with an fp8 weight are multiplied.
+        weight_scales: [E, N] fp32, factors of the sums with an fp8 weight.
 
     Returns:
         [R, k, N]: the products rounded to the dtype, and rounded again after the weight.

@@ -26,11 +26,11 @@ def _find_tile(
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The group of this program, its first row, the end of the group's rows, and its columns.
+    """Find this program's group, its first row, the end of the group's rows, and its columns.
 
     Programs are ordered by group, then by columns, then by rows: those that run together share a
-    tile of the weight. A program past the last tile gets no rows. Read past L1, which may hold what
-    was there before where an earlier kernel still runs.
+    tile of the weight. A program past the last tile gets no rows. Loads bypass L1, which may hold
+    outdated values where an earlier kernel still runs.
     """
     program = tl.program_id(0)
     groups = tl.arange(0, GROUPS)
@@ -52,7 +52,7 @@ def _find_tile(
 def _prefetch_weight(
     weight_rows, row, num_rows, depth, stride, ROWS: tl.constexpr, LINES: tl.constexpr
 ):
-    """The first cache lines of each of these rows of the weight, on their way to L2."""
+    """Prefetch the first cache lines of each of these rows of the weight to L2."""
     LINE_ELEMENTS: tl.constexpr = 1024 // weight_rows.dtype.element_ty.primitive_bitwidth
     rows = row + tl.minimum(tl.arange(0, ROWS), num_rows - 1)
     columns = tl.minimum(tl.arange(0, LINES) * LINE_ELEMENTS, depth - 1)
@@ -86,7 +86,7 @@ def _load_weight(
 
 @triton.jit
 def _load_scales(scales, row, num_rows, ROWS: tl.constexpr):
-    """Of rows of an fp8 weight, as a column."""
+    """Load the scales of rows of an fp8 weight, as a column."""
     rows = tl.arange(0, ROWS)
     return tl.load(scales + row + rows, mask=rows < num_rows, other=0.0)[:, None]
 
@@ -304,7 +304,7 @@ def launch_weighted(
 ) -> None:
     """Enqueue ``out = x @ weight.T`` by groups; the arguments are checked.
 
-    Row i is weighted, where there are weights, and becomes row ``slots[i]`` of `out`. If `early`,
+    Row i is weighted, if there are weights, and becomes row ``slots[i]`` of `out`. If `early`,
     `ends` and `weight` are read before the kernel before this one has ended.
     """
     num_groups, num_columns, depth = weight.shape
@@ -332,7 +332,7 @@ def launch_weighted(
 
 
 def _options(weight: Tensor, num_groups: int, config: GroupedConfig) -> dict[str, int | bool]:
-    """What both kernels are compiled for."""
+    """Compile-time options of both kernels."""
     uses_tma, can_overlap = _has_tma(weight), overlaps(weight.device)
     return {
         "GROUPS": triton.next_power_of_2(num_groups),
@@ -354,7 +354,7 @@ def _grid(num_rows: int, num_columns: int, num_groups: int, config: GroupedConfi
 
 
 def _tiled(matrix: Tensor, config: GroupedConfig) -> TensorDescriptor | Tensor:
-    """As the tensor copy engine takes it, where it does."""
+    """Return a descriptor for the tensor copy engine, or the matrix if the engine cannot."""
     if not _has_tma(matrix):
         return matrix
     tile = [config.columns, config.depth]
@@ -362,7 +362,7 @@ def _tiled(matrix: Tensor, config: GroupedConfig) -> TensorDescriptor | Tensor:
 
 
 def _has_tma(matrix: Tensor) -> bool:
-    """Whether the tensor copy engine takes this matrix: from Hopper on, whole 16 bytes a row."""
+    """Whether the tensor copy engine reads this matrix: from Hopper on, whole 16 bytes a row."""
     if matrix.is_cuda and _capability(matrix.device)[0] < 9:
         return False
     row_bytes = matrix.stride(0) * matrix.element_size()
@@ -376,7 +376,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 @functools.cache
 def _shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program may use; the barriers of the pipeline need a little of it."""
+    """Return the shared memory, in bytes, that a program may use besides its barriers."""
     if device.type != "cuda":
         return 96 * 1024
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 1024

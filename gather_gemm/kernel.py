@@ -95,7 +95,7 @@ def launch(
 
 @triton.jit
 def _hide(logits, column_ids, bits, c0, c1, c2, c3):
-    """-inf in those columns c of logits [ROWS, COLUMNS] whose bit is set in bits [ROWS]."""
+    """Put -inf in those columns c of logits [ROWS, COLUMNS] whose bit is set in bits [ROWS]."""
     bits = bits[:, None]
     logits = tl.where((column_ids == c0)[None, :] & ((bits & 1) != 0), -float("inf"), logits)
     logits = tl.where((column_ids == c1)[None, :] & ((bits & 2) != 0), -float("inf"), logits)
@@ -304,5 +304,5 @@ def launch_top(
 
 
 def _mask(mask: int | Tensor, unread: Tensor) -> tuple[int, Tensor, int]:
-    """A mask as the kernels take it: of all rows, of each row, and whether those count."""
+    """Split a mask into value for all rows, values by row, and whether the latter count."""
     return (0, mask, 1) if isinstance(mask, Tensor) else (mask, unread, 0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Tile of one program and the resources it runs with."""
+    """Tile of one program, and its launch resources."""
 
     block_rows: int
     block_columns: int
@@ -16,7 +16,7 @@ class LaunchConfig:
 
 
 def choose_config(num_rows: int, element_bytes: int) -> LaunchConfig:
-    """Tile for a number of gathered rows of 2-byte or 4-byte elements.
+    """Choose the tile for a number of gathered rows of 2-byte or 4-byte elements.
 
     Few rows read the weight once and are bound by it: narrow tiles, so that many programs share the
     reading. Many rows are bound by arithmetic: wide tiles, so that operands are used again. The
@@ -34,7 +34,7 @@ def choose_config(num_rows: int, element_bytes: int) -> LaunchConfig:
 
 @dataclass(frozen=True)
 class TopConfig:
-    """Tile of one program of the product with its sampling, and the resources it runs with."""
+    """Tile of one program of the product with its sampling, and its launch resources."""
 
     block_rows: int
     block_columns: int
@@ -53,21 +53,21 @@ _TOP_CONFIGS = (
 
 
 def choose_top_config(num_rows: int) -> TopConfig:
-    """Tile for a number of 2-byte rows."""
+    """Choose the tile for a number of 2-byte rows."""
     return next(config for most, config in _TOP_CONFIGS if most is None or num_rows <= most)
 
 
 @dataclass(frozen=True)
 class GroupedConfig:
-    """The same of products of groups of rows.
+    """Tile of one program of the products of groups of rows, and its launch resources.
 
     Attributes:
         rows: rows of a group.
-        columns: columns of the result; a gated product computes as many gates besides.
-        depth: of one step of the sum.
-        num_warps, num_stages: as Triton means them.
-        ahead: cache lines of each row of the weight that a program asks for as soon as it knows its
-            tile, on GPUs where kernels overlap: a power of two, or none.
+        columns: columns of the result; a gated product computes the gates' columns besides.
+        depth: depth of one step of the sum.
+        num_warps, num_stages: Triton's launch options.
+        ahead: cache lines of each row of the weight that a program prefetches as soon as it knows
+            its tile, on GPUs where kernels overlap: a power of two, or none.
     """
 
     rows: int
@@ -78,7 +78,7 @@ class GroupedConfig:
     ahead: int = 0
 
     def stage_bytes(self, element_bytes: int, num_weights: int) -> int:
-        """Shared memory of one stage of the pipeline."""
+        """Bytes of shared memory of one stage of the pipeline."""
         return (self.rows + num_weights * self.columns) * self.depth * element_bytes
 
 
@@ -104,19 +104,19 @@ _WIDE = GroupedConfig(16, 64, 32, num_warps=4, num_stages=2)
 def choose_gated(
     num_rows: int, num_groups: int, element_bytes: int, shared_bytes: int
 ) -> GroupedConfig:
-    """Tile of the gated product of `num_rows` rows in all, within `shared_bytes` a program."""
+    """Choose the tile of the gated product of `num_rows` rows in all, within `shared_bytes`."""
     return _choose(_GATED, 2, num_rows, num_groups, element_bytes, shared_bytes)
 
 
 def choose_product(
     num_rows: int, num_groups: int, element_bytes: int, shared_bytes: int
 ) -> GroupedConfig:
-    """Tile of the plain product, likewise."""
+    """Choose the tile of the plain product of `num_rows` rows in all, within `shared_bytes`."""
     return _choose(_PRODUCT, 1, num_rows, num_groups, element_bytes, shared_bytes)
 
 
 def max_tiles(num_rows: int, num_groups: int, tile_rows: int) -> int:
-    """The most tiles that any split of the rows into groups can need.
+    """Return the most tiles that any division of the rows into groups can need.
 
     Every group that has rows at all has one tile, and one more for each further whole tile.
     """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: ignore-errors
-"""Programmatic dependent launch: a kernel gets onto the GPU while the one before it runs out.
+"""Programmatic dependent launch: a kernel gets onto the GPU while the one before it ends.
 
-It waits there until all that the earlier kernel wrote can be seen, so nothing is read or written
-too early; what is saved is the time of the launch, which many short kernels would pay each.
+It waits there until everything that the earlier kernel wrote is visible, so nothing is read or
+written too early; this saves the time of a launch, which many short kernels would each pay.
 """
 
 import functools
@@ -16,9 +16,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def begin(OVERLAPS: tl.constexpr):
-    """Wait for the kernels before this one, and then let the next get ready; first in a kernel.
+    """Wait for the kernels before this one, then let the next get ready; first in a kernel.
 
-    What was written before the kernel before this one can be seen by the next at once.
+    Data written before the kernel before this one is visible to the next at once.
     """
     if OVERLAPS:
         gdc_wait()
@@ -27,9 +27,10 @@ def begin(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def begin_open(OVERLAPS: tl.constexpr):
-    """`begin`, but the next kernel gets ready at once, and the one after it if it does likewise.
+    """Let the next kernel get ready at once, then wait for the kernels before this one.
 
-    For a short kernel before one that reads weights while it waits.
+    The kernel after the next gets ready, too, if that one does this. For a short kernel before one
+    that reads weights while it waits.
     """
     if OVERLAPS:
         gdc_launch_dependents()
@@ -38,7 +39,7 @@ def begin_open(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def prefetch(pointers):
-    """Ask for the cache lines that hold these addresses to come into L2; nothing waits for them."""
+    """Prefetch the cache lines that hold these addresses into L2; nothing waits for them."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
         "=r,l",

@@ -22,7 +22,7 @@ _LEAST = -3.0e38  # what counts as NaN and -inf where experts are chosen
 def gather_gemm(
     x: Tensor, rows: Tensor | None, weight: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """``x[rows] @ weight.T``; see `gather_gemm.gather_gemm`."""
+    """Compute ``x[rows] @ weight.T``; see `gather_gemm.gather_gemm`."""
     return torch.mm(x if rows is None else x.index_select(0, rows), weight.t(), out=out)
 
 
@@ -34,7 +34,7 @@ def gather_top(
     forbidden: int | Tensor = 0,
     excluded: int | Tensor = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Maximum, its column, sum of exp and probability by rows; see `gather_gemm.gather_top`."""
+    """Compute maximum, its column, sum of exp and probability; see `gather_gemm.gather_top`."""
     logits = torch.mm(x if rows is None else x.index_select(0, rows), weight.t()).float()
     hidden = torch.zeros(2, len(logits), logits.shape[1], dtype=torch.bool, device=logits.device)
     for mask, marks in zip((forbidden, excluded), hidden, strict=True):
@@ -59,7 +59,7 @@ def route(
     *,
     has_shared: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights, slots and ends; see `gather_gemm.route`."""
+    """Compute weights, slots and ends; see `gather_gemm.route`."""
     wide = logits.to(torch.float32)
     scores = wide.sigmoid() if scoring.is_sigmoid else wide.softmax(dim=-1)
     ranks = scores if bias is None else scores + bias
@@ -77,7 +77,7 @@ def route(
 
 
 def _with_shared(weights: Tensor, slots: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with an expert of all rows: the first, in the last place of a row."""
+    """Add an expert of all rows: the first expert, in the last place of each row."""
     num_rows, num_chosen = weights.shape
     rows = torch.arange(num_rows, dtype=slots.dtype, device=slots.device)
     return (
@@ -88,7 +88,7 @@ def _with_shared(weights: Tensor, slots: Tensor, ends: Tensor) -> tuple[Tensor, 
 
 
 def _kept_groups(ranks: Tensor, scoring: Scoring) -> Tensor:
-    """[R, E] bool: the experts of the groups whose two best ranks have the largest sums."""
+    """Mark, [R, E] bool, the experts of the groups whose two best ranks have the largest sums."""
     num_rows, num_experts = ranks.shape
     groups = ranks.view(num_rows, scoring.num_groups, -1)
     sums = groups.topk(2, dim=-1).values.sum(dim=-1)
@@ -99,17 +99,17 @@ def _kept_groups(ranks: Tensor, scoring: Scoring) -> Tensor:
 
 
 def _best(ranks: Tensor, count: int) -> Tensor:
-    """The columns of the `count` largest of each row; among equals the lowest.
+    """Return the columns of the `count` largest of each row; among equals the lowest.
 
-    A stable sort, as topk leaves the order of equals open.
+    The sort is stable, as topk leaves the order of equals open.
     """
     return ranks.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def _group_ends(chosen: Tensor, num_experts: int) -> Tensor:
-    """The end [E] int32 of each expert's rows when the rows are sorted by expert.
+    """Return the end [E] int32 of each expert's rows when the rows are sorted by expert.
 
-    Sums of ones, and not `bincount`, which makes the host wait for a GPU.
+    It sums ones instead of calling `bincount`, which makes the host wait for a GPU.
     """
     counts = torch.zeros(num_experts, dtype=torch.int32, device=chosen.device)
     ones = torch.ones((), dtype=torch.int32, device=chosen.device)
@@ -120,7 +120,7 @@ def _group_ends(chosen: Tensor, num_experts: int) -> Tensor:
 def grouped_gemm(
     x: Tensor, weight: Tensor, ends: Tensor, weight_scales: Tensor | None = None
 ) -> Tensor:
-    """The product [S, N] of each group of rows with its own matrix, transposed."""
+    """Compute the product [S, N] of each group of rows with its own matrix, transposed."""
     out = x.new_empty(len(x), weight.shape[1])
     for group, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
         if end == start:
@@ -134,7 +134,7 @@ def grouped_gemm(
 
 
 def gated(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [S, 2I], the gate's columns first, in the model dtype."""
+    """Compute silu(gate) * up of [S, 2I], the gate's columns first, in the model dtype."""
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate) * up
 
@@ -142,7 +142,7 @@ def gated(gate_up: Tensor) -> Tensor:
 def weighted_terms(
     down: Tensor, slots: Tensor, weights: Tensor, *, is_weighted: bool = True
 ) -> Tensor:
-    """Rows [S, D] in the order of `slots`, put back as [R, k, D], and weighted [R, k]."""
+    """Put rows [S, D], in the order of `slots`, back as [R, k, D], weighted by [R, k]."""
     terms = torch.empty_like(down)
     terms[slots] = down
     terms = terms.view(*weights.shape, down.shape[1])
@@ -150,7 +150,7 @@ def weighted_terms(
 
 
 def sum_terms(terms: Tensor, weights: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
-    """The sum over k of [R, k, D], first to last; see `gather_gemm.sum_terms`."""
+    """Sum [R, k, D] over k, first to last; see `gather_gemm.sum_terms`."""
     if weights is None:
         total = terms[:, 0].clone(memory_format=torch.contiguous_format)
         for index in range(1, terms.shape[1]):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which experts a row goes to, the order in which rows reach them, and the sum of their terms."""
+"""Routing of rows to experts, the order in which they reach them, and the sum of their terms."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MAX_EXPERTS = 1024  # a block of the kernel holds whole rows
 
 
 class Routing(NamedTuple):
-    """Rows on their way to their experts. A slot is a row's place for one of its k terms.
+    """Routing of rows to their experts. A slot is a row's place for one of its k terms.
 
-    Where an expert of all rows is asked for, it is the first of E + 1, and has, with the weight 1,
-    the last of the k + 1 places of a row; then read E + 1 and k + 1 here.
+    If an expert of all rows is asked for, it is the first of E + 1, and has, with the weight 1, the
+    last of the k + 1 places of a row; then read E + 1 and k + 1 here.
 
     Attributes:
-        weights: [R, k] of a row's experts in ascending order.
+        weights: [R, k], of a row's experts in ascending order.
         slots: int32 [R * k]: row * k + place among the row's experts, sorted by expert, and by
             row within an expert.
         ends: int32 [E], the end of each expert's part of `slots`.
@@ -46,18 +46,18 @@ def route(
 ) -> Routing:
     """Choose experts for each row by their scores in fp32.
 
-    By default the weights are the probabilities of the chosen experts as they are: they do not sum
-    to 1. Among equals the lowest expert, or group of them, is chosen. On CUDA one kernel for few
-    rows and two for many, launched from shapes alone; the result does not depend on the order in
-    which blocks run.
+    By default the weights are the probabilities of the chosen experts, not normalised to sum 1.
+    Among equals the lowest expert, or group of them, is chosen. On CUDA one kernel runs for few
+    rows and two for many; launches depend on shapes alone, and the result does not depend on the
+    order in which blocks run.
 
     Args:
         logits: [R, E] bf16, fp16 or fp32, E at most 1,024; rows may be strided.
         num_chosen: k, from 1 to E.
         bias: fp32 [E], added to the scores for the choice only.
-        scoring: how logits become a choice and weights; the groups that it keeps have at least k
-            experts, every group at least two.
-        has_shared: all rows have one more expert.
+        scoring: conversion of logits to a choice and weights; the groups that it keeps have at
+            least k experts, every group at least two.
+        has_shared: whether all rows have one more expert.
 
     Returns:
         weights in the dtype of the logits.
@@ -85,7 +85,7 @@ def route_rows(
     has_shared: bool = False,
     in_parts: bool = True,
 ) -> Routing:
-    """`route` by the logits ``x @ gate.T``, rounded to the dtype if not `Scoring.in_fp32`.
+    """Choose experts by the logits ``x @ gate.T``, rounded to the dtype unless `Scoring.in_fp32`.
 
     Sums in fp32.
 
@@ -122,7 +122,7 @@ def route_rows(
 
 
 def _router_logits(x: Tensor, gate: Tensor, scoring: Scoring) -> Tensor:
-    """``x @ gate.T`` [R, E] by PyTorch: in the dtype of x, or in fp32 if `Scoring.in_fp32`."""
+    """Compute ``x @ gate.T`` [R, E] in PyTorch, in fp32 if `Scoring.in_fp32`."""
     if not scoring.in_fp32 or x.dtype == torch.float32:
         return torch.mm(x, gate.t())
     if x.is_cuda:  # the products of 16-bit numbers are exact in fp32
@@ -150,17 +150,17 @@ def sum_terms(
     *,
     adds: bool = False,
 ) -> Tensor:
-    """The sum of each row's terms, first to last.
+    """Sum each row's terms, first to last.
 
     Without weights every sum is rounded to the dtype; with them the terms are weighted and added in
-    fp32, and the whole is rounded once. The addend comes last, and that sum is rounded as well.
+    fp32, and the total is rounded once. The addend comes last, and that sum is rounded as well.
 
     Args:
         terms: [R, k, D] bf16, fp16 or fp32; those of a row are contiguous.
         weights: fp32 [R, k], or None; rows may be strided.
         addend: [R, D] of the dtype of the terms, or None; likewise.
         out: Like the addend, written; allocated when not given.
-        adds: The sum is added to what `out`, which is given, has.
+        adds: Whether the sum is added to `out`, which must be given.
 
     Returns:
         [R, D].

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: ignore-errors
-"""Triton kernels around the experts: their scores and the choice, the order of the rows, and the
-final sum.
+"""Triton kernels around the experts: scores and choice, the order of the rows, the final sum.
 
-The product with the router is small, so its time is latency. It is cut along the depth into as
-many programs as there are tiles, which read their part of the router while the kernel before runs
-out; the kernel that chooses adds the parts.
+The product with the router is small, so its time is latency. It is cut along the depth into one
+program a tile, which read their part of the router while the kernel before ends; the kernel that
+chooses adds the parts.
 """
 
 import torch
@@ -55,13 +54,13 @@ def score_kernel(
 
 @triton.jit
 def _at_least(ranks):
-    """NaN is greater than nothing: as the least number its row still chooses the lowest experts."""
+    """Replace NaN and -inf by the least number: their row still chooses the lowest experts."""
     return tl.where(ranks > -3.0e38, ranks, -3.0e38)
 
 
 @triton.jit
 def _group_sums(ranks, num_experts, NUM_GROUPS: tl.constexpr, EXPERTS: tl.constexpr):
-    """For every expert the sum of the two best ranks of its group [ROWS, EXPERTS]."""
+    """Compute, for every expert, the sum of the two best ranks of its group [ROWS, EXPERTS]."""
     experts = tl.arange(0, EXPERTS)[None, :]
     size = num_experts // NUM_GROUPS
     groups = experts // size
@@ -77,7 +76,7 @@ def _group_sums(ranks, num_experts, NUM_GROUPS: tl.constexpr, EXPERTS: tl.conste
 
 @triton.jit
 def _even_group_sums(ranks, NUM_GROUPS: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
-    """The same of all groups at once, where their sizes are powers of two."""
+    """Compute `_group_sums` for all groups at once, where their sizes are powers of two."""
     SIZE: tl.constexpr = EXPERTS // NUM_GROUPS
     members = tl.reshape(ranks, (ROWS, NUM_GROUPS, SIZE))
     best = tl.max(members, axis=2)
@@ -215,9 +214,9 @@ def sort_kernel(
     WIDTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """A program for each expert: it counts the slots of those before it, then lists its own.
+    """List an expert's slots in one program, after counting the slots of experts before it.
 
-    That of all rows, if there is one, is the first, and has the last place of every row.
+    The expert of all rows, if there is one, is the first, and has the last place of every row.
     """
     begin_open(OVERLAPS)
     expert = tl.program_id(0) - NUM_SHARED
@@ -341,7 +340,9 @@ def launch_route(
 ) -> None:
     """Enqueue the choice and the order of the rows; the arguments are checked.
 
-    Weights of a place more than are chosen are of rows that have one expert more (`has_shared`).
+    If `weights` has one place more than are chosen, rows have one expert more (`has_shared`).
+    `logits` is [R, E], or the result of `launch_score`. `block` holds the elements and the warps of
+    a program of the choice.
 
     `logits` is [R, E], or what `launch_score` gives. `block` holds the elements and the warps of a
     program of the choice.

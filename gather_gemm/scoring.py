@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the logits of a row become a choice of experts and their weights, as data."""
+"""Rule by which a row's logits become a choice of experts and their weights, as data."""
 
 from typing import NamedTuple
 
 
 class Scoring(NamedTuple):
-    """A rule of mixtures of experts; the default is a softmax whose probabilities are the weights.
+    """Rule of a mixture of experts; the default is a softmax whose probabilities are the weights.
 
     Attributes:
-        is_sigmoid: an expert's score is the sigmoid of its logit, else the softmax over all
+        is_sigmoid: whether an expert's score is the sigmoid of its logit, else the softmax over all
             experts; in fp32.
         num_groups, num_kept_groups: experts lie in groups of equal size, one after the other, and
             only those of some groups can be chosen: of the groups whose two best experts, by scores
             with the bias, have the largest sums.
-        is_normalised: the weights of a row are divided by their sum.
-        scale: of the weights, after that.
-        in_fp32: logits, weights and the sum of a row's terms are fp32, and only that sum is rounded
-            to the model dtype; else each is rounded by itself.
+        is_normalised: whether the weights of a row are divided by their sum.
+        scale: factor of the weights, after that.
+        in_fp32: whether logits, weights and the sum of a row's terms are fp32, and only that sum is
+            rounded to the model dtype; else each is rounded by itself.
     """
 
     is_sigmoid: bool = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The product of gathered rows and the output matrix, sampled tile by tile and never stored."""
+"""Product of gathered rows and the output matrix, sampled tile by tile and never stored."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,8 +22,8 @@ class Top(NamedTuple):
         maximum: fp32 [R], the largest logit.
         column: int64 [R], the lowest column that has it.
         sum_exp: fp32 [R], sum of exp(logit - maximum) over the columns that are not excluded.
-        probability: fp32 [R], of the best column where these are all columns: 1 / sum_exp, and 0
-            where the column is excluded or no logit is finite.
+        probability: fp32 [R], of the best column if these are all columns: 1 / sum_exp, and 0 where
+            the column is excluded or no logit is finite.
     """
 
     maximum: Tensor
@@ -33,7 +33,7 @@ class Top(NamedTuple):
 
 
 def has_top(x: Tensor, weight: Tensor) -> bool:
-    """Whether `gather_top` has a kernel for these; else it stores the product."""
+    """Whether `gather_top` has a kernel for these tensors; else it stores the product."""
     if _kernels is None or not can_take(x) or not _is_describable(weight):
         return False
     return not x.is_cuda or x.dtype != torch.float32
@@ -49,7 +49,7 @@ def gather_top(
     excluded: int | Tensor = 0,
     config: TopConfig | None = None,
 ) -> Top:
-    """Best column of each gathered row of ``x @ weight.T``, and what its probability needs.
+    """Find the best column of each gathered row of ``x @ weight.T``, and its probability.
 
     The columns are multiplied tile by tile; a tile's logits are rounded to the dtype of x, as the
     stored product would be, and leave only their maximum, its lowest column and the sum of
@@ -64,7 +64,7 @@ def gather_top(
             all rows as they are.
         weight: [N, D] of the same dtype; rows may be strided, D is contiguous. The kernel wants
             rows on whole 16 bytes.
-        columns: at most 4 columns, which the masks below speak of.
+        columns: at most 4 columns, to which the masks below refer.
         forbidden: a number, or int32 [R]; bit i set: ``columns[i]`` reads as -inf.
         excluded: likewise; bit i set: ``columns[i]`` is left out of the sum, and still may be the
             best column.
@@ -106,7 +106,7 @@ def _check_top(
     forbidden: int | Tensor,
     excluded: int | Tensor,
 ) -> int:
-    """R, of arguments that are as `gather_top` wants them."""
+    """Check the arguments of `gather_top` and return R."""
     op = "gather_top"
     _check(op, "x", x, x, (-1, -1))
     _check(op, "weight", weight, x, (-1, x.shape[1]))

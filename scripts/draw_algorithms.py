@@ -49,7 +49,7 @@ STYLE = """
 
 
 def confidences(tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Of the candidates of some positions [R] float64, given what is known around them."""
+    """Return the confidences [R] float64 of candidates, by the known tokens around them."""
     ease = np.random.default_rng(7).beta(2.2, 1.6, size=PROMPT + LENGTH + 2 * BLOCK)
     known = np.append(tokens != MASK, np.zeros(4, dtype=bool))
     around = sum(known[positions + d] for d in (-2, -1, 1, 2)) / 4
@@ -57,7 +57,7 @@ def confidences(tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def steps_of(algorithm: Algorithm) -> list[list[tuple[str, float]]]:
-    """Of every step the kind of each canvas position, and how sure its candidate was."""
+    """Return, for every step, each canvas position's kind and its candidate's confidence."""
     is_block = algorithm.is_block_causal
     family = FAMILIES.get(algorithm.name, SDAR) if is_block else LLADA
     model = ServedModel(family, SpecialIds(MASK, 14, None, frozenset()), 4096, 16)
@@ -108,7 +108,7 @@ def _row(
 
 
 def drawn(algorithm: Algorithm) -> str:
-    """The picture as SVG: a step a row, a canvas position a column."""
+    """Draw the picture as SVG: a step a row, a canvas position a column."""
     rows = steps_of(algorithm)
     width = LENGTH * CELL + (LENGTH // BLOCK - 1) * BETWEEN
     height = len(rows) * CELL
@@ -131,7 +131,7 @@ def drawn(algorithm: Algorithm) -> str:
 
 
 def pictures() -> dict[Path, str]:
-    """All of them, by their files."""
+    """Draw all pictures, by their files."""
     return {
         FOLDER / f"{'block' if a.is_block_causal else 'full'}_{a.name}.svg": drawn(a)
         for a in (*ALGORITHMS.values(), *BLOCK_ALGORITHMS.values())

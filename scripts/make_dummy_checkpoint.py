@@ -54,7 +54,7 @@ class DummyCheckpointError(Exception):
 
 @dataclass(frozen=True)
 class Preset:
-    """A released model: what its config.json says about shapes, and the ids of its tokens.
+    """Sizes of a released model in its config.json, and the ids of its tokens.
 
     `like` is the family of the tiny model whose other keys it has, where that is not its own.
     """
@@ -77,7 +77,7 @@ LING_TOKEN_IDS = {
 
 
 def layers(number: int) -> dict[str, int]:
-    """The keys of so many layers."""
+    """Return the keys of `number` layers."""
     return {"max_window_layers": number, "num_hidden_layers": number}
 
 
@@ -231,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Write a checkpoint without weights.")
     families = list(dict.fromkeys(family for family, _ in PRESETS))
     parser.add_argument("--family", required=True, choices=families)
@@ -287,7 +287,7 @@ def write_checkpoint(
 def configuration(
     family: str, size: str | None = None, *, num_layers: int | None = None, shrink: int = 1
 ) -> dict[str, Any]:
-    """Contents of config.json, in bf16.
+    """Return the contents of config.json, in bf16.
 
     Args:
         num_layers: number of layers; None: the model's own.
@@ -316,7 +316,7 @@ def configuration(
 
 
 def tokens_of(preset: Preset, names: SpecialTokens) -> TokenIds:
-    """The ids of the released model."""
+    """Return the ids of the released model."""
     from tiny_model.family import TokenIds
 
     ids = preset.token_ids
@@ -330,10 +330,10 @@ def tokens_of(preset: Preset, names: SpecialTokens) -> TokenIds:
 
 
 def preset_of(family: str, size: str | None = None) -> Preset:
-    """The model of that family and size; the family's first one where `size` is None.
+    """Return the model of that family and size; the family's first one if `size` is None.
 
     Raises:
-        DummyCheckpointError: there is none.
+        DummyCheckpointError: There is no such model.
     """
     sizes = [known for name, known in PRESETS if name == family]
     if not sizes:
@@ -347,7 +347,7 @@ def preset_of(family: str, size: str | None = None) -> Preset:
 
 
 def divided(key: str, value: int, divisor: int) -> int:
-    """`value` / `divisor`: heads exactly, so that they keep their width; others rounded down.
+    """Divide `value` by `divisor`: heads exactly, so that they keep their width; else floor.
 
     Raises:
         DummyCheckpointError: the heads cannot be divided.
@@ -358,7 +358,7 @@ def divided(key: str, value: int, divisor: int) -> int:
 
 
 def byte_tokenizer(special_ids: dict[str, int]) -> Tokenizer:
-    """A tokenizer of bytes (ids 0 to 255) and special tokens; nothing has the other ids."""
+    """Make a tokenizer of bytes (ids 0 to 255) and special tokens; the other ids stay unused."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -75,7 +75,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def shape_of(model: str, dtype: str, num_ranks: int) -> ModelShape:
-    """The model's sizes on each of so many GPUs."""
+    """Return the model's sizes on each of `num_ranks` GPUs."""
     import torch
     from vllm.engine.arg_utils import EngineArgs
 
@@ -88,7 +88,7 @@ def shape_of(model: str, dtype: str, num_ranks: int) -> ModelShape:
 
 
 def print_terms(shape: ModelShape, plan: Plan) -> None:
-    """Bytes of one row of every stage under a plan."""
+    """Print the bytes of one row of every stage under a plan."""
     from vllm.diffusion.buffers import row_bytes
     from vllm.diffusion.memory.footprint import Footprint
 

@@ -39,13 +39,13 @@ WANTED_MASK_ID = re.compile(r"mask_id: given \d+; wanted the model's: (\d+)")
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """What a client must know about a family.
+    """Facts about a family that a client must know.
 
     Attributes:
-        mask_id: the mask token of its released checkpoints.
-        port: where its server script listens.
+        mask_id: id of the mask token of its released checkpoints.
+        port: port of its server script.
         block_length: tokens of a block, as released.
-        fields: more fields of the body, which choose the decoding of the family's authors.
+        fields: further fields of the body, which choose the decoding of the family's authors.
     """
 
     mask_id: int
@@ -72,7 +72,7 @@ class RefusalError(RequestError):
     """The server refused the request.
 
     Attributes:
-        reason: its message.
+        reason: message of the server.
     """
 
     def __init__(self, url: str, status: int, reason: str) -> None:
@@ -97,14 +97,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def emptiness(answer: dict[str, Any]) -> str:
-    """Why there is nothing to read in an answer; empty where there is something."""
+    """Explain why there is nothing to read in an answer; empty if there is something."""
     if any(answer["text"]):
         return ""
     return f"empty answer: {answer['diffusion']['num_end_tokens']} end tokens"
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Send one request to POST /generate.")
     parser.add_argument("--model-family", choices=sorted(FAMILIES), default="llada")
     parser.add_argument(
@@ -146,7 +146,7 @@ def server_url(text: str) -> str:
 
 
 def mask_id(text: str) -> int | str:
-    """A token id, or one of the words `none` (send nothing) and `family`."""
+    """Parse a token id, or one of the words `none` (send nothing) and `family`."""
     if text in ("none", "family"):
         return text
     try:
@@ -156,7 +156,7 @@ def mask_id(text: str) -> int | str:
 
 
 def payload(options: argparse.Namespace) -> dict[str, Any]:
-    """The JSON body of the request."""
+    """Build the JSON body of the request."""
     family = FAMILIES[options.model_family]
     body: dict[str, Any] = {
         "prompt": options.prompt,
@@ -198,8 +198,8 @@ def ask(url: str, body: dict[str, Any], options: argparse.Namespace) -> str:
 def post(url: str, body: dict[str, Any], timeout: float) -> str:
     """Send `body` and return the answer as text.
 
-    Proxies are passed by for a server on this machine. `timeout` bounds each wait for the server,
-    in seconds.
+    Proxies are ignored for a server on this machine. `timeout` bounds each wait for the server, in
+    seconds.
 
     Raises:
         RefusalError: the server refused.
@@ -219,7 +219,7 @@ def post(url: str, body: dict[str, Any], timeout: float) -> str:
 
 
 def no_answer(url: str, error: BaseException) -> str:
-    """Why nobody answered, in the words of the first cause."""
+    """Explain why nobody answered, in the words of the first cause."""
     while cause := error.__cause__ or error.__context__:
         error = cause
     if isinstance(error, OSError) and not isinstance(error, ConnectionResetError):
@@ -228,7 +228,7 @@ def no_answer(url: str, error: BaseException) -> str:
 
 
 def refusal(text: str) -> str:
-    """The message of a refusal in OpenAI's error shape, or the whole body, on one line."""
+    """Return the message of a refusal in OpenAI's error shape, or the whole body, on one line."""
     try:
         error = json.loads(text)["error"]
         message = error["message"]

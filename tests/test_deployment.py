@@ -14,21 +14,13 @@ from typing import Any
 import pytest
 import yaml
 
-from vllm.diffusion.metrics import METRICS, Metric
+from tests.metric_names import METRIC_NAME, UPSTREAMS, samples_of
+from vllm.diffusion.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCKER = ROOT / "docs" / "docker"
 DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
 DASHBOARD = ROOT / "docs" / "grafana" / "mosaic.json"
-METRIC_NAME = re.compile(r"\b(?:dllm|vllm):[a-z0-9_]+")
-# Upstream's metrics that the dashboard shows; tests/server/test_metrics.py finds them served.
-UPSTREAMS = {
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-    "vllm:generation_tokens_total",
-    "vllm:time_to_first_token_seconds_bucket",
-    "vllm:e2e_request_latency_seconds_bucket",
-}
 
 
 def load(file: Path) -> Any:
@@ -135,13 +127,6 @@ def test_the_services_fit_together() -> None:
 
 
 # ---- the dashboard -----------------------------------------------------------------------------
-
-
-def samples_of(metric: Metric) -> tuple[str, ...]:
-    """The names that Prometheus knows."""
-    if metric.kind == "histogram":
-        return tuple(metric.name + ending for ending in ("_bucket", "_sum", "_count"))
-    return (f"{metric.name}_total" if metric.kind == "counter" else metric.name,)
 
 
 def queries() -> list[str]:

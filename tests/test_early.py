@@ -10,28 +10,65 @@ import multiprocessing
 import os
 import sys
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from vllm.diffusion import early, late
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
+
 SERVER = ["python", "-m", "vllm.entrypoints.api_server"]
 
 
 class Started:
-    """In place of a process."""
+    """In place of a process, which is asked to run `target(*args)`."""
 
     _popen = type("Popen", (), {"sentinel": 7})()
 
-    def __init__(self, is_living: bool = True) -> None:
-        self.is_living = is_living
+    def __init__(self, target: Any, args: tuple[Any, ...]) -> None:
+        self.target, self.args, self.is_living = target, args, False
+
+    def start(self) -> None:
+        self.is_living = True
 
     def is_alive(self) -> bool:
         return self.is_living
 
     def terminate(self) -> None:
         self.is_living = False
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Started]]:
+    """The processes that are started early; at the end of the program they end."""
+    found: list[Started] = []
+    at_the_end: list[Callable[[], None]] = []
+
+    class Context:
+        def Process(self, target: Any, args: tuple[Any, ...]) -> Started:
+            found.append(Started(target, args))
+            return found[-1]
+
+    monkeypatch.setattr(early, "SpawnContext", Context)
+    monkeypatch.setattr(early, "Finalize", lambda _, end, exitpriority: at_the_end.append(end))
+    monkeypatch.setattr(sys, "orig_argv", [*SERVER, "--model", "m"])
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
+    yield found
+    for end in at_the_end:
+        end()
+    assert not any(process.is_living for process in found)
+
+
+@pytest.fixture
+def pipe(monkeypatch: pytest.MonkeyPatch) -> tuple[Connection, Connection]:
+    """Where the process that is started early reads, and where it is written to."""
+    to_read, to_write = multiprocessing.Pipe(duplex=False)
+    monkeypatch.setattr(to_read, "close", lambda: None)  # it is the other process's, too
+    monkeypatch.setattr(multiprocessing, "Pipe", lambda duplex: (to_read, to_write))
+    return to_read, to_write
 
 
 @pytest.mark.parametrize(
@@ -45,23 +82,16 @@ class Started:
     ],
 )
 def test_only_a_server_begins(
-    words: list[str], begins: bool, monkeypatch: pytest.MonkeyPatch
+    words: list[str], begins: bool, begun: list[Started], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[bool] = []
-    monkeypatch.setattr(early, "_waiting", [])
-    monkeypatch.setattr(early.SpawnProcess, "start", lambda process: started.append(True))
     monkeypatch.setattr(sys, "orig_argv", words)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     early.begin()
-    assert not started  # the user has said how
+    assert not begun  # the user has said how
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD")
     early.begin()
     early.begin()
-    assert started == [True] * begins
-    ended: list[bool] = []
-    monkeypatch.setattr(early.SpawnProcess, "terminate", lambda process: ended.append(True))
-    early._end_what_waits()
-    assert ended == started
+    assert [process.is_living for process in begun] == [True] * begins
 
 
 @pytest.mark.parametrize("is_child", [True, False])
@@ -86,12 +116,17 @@ def job(*args: Any) -> None:
     ids=["waits", "has ended", "another device"],
 )
 def test_who_is_taken(
-    is_living: bool, devices: str, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+    is_living: bool,
+    devices: str,
+    is_taken: bool,
+    begun: list[Started],
+    pipe: tuple[Connection, Connection],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    to_read, to_write = multiprocessing.Pipe(duplex=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    found = early._Waiting(Started(is_living), to_write, early._read_early())
-    monkeypatch.setattr(early, "_waiting", [found])
+    early.begin()
+    (waiting,) = begun
+    waiting.is_living = is_living
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
     monkeypatch.setenv("MOSAIC_TEST_VALUE", "at the start")
     started: list[bool] = []
@@ -99,34 +134,39 @@ def test_who_is_taken(
     process = early.EngineContext().Process(target=job, name="EngineCore", args=(1,))
     process.start()
     assert bool(started) != is_taken
-    assert found.process.is_living == is_taken
+    assert waiting.is_living == is_taken
     if is_taken:
-        environment, *told = to_read.recv()
+        environment, *told = pipe[0].recv()
         assert environment["MOSAIC_TEST_VALUE"] == "at the start"
         assert told == ["EngineCore", job, (1,), {}]
         assert process.sentinel == 7
     process = early.EngineContext().Process(target=job)
     process.start()
     assert len(started) == 2 - is_taken  # there was one
+    waiting.terminate()
 
 
 def test_it_runs_what_it_hears(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    begun: list[Started],
+    pipe: tuple[Connection, Connection],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    to_read, to_write = multiprocessing.Pipe(duplex=False)
+    early.begin()
+    (process,), (_, to_write) = begun, pipe
     is_collected, frozen = gc.isenabled(), []
     monkeypatch.setattr(early, "_import", lambda names: frozen.append(gc.isenabled()))
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append("what was imported"))
     monkeypatch.setattr(os, "environ", {"OLD": "gone"})
     name = multiprocessing.current_process().name
     to_write.send(({"A": "b"}, name, print, ("what it shall run",), {}))
-    early._wait(to_read)
+    process.target(*process.args)
     assert os.environ == {"A": "b"}
     assert frozen == [False, "what was imported"]
     assert gc.isenabled() == is_collected
     assert capsys.readouterr().out == "what it shall run\n"
     to_write.close()
-    early._wait(to_read)  # the server has ended: so does this
+    process.target(*process.args)  # the server has ended: so does this
 
 
 def test_nothing_is_collected_while_modules_are_imported() -> None:
@@ -176,10 +216,12 @@ def test_the_folders_of_models_are_read_once(monkeypatch: pytest.MonkeyPatch) ->
     read: list[str] = []
     other = ModuleType("other")
     then(other)  # of another version of transformers: left alone
-    assert not hasattr(other, late._READS)
-    setattr(other, late._READS, lambda folder: read.append(folder) or {folder: set()})
+    assert not hasattr(other, "create_import_structure_from_path")
+    other.create_import_structure_from_path = (  # type: ignore[attr-defined]
+        lambda folder: read.append(folder) or {folder: set()}
+    )
     then(other)
-    found = getattr(other, late._READS)
+    found = other.create_import_structure_from_path
     assert found("a") == found("a") == {"a": set()}
     assert found("b") == {"b": set()}
     assert read == ["a", "b"]

@@ -24,8 +24,8 @@ def _allow_our_plugins() -> None:
     """Put our entry points on upstream's allow-list, `VLLM_PLUGINS`.
 
     Upstream serves the HTTP routes of a plugin only when the variable names it, and once the
-    variable is set it filters every plugin group. So unset or empty is written out as all
-    installed names (third-party HTTP routes aside, which upstream wants named by the user) plus
+    variable is set it filters every plugin group. So if it is unset or empty, it is set to all
+    installed names (except third-party HTTP routes, which upstream wants named by the user) plus
     ours, and a user's own list is completed with ours. Child processes inherit the result.
     """
     groups = (

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA virtual memory: an address range that is backed by physical chunks where it is needed.
 
-`Arena` is the range, `Arena.tensor` its memory as a tensor, and `TorchPool` a PyTorch memory pool
-in it. Importing never fails: without the compiled module (`is_built`) or a driver, making an
-`Arena` raises a typed error.
+`Arena` is the range, `Arena.tensor` makes tensors on its memory, and `TorchPool` is a PyTorch
+memory pool in it. Importing never fails: without the compiled module (`is_built`) or a driver,
+making an `Arena` raises a typed error.
 """
 
 from ._errors import (

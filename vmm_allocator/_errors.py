@@ -47,7 +47,7 @@ class OutOfMemoryError(VmmError):
 
 
 class LimitError(VmmError):
-    """The arena may not hold so many chunks; nothing has changed."""
+    """The arena's limit does not allow these chunks; nothing has changed."""
 
     def __init__(
         self, message: str, requested_bytes: int, held_bytes: int, limit_bytes: int
@@ -68,7 +68,7 @@ class ReservationError(VmmError):
 
 
 class InUseError(VmmError):
-    """Memory that was to be unmapped or moved is still referred to; nothing has changed."""
+    """Memory to be unmapped or moved is still in use; nothing has changed."""
 
     def __init__(self, message: str, first_bytes: int, end_bytes: int) -> None:
         super().__init__(message)

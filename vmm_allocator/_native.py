@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the compiled module, or remembers why there is none."""
+"""Import of the compiled module, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_built() -> bool:
 
 
 def native() -> ModuleType:
-    """The compiled module; raises NotBuiltError without it."""
+    """Return the compiled module; raises NotBuiltError without it."""
     if _module is None:
         raise NotBuiltError(_reason)
     return _module

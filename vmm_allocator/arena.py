@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An arena on CUDA virtual memory: one address range, physical memory where it is needed."""
+"""Arena on CUDA virtual memory: one address range, physical memory where it is needed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Statistics:
 
 
 class Arena:
-    """A reserved range of device addresses, parts of which are backed by chunks of memory.
+    """Reserved range of device addresses, parts of which are backed by chunks of memory.
 
     The front of the range grows and shrinks in whole chunks. What is not unmapped keeps its address
     and its contents, so tensors and captured graphs there stay good. Chunks that
@@ -123,7 +123,7 @@ class Arena:
 
     @property
     def device(self) -> int:
-        """CUDA ordinal."""
+        """CUDA ordinal of the device."""
         return self._device
 
     @property
@@ -158,8 +158,8 @@ class Arena:
         """Wait for the device, then unmap the front's chunks that lie wholly beyond ``num_bytes``.
 
         Args:
-            num_bytes: What stays mapped.
-            keep: Whether the chunks become spares, or go back to the device.
+            num_bytes: Bytes that stay mapped.
+            keep: Whether the chunks become spares, instead of going back to the device.
 
         Returns:
             `front_bytes`.
@@ -180,14 +180,14 @@ class Arena:
         self._arena.trim(num_bytes)
 
     def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor on the arena's memory; nothing is copied or initialised.
+        """Make a contiguous tensor on the arena's memory; nothing is copied or initialised.
 
         The memory stays mapped for as long as the tensor or a view of it lives.
 
         Args:
-            offset_bytes: From the base; a multiple of the dtype's size.
-            shape: Of the tensor.
-            dtype: Of the tensor.
+            offset_bytes: Offset from the base; a multiple of the dtype's size.
+            shape: Shape of the tensor.
+            dtype: Dtype of the tensor.
 
         Raises:
             ValueError: The range is not mapped, or the offset is not aligned.
@@ -212,7 +212,7 @@ class Arena:
         return memory.view(dtype).view(shape)
 
     def statistics(self) -> Statistics:
-        """The present state; also of a closed arena."""
+        """Return the present state; also of a closed arena."""
         actual = self._arena.statistics()
         return Statistics(**{name: getattr(actual, name) for name in Statistics.__annotations__})
 
@@ -236,7 +236,7 @@ class Arena:
 
 
 class _Memory:
-    """Bytes of an arena, as PyTorch takes them in; PyTorch keeps it for as long as the storage."""
+    """Bytes of an arena in the form that PyTorch imports, which keeps it as long as the storage."""
 
     def __init__(self, view: Any, address: int, num_bytes: int) -> None:
         self._view = view

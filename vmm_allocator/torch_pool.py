@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A PyTorch memory pool whose segments come from an arena."""
+"""PyTorch memory pool whose segments come from an arena."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class TorchPool:
         """Take addresses from the end of the arena's range; nothing is mapped yet.
 
         Args:
-            arena: Where addresses and memory come from.
+            arena: Source of addresses and memory.
             reserve_bytes: Addresses, taken for as long as the arena lives. Segments are placed in
                 them first fit, so take several times what is to lie there.
 
         Raises:
             ValueError: An argument is out of range.
-            ReservationError: So many addresses are not free behind the arena's front.
+            ReservationError: The addresses are not free behind the arena's front.
             VmmError: 16 pools are open, or hold memory.
             ClosedArenaError: The arena is closed.
         """
@@ -73,12 +73,12 @@ class TorchPool:
 
     @property
     def id(self) -> tuple[int, int]:
-        """What `torch.cuda.graph(graph, pool=...)` takes."""
+        """Argument `pool` of `torch.cuda.graph`."""
         return self.mem_pool.id
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Within it, this thread's tensors on the device are allocated from the pool."""
+        """Context in which this thread's tensors on the device are allocated from the pool."""
         import torch
 
         mem_pool = self.mem_pool  # lives to the end, whatever `trim` does meanwhile
@@ -87,14 +87,15 @@ class TorchPool:
 
     @property
     def in_use_bytes(self) -> int:
-        """Memory that PyTorch has of the pool, in whole chunks."""
+        """Bytes that PyTorch holds of the pool, in whole chunks."""
         return int(self._segments.in_use_bytes)
 
     def trim(self) -> None:
         """Give segments in which no tensor lives back to the arena, as spares.
 
-        Ends PyTorch's pool; the next use starts another one. Not while a stream is being captured.
-        Segments of living tensors and graphs stay, and those of a `use` that has not ended.
+        Ends PyTorch's pool; the next use starts another one. Not allowed while a stream is being
+        captured. Segments of living tensors and graphs stay, and those of a `use` that has not
+        ended.
         """
         import torch
 
@@ -110,7 +111,7 @@ class TorchPool:
 
 @cache
 def _pluggable_allocator(index: int) -> CUDAPluggableAllocator:
-    """PyTorch's object over a pair of hooks; PyTorch refers to it while a block lives: for ever."""
+    """Make PyTorch's object over a pair of hooks; living blocks refer to it for ever."""
     from torch.cuda.memory import CUDAPluggableAllocator
 
     return CUDAPluggableAllocator(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One length: start a server, send one request, read what it took, stop the server."""
+"""Measurement of one length: start a server, send one request, record its cost, stop the server."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ DYING_S = 15.0  # from the death of an engine to the end of its server
 
 @dataclass(frozen=True)
 class Server:
-    """How the server of a point is started.
+    """Command and limits with which the server of a point is started.
 
     Attributes:
         command: the command line.
         variables: environment variables.
-        port: where these make it listen.
-        startup_s, shutdown_s: what it is given to become healthy, and to end.
-        gpu: index or UUID of its GPU; None: those that it finds.
+        port: port on which the command and variables make it listen.
+        startup_s, shutdown_s: seconds that it may take to become healthy, and to end.
+        gpu: index or UUID of its GPU; None: all that it finds.
     """
 
     command: Sequence[str]
@@ -51,14 +51,14 @@ class Server:
 
 @dataclass(frozen=True)
 class Request:
-    """The one request of a point.
+    """Only request of a point.
 
     Attributes:
-        family: of the model, as scripts/test_api_request.py names it.
+        family: model family, as named in scripts/test_api_request.py.
         length: prompt and canvas together, in tokens, at least 2.
         alpha: share of the prompt.
         steps: denoise steps.
-        timeout_s: for the answer.
+        timeout_s: seconds to wait for the answer.
     """
 
     family: str
@@ -69,16 +69,16 @@ class Request:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt; it and the canvas have at least one."""
+        """Number of prompt tokens; prompt and canvas have at least one each."""
         return min(max(round(self.alpha * self.length), 1), self.length - 1)
 
     @property
     def gen_tokens(self) -> int:
-        """Tokens of the canvas."""
+        """Number of canvas tokens."""
         return self.length - self.prompt_tokens
 
     def body(self, ordinary_ids: Sequence[int]) -> dict[str, Any]:
-        """The JSON body: a random prompt, one block, the whole canvas back as token ids."""
+        """Build the JSON body: a random prompt, one block, the whole canvas back as token ids."""
         return {
             "prompt": random.Random(self.length).choices(ordinary_ids, k=self.prompt_tokens),
             "gen_length": self.gen_tokens,
@@ -95,7 +95,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a request; `status` and `reason` as in `Point`."""
+    """Outcome of a request; `status` and `reason` as in `Point`."""
 
     status: str
     reason: str = ""
@@ -103,7 +103,7 @@ class Answer:
 
 
 def ordinary_ids(model: Path) -> Sequence[int]:
-    """Token ids for a random prompt; the special ones of the released models are the last of all.
+    """Return token ids for a random prompt: the lower half of the vocabulary, no special tokens.
 
     Raises:
         KeyError, OSError, ValueError: config.json cannot be read, or gives no vocab_size.
@@ -121,13 +121,13 @@ def measure(
     tell: Callable[[str], None],
     tick: Callable[[], None],
 ) -> Point:
-    """Start, ask, stop.
+    """Start a server, send one request, and stop the server; return the point.
 
     Args:
-        server, request: what is started and asked.
-        prompt_ids: the ids that a prompt is drawn from.
+        server, request: server to start, and request to send.
+        prompt_ids: ids from which a prompt is drawn.
         log: file for the server's output.
-        tell: takes what is being done, in a few words.
+        tell: called with the current activity, in a few words.
         tick: called now and then while the request runs.
     """
     point = Point(request.length, request.prompt_tokens, request.gen_tokens, records.NOT_STARTED)
@@ -161,7 +161,7 @@ def _ask(
     tick: Callable[[], None],
     point: Point,
 ) -> Point:
-    """The point with what the request took."""
+    """Send the request; return the point with its time and memory."""
 
     def memory_now() -> MemoryUse:
         return memory_of(process.processes(), gpu)
@@ -202,7 +202,7 @@ def _ask(
 
 
 def told_progress(log: str, steps: int, peak: MemoryUse) -> str:
-    """How far a request is, by what the server logged of its steps, and what it takes."""
+    """Describe the progress of a request by the server's log of its steps, and its memory."""
     step_s = [float(text) / 1000 for text in STEP_TIME.findall(log)]
     num_bytes = peak.host_bytes if peak.gpu_bytes is None else peak.gpu_bytes
     told = f"step {len(step_s)} of {steps}"
@@ -212,7 +212,7 @@ def told_progress(log: str, steps: int, peak: MemoryUse) -> str:
 
 
 def send(process: ServerProcess, body: dict[str, Any], request: Request, mark: int) -> Answer:
-    """Send a request and say what came of it.
+    """Send a request and return its outcome.
 
     Args:
         mark: size of the server's log before the request.
@@ -234,7 +234,7 @@ def send(process: ServerProcess, body: dict[str, Any], request: Request, mark: i
 
 
 def checked(content: dict[str, Any], request: Request) -> Answer:
-    """An answer with the whole canvas, or what is wrong with it."""
+    """Return the outcome of an answer, which must hold the whole canvas."""
     report = content.get("diffusion", {})
     given = len(content["token_ids"][0])
     if given != request.gen_tokens:
@@ -244,7 +244,7 @@ def checked(content: dict[str, Any], request: Request) -> Answer:
 
 
 def failure(process: ServerProcess, message: str, mark: int) -> Answer:
-    """A request without an answer: no memory, a dead server, or another error."""
+    """Classify a request without an answer: no memory, a dead server, or another error."""
     if NO_MEMORY.search(message) or NO_MEMORY.search(process.log_text(mark)):
         return Answer(records.OUT_OF_MEMORY, message)
     if is_healthy(process.url):

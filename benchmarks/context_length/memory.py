@@ -21,10 +21,10 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes in use; those of the GPU are None where there is none.
+    """Bytes in use; GPU bytes are None where there is no GPU.
 
     Attributes:
-        host_bytes: resident memory of all processes together; what they share counts again.
+        host_bytes: resident memory of all processes together; shared pages count once a process.
         gpu_bytes: see `GpuMemory`.
     """
 
@@ -32,16 +32,16 @@ class MemoryUse:
     gpu_bytes: int | None = None
 
     def most(self, other: MemoryUse) -> MemoryUse:
-        """The larger one of each."""
+        """Return the larger value of each field."""
         known = [n for n in (self.gpu_bytes, other.gpu_bytes) if n is not None]
         return MemoryUse(max(self.host_bytes, other.host_bytes), max(known, default=None))
 
 
 class GpuMemory:
-    """GPU memory as `nvidia-smi` tells it.
+    """GPU memory as `nvidia-smi` reports it.
 
-    The processes' own where it lists them. A container does not see the driver's process ids: then
-    what is in use beyond what was when this object was made.
+    Where `nvidia-smi` lists the processes, it is theirs. A container does not see the driver's
+    process ids: there it is the growth of memory in use since this object was made.
 
     Args:
         gpu: index or UUID of the GPU, several with commas between; None: all.
@@ -52,7 +52,7 @@ class GpuMemory:
         self._before = self._in_use()
 
     def used_by(self, process_ids: Sequence[int]) -> int | None:
-        """Bytes used by processes; None without a GPU."""
+        """Return the bytes used by processes; None without a GPU."""
         if self._before is None:
             return None
         own = [
@@ -70,7 +70,7 @@ class GpuMemory:
         return sum(mib for (mib,) in cards) * MIB if cards else None
 
     def _query(self, what: str) -> list[list[int]]:
-        """Rows of whole numbers; none where nvidia-smi is missing, hangs or has no answer."""
+        """Return rows of whole numbers; none if nvidia-smi is missing, hangs or fails."""
         command = ["nvidia-smi", *self._select, f"--query-{what}", "--format=csv,noheader,nounits"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
@@ -80,7 +80,7 @@ class GpuMemory:
 
 
 def memory_of(processes: Sequence[psutil.Process], gpu: GpuMemory) -> MemoryUse:
-    """Memory of processes, of which some may end meanwhile."""
+    """Return the memory of processes, some of which may end meanwhile."""
     host_bytes = 0
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -89,11 +89,11 @@ def memory_of(processes: Sequence[psutil.Process], gpu: GpuMemory) -> MemoryUse:
 
 
 class PeakMemory:
-    """The most memory in use while the block runs, looked at every half second and at its end.
+    """Peak of the memory in use while the block runs, sampled every half second and at its end.
 
     Args:
-        measure: the memory in use now.
-        tick: called after every look.
+        measure: returns the memory in use now.
+        tick: called after every sample.
     """
 
     def __init__(self, measure: Callable[[], MemoryUse], tick: Callable[[], None]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured at each length, and the folder that keeps it from one run to the next."""
+"""Measurements at each length, and the folder that keeps them from one run to the next."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ class SettingsDiffer(BenchmarkError):
 
 @dataclass(frozen=True)
 class Point:
-    """One length: a server started, a request sent, the server stopped.
+    """Result of one length: a server started, a request sent, the server stopped.
 
     Attributes:
         length: prompt and canvas together, in tokens.
         status: "ok", or how it failed: "refused" (HTTP 4xx), "out of memory", "timeout", "server
             died", "failed" (any other answer), "not started".
-        reason: of a failure, in the server's words.
+        reason: reason of a failure, in the server's words.
         num_steps: denoise steps that the server logged.
-        first_ms, median_ms, last_ms: their times.
-        request_s: from sending the request to its answer.
-        startup_s: from starting the server to its first good /health.
+        first_ms, median_ms, last_ms: milliseconds of the first, median and last of these steps.
+        request_s: seconds from sending the request to its answer.
+        startup_s: seconds from starting the server to its first good /health.
         gpu_idle_bytes, host_idle_bytes: memory of the server before the request.
-        gpu_peak_bytes, host_peak_bytes: the most seen during the request.
-        activation_peak_bytes, activation_average_bytes, activation_budget_bytes: of the server's
-            activation pool, as it reports them.
+        gpu_peak_bytes, host_peak_bytes: largest memory seen during the request.
+        activation_peak_bytes, activation_average_bytes, activation_budget_bytes: peak, average and
+            budget of the server's activation pool, as it reports them.
         plan: how the server cut the step into chunks, in its words.
-        diffusion: the whole of the server's report.
+        diffusion: whole report of the server.
     """
 
     length: int
@@ -89,7 +89,7 @@ class Point:
 
     @property
     def is_final(self) -> bool:
-        """Whether it says something about the length; a server that never ran does not."""
+        """Whether the status says something about the length: the server has started."""
         return self.status != NOT_STARTED
 
     @property
@@ -114,7 +114,7 @@ class Point:
 
     @property
     def told(self) -> str:
-        """How it went, with the start of the reason."""
+        """Status, with the start of the reason of a failure."""
         short = len(self.reason) <= MOST_REASON
         reason = self.reason if short else f"{self.reason[: MOST_REASON - 3]}..."
         return self.status if self.runs else f"{self.status}: {reason}"
@@ -125,11 +125,11 @@ def _over(a: float | None, b: float | None) -> float | None:
 
 
 class Results:
-    """The points of a folder, written anew after each.
+    """Points of a folder, which is written anew after each.
 
     Args:
         folder: gets context_length.json and context_length.csv.
-        settings: what the points depend on, as JSON knows it.
+        settings: settings on which the points depend, as JSON represents them.
         run: record of machine and software.
 
     Raises:
@@ -144,15 +144,15 @@ class Results:
             self._read(self.path("json"))
 
     def path(self, suffix: str) -> Path:
-        """The file of a kind: json, csv or png."""
+        """Return the file of a kind: json, csv or png."""
         return self._folder / f"{NAME}.{suffix}"
 
     def points(self) -> list[Point]:
-        """All points, the shortest first."""
+        """Return all points, the shortest first."""
         return [self._points[length] for length in sorted(self._points)]
 
     def final(self, length: int) -> Point | None:
-        """The point of a length, if it need not be measured again."""
+        """Return the point of a length, if it need not be measured again."""
         point = self._points.get(length)
         return point if point is not None and point.is_final else None
 
@@ -201,7 +201,7 @@ HOST = {"host_peak_bytes": "host", "host_idle_bytes": "host, before the request"
 
 
 def paint(points: Sequence[Point], title: str, time_axis: Any, memory_axis: Any) -> None:
-    """Two panels; failures are lines across both."""
+    """Draw two panels; failures are lines across both."""
     _draw(time_axis, points, TIMES, 1e-3)
     time_axis.set_ylabel("time of a denoise step, s")
     time_axis.set_yscale("log")

@@ -54,7 +54,7 @@ class Interrupted(KeyboardInterrupt):
     """A signal that ends the run in order.
 
     Attributes:
-        number: of the signal.
+        number: number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -77,7 +77,7 @@ def main(family: str, arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def interrupting(numbers: Sequence[signal.Signals]) -> Iterator[None]:
-    """Within the block these signals raise `Interrupted`, but for those that nohup ignores."""
+    """Raise `Interrupted` within the block at these signals, except those that nohup ignores."""
 
     def interrupt(number: int, _frame: object) -> None:
         # Not by sys.stderr: the signal may have come in the middle of one of its writes.
@@ -96,7 +96,7 @@ def interrupting(numbers: Sequence[signal.Signals]) -> Iterator[None]:
 
 
 def parse_arguments(family: str, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options of the command line."""
+    """Parse the command line."""
     about = f"The longest {NAMES[family]} request, and what its steps cost.\n\n{__doc__}"
     parser = harness.Parser("", about)
     seconds = {"metavar": "SECONDS"}
@@ -136,12 +136,12 @@ def parse_arguments(family: str, arguments: Sequence[str] | None) -> argparse.Na
 
 
 def absolute(text: str) -> Path:
-    """A path that means the same in another folder."""
+    """Convert to an absolute path, which means the same in another folder."""
     return Path(text).expanduser().absolute()
 
 
 def run(family: str, options: argparse.Namespace) -> None:
-    """All lengths, a line each, then the table and the plot.
+    """Measure all lengths, a line each, then print the table and draw the plot.
 
     Raises:
         BenchmarkError: an argument does not lead to a server, a server does not start, or the
@@ -169,7 +169,7 @@ def run(family: str, options: argparse.Namespace) -> None:
 
 
 def settings_of(family: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What measurements depend on; with other values a folder is not gone on with."""
+    """Return the settings of the measurements; a folder with others is not continued."""
     names = (
         *("start", "step", "max", "precision", "steps", "alpha", "gpu", "gpu_memory_utilization"),
         *("activation_pool_size_bytes", "max_model_len", "load_format", "request_timeout"),
@@ -188,7 +188,7 @@ def settings_of(family: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_record(gpu: str | None) -> dict[str, Any]:
-    """Machine, software and command line; this process itself leaves the GPU alone."""
+    """Record machine, software and command line; this process itself leaves the GPU alone."""
     select = [] if gpu is None else ["-i", gpu]
     query = "--query-gpu=name,memory.total,driver_version"
     told = first_line("nvidia-smi", *select, query, "--format=csv,noheader,nounits")
@@ -202,10 +202,10 @@ def run_record(gpu: str | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Range:
-    """The lengths of a search, in tokens.
+    """Lengths of a search, in tokens.
 
     Attributes:
-        start, step, maximum: the linear part, `maximum` included where a step meets it.
+        start, step, maximum: linear part, with `maximum` included where a step meets it.
         precision: the bisection ends when success and failure are no further apart.
     """
 
@@ -216,27 +216,27 @@ class Range:
 
     @property
     def lengths(self) -> range:
-        """The lengths of the linear part."""
+        """Lengths of the linear part."""
         return range(self.start, self.maximum + 1, self.step)
 
 
 @dataclass(frozen=True)
 class Found:
-    """The longest length that runs and the shortest known to fail; None where there is none."""
+    """Longest length that runs and shortest known to fail; None where there is none."""
 
     longest: int | None
     failure: int | None
 
 
 def search(tried: Range, runs: Callable[[int, int], bool]) -> Found:
-    """Find the longest length that runs, taking it that all shorter ones do.
+    """Find the longest length that runs, assuming that all shorter ones do.
 
     Without a failure there is no bisection, and without a success nothing to bisect.
 
     Args:
         tried: the lengths.
-        runs: whether a length runs; also told how many lengths may come from here on, itself
-            included, in this part of the search.
+        runs: returns whether a length runs; its second argument is how many lengths may come from
+            here on, this one included, in this part of the search.
     """
     longest = failure = None
     for index, length in enumerate(tried.lengths):
@@ -258,13 +258,13 @@ def search(tried: Range, runs: Callable[[int, int], bool]) -> Found:
 
 @dataclass
 class Sweep:
-    """The lengths of one run, with what tells of them.
+    """Lengths of one run, measured and reported.
 
     Attributes:
-        family, script: what is served, and what serves it.
-        options: of the command line.
-        results: takes the points.
-        prompt_ids: the ids that prompts are drawn from.
+        family, script: model family, and the script that serves it.
+        options: options of the command line.
+        results: store of the points.
+        prompt_ids: ids from which prompts are drawn.
     """
 
     family: str
@@ -274,7 +274,7 @@ class Sweep:
     prompt_ids: Sequence[int]
 
     def run(self) -> Found:
-        """Measure what is not in the results yet."""
+        """Measure the lengths that are not in the results yet."""
         options = self.options
         tried = Range(options.start, options.step, options.max, options.precision)
         server = self._server()
@@ -317,7 +317,7 @@ class Sweep:
         return log
 
     def _server(self) -> Server:
-        """The family's script with its variables.
+        """Return the family's script with its variables.
 
         Raises:
             BenchmarkError: something else listens on the port.
@@ -353,7 +353,7 @@ class Sweep:
         )
 
     def tell_results(self) -> None:
-        """Print the table of all lengths and what it comes to, and draw the plot."""
+        """Print the table of all lengths and the limit found, and draw the plot."""
         points = self.results.points()
         if not points:
             return
@@ -373,10 +373,10 @@ class Sweep:
 
 
 def told_command(server: Server) -> str:
-    """How a server is started, as a line for a shell."""
+    """Format the start of a server as a line for a shell."""
     variables = [f"{name}={shlex.quote(value)}" for name, value in server.variables.items()]
     return " ".join([*variables, shlex.join(server.command)])
 
 
 def _nothing() -> None:
-    """Where nobody looks at the bar, it is drawn at changes only."""
+    """Do nothing: where nobody looks at the bar, it is drawn at changes only."""

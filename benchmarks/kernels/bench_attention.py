@@ -126,7 +126,7 @@ class Case:
 
     @property
     def is_window(self) -> bool:
-        """Its keys may be kept ones, in whole pages."""
+        """Whether its keys may be kept ones, in whole pages."""
         return self.num_queries < self.num_keys and self.num_keys % PAGE_SIZE == 0
 
     def layout(self, pages: PageTable | None = None) -> AttentionLayout:
@@ -145,19 +145,19 @@ class Case:
         return self.num_sequences * self.num_keys // PAGE_SIZE
 
     def pages(self) -> PageTable:
-        """A random order of the pages of a store; each holds keys, then values, of one layer."""
+        """Make a random order of a store's pages; each holds keys, then values, of one layer."""
         order = torch.randperm(self.num_pages, device=DEVICE)
         return PageTable((2 * PAGE_SIZE * order).int(), PAGE_SIZE)
 
     def stored_heads(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, and the store's rows from its first keys and from its first values on."""
+        """Make queries, and the store's rows from its first keys and from its first values on."""
         num_heads, num_kv_heads = NUM_HEADS[self.family]
         rows = random(2 * PAGE_SIZE * self.num_pages, num_kv_heads, HEAD_DIM)
         q = random(self.num_sequences * self.num_queries, num_heads, HEAD_DIM)
         return q, rows, rows[PAGE_SIZE:]
 
     def heads(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, as views into a fused product where the rows are the same."""
+        """Make queries, keys and values: views into a fused product if rows are shared."""
         num_heads, num_kv_heads = NUM_HEADS[self.family]
         num_rows = self.num_sequences * self.num_queries
         split = (num_heads, num_kv_heads, num_kv_heads)
@@ -175,13 +175,13 @@ def cases(shapes: dict[str, Sequence[tuple[int, int, int]]], families: list[str]
 def calls_of(
     call: Callable[..., object], inputs: Sequence[tuple[Tensor, ...]]
 ) -> list[Callable[[], object]]:
-    """A call for each of the inputs, and again until they are enough for a graph."""
+    """Make a call for each of the inputs, repeated until they are enough for a graph."""
     rounds = -(-LEAST_CALLS // len(inputs)) if inputs[0][0].shape[0] < 8192 else 1
     return [partial(call, *heads) for heads in inputs] * rounds
 
 
 def measure(case: Case, repeats: int) -> list[object]:
-    """The row of the table."""
+    """Measure a row of the table."""
     layout, inputs = case.layout(), rotating(case.heads)
     q, k, v = inputs[0]
     backends = [backend for backend in Backend if can_serve(backend, q, layout)]
@@ -212,7 +212,7 @@ def measure(case: Case, repeats: int) -> list[object]:
 
 
 def measure_tiles(case: Case, repeats: int) -> list[object]:
-    """The row of the table of tiles."""
+    """Measure a row of the table of tiles."""
     if case.is_window:
         layout, inputs = case.layout(case.pages()), rotating(case.stored_heads)
     else:

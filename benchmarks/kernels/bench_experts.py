@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def make_weights(
     options: argparse.Namespace,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Matrices, Matrices]]:
-    """Norm, router, w1 and w2 with the spread of trained weights, and these as fp8."""
+    """Make norm, router, w1 and w2 with the spread of trained weights, and w1 and w2 as fp8."""
     hidden, num_experts, width = options.hidden, options.experts, options.width
     w1 = random(num_experts, 2 * width, hidden, scale=hidden**-0.5)
     w2 = random(num_experts, hidden, width, scale=width**-0.5)
@@ -122,7 +122,7 @@ def make_weights(
 
 
 def as_fp8(matrices: Tensor) -> Matrices:
-    """Each row of [E, N, K] with a scale of its own."""
+    """Quantise each row of [E, N, K] with a scale of its own."""
     values = torch.empty(matrices.shape, dtype=fused_ops.FP8, device=matrices.device)
     scales = torch.empty(matrices.shape[:2], device=matrices.device)
     quantise_weight(matrices.flatten(0, 1), values.flatten(0, 1), scales.flatten())
@@ -147,7 +147,7 @@ def make_layer(
 
 
 def measure(layers: list[Layer], repeats: int) -> list[float]:
-    """A row of the table."""
+    """Measure a row of the table."""
 
     def time(**variants: Callable[[Layer], object]) -> dict[str, float]:
         return times_us(layers, repeats, variants)
@@ -167,7 +167,7 @@ def measure(layers: list[Layer], repeats: int) -> list[float]:
 def times_us(
     layers: list[Layer], repeats: int, variants: dict[str, Callable[[Layer], object]]
 ) -> dict[str, float]:
-    """Microseconds of one call of each variant."""
+    """Measure the microseconds of one call of each variant."""
     calls = {
         name: [partial(call, layer) for layer in layers] * NUM_ROUNDS
         for name, call in variants.items()
@@ -187,7 +187,7 @@ def sweep(layers: list[Layer], repeats: int) -> None:
 
 
 def gated_launches(first: Layer) -> dict[str, Callable[[Layer], object]]:
-    """Of the product with silu(gate) * up."""
+    """Return the launches of the product with silu(gate) * up."""
     from gather_gemm import grouped_kernel
 
     def launch(layer: Layer, config: GroupedConfig) -> None:
@@ -204,7 +204,7 @@ def gated_launches(first: Layer) -> dict[str, Callable[[Layer], object]]:
 
 
 def weighted_launches(first: Layer) -> dict[str, Callable[[Layer], object]]:
-    """Of the product that is weighted."""
+    """Return the launches of the weighted product."""
     from gather_gemm import grouped_kernel
 
     def launch(layer: Layer, config: GroupedConfig) -> None:
@@ -229,10 +229,10 @@ def grouped_launches(
     tiles: Sequence[tuple[int, int, int, int]],
     num_weights: int,
 ) -> dict[str, Callable[[Layer], object]]:
-    """The tiles that fit, the chosen one with a star, and the compiled kernel where there is one.
+    """Return the tiles that fit, the chosen one with a star, and the compiled kernel.
 
     Args:
-        num_weights: matrices whose tiles a stage holds.
+        num_weights: number of matrices whose tiles a stage holds.
     """
     from gather_gemm import grouped_kernel
 
@@ -254,7 +254,7 @@ def grouped_launches(
 
 
 def route_launches(first: Layer) -> dict[str, Callable[[Layer], object]]:
-    """Of the product with the router and the choice."""
+    """Return the launches of the product with the router and the choice."""
     from gather_gemm import routing_kernel
 
     def launch(layer: Layer, block: tuple[int, int]) -> None:
@@ -289,7 +289,7 @@ def count_touched(layer: Layer) -> int:
 
 
 def floor_us(layer: Layer, num_touched: float) -> float:
-    """Time of the touched experts and the router at the bandwidth of a copy, or of the sums."""
+    """Compute the time to read the touched experts and the router, or to compute the sums."""
     elements = layer.w1[0].numel() + layer.w2[0].numel()
     num_bytes = 2 * (num_touched * elements + layer.gate.numel())
     flops = 2 * elements * len(layer.inner)
@@ -321,7 +321,7 @@ def summed(layer: Layer) -> None:
 
 
 def stage(layer: Layer) -> None:
-    """The feed-forward stage: x += experts(norm(x)); a small residual, to stay in range."""
+    """Run the feed-forward stage: x += experts(norm(x)); a small residual, to stay in range."""
     normed = fused_ops.rms_norm(layer.x, layer.norm, EPS)
     routing = route_rows(normed, layer.gate, layer.num_chosen)
     inner = gated_products(normed, Matrices(layer.w1), routing)
@@ -333,7 +333,7 @@ def torch_routed(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def torch_route(logits: Tensor, num_chosen: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights, slots and group ends by PyTorch's operations."""
+    """Compute weights, slots and group ends by PyTorch's operations."""
     probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
     ranked = probabilities.sort(dim=-1, descending=True, stable=True).indices
     chosen = ranked[:, :num_chosen].sort(dim=-1).values
@@ -346,7 +346,7 @@ def torch_route(logits: Tensor, num_chosen: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def torch_stage(layer: Layer) -> None:
-    """The same stage on PyTorch's grouped product, with gathered copies."""
+    """Run the feed-forward stage on PyTorch's grouped product, with gathered copies."""
     normed = fused_ops.rms_norm(layer.x, layer.norm, EPS)
     weights, slots, ends = torch_route(normed @ layer.gate.t(), layer.num_chosen)
     rows = normed.index_select(0, slots // layer.num_chosen)

@@ -59,7 +59,7 @@ OPS: dict[str, tuple[Score, dict[str, Any]]] = {
 
 @triton.jit  # type: ignore[untyped-decorator]
 def sum_blocks(x, sums, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Every program sums one block."""
+    """Sum one block in every program."""
     block = tl.program_id(0)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(x + offsets, mask=offsets < count, other=0)
@@ -74,7 +74,7 @@ def read(x: Tensor) -> Tensor:
 
 
 def make_rows(parameters: dict[str, Any], num_rows: int) -> Rows:
-    """Rows of different requests: each has parameters of its own."""
+    """Make rows of different requests: each has parameters of its own."""
     index = torch.arange(num_rows, device="cuda")
     given = dict(parameters)
     if "temperature" in given:
@@ -92,7 +92,7 @@ def time_us(
 
 
 def bench(num_rows: int, ops: Sequence[str], compiles: bool) -> Iterator[list[object]]:
-    """The rows of the table for a number of rows of logits."""
+    """Measure the rows of the table for a number of rows of logits."""
     count = max(2, CACHES * l2_bytes() // (2 * num_rows * VOCABULARY))
     inputs = [
         (torch.randn(num_rows, VOCABULARY, device="cuda") * 4).bfloat16() for _ in range(count)

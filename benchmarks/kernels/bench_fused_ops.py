@@ -47,7 +47,7 @@ MIN_CALLS = 32
 
 @dataclass(frozen=True)
 class Case:
-    """One operation on one shape; calls of ours and of torch take what `make` returns."""
+    """Operation on one shape; calls of ours and of torch take the result of `make`."""
 
     op: str
     shape: str
@@ -148,7 +148,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def measure(case: Case) -> list[object]:
-    """The row of the table."""
+    """Measure a row of the table."""
     inputs = rotating(case.make, num_bytes=case.num_bytes)
     # The start of a graph is spread over many calls.
     inputs = inputs * -(-MIN_CALLS // len(inputs))

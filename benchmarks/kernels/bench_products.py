@@ -74,7 +74,7 @@ OP_OF |= {"qkv": "linear", "grouped qkv": "linear", "gate_up": "gated"}
 
 @dataclass(frozen=True)
 class Case:
-    """One product; a variant is a call for each of several inputs."""
+    """Product to measure; a variant is a call for each of several inputs."""
 
     op: str
     shape: str
@@ -120,7 +120,7 @@ def head_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
 
 @dataclass(frozen=True)
 class Kind:
-    """Weights that a layer may have, and who multiplies by them."""
+    """Weights that a layer may have, and the functions that multiply by them."""
 
     prefix: str  # of its ops
     weight: Callable[[int, int], Any]  # a random one
@@ -231,7 +231,7 @@ def _quantised(num_rows: int, width: int) -> QuantisedRows:
 
 
 def _layer(weight: QuantisedRows) -> Any:
-    """What the engine knows of a layer with an fp8 weight."""
+    """Return the attributes that the engine reads of a layer with an fp8 weight."""
     return SimpleNamespace(
         weight=weight.values, weight_scale=weight.scales, bias=None, params_dtype=torch.bfloat16
     )
@@ -267,7 +267,7 @@ KINDS = (
 
 
 def measure(case: Case) -> list[object]:
-    """The row of the table."""
+    """Measure a row of the table."""
     variants = {"torch": case.torch}
     # Where there is no kernel of ours it would only be PyTorch's once more.
     if case.is_ours_chosen or case.op in ("top", "gather"):

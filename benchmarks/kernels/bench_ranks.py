@@ -37,7 +37,7 @@ IN_GRAPH, ROUNDS = 64, 12
 
 
 class Memory:
-    """Two buffers that all ranks read, and how they meet."""
+    """Pair of buffers that all ranks read, and their meetings."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         group = distributed.group.WORLD
@@ -64,12 +64,12 @@ class Memory:
         distributed.barrier()
 
     def part(self, rows: int) -> torch.Tensor:
-        """[rows, WIDTH] of the first buffer."""
+        """Return a view [rows, WIDTH] of the first buffer."""
         return self.whole[: rows * WIDTH * 2].view(torch.bfloat16).view(rows, WIDTH)
 
 
 def graph_us(run: Callable[[], object]) -> float:
-    """Median microseconds of one of many in a graph."""
+    """Measure the median microseconds of one of many calls in a graph."""
     for _ in range(2):
         run()
     torch.cuda.synchronize()
@@ -91,7 +91,7 @@ def graph_us(run: Callable[[], object]) -> float:
 
 
 def ways(memory: Memory, x: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Two sums each."""
+    """Return the ways to sum by name; each runs two sums."""
     group = distributed.group.WORLD.group_name
     part, plain = memory.part(len(x)), torch.randn_like(x)
 
@@ -119,7 +119,7 @@ def ways(memory: Memory, x: torch.Tensor) -> dict[str, Callable[[], object]]:
 
 
 def check(memory: Memory, x: torch.Tensor) -> None:
-    """The sum is NCCL's, and the same bits on all ranks, also where graphs are replayed."""
+    """Check that the sum is NCCL's, with equal bits on all ranks, also in replayed graphs."""
     part = torch.randn_like(x, dtype=torch.float32).bfloat16()
     memory.part(len(x)).copy_(part)
     wanted = part.float()

@@ -44,7 +44,7 @@ SPEED = {"call": "<38", "ordinary_us": ">11.2f", "mapped_us": ">11.2f"}
 
 
 def map_times(chunk_bytes: int, num_chunks: int, batched: bool, rounds: int) -> dict[str, float]:
-    """Median microseconds a chunk of each operation, and of the driver calls within all of them."""
+    """Measure median microseconds a chunk of each operation, and of the driver calls."""
     per_call = num_chunks if batched else 1
     times: dict[str, list[float]] = {name: [] for name in OPERATIONS}
     total = num_chunks * chunk_bytes
@@ -73,7 +73,7 @@ def map_times(chunk_bytes: int, num_chunks: int, batched: bool, rounds: int) -> 
 
 
 def mapping_table(rounds: int) -> list[dict[str, Any]]:
-    """A row for each size of chunks, in one call and in as many as there are chunks."""
+    """Measure a row for each size of chunks, in one call and in one call a chunk."""
     table, rows = Table(MAPPING), []
     for chunk_mib in (2, 16, 64, 256):
         num_chunks = max(16, min(512, 8192 // chunk_mib))
@@ -85,7 +85,7 @@ def mapping_table(rounds: int) -> list[dict[str, Any]]:
 
 
 def speed_table(repeats: int) -> list[dict[str, Any]]:
-    """A row for each call into ordinary memory and into the arena's, turn by turn."""
+    """Measure a row for each call into ordinary memory and into the arena's, turn by turn."""
     table, rows = Table(SPEED), []
 
     def add(name: str, call: Callable[..., object], outs: Sequence[Tensor]) -> None:

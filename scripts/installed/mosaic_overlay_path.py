@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run at the start of every Python in an environment that the wheel is installed in.
+"""Start-up code of every Python in an environment that the wheel is installed in.
 
 It puts the overlay before upstream's package, whose files are not touched. A VLLM_PLUGINS that
 names other plugins only leaves the overlay out.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -111,3 +111,27 @@ class Row:
             proposals = [propose(position, self.rule.forbid_mask) for position in positions]
             self.see(positions, [s for _, s in proposals], [t for t, _ in proposals])
         raise AssertionError
+
+
+class Case(NamedTuple):
+    """Scores at ascending positions (from 1 where none are given) and which of them are taken."""
+
+    scores: list[float]
+    wanted: set[int]
+    asked: dict[str, Any] = {}  # noqa: RUF012  # never written
+    at: list[int] | None = None
+
+    @property
+    def positions(self) -> list[int]:
+        return self.at or list(range(1, len(self.scores) + 1))
+
+
+def of_ours(rule: str, case: Case) -> set[int]:
+    """By one forward of our rule, in a sequence of one token and one block."""
+    positions = case.positions
+    length = max(positions)
+    row = Row(decided(gen_length=length, block_length=length, algorithm=rule, **case.asked), [1])
+    row.tokens[[p for p in range(1, length + 1) if p not in positions]] = 2
+    assert row.eligible() == positions
+    row.see(positions, case.scores, None)
+    return {positions.index(position) for position in row.committed[-1]}

@@ -77,14 +77,14 @@ class Case:
     ) -> Decoding:
         """Decode with the rule and with the loop; they agree after every forward."""
         toy = self.toy(**bias)
-        found = Decoding(toy, self._params(family, asked), self.prompt)
+        found = Decoding(toy, self.params_of(family, asked), self.prompt)
         expected = loop(toy, self.prompt, mask_id=MASK, stop_ids=self.stops, **self.lengths())
         assert found.run() == expected.answer
         assert found.history == expected.history[: len(found.history)]
         self._check_windows(found)
         return found
 
-    def _params(self, family: Family, asked: dict[str, Any]) -> DiffusionParams:
+    def params_of(self, family: Family, asked: dict[str, Any]) -> DiffusionParams:
         ignores = {"ignore_eos": not self.stops}
         return decided(family, self.prompt, **self.lengths(), **ignores, **asked)
 
@@ -272,7 +272,7 @@ def test_every_answer_ends_though_the_mask_is_proposed(
         options["sub_block_length"] = asked["sub_block_length"] = 1
     if algorithm == "entropy_bounded":
         options["threshold"] = asked["threshold"] = 0.35
-    params = case._params(family, asked)
+    params = case.params_of(family, asked)
     found = Decoding(toy, params, case.prompt)
     num_blocks = 2 + case.gen_length // case.block_length
     answer = found.run(limit=2 * num_blocks * (case.block_length + 1) * 17)

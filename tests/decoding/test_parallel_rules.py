@@ -12,8 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.decoding.support import EOS, MASK, MODEL, Row, candidates, decided
-from tests.decoding.test_selections import Case, of_ours
+from tests.decoding.support import EOS, MASK, MODEL, Case, Row, candidates, decided, of_ours
 from tests.reference.dinfer import select_threshold_eligible
 from vllm.diffusion.decoding import make_rule
 from vllm.diffusion.decoding.credit import Credit

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.decoding.support import Row, decided
+from tests.decoding.support import Case, of_ours
 from tests.reference.decode import select_threshold
 from tests.reference.dinfer import select_hierarchy
 from tests.reference.fast_dllm import select_factor
@@ -18,19 +18,6 @@ from tests.reference.sglang import select_entropy_strict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-
-class Case(NamedTuple):
-    """Scores at ascending positions (from 1 where none are given) and which of them are taken."""
-
-    scores: list[float]
-    wanted: set[int]
-    asked: dict[str, Any] = {}  # noqa: RUF012  # never written
-    at: list[int] | None = None
-
-    @property
-    def positions(self) -> list[int]:
-        return self.at or list(range(1, len(self.scores) + 1))
 
 
 NARROW = {"threshold": 0.9, "relaxed_threshold": 0.75}
@@ -104,17 +91,6 @@ def of_the_source(rule: str, case: Case) -> set[int]:
     else:
         found = select_threshold(scores, asked["threshold"])
     return set(found)
-
-
-def of_ours(rule: str, case: Case) -> set[int]:
-    """By one forward of our rule, in a sequence of one token and one block."""
-    positions = case.positions
-    length = max(positions)
-    row = Row(decided(gen_length=length, block_length=length, algorithm=rule, **case.asked), [1])
-    row.tokens[[p for p in range(1, length + 1) if p not in positions]] = 2
-    assert row.eligible() == positions
-    row.see(positions, case.scores, None)
-    return {positions.index(position) for position in row.committed[-1]}
 
 
 @pytest.mark.parametrize("select", [of_the_source, of_ours])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +16,22 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.reference.llada_model import LLaDAReference
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -35,3 +52,9 @@ def runs_ahead(
     """Whether a step is launched before the results of the one before are handed out."""
     monkeypatch.setattr(engine.runner, "runs_ahead", request.param)
     return bool(request.param)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path

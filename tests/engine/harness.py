@@ -7,7 +7,7 @@ import gc
 import os
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -16,15 +16,18 @@ import torch
 
 from tests.checkpoints import EOS_ID, EOT_ID
 from tests.reference.golden import Run, clear_case
+from vllm.diffusion.decoding import Selector
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
     import pytest
 
     from tests.reference.decode import LogitModel
+    from vllm.diffusion.engine.messages import StepUsage
+    from vllm.diffusion.memory.plan import Plan
 
 STOP_IDS = frozenset({EOS_ID, EOT_ID})
 MAX_MODEL_LEN = 256
@@ -261,3 +264,82 @@ def refusal_error() -> Any:
     from vllm.exceptions import VLLMValidationError
 
     return VLLMValidationError
+
+
+def assert_decoded(answers: Sequence[Answer], wanted: Sequence[Run]) -> None:
+    found = [(a.token_ids, a.num_forwards, a.finish_reason) for a in answers]
+    assert found == [(w.ids, w.num_forwards, "length") for w in wanted]
+
+
+def record_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The requests of every step from now on."""
+    steps: list[list[str]] = []
+    launch = engine.runner.launch
+
+    def recorded(req_ids: list[str]) -> Any:
+        steps.append(list(req_ids))
+        return launch(req_ids)
+
+    monkeypatch.setattr(engine.runner, "launch", recorded)
+    return steps
+
+
+def tokens(answers: list[Answer]) -> list[tuple[list[int], int | None]]:
+    return [(answer.token_ids, answer.num_forwards) for answer in answers]
+
+
+def record_plans(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, StepUsage]]:
+    """The plan and the measured memory of every step from now on."""
+    found: list[tuple[Plan, StepUsage]] = []
+    planned: list[Plan] = []
+    plan, execute = engine.runner.planner.plan, engine.runner.execute
+
+    def recording_plan(*arguments: Any) -> Plan:
+        planned.append(plan(*arguments))
+        return planned[-1]
+
+    def recording_execute(message: Any) -> Any:
+        output = execute(message)
+        if output.results:
+            found.append((planned[-1], output.usage))
+        return output
+
+    monkeypatch.setattr(engine.runner.planner, "plan", recording_plan)
+    monkeypatch.setattr(engine.runner, "execute", recording_execute)
+    return found
+
+
+class Even(Selector):
+    """Only even token ids, by the logits."""
+
+    reads_logits = True
+
+    def adjust_logits(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        logits[:, 1::2] = -torch.inf
+        return logits
+
+
+@contextmanager
+def carrying(engine: Engine, *selectors: Selector | None) -> Iterator[None]:
+    """The next requests carry these selectors, in order of admission."""
+    left, schedule = list(selectors), engine.scheduler.schedule
+
+    def scheduled(*args: Any, **kwargs: Any) -> Any:
+        step = schedule(*args, **kwargs)
+        step.admitted = [replace(new, selector=left.pop(0)) for new in step.admitted]
+        return step
+
+    engine.scheduler.schedule = scheduled
+    try:
+        yield
+    finally:
+        del engine.scheduler.schedule
+    assert not left
+
+
+def engine_config(folder: Path, **arguments: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = EngineArgs(model=str(folder), skip_tokenizer_init=True, max_model_len=64, **arguments)
+    with models_inspected_here():
+        return args.create_engine_config()

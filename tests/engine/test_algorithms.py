@@ -8,6 +8,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.checkpoints import EOS_ID, MASK_ID, random_prompt
+from tests.engine.cases import (
+    ADABLOCK,
+    DELAYED,
+    DREAM,
+    FOUR_BLOCKS,
+    FULL,
+    MULTI,
+    PROMPT_LENGTH,
+    TWO_BLOCKS,
+)
 from tests.engine.harness import (
     Engine,
     as_request,
@@ -26,14 +36,6 @@ if TYPE_CHECKING:
     from tests.engine.harness import Answer
 
 CASES = ("mha", "dream", "moe")
-PROMPT_LENGTH = 13
-BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 8}
-SHORT: dict[str, Any] = {"gen_length": 8, "block_length": 4, "seed": 5}
-MULTI: dict[str, Any] = {**BLOCKS, "algorithm": "multi_block"}
-DELAYED: dict[str, Any] = {**MULTI, "cache": "delayed"}
-FULL: dict[str, Any] = {**BLOCKS, "algorithm": "full_attn_multi_block"}
-DREAM: dict[str, Any] = {"gen_length": 24, "algorithm": "dream"}
-ADABLOCK: dict[str, Any] = {"algorithm": "adablock", "delimiter_ids": list(range(0, 250, 5))}
 
 # (algorithm, parameters) that work with every cache of blocks.
 BLOCKWISE: list[dict[str, Any]] = [
@@ -103,23 +105,23 @@ OTHERS: list[dict[str, Any]] = [
     {**DREAM, "gen_length": 6, "steps": 4, "temperature": 0.5, "alg": "origin", "seed": 8},
 ]
 NOISY: list[dict[str, Any]] = [
-    {**SHORT, "temperature": 0.6, "algorithm": "factor"},
-    {**ADABLOCK, **SHORT, "gen_length": 11, "temperature": 0.6, "delimiter_threshold": 0.01},
-    {**SHORT, "temperature": 0.6, "algorithm": "local_leap", "remasking": "random"},
-    {**SHORT, "temperature": 0.6, "algorithm": "entropy_threshold"},
-    {**SHORT, "temperature": 0.6, "algorithm": "hierarchy", "threshold": 0.6},
-    {**SHORT, "temperature": 0.6, "algorithm": "credit", "threshold": 0.6},
-    {**SHORT, "temperature": 0.6, "algorithm": "multi_block", "threshold": 1.0},
-    {**SHORT, "temperature": 0.6, "algorithm": "multi_block", "threshold": 0.2},
-    {**SHORT, "temperature": 0.6, "algorithm": "semi_ar", "steps": 4, "cache": "dual"},
-    {**SHORT, "algorithm": "entropy_threshold", "cfg_scale": 1.0},
-    {**SHORT, "algorithm": "full_attn_multi_block", "cfg_scale": 0.5, "threshold": 1.0},
-    {**SHORT, "algorithm": "multi_block", "cfg_scale": 0.5, "threshold": 1.0},
-    {**SHORT, "algorithm": "credit", "cfg_scale": 0.5},
-    {**SHORT, "algorithm": "hierarchy", "logits_eos_inf": True},
-    {**SHORT, "algorithm": "factor", "confidence_eos_eot_inf": True},
-    {**SHORT, "algorithm": "factor", "remasking": "random"},
-    {**SHORT, "algorithm": "entropy_threshold", "confidence_dtype": "float64"},
+    {**TWO_BLOCKS, "temperature": 0.6, "algorithm": "factor"},
+    {**ADABLOCK, **TWO_BLOCKS, "gen_length": 11, "temperature": 0.6, "delimiter_threshold": 0.01},
+    {**TWO_BLOCKS, "temperature": 0.6, "algorithm": "local_leap", "remasking": "random"},
+    {**TWO_BLOCKS, "temperature": 0.6, "algorithm": "entropy_threshold"},
+    {**TWO_BLOCKS, "temperature": 0.6, "algorithm": "hierarchy", "threshold": 0.6},
+    {**TWO_BLOCKS, "temperature": 0.6, "algorithm": "credit", "threshold": 0.6},
+    {**TWO_BLOCKS, "temperature": 0.6, "algorithm": "multi_block", "threshold": 1.0},
+    {**TWO_BLOCKS, "temperature": 0.6, "algorithm": "multi_block", "threshold": 0.2},
+    {**TWO_BLOCKS, "temperature": 0.6, "algorithm": "semi_ar", "steps": 4, "cache": "dual"},
+    {**TWO_BLOCKS, "algorithm": "entropy_threshold", "cfg_scale": 1.0},
+    {**TWO_BLOCKS, "algorithm": "full_attn_multi_block", "cfg_scale": 0.5, "threshold": 1.0},
+    {**TWO_BLOCKS, "algorithm": "multi_block", "cfg_scale": 0.5, "threshold": 1.0},
+    {**TWO_BLOCKS, "algorithm": "credit", "cfg_scale": 0.5},
+    {**TWO_BLOCKS, "algorithm": "hierarchy", "logits_eos_inf": True},
+    {**TWO_BLOCKS, "algorithm": "factor", "confidence_eos_eot_inf": True},
+    {**TWO_BLOCKS, "algorithm": "factor", "remasking": "random"},
+    {**TWO_BLOCKS, "algorithm": "entropy_threshold", "confidence_dtype": "float64"},
 ]
 
 
@@ -142,7 +144,7 @@ Pair = tuple[str, Engine, Any]
 
 CACHES = ("none", "prefix", "dual")
 EVERYTHING = [
-    *({**BLOCKS, **asked, "cache": cache} for asked in BLOCKWISE for cache in CACHES),
+    *({**FOUR_BLOCKS, **asked, "cache": cache} for asked in BLOCKWISE for cache in CACHES),
     *(*OTHERS, *NOISY),
 ]
 
@@ -178,7 +180,7 @@ def test_a_batch_of_everything(pair: Pair) -> None:
     _, engine, model = pair
     asks, canvases = [], []
     blockwise = [
-        {**BLOCKS, **asked, "cache": ("none", "prefix", "dual")[i % 3]}
+        {**FOUR_BLOCKS, **asked, "cache": ("none", "prefix", "dual")[i % 3]}
         for i, asked in enumerate(BLOCKWISE)
     ]
     for number, asked in enumerate([*blockwise[::2], *OTHERS[::3], *NOISY[::3]]):
@@ -244,8 +246,8 @@ def test_early_stop(pair: Pair, asked: dict[str, Any], seeds: dict[str, int]) ->
 
 def test_a_model_that_predicts_the_mask(checkpoint: Callable[[str], Path]) -> None:
     """Whatever is asked for ends, and no mask comes back."""
-    settings = [{**BLOCKS, **asked} for asked in BLOCKWISE] + OTHERS + NOISY
-    settings += [{**BLOCKS, **asked, "cache": "dual"} for asked in BLOCKWISE]
+    settings = [{**FOUR_BLOCKS, **asked} for asked in BLOCKWISE] + OTHERS + NOISY
+    settings += [{**FOUR_BLOCKS, **asked, "cache": "dual"} for asked in BLOCKWISE]
     with running(checkpoint("predicts_mask")) as engine:
         asks = [
             as_request(random_prompt(20, number % 2), **{"seed": number, **asked})

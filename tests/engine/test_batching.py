@@ -13,8 +13,10 @@ from tests.engine.harness import (
     Answer,
     Ask,
     as_request,
+    assert_decoded,
     clear_case,
     finish,
+    record_steps,
     start,
     step,
 )
@@ -49,24 +51,6 @@ def mixed(model: LLaDAReference) -> tuple[list[Ask], list[Run]]:
     cases = [(clear_case(model, length, **asked), asked) for length, asked in MIXED]
     asks = [as_request(prompt, **asked) for (prompt, _), asked in cases]
     return asks, [decoded for (_, decoded), _ in cases]
-
-
-def assert_decoded(answers: Sequence[Answer], wanted: Sequence[Run]) -> None:
-    found = [(a.token_ids, a.num_forwards, a.finish_reason) for a in answers]
-    assert found == [(w.ids, w.num_forwards, "length") for w in wanted]
-
-
-def record_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The requests of every step from now on."""
-    steps: list[list[str]] = []
-    launch = engine.runner.launch
-
-    def recorded(req_ids: list[str]) -> Any:
-        steps.append(list(req_ids))
-        return launch(req_ids)
-
-    monkeypatch.setattr(engine.runner, "launch", recorded)
-    return steps
 
 
 def run_staggered(engine: Engine, asks: Sequence[Ask], steps_between: int) -> list[Answer]:

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import Ask, running, shrink
+from tests.engine.cases import CUT, PLANS, SHORT, mixed_asks
+from tests.engine.harness import Ask, record_plans, running, shrink, tokens
 from vllm.diffusion.buffers import row_bytes
 from vllm.diffusion.memory.footprint import Footprint, Layout
 from vllm.diffusion.memory.plan import Plan, Sizes
@@ -25,48 +26,10 @@ from vllm.diffusion.memory.plan import Plan, Sizes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from tests.engine.harness import Answer, Engine
-    from vllm.diffusion.engine.messages import StepUsage
+    from tests.engine.harness import Engine
 
 DUMMY = Path(__file__).resolve().parents[2] / "scripts" / "make_dummy_checkpoint.py"
 FAMILIES = ["gqa", "bias", "dream", "moe_dense_mix"]
-SHORT: dict[str, Any] = {
-    "algorithm": "semi_ar",
-    "gen_length": 16,
-    "block_length": 8,
-    "steps": 4,
-    "ignore_eos": True,
-}
-# Whole sequences, one of them guided, and windows of kept keys and values share their steps.
-REQUESTS: list[tuple[int, dict[str, Any]]] = [
-    (20, SHORT),
-    (5, {**SHORT, "cfg_scale": 1.0}),
-    (33, {**SHORT, "cache": "dual"}),
-    (3, {**SHORT, "cache": "prefix"}),
-    (9, {**SHORT, "temperature": 0.7, "seed": 3}),
-    (71, {**SHORT, "cache": "frozen", "cfg_scale": 1.0}),
-]
-# Sizes that divide nothing, so that chunks cross sequences and requests.
-CUT = Plan(Layout(keep_queries=False), Sizes(37, 29, 23, 5))
-PLANS = {
-    "chunks": CUT,
-    "chunks, queries kept": Plan(Layout(keep_queries=True), CUT.rows),
-    "2 head groups": Plan(Layout(False, 2), CUT.rows),
-    "rows in host memory": Plan(Layout(False, host_residual=True), CUT.rows),
-    "2 head groups, rows in host memory": Plan(Layout(False, 2, host_residual=True), CUT.rows),
-    "one chunk, 2 head groups": Plan(Layout(False, 2), Sizes.equal(1000)),
-    "one chunk in host memory": Plan(Layout(False, host_residual=True), Sizes.equal(1000)),
-}
-
-
-def asks() -> list[Ask]:
-    return [
-        Ask(random_prompt(length, seed), extra) for seed, (length, extra) in enumerate(REQUESTS)
-    ]
-
-
-def tokens(answers: list[Answer]) -> list[tuple[list[int], int | None]]:
-    return [(answer.token_ids, answer.num_forwards) for answer in answers]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -75,7 +38,7 @@ def whole(
 ) -> Iterator[tuple[Engine, list[tuple[list[int], int | None]]]]:
     """An engine, and what it answers without chunks."""
     with running(checkpoint(request.param)) as engine:
-        wanted = tokens(engine.ask(*asks()))
+        wanted = tokens(engine.ask(*mixed_asks()))
         assert all(len(ids) == 16 for ids, _ in wanted)
         yield engine, wanted
 
@@ -88,7 +51,7 @@ def test_a_mixed_batch_gives_the_same_tokens(
 ) -> None:
     engine, wanted = whole
     monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
-    assert tokens(engine.ask(*asks())) == wanted
+    assert tokens(engine.ask(*mixed_asks())) == wanted
     assert engine.is_idle()
     assert engine.runner.pool.used_bytes == engine.runner.caches.reserved_bytes
 
@@ -126,36 +89,15 @@ def test_every_head_may_be_a_group(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(checkpoint("mha")) as engine:
-        wanted = tokens(engine.ask(*asks()))
+        wanted = tokens(engine.ask(*mixed_asks()))
         plan = Plan(Layout(False, 4, host_residual=True), CUT.rows)
         monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
-        assert tokens(engine.ask(*asks())) == wanted
+        assert tokens(engine.ask(*mixed_asks())) == wanted
 
 
 # ---- predicted and measured ----
 
 LONG = {**SHORT, "gen_length": 512, "block_length": 512, "steps": 2}
-
-
-def record(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, StepUsage]]:
-    """The plan and the measured memory of every step from now on."""
-    found: list[tuple[Plan, StepUsage]] = []
-    planned: list[Plan] = []
-    plan, execute = engine.runner.planner.plan, engine.runner.execute
-
-    def recording_plan(*arguments: Any) -> Plan:
-        planned.append(plan(*arguments))
-        return planned[-1]
-
-    def recording_execute(message: Any) -> Any:
-        output = execute(message)
-        if output.results:
-            found.append((planned[-1], output.usage))
-        return output
-
-    monkeypatch.setattr(engine.runner.planner, "plan", recording_plan)
-    monkeypatch.setattr(engine.runner, "execute", recording_execute)
-    return found
 
 
 @pytest.mark.parametrize("family", ["gqa", "dream", "moe_dense_mix"])
@@ -172,7 +114,7 @@ def test_measured_peaks_are_the_predicted_ones(
         for share in (1.0, 0.5, 0.25):
             if largest:
                 shrink(engine.runner, int(share * largest))
-            found = record(engine, monkeypatch)
+            found = record_plans(engine, monkeypatch)
             (answer,) = engine.ask(requests[0])
             wanted = wanted or tokens([answer])
             assert tokens([answer]) == wanted
@@ -183,7 +125,7 @@ def test_measured_peaks_are_the_predicted_ones(
                 assert usage.peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.05)
                 assert 0 < usage.average_bytes <= usage.peak_bytes
         assert (True, False) in seen and (False, True) in seen
-        found = record(engine, monkeypatch)
+        found = record_plans(engine, monkeypatch)
         engine.ask(*requests)
         for plan, usage in found:
             assert usage.peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.05)
@@ -202,8 +144,8 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.peak = 0
-        self._weights = {weight.untyped_storage()._cdata for weight in weights}
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._weights = {StorageWeakRef(weight.untyped_storage()) for weight in weights}
+        self._live: dict[StorageWeakRef, int] = {}  # and how many bytes each has
         self._total = 0  # with what is gone since it was last looked through
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -212,14 +154,15 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self._add(tensor.untyped_storage())
         if self._total > self.peak:
-            self._live = {key: item for key, item in self._live.items() if not item[0].expired()}
-            self._total = sum(num_bytes for _, num_bytes in self._live.values())
+            self._live = {ref: size for ref, size in self._live.items() if not ref.expired()}
+            self._total = sum(self._live.values())
             self.peak = max(self.peak, self._total)
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._live and storage._cdata not in self._weights:
-            self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        found = StorageWeakRef(storage)
+        if found not in self._live and found not in self._weights:
+            self._live[found] = storage.nbytes()
             self._total += storage.nbytes()
 
 
@@ -260,12 +203,12 @@ def test_plans_on_a_gpu_give_the_same_tokens(
     """Streams, pinned memory and buffers that are laid out anew for every plan."""
     monkeypatch.setenv("VLLM_USE_VMM", use_vmm)
     with running(checkpoint("mha"), enforce_eager=True) as engine:
-        wanted = tokens(engine.ask(*asks()))
+        wanted = tokens(engine.ask(*mixed_asks()))
         for plan in PLANS.values():
             with monkeypatch.context() as planned:
                 planned.setattr(engine.runner.planner, "plan", lambda *_, plan=plan: plan)
-                assert tokens(engine.ask(*asks())) == wanted
-        assert tokens(engine.ask(*asks())) == wanted
+                assert tokens(engine.ask(*mixed_asks())) == wanted
+        assert tokens(engine.ask(*mixed_asks())) == wanted
 
 
 @pytest.mark.gpu
@@ -289,7 +232,7 @@ def test_long_steps_on_a_gpu_stay_within_the_pool(
     subprocess.run(command, check=True)
     settings = {"dtype": "bfloat16", "load_format": "dummy", "max_model_len": length}
     with running(folder, **settings, enforce_eager=True) as engine:
-        found = record(engine, monkeypatch)
+        found = record_plans(engine, monkeypatch)
         half = length // 2
         asked = {**SHORT, "gen_length": half, "block_length": half, "steps": 2}
         (answer,) = engine.ask(Ask([5] * half, asked))

@@ -26,6 +26,9 @@ from tests.engine.harness import (
     start,
     step,
 )
+from vllm.diffusion.engine import scheduler
+from vllm.diffusion.engine.paging import Paging
+from vllm.diffusion.engine.sizes import make_planner
 from vllm.diffusion.pages import PAGE_SIZE
 
 if TYPE_CHECKING:
@@ -67,7 +70,10 @@ def uncached(one: Ask) -> Ask:
 @pytest.fixture(scope="module")
 def engine(checkpoint: Callable[[str], Path]) -> Iterator[Engine]:
     with running(
-        checkpoint("sdar"), max_num_batched_tokens=ROW_BUDGET, num_gpu_blocks_override=NUM_PAGES
+        checkpoint("sdar"),
+        max_num_batched_tokens=ROW_BUDGET,
+        num_gpu_blocks_override=NUM_PAGES,
+        disable_log_stats=False,
     ) as engine:
         yield engine
 
@@ -85,17 +91,16 @@ def fuses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 
 
 @pytest.fixture
-def preemptions(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def preemptions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Requests that lose their pages, from now on."""
     found: list[str] = []
-    paging = engine.scheduler._paging
-    preempt = paging.preempt
+    preempt = Paging.preempt
 
-    def recorded(item: Any) -> None:
+    def recorded(paging: Paging, item: Any) -> None:
         found.append(item.req_id)
-        preempt(item)
+        preempt(paging, item)
 
-    monkeypatch.setattr(paging, "preempt", recorded)
+    monkeypatch.setattr(Paging, "preempt", recorded)
     return found
 
 
@@ -103,14 +108,22 @@ def preemptions(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def batches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every batch from now on."""
     found: list[Any] = []
-    build = engine.runner._batch
+    launch = engine.runner.launch
 
     def recorded(req_ids: Any) -> Any:
-        found.append(build(req_ids))
-        return found[-1]
+        launched = launch(req_ids)
+        found.append(launched.batch)
+        return launched
 
-    monkeypatch.setattr(engine.runner, "_batch", recorded)
+    monkeypatch.setattr(engine.runner, "launch", recorded)
     return found
+
+
+def fill_with_nan(engine: Engine) -> None:
+    """All pages of the store, in every layer."""
+    for layer in range(len(engine.runner.model.layers)):
+        engine.runner.caches.keys(layer).fill_(torch.nan)
+        engine.runner.caches.values(layer).fill_(torch.nan)
 
 
 def same(answers: list[Answer], wanted: list[Answer]) -> None:
@@ -145,7 +158,7 @@ def test_together_with_few_pages_and_rows(
     shared = [batch for batch in batches if len(batch.canvases) > 1]
     assert max(batch.num_rows for batch in shared) <= ROW_BUDGET
     assert engine.is_idle()
-    assert engine.scheduler._paging._manager.block_pool.get_num_free_blocks() == NUM_PAGES - 1
+    assert engine.scheduler.make_stats().kv_cache_usage == 0
 
 
 def test_who_loses_its_pages_goes_on_where_it_was(
@@ -173,7 +186,7 @@ def test_chunks_give_the_same_tokens(engine: Engine, wanted: list[Answer]) -> No
 
 def test_what_pages_have_held_changes_nothing(engine: Engine, wanted: list[Answer]) -> None:
     assert engine.scheduler.reset_prefix_cache()
-    engine.runner.caches._rows.fill_(torch.nan)
+    fill_with_nan(engine)
     same(engine.ask(*ASKS), wanted)
 
 
@@ -185,7 +198,7 @@ def test_what_pages_have_held_changes_nothing_on_a_gpu(
     """In 16 bits attention reads the pages in place, of whole tiles, and steps run ahead."""
     settings: dict[str, Any] = {"num_gpu_blocks_override": NUM_PAGES, "enforce_eager": eager}
     with running(checkpoint("llada2"), dtype="bfloat16", **settings) as engine:
-        engine.runner.caches._rows.fill_(torch.nan)
+        fill_with_nan(engine)
         told = [Ask(one.prompt, one.extra, {"logprobs": 0}) for one in ASKS]
         outputs = engine.llm.generate(
             [{"prompt_token_ids": one.prompt} for one in told],
@@ -322,14 +335,13 @@ class Published:
 
     def __init__(self, engine: Engine) -> None:
         self._pool = engine.scheduler._paging._manager.block_pool
-        self._store = engine.runner.caches
+        self._store, self._num_layers = engine.runner.caches, len(engine.runner.model.layers)
         self._known: dict[Any, torch.Tensor] = {}
 
     def check(self) -> None:
-        store = self._store
-        pages = store._by_page(store._rows, store.reserved_pages)
+        pages = [self._pages_of(layer) for layer in range(self._num_layers)]
         now = {
-            (block.block_hash, block.block_id): pages[:, block.block_id]
+            (block.block_hash, block.block_id): torch.stack([p[block.block_id] for p in pages])
             for block in self._pool.blocks
             if block.block_hash is not None
         }
@@ -337,7 +349,13 @@ class Published:
             if key in self._known:
                 assert torch.equal(page, self._known[key])
             assert page.isfinite().all()
-        self._known = {key: page.clone() for key, page in now.items()}
+        self._known = now
+
+    def _pages_of(self, layer: int) -> torch.Tensor:
+        """[P, 2 * PAGE_SIZE, KV, hd]: the keys, then the values of each page."""
+        last_values = self._store.values(layer)[-PAGE_SIZE:]
+        rows = torch.cat([self._store.keys(layer), last_values])
+        return rows.view(self._store.reserved_pages, 2 * PAGE_SIZE, *rows.shape[1:])
 
 
 Arrivals = list[tuple[int, int, int | None]]
@@ -369,7 +387,7 @@ def test_any_schedule_gives_the_same_tokens(
         if abort_after is None or place in answers:
             same([answers[place]], [wanted[number]])
     assert engine.is_idle()
-    assert engine.scheduler._paging._manager.block_pool.get_num_free_blocks() == NUM_PAGES - 1
+    assert engine.scheduler.make_stats().kv_cache_usage == 0
 
 
 def run_schedule(engine: Engine, schedule: Arrivals) -> dict[int, Answer]:
@@ -394,30 +412,35 @@ def run_schedule(engine: Engine, schedule: Arrivals) -> dict[int, Answer]:
 # ---- limits ------------------------------------------------------------------------------------
 
 
-def test_a_request_beyond_the_store_is_refused(engine: Engine) -> None:
+def test_a_request_beyond_the_store_is_refused(
+    engine: Engine, checkpoint: Callable[[str], Path]
+) -> None:
     too_long = ask(random_prompt(250, 0), block_length=6, gen_length=6)
     assert len(engine.ask(too_long)[0].token_ids) == 6  # its last block goes beyond max_model_len
-    engine.scheduler._paging._most_positions, there = 200, engine.scheduler._paging._most_positions
-    try:
-        (answer,) = engine.ask(too_long)
-    finally:
-        engine.scheduler._paging._most_positions = there
+    with running(checkpoint("sdar"), num_gpu_blocks_override=5) as small:
+        (answer,) = small.ask(too_long)
     assert answer.finish_reason == "error"
-    assert "given 258" in answer.report["error"] and "at most 200" in answer.report["error"]
+    assert "given 258" in answer.report["error"] and "at most 256" in answer.report["error"]
 
 
 def test_the_store_is_half_of_the_pool(checkpoint: Callable[[str], Path], monkeypatch: Any) -> None:
     monkeypatch.setenv("VLLM_ACTIVATION_POOL_SIZE_BYTES", str(64 << 20))
+    budgets: list[int] = []
+
+    def recorded(config: Any, budget_bytes: int, rates: Any) -> Any:
+        budgets.append(budget_bytes)
+        return make_planner(config, budget_bytes, rates)
+
+    monkeypatch.setattr(scheduler, "make_planner", recorded)
     with running(checkpoint("sdar")) as engine:
         runner = engine.runner
         assert runner.caches.reserved_pages * PAGE_SIZE == runner.planner.cached_positions
-        assert engine.scheduler._paging.num_bytes == runner.caches.reserved_bytes
         (answer,) = engine.ask(ASKS[0])
         assert len(answer.token_ids) == 16
-        assert runner.planner.budget_bytes // 3 < engine.scheduler._planner.budget_bytes
-        assert engine.scheduler._planner.budget_bytes <= runner.planner.budget_bytes // 2 + (
-            1 << 20
-        )
+        left = budgets[-1]  # that steps are planned with
+        assert engine.scheduler.last_usage.budget_bytes - left == runner.caches.reserved_bytes
+        assert runner.planner.budget_bytes // 3 < left
+        assert left <= runner.planner.budget_bytes // 2 + (1 << 20)
 
 
 def test_prefix_caching_can_be_turned_off(checkpoint: Callable[[str], Path]) -> None:

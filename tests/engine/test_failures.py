@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import BLOCKS, as_request, clear_case, sampling_params, start
-from tests.engine.test_batching import assert_decoded
+from tests.engine.harness import (
+    BLOCKS,
+    as_request,
+    assert_decoded,
+    clear_case,
+    sampling_params,
+    start,
+)
+from vllm.diffusion.engine import step_log
+from vllm.diffusion.engine.compute import Compute
 from vllm.diffusion.memory import PoolExhaustedError, UsageMeter
 from vllm.diffusion.ops import HostCopy
 
@@ -141,7 +149,7 @@ def test_a_shared_first_forward_that_cannot_be_sampled_is_computed_anew(
         failed.append(arguments)
         raise PoolExhaustedError("logits", 10, 5)
 
-    monkeypatch.setattr(engine.runner._compute, "known", fail)
+    monkeypatch.setattr(Compute, "known", fail)
     (found,) = engine.llm.generate([prompt], [sampling], use_tqdm=False)
     assert len(failed) == 2
     assert [o.token_ids for o in found.outputs] == [o.token_ids for o in wanted.outputs]
@@ -193,7 +201,7 @@ def test_a_full_disk_for_logs_ends_nothing(
     handler = FullDisk(open("/dev/full", "w", buffering=1))  # noqa: SIM115
     logger = logging.getLogger("vllm")
     logger.addHandler(handler)
-    monkeypatch.setattr(engine.runner._log, "_tells_every_step", True)
+    monkeypatch.setattr(step_log, "SLOW_STEP_MS", 0.0)
     try:
         (good,) = engine.ask(as_request(prompt, **BLOCKS))
         with monkeypatch.context() as broken:
@@ -213,13 +221,11 @@ def test_a_full_disk_for_logs_ends_nothing(
 def test_a_request_that_no_validator_saw_is_refused_by_the_scheduler(
     engine: Engine, model: LLaDAReference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.v1.engine.input_processor import InputProcessor
-
     from vllm.diffusion.api import validator
 
     prompt, wanted = clear_case(model, 20, **BLOCKS)
     with monkeypatch.context() as unseen:
-        unseen.setattr(InputProcessor, "process_inputs", validator._upstreams)
+        unseen.setattr(validator, "validator_of", lambda _: None)
         bad, good = engine.ask(
             as_request(random_prompt(20), gen_length=32, steps=3, block_length=8),
             as_request(prompt, **BLOCKS),

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import Ask, running, sampling_params, to_answer
-from tests.engine.test_batching import record_steps
+from tests.engine.harness import Ask, record_steps, running, sampling_params, to_answer
 from vllm.diffusion.engine import admission
 
 if TYPE_CHECKING:

@@ -7,11 +7,13 @@ The reference is the published loop of each algorithm over a model that does jus
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.checkpoints import MASK_ID, random_prompt
+from tests.engine.cases import ADABLOCK, DREAM, FOUR_BLOCKS, FULL, MULTI, TWO_BLOCKS
 from tests.engine.harness import (
     Ask,
     as_request,
@@ -22,8 +24,8 @@ from tests.engine.harness import (
     sampling_params,
     shrink,
 )
-from tests.engine.test_algorithms import ADABLOCK, BLOCKS, DREAM, FULL, MULTI, SHORT
 from tests.reference.families import load_reference
+from vllm.diffusion.engine.siblings import Known
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,15 +35,15 @@ if TYPE_CHECKING:
 
 FROZEN: dict[str, Any] = {"cache": "frozen"}
 ASKED: list[dict[str, Any]] = [
-    {**BLOCKS, "algorithm": "semi_ar", "steps": 16},
-    {**BLOCKS, "algorithm": "semi_ar", "steps": 8, "cfg_scale": 1.0},
-    {**SHORT, "algorithm": "semi_ar", "steps": 4, "temperature": 0.6, "cfg_scale": 0.5},
-    {**BLOCKS, "algorithm": "threshold", "threshold": 0.6},
-    {**BLOCKS, "algorithm": "factor"},
-    {**BLOCKS, "algorithm": "local_leap"},
-    {**BLOCKS, "algorithm": "entropy_threshold", "threshold": 2.0},
-    {**BLOCKS, "algorithm": "hierarchy"},
-    {**BLOCKS, "algorithm": "credit"},
+    {**FOUR_BLOCKS, "algorithm": "semi_ar", "steps": 16},
+    {**FOUR_BLOCKS, "algorithm": "semi_ar", "steps": 8, "cfg_scale": 1.0},
+    {**TWO_BLOCKS, "algorithm": "semi_ar", "steps": 4, "temperature": 0.6, "cfg_scale": 0.5},
+    {**FOUR_BLOCKS, "algorithm": "threshold", "threshold": 0.6},
+    {**FOUR_BLOCKS, "algorithm": "factor"},
+    {**FOUR_BLOCKS, "algorithm": "local_leap"},
+    {**FOUR_BLOCKS, "algorithm": "entropy_threshold", "threshold": 2.0},
+    {**FOUR_BLOCKS, "algorithm": "hierarchy"},
+    {**FOUR_BLOCKS, "algorithm": "credit"},
     {**ADABLOCK, "gen_length": 30, "block_length": 8, "delimiter_threshold": 0.01},
     {**FULL, "threshold": 1.0},
     {**MULTI, "threshold": 1.5},
@@ -83,8 +85,8 @@ def test_a_request_alone(pair: tuple[Engine, Any], prompt_length: int) -> None:
 # What keeps keys and values, each in a way of its own.
 KEEPING: list[dict[str, Any]] = [
     {**ASKED[1], **FROZEN},
-    {**BLOCKS, "algorithm": "semi_ar", "steps": 16, "cache": "prefix"},
-    {**BLOCKS, "algorithm": "semi_ar", "steps": 16, "cache": "dual"},
+    {**FOUR_BLOCKS, "algorithm": "semi_ar", "steps": 16, "cache": "prefix"},
+    {**FOUR_BLOCKS, "algorithm": "semi_ar", "steps": 16, "cache": "dual"},
     {**MULTI, "cache": "delayed", "threshold": 1.5, "cache_delay_iter": 1, "block_length": 4},
 ]
 
@@ -94,16 +96,10 @@ def test_a_prompt_with_masks_is_frozen_once_they_are_filled(
 ) -> None:
     """The first forward that sees all of the prompt is the last whole one."""
     engine, _ = pair
-    rows = []
-    launch = engine.runner._planned
-    monkeypatch.setattr(
-        engine.runner,
-        "_planned",
-        lambda *a: (found := launch(*a), rows.append(found[0].num_rows))[0],
-    )
+    rows = rows_of_launches(engine, monkeypatch)
     prompt = random_prompt(20)
     prompt[3] = prompt[15] = MASK_ID
-    asked = {**BLOCKS, "algorithm": "semi_ar", "steps": 32, "allow_infill": True}
+    asked = {**FOUR_BLOCKS, "algorithm": "semi_ar", "steps": 32, "allow_infill": True}
     (answer,) = engine.ask(as_request(prompt, **asked, **FROZEN))
     filled = len(answer.report["infilled"])
     num_whole = rows.count(52)
@@ -175,7 +171,7 @@ def test_what_several_answers_have_in_common_is_computed_once(
             assert max(rows[1:]) < whole
         assert engine.is_idle()
         assert engine.runner.caches.num_bytes == 0
-        assert not engine.runner._compute.first_forwards._known
+        assert not any(isinstance(found, Known) for found in gc.get_objects())
 
 
 @pytest.mark.parametrize(
@@ -209,4 +205,4 @@ def test_what_the_first_forward_keeps_is_copied(
         assert sum(rows) == num_rows - 2 * (150 + 16)
         assert engine.is_idle()
         assert engine.runner.caches.num_bytes == 0
-        assert not engine.runner._compute.first_forwards._known
+        assert not any(isinstance(found, Known) for found in gc.get_objects())

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoints import MASK_ID, llada2_config, llada_config, make_checkpoint, sdar_config
+from tests.checkpoints import llada2_config, llada_config, make_checkpoint, sdar_config
+from tests.engine.cases import SERVED
 from tests.engine.harness import Ask, running
 from tests.pages import store_with
 from vllm.diffusion import decision, fields
@@ -31,24 +32,15 @@ from vllm.diffusion.engine.graphs import (
 )
 from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.engine.step_inputs import SequenceBounds, StepInputs, fill
-from vllm.diffusion.families import LLADA
 from vllm.diffusion.models.llada import LLaDAConfig
 from vllm.diffusion.models.llada2 import LLaDA2Config
 from vllm.diffusion.models.sdar import SDARConfig
-from vllm.diffusion.params import ServedModel, SpecialIds
 from vllm.diffusion.spans import Span
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from vllm.diffusion.memory import KeptSequence
-
-MODEL = ServedModel(
-    family=LLADA,
-    ids=SpecialIds(mask=MASK_ID, eos=1, eot=None, stop=frozenset()),
-    max_model_len=4096,
-    vocab_size=256,
-)
 
 
 def canvas(length: int, cache: KeptSequence | None = None, name: str = "a", **asked: Any) -> Canvas:
@@ -57,7 +49,7 @@ def canvas(length: int, cache: KeptSequence | None = None, name: str = "a", **as
     if cache is not None:
         asked["cache"] = "dual"
     prompt = [2 + i % 90 for i in range(length - 8)]
-    decided = decision.decide(fields.canonical(asked), MODEL, prompt)
+    decided = decision.decide(fields.canonical(asked), SERVED, prompt)
     return Canvas(NewCanvas(name, prompt, decided), cache)
 
 

@@ -11,69 +11,27 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, random_prompt
+from tests.engine.cases import GUIDED, GUIDED_RULES, SCHEMA, guided_asks
 from tests.engine.harness import Ask, refusal_error, running, sampling_params
 from vllm.diffusion.memory.footprint import Layout
 from vllm.diffusion.memory.plan import Plan, Sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.engine.harness import Engine
 
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "ok": {"type": "boolean"},
-        "n": {"type": "integer", "minimum": -3, "maximum": 120},
-        "tag": {"enum": ["a", "bb"]},
-        "word": {"type": "string", "maxLength": 4},
-    },
-    "required": ["ok", "n"],
-}
 CHECK = Draft202012Validator(SCHEMA, format_checker=Draft202012Validator.FORMAT_CHECKER)
-SHORT: dict[str, Any] = {"gen_length": 64, "block_length": 16}
-RULES: dict[str, dict[str, Any]] = {
-    "semi_ar": {"steps": 16},
-    "random remasking": {"steps": 16, "remasking": "random"},
-    "guidance": {"steps": 16, "cfg_scale": 0.5},
-    "no end-of-sequence early": {"steps": 16, "confidence_eos_eot_inf": True},
-    "prefix cache": {"threshold": 0.2, "cache": "prefix"},
-    "dual cache": {"steps": 16, "cache": "dual"},
-    "frozen prompt": {"steps": 16, "cache": "frozen"},
-    "threshold": {"threshold": 0.2},
-    "factor": {"algorithm": "factor"},
-    "local_leap": {"algorithm": "local_leap"},
-    "credit": {"algorithm": "credit", "threshold": 0.2},
-    "hierarchy": {"algorithm": "hierarchy"},
-    "entropies": {"algorithm": "entropy_threshold"},
-    "adablock": {"algorithm": "adablock"},
-    "full_attn_multi_block": {"algorithm": "full_attn_multi_block"},
-    "several blocks": {"algorithm": "multi_block"},
-    "early stop": {"algorithm": "multi_block", "early_stop": True},
-    "delayed cache": {"algorithm": "multi_block", "cache": "delayed"},
-    "dream": {"algorithm": "dream", "steps": 16},
-    "dream, origin": {"algorithm": "dream", "alg": "origin", "steps": 16},
-}
-
-
-def asks(rules: Iterable[str], temperature: float, count: int = 1, **structured: Any) -> list[Ask]:
-    found = []
-    for rule in rules:
-        extra = {**SHORT, **RULES[rule], "temperature": temperature}
-        if RULES[rule].get("algorithm") == "dream":
-            del extra["block_length"]
-        for seed in range(count):
-            own = {**extra, "seed": seed, "structured_outputs": structured}
-            found.append(Ask(random_prompt(9, seed), own))
-    return found
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
 def test_answers_match_their_schema(engine: Engine, temperature: float) -> None:
     """Of every rule and cache, all in the same steps."""
     for ask, answer in zip(
-        found := asks(RULES, temperature, json=SCHEMA), engine.ask(*found), strict=True
+        found := guided_asks(GUIDED_RULES, temperature, json=SCHEMA),
+        engine.ask(*found),
+        strict=True,
     ):
         assert answer.finish_reason in ("stop", "length"), (ask, answer.report)
         CHECK.validate(json.loads(answer.text))
@@ -82,14 +40,14 @@ def test_answers_match_their_schema(engine: Engine, temperature: float) -> None:
 def test_answers_match_a_regex_and_a_choice(engine: Engine) -> None:
     pattern, choice = r"[a-z]{3,8}(, [a-z]+)*!", ["Yes, sir", "no", "maybe so"]
     rules = ("semi_ar", "dual cache", "several blocks", "dream")
-    for answer in engine.ask(*asks(rules, 1.0, regex=pattern)):
+    for answer in engine.ask(*guided_asks(rules, 1.0, regex=pattern)):
         assert re.fullmatch(pattern, answer.text)
-    for answer in engine.ask(*asks(rules, 1.0, choice=choice)):
+    for answer in engine.ask(*guided_asks(rules, 1.0, choice=choice)):
         assert answer.text in choice
 
 
 def test_any_json_object_may_be_asked_for(engine: Engine) -> None:
-    for answer in engine.ask(*asks(("semi_ar", "threshold"), 0.7, 3, json_object=True)):
+    for answer in engine.ask(*guided_asks(("semi_ar", "threshold"), 0.7, 3, json_object=True)):
         assert isinstance(json.loads(answer.text), dict)
 
 
@@ -97,9 +55,9 @@ def test_upstreams_own_field_is_taken(engine: Engine) -> None:
     from vllm.sampling_params import StructuredOutputsParams
 
     structured = StructuredOutputsParams(json=json.dumps(SCHEMA))
-    ask = Ask(random_prompt(9), {**SHORT, "steps": 16}, {"structured_outputs": structured})
+    ask = Ask(random_prompt(9), {**GUIDED, "steps": 16}, {"structured_outputs": structured})
     (answer,) = engine.ask(ask)
-    (other,) = engine.ask(*asks(["semi_ar"], 0.0, json=SCHEMA))
+    (other,) = engine.ask(*guided_asks(["semi_ar"], 0.0, json=SCHEMA))
     assert answer.token_ids == other.token_ids
     CHECK.validate(json.loads(answer.text))
 
@@ -107,7 +65,7 @@ def test_upstreams_own_field_is_taken(engine: Engine) -> None:
 def test_an_answer_may_be_cut_before_its_canvas_ends_and_is_whole(engine: Engine) -> None:
     """`max_tokens` is the room that there is."""
     for seed in range(3):
-        extra = {**SHORT, "steps": 16, "temperature": 1.5, "seed": seed}
+        extra = {**GUIDED, "steps": 16, "temperature": 1.5, "seed": seed}
         extra |= {"max_tokens": 30, "structured_outputs": {"json": SCHEMA}}
         (answer,) = engine.ask(Ask(random_prompt(9, seed), extra))
         assert len(answer.token_ids) <= 30
@@ -115,9 +73,9 @@ def test_an_answer_may_be_cut_before_its_canvas_ends_and_is_whole(engine: Engine
 
 
 def test_beside_others_an_answer_is_as_alone(engine: Engine) -> None:
-    found = asks(("semi_ar", "threshold", "dream"), 0.7, 2, json=SCHEMA)
+    found = guided_asks(("semi_ar", "threshold", "dream"), 0.7, 2, json=SCHEMA)
     alone = [engine.ask(ask)[0].token_ids for ask in found]
-    others = [Ask(random_prompt(12), {**SHORT, "steps": 16, "temperature": 1.0, "seed": 3})]
+    others = [Ask(random_prompt(12), {**GUIDED, "steps": 16, "temperature": 1.0, "seed": 3})]
     free = engine.ask(*others)[0].token_ids
     together = [answer.token_ids for answer in engine.ask(*found, *others)]
     assert together == [*alone, free]
@@ -127,7 +85,7 @@ def test_beside_others_an_answer_is_as_alone(engine: Engine) -> None:
 def test_steps_in_chunks_and_in_groups_of_heads_choose_the_same(
     engine: Engine, head_groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = asks(("semi_ar", "threshold"), 0.7, json=SCHEMA)
+    found = guided_asks(("semi_ar", "threshold"), 0.7, json=SCHEMA)
     whole = [answer.token_ids for answer in engine.ask(*found)]
     plan = Plan(Layout(False, head_groups), Sizes(37, 29, 23, 5))
     monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
@@ -151,14 +109,14 @@ def test_the_forced_beginning_costs_no_forward(engine: Engine) -> None:
 def test_an_answer_stands_between_prompt_and_suffix(engine: Engine) -> None:
     """Under every rule and cache, free and in a language; what follows is read."""
     pattern, found = "[a-z]{3,8}( [a-z]+)*", []
-    for rule in RULES:
-        (ask,) = asks([rule], 0.7, regex=pattern)
+    for rule in GUIDED_RULES:
+        (ask,) = guided_asks([rule], 0.7, regex=pattern)
         room = {"max_tokens": 21, "gen_length": 32}
         found.append(Ask(ask.prompt, {**ask.extra, **room, "suffix_ids": random_prompt(7)}))
     for ask, answer in zip(found, engine.ask(*found), strict=True):
         assert len(answer.token_ids) <= 21
         assert re.fullmatch(pattern, answer.text), (ask, answer)
-    free = {**SHORT, "max_tokens": 20, "steps": 16}
+    free = {**GUIDED, "max_tokens": 20, "steps": 16}
     texts = {
         tuple(engine.ask(Ask(random_prompt(9), {**free, **own}))[0].token_ids)
         for own in ({}, {"suffix_ids": random_prompt(7)}, {"suffix_ids": random_prompt(7, 1)})
@@ -176,7 +134,9 @@ def test_every_gap_of_a_prompt_is_in_the_language(engine: Engine) -> None:
     pattern = "[a-z]{2,9}!?"
     extra = {"structured_outputs": {"regex": pattern}, "allow_infill": True, "temperature": 1.0}
     rules = ("semi_ar", "threshold", "several blocks", "dream", "guidance")
-    found = [Ask(prompt, {**asks([rule], 1.0)[0].extra, **extra, "seed": 5}) for rule in rules]
+    found = [
+        Ask(prompt, {**guided_asks([rule], 1.0)[0].extra, **extra, "seed": 5}) for rule in rules
+    ]
     for answer in engine.ask(*found):
         filled = answer.report["infilled"]
         for gap in (range(5, 9), range(13, 22)):
@@ -185,7 +145,7 @@ def test_every_gap_of_a_prompt_is_in_the_language(engine: Engine) -> None:
             assert re.fullmatch(pattern, text), (answer, text)
         assert re.fullmatch(pattern, answer.text)
     short = Ask(
-        [*head, MASK_ID, *middle], {**SHORT, **extra, "structured_outputs": {"regex": "日"}}
+        [*head, MASK_ID, *middle], {**GUIDED, **extra, "structured_outputs": {"regex": "日"}}
     )
     with pytest.raises(refusal_error(), match=r"structured_outputs\.regex"):
         engine.ask(short)
@@ -218,7 +178,7 @@ def test_what_cannot_be_had_is_refused(engine: Engine, extra: Any, message: str)
 
 
 def test_log_probabilities_of_chosen_tokens_are_known(engine: Engine) -> None:
-    (ask,) = asks(["semi_ar"], 0.0, json=SCHEMA)
+    (ask,) = guided_asks(["semi_ar"], 0.0, json=SCHEMA)
     (output,) = engine.llm.generate(
         [{"prompt_token_ids": ask.prompt}],
         [sampling_params(Ask(ask.prompt, ask.extra, {"logprobs": 1}))],

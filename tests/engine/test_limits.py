@@ -5,8 +5,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tests.engine.harness import BLOCKS, as_request, clear_case, running
-from tests.engine.test_batching import assert_decoded, record_steps
+from tests.engine.harness import (
+    BLOCKS,
+    as_request,
+    assert_decoded,
+    clear_case,
+    record_steps,
+    running,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

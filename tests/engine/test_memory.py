@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import BLOCKS, Ask, as_request, clear_case, running
-from tests.engine.test_batching import assert_decoded, record_steps
-from tests.engine.test_chunks import record
+from tests.engine.harness import (
+    BLOCKS,
+    Ask,
+    as_request,
+    assert_decoded,
+    clear_case,
+    record_plans,
+    record_steps,
+    running,
+)
 from vllm.diffusion.api.validator import RequestRefused, validator_of
 from vllm.diffusion.engine.sizes import model_shape
 from vllm.diffusion.errors import ActivationBudgetError
@@ -75,7 +82,7 @@ def test_pages_that_nobody_uses_do_not_cut_a_step(
     whole = Planner(shape, GIB, row_budget=4096).plan(StepShape(200, 32, 200))
     set_pool(whole.predicted_peak_bytes)
     with running(checkpoint("mha")) as engine:
-        store, found = engine.runner.caches, record(engine, monkeypatch)
+        store, found = engine.runner.caches, record_plans(engine, monkeypatch)
         store.allocate("gone", 3 * PAGE_SIZE)
         store.release("gone")
         assert store.unused_bytes > 0

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.engine.harness import BLOCKS, as_request, clear_case
-from tests.engine.test_batching import assert_decoded
+from tests.engine.harness import BLOCKS, as_request, assert_decoded, clear_case
 from vllm.diffusion.memory import PoolExhaustedError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.checkpoints import llada_config, make_checkpoint
-from tests.engine.harness import models_inspected_here
+from tests.engine.harness import engine_config
 from tests.server.process import START_S, environment
 from tests.server.warm import WarmProcess
 
@@ -19,36 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 OURS = "register_dllm_models"
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "torch_dtype": "float32",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-def engine_config(folder: Path, **arguments: Any) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
-    args = EngineArgs(model=str(folder), skip_tokenizer_init=True, max_model_len=64, **arguments)
-    with models_inspected_here():
-        return args.create_engine_config()
-
-
-@pytest.fixture
-def llama(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    return tmp_path
 
 
 # ---- which plugins are allowed -----------------------------------------------------------------

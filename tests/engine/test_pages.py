@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import BLOCKS, Ask, as_request, clear_case, start, step
-from tests.engine.test_chunks import PLANS, record, tokens
+from tests.engine.cases import PLANS
+from tests.engine.harness import (
+    BLOCKS,
+    Ask,
+    as_request,
+    clear_case,
+    record_plans,
+    start,
+    step,
+    tokens,
+)
 from vllm.diffusion.errors import ActivationBudgetError
 from vllm.diffusion.pages import PAGE_SIZE, num_pages
 
@@ -96,7 +105,12 @@ def test_requests_that_come_and_go_find_what_they_kept(
         assert store.used_pages == sum(num_pages(cache.length) for cache in kept)
         if rng.random() < 0.2:
             store.trim()
-        rng.shuffle(store._free)
+        spare = [f"spare {number}" for number in range(store.reserved_pages - store.used_pages)]
+        for name in spare:
+            store.allocate(name, PAGE_SIZE)
+        rng.shuffle(spare)
+        for name in spare:  # whoever comes next has these pages in another order
+            store.release(name)
 
     assert tokens(come_and_go(engine, 1, after_step)) == alone
     assert store.num_bytes == 0
@@ -135,7 +149,7 @@ def test_steps_take_no_more_than_planned(
     engine: Engine, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here kept keys are copied out of their pages, which is most of what a window takes."""
-    found = record(engine, monkeypatch)
+    found = record_plans(engine, monkeypatch)
     engine.ask(as_request(random_prompt(190), **BLOCKS, cache=cache))
     assert len(found) >= 16
     for plan, usage in found:

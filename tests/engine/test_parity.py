@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.engine.cases import PARITY
 from tests.engine.harness import (
     BLOCKS,
     MAX_MODEL_LEN,
-    NOISY,
     STOP_IDS,
     as_request,
     assert_parity,
@@ -23,68 +23,8 @@ if TYPE_CHECKING:
     from tests.engine.harness import Engine
     from tests.reference.llada_model import LLaDAReference
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "one token a step": {"gen_length": 32, "block_length": 32, "steps": 32},
-    "whole canvas in a step": {"gen_length": 32, "block_length": 32, "steps": 1},
-    "uneven quotas": {"gen_length": 30, "block_length": 10, "steps": 9},
-    "idle steps": {"gen_length": 16, "block_length": 4, "steps": 32},
-    "small blocks": {"gen_length": 32, "block_length": 4, "steps": 16},
-    "blocks of one token": {"gen_length": 8, "block_length": 1, "steps": 8},
-    "one-token canvas": {"gen_length": 1, "block_length": 1, "steps": 1},
-    "odd lengths": {"gen_length": 21, "block_length": 7, "steps": 6},
-    "guidance": {**BLOCKS, "cfg_scale": 0.5},
-    "strong guidance": {**BLOCKS, "cfg_scale": 3.0},
-    "float64 confidence": {**BLOCKS, "confidence_dtype": "float64"},
-    "confidence in the logits' dtype": {**BLOCKS, "confidence_dtype": "logits"},
-    "no end-of-sequence": {**BLOCKS, "logits_eos_inf": True},
-    "late end-of-sequence": {**BLOCKS, "confidence_eos_eot_inf": True},
-    "both end-of-sequence options": {
-        **BLOCKS,
-        "logits_eos_inf": True,
-        "confidence_eos_eot_inf": True,
-    },
-    "random remasking": {**BLOCKS, "remasking": "random", "seed": 11},
-    "temperature": {**NOISY, "temperature": 1.0},
-    "low temperature, 64-bit seed": {**NOISY, "temperature": 0.3, "seed": 2**63 + 5},
-    "temperature and random remasking": {**NOISY, "temperature": 0.7, "remasking": "random"},
-    "temperature and guidance": {**NOISY, "temperature": 0.5, "cfg_scale": 1.0},
-    "temperature, late end-of-turn": {
-        **NOISY,
-        "temperature": 2.0,
-        "confidence_eos_eot_inf": True,
-    },
-    "temperature, no end-of-sequence": {**NOISY, "temperature": 2.0, "logits_eos_inf": True},
-    "threshold 0.3": {"gen_length": 32, "block_length": 16, "threshold": 0.3},
-    "threshold 0.6": {"gen_length": 32, "block_length": 16, "threshold": 0.6},
-    "threshold 0.9": {"gen_length": 32, "block_length": 16, "threshold": 0.9},
-    "threshold 0.98": {"gen_length": 32, "block_length": 8, "threshold": 0.98},
-    "threshold above 1": {"gen_length": 16, "block_length": 8, "threshold": 1.5},
-    "threshold 0": {"gen_length": 32, "block_length": 8, "threshold": 0.0},
-    "threshold by default": {"gen_length": 32, "block_length": 16, "algorithm": "threshold"},
-    "threshold with guidance": {
-        "gen_length": 32,
-        "block_length": 16,
-        "threshold": 0.8,
-        "cfg_scale": 1.0,
-    },
-    "threshold with random scores": {
-        "gen_length": 32,
-        "block_length": 16,
-        "threshold": 0.8,
-        "remasking": "random",
-        "seed": 3,
-    },
-    "threshold with temperature": {
-        "gen_length": 16,
-        "block_length": 8,
-        "threshold": 0.6,
-        "temperature": 0.6,
-        "seed": 5,
-    },
-}
 
-
-@pytest.mark.parametrize("asked", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize("asked", PARITY.values(), ids=PARITY.keys())
 def test_every_parameter(engine: Engine, model: LLaDAReference, asked: dict[str, Any]) -> None:
     assert_parity(engine, model, 20, asked)
 

@@ -162,7 +162,7 @@ def test_shares_of_the_requests_step_one_behind_the_other(
     collect = engine.runner.collect
 
     def recorded(step: Any) -> Any:
-        seen.append((engine.runner._loop.launched, step.req_ids))
+        seen.append((launches[len(seen) + 1 :], step.req_ids))
         return collect(step)
 
     monkeypatch.setattr(engine.runner, "collect", recorded)
@@ -187,10 +187,17 @@ def test_an_abort_of_the_first_of_two_steps_under_way(
 ) -> None:
     prompt, wanted = clear_case(model, 20, **BLOCKS)
     monkeypatch.setattr(engine.runner, "shares", Shares(52))
+    execute, outputs = engine.runner.execute, []
+
+    def recorded(message: Any) -> Any:
+        outputs.append(execute(message))
+        return outputs[-1]
+
+    monkeypatch.setattr(engine.runner, "execute", recorded)
     names = [start(engine, str(i), as_request(prompt, **BLOCKS)) for i in range(3)]
     for _ in range(4):
         engine.llm.llm_engine.step()
-    first, second = engine.runner._loop.launched
+    first, second = outputs[-1].launched
     assert {len(first), len(second)} <= {1, 2}
     gone = [name for name in names if any(req_id.startswith(name) for req_id in first)]
     assert gone

@@ -13,11 +13,12 @@ from tests.engine.harness import (
     BLOCKS,
     MAX_MODEL_LEN,
     Ask,
+    Even,
     as_request,
+    carrying,
     refusal_error,
     running,
 )
-from tests.engine.test_selection import Even, carrying
 from tests.reference import decode
 from tests.reference.families import load_reference
 from vllm.diffusion.engine.compute import PooledHead

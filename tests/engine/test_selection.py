@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 from bisect import bisect
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,12 +11,10 @@ import pytest
 import torch
 
 from tests.checkpoints import MASK_ID, random_prompt
-from tests.engine.harness import BLOCKS, as_request
+from tests.engine.harness import BLOCKS, Even, as_request, carrying
 from vllm.diffusion.decoding import Commit, Selector
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tests.engine.harness import Engine
 
 LENGTH = 9  # of the prompts
@@ -71,16 +67,6 @@ class Rising(Selector):
         return low, high
 
 
-class Even(Selector):
-    """Only even token ids, by the logits."""
-
-    reads_logits = True
-
-    def adjust_logits(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        logits[:, 1::2] = -torch.inf
-        return logits
-
-
 class Sevens(Selector):
     """Another token and another order than the model's: the last position is the surest."""
 
@@ -111,24 +97,6 @@ class Twice(Selector):
     def select(self, tokens: Any, candidates: Any, choose: Any) -> Commit:
         choose(candidates)
         return choose(candidates)
-
-
-@contextmanager
-def carrying(engine: Engine, *selectors: Selector | None) -> Iterator[None]:
-    """The next requests carry these selectors, in order of admission."""
-    left, schedule = list(selectors), engine.scheduler.schedule
-
-    def scheduled(*args: Any, **kwargs: Any) -> Any:
-        step = schedule(*args, **kwargs)
-        step.admitted = [replace(new, selector=left.pop(0)) for new in step.admitted]
-        return step
-
-    engine.scheduler.schedule = scheduled
-    try:
-        yield
-    finally:
-        del engine.scheduler.schedule
-    assert not left
 
 
 def ask(engine: Engine, selector: Selector | None, **asked: Any) -> Any:

@@ -15,13 +15,9 @@ import pytest
 from vllm.v1.executor import Executor
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import Ask, running
+from tests.engine.cases import CUT, SCHEMA, SHORT, guided_asks, mixed_asks, whole_asks
+from tests.engine.harness import Ask, engine_config, finish, running, start, tokens
 from tests.engine.ranks import ranked
-from tests.engine.test_chunks import CUT, SHORT, asks, tokens
-from tests.engine.test_guided import SCHEMA
-from tests.engine.test_guided import asks as guided_asks
-from tests.engine.test_overlay import engine_config
-from tests.engine.test_running_ahead import finish, start
 from vllm.diffusion.engine.budget import planning_budget
 from vllm.diffusion.engine.executor import RanksExecutor
 from vllm.diffusion.memory import Plan, Planner
@@ -38,11 +34,6 @@ DIVIDED = Plan(Layout(False, shards=2), CUT.rows)
 # Read at the first and the last row of every 16.
 READ = [0, 15, 16, 31, 32, 47, 48, 63]
 SCORED = Ask(random_prompt(64, 9), {"score": {"positions": READ, "token_ids": [[5, 6]] * 8}})
-
-
-def whole_asks() -> list[Ask]:
-    """Requests that keep nothing: their steps are divided."""
-    return [ask for ask in asks() if "cache" not in ask.extra]
 
 
 def use(plan: Plan, ranks: Ranked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,9 +65,9 @@ def test_head_groups_host_rows_and_kept_keys_give_the_same_tokens(
 ) -> None:
     """A step with kept keys and values is every rank's own."""
     with running(checkpoint("mha")) as engine:
-        wanted, whole = tokens(engine.ask(*asks())), tokens(engine.ask(*whole_asks()))
+        wanted, whole = tokens(engine.ask(*mixed_asks())), tokens(engine.ask(*whole_asks()))
     with ranked(checkpoint("mha"), 2) as (engine, ranks):
-        assert tokens(engine.ask(*asks())) == wanted
+        assert tokens(engine.ask(*mixed_asks())) == wanted
         assert ranks.num_exchanges == 0
         for on_host in (False, True):
             use(Plan(Layout(False, 2, on_host, shards=2), CUT.rows), ranks, monkeypatch)
@@ -143,7 +134,7 @@ def test_only_steps_of_enough_rows_are_divided(checkpoint: Callable[[str], Path]
 
 def test_slices_and_aborts(checkpoint: Callable[[str], Path]) -> None:
     """A divided step in slices, others beside it, and one that goes in the middle of its step."""
-    long, beside = Ask(random_prompt(150, 1), {**SHORT, "cfg_scale": 1.0}), asks()
+    long, beside = Ask(random_prompt(150, 1), {**SHORT, "cfg_scale": 1.0}), mixed_asks()
     with running(checkpoint("mha")) as engine:
         wanted = tokens(engine.ask(long, *beside))
     with ranked(checkpoint("mha"), 2, min_tokens=100) as (engine, ranks):

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from tests.checkpoints import make_checkpoint, random_prompt
-from tests.engine.harness import Ask, finish, running, shrink, start, step
-from tests.engine.test_chunks import CUT, PLANS, SHORT, tokens
-from tests.memory.test_planner import LLADA_8B
+from tests.engine.cases import CUT, PLANS, SHORT
+from tests.engine.harness import Ask, finish, running, shrink, start, step, tokens
+from tests.memory.support import LLADA_8B
 from vllm.diffusion.engine.messages import Slice
 from vllm.diffusion.engine.model_runner import DiffusionModelRunner
+from vllm.diffusion.engine.slices import Slices
 from vllm.diffusion.engine.slicing import Pace
 from vllm.diffusion.engine.windows import ALL_ROWS
 from vllm.diffusion.errors import ActivationBudgetError
@@ -344,14 +345,14 @@ def test_who_does_not_fit_beside_a_paused_step_waits_for_its_end(
     long, short = Ask(random_prompt(200), SHORT), Ask(random_prompt(15), SHORT)
     wanted = tokens(engine.ask(long, short))
     engine.scheduler.slicing.longest_pause_s = 2 * planner.seconds_of(Demand(216, 16), 216) / 5
-    plan_of = engine.scheduler._planner.plan_of
+    plan_of = Planner.plan_of
 
-    def in_a_full_pool(demands: Any, kept_bytes: int = 0) -> Plan:
+    def in_a_full_pool(planner: Planner, demands: Any, kept_bytes: int = 0) -> Plan:
         if kept_bytes > 0:
             raise ActivationBudgetError(31, kept_bytes, 0, 0)
-        return plan_of(demands, kept_bytes)
+        return plan_of(planner, demands, kept_bytes)
 
-    monkeypatch.setattr(engine.scheduler._planner, "plan_of", in_a_full_pool)
+    monkeypatch.setattr(Planner, "plan_of", in_a_full_pool)
     outputs.clear()
     assert tokens(engine.ask(long, short)) == wanted
     during = [after for before, after in pairwise(outputs) if before.paused is not None]
@@ -371,13 +372,13 @@ def test_a_step_whose_keys_were_moved_begins_anew(
     runner.caches.trim()  # so that there is no more room than is in use
     slicing = engine.scheduler.slicing
     slicing.longest_pause_s = 2 * runner.planner.seconds_of(Demand(216, 16), 216) / 30
-    begin, forwards_begun = runner._slices.begin, []
+    begin, forwards_begun = Slices.begin, []
 
-    def recorded(batch: Any, *arguments: Any) -> None:
+    def recorded(slices: Slices, batch: Any, *arguments: Any) -> None:
         forwards_begun.append(batch.canvases[0].num_forwards)
-        begin(batch, *arguments)
+        begin(slices, batch, *arguments)
 
-    monkeypatch.setattr(runner._slices, "begin", recorded)
+    monkeypatch.setattr(Slices, "begin", recorded)
     names: list[str] = []
     monkeypatch.setattr(slicing, "long", lambda running, *_: [n for n in names if n in running])
     first = start(engine, "first", asks[0])

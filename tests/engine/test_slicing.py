@@ -50,6 +50,7 @@ class Device:
         self.slicing = slicing.Slicing(Settings(**settings))
         self.now = self.long_s = 0.0
         self.slices: list[str] = []
+        self.paused: Paused | None = None
         self._factor, self._unheard = factor, [None] * lag
         self._left = {"a": STEP_S, "b": STEP_S}
         clock = SimpleNamespace(monotonic=lambda: self.now)
@@ -59,7 +60,7 @@ class Device:
         """One step of the engine, in which short requests take so many seconds."""
         asked = self.slicing.next_slice(long, PLANNER, is_shared=short_s > 0)
         self.now += short_s
-        worked = paused = None
+        worked = self.paused = None
         if asked is not None:
             seconds = min(asked.seconds, self._left[asked.req_id])
             taken = self._factor * seconds
@@ -67,11 +68,11 @@ class Device:
             self.slices.append(asked.req_id)
             worked = Worked(seconds, taken, 1)
             self._left[asked.req_id] = (self._left[asked.req_id] - seconds) or STEP_S
-            paused = None if self._left[asked.req_id] == STEP_S else Paused(asked.req_id, 1)
+            self.paused = None if self._left[asked.req_id] == STEP_S else Paused(asked.req_id, 1)
         elif self.slices and self._left[self.slices[-1]] < STEP_S:
-            paused = Paused(self.slices[-1], 1)
+            self.paused = Paused(self.slices[-1], 1)
         self._unheard.append(worked)
-        done = SimpleNamespace(worked=self._unheard.pop(0), paused=paused)
+        done = SimpleNamespace(worked=self._unheard.pop(0), paused=self.paused)
         self.slicing.learn(done)  # type: ignore[arg-type]
 
 
@@ -126,7 +127,7 @@ def test_several_long_requests_take_their_steps_in_turn(monkeypatch: pytest.Monk
     for _ in range(100):
         begun = len(device.slices)
         device.step(turns)
-        if len(device.slices) > begun and device.slicing._paused is None:
+        if len(device.slices) > begun and device.paused is None:
             turns.reverse()
     runs = "".join(device.slices).replace("a" * 20, "A").replace("b" * 20, "B")
     assert runs in ("ABABA", "AB" * 2 + "A")

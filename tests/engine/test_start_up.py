@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from tests.checkpoints import make_case
-from tests.engine.test_overlay import engine_config, llama  # noqa: F401
+from tests.engine.harness import engine_config
 from vllm.diffusion import __version__, startup_log
 from vllm.diffusion.api import welcome
 from vllm.diffusion.engine import status
@@ -196,7 +196,7 @@ def test_other_lines_of_the_same_loggers_stay() -> None:
     ]
 
 
-def test_the_settings_of_an_engine_are_one_short_line(llama: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_settings_of_an_engine_are_one_short_line(llama: Path, tmp_path: Path) -> None:
     startup_log.tell_what_is_ours()
     logger = logging.getLogger("vllm.v1.engine.core")
     (tmp_path / "ours").mkdir()

@@ -13,22 +13,21 @@ import pytest
 import torch
 
 from tests.checkpoints import make_checkpoint, random_prompt
+from tests.engine.cases import SHORT, mixed_asks, whole_asks
 from tests.engine.harness import (
     BLOCKS,
     NOISY,
     Ask,
     as_request,
+    assert_decoded,
     clear_case,
     refusal_error,
     running,
     shrink,
+    start,
+    tokens,
 )
 from tests.engine.ranks import fail_once
-from tests.engine.test_batching import assert_decoded
-from tests.engine.test_chunks import SHORT, tokens
-from tests.engine.test_chunks import asks as mixed_asks
-from tests.engine.test_running_ahead import start
-from tests.engine.test_sequence_parallel import whole_asks
 from tests.reference.families import load_reference
 
 if TYPE_CHECKING:

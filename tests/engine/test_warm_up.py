@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tests.engine.cases import SERVED
 from tests.engine.harness import BLOCKS, as_request, clear_case, running
-from tests.engine.test_graphs import MODEL
 from vllm.diffusion.config import served_model
 from vllm.diffusion.engine.graphs import ROW_BUCKETS, buckets_of
 from vllm.diffusion.engine.warm_up import warm_up
@@ -40,7 +40,7 @@ def test_a_warm_engine_answers_as_before(
 
     monkeypatch.setattr(engine.runner, "run_alone", recorded)
     frozen_before = gc.get_freeze_count()
-    warm_up(engine.runner, MODEL, row_budget=64, max_requests=2, shows_progress=False)
+    warm_up(engine.runner, SERVED, row_budget=64, max_requests=2, shows_progress=False)
     buckets = buckets_of(engine.runner.model.config)
     assert {*buckets.whole, *buckets.windows} == set(rows)
     assert rows == sorted(rows, reverse=True)
@@ -61,13 +61,14 @@ def test_blocks_in_pages_are_warm_as_well(
     with running(
         checkpoint("llada2"), max_model_len=1024, hf_overrides=longer, num_gpu_blocks_override=40
     ) as engine:
-        build = engine.runner._batch
+        launch = engine.runner.launch
 
         def recorded(req_ids: Any) -> Any:
-            batches.append(build(req_ids))
-            return batches[-1]
+            launched = launch(req_ids)
+            batches.append(launched.batch)
+            return launched
 
-        monkeypatch.setattr(engine.runner, "_batch", recorded)
+        monkeypatch.setattr(engine.runner, "launch", recorded)
         model = served_model(engine.llm.llm_engine.vllm_config)
         warm_up(engine.runner, model, row_budget=64, max_requests=2, shows_progress=False)
         for is_kept in (True, False):

@@ -9,6 +9,7 @@ import torch
 
 from vllm.diffusion import envs
 from vllm.diffusion.errors import ServerConfigError
+from vllm.diffusion.memory import usage
 from vllm.diffusion.memory.activation_pool import (
     ActivationPool,
     ArenaBacking,
@@ -139,10 +140,10 @@ def test_without_virtual_memory_pytorch_serves():
             assert pool.take("x", (4,), torch.float32).device == device
 
 
-def test_a_meter_weighs_bytes_with_time():
-    clock = iter([0.0, 1.0, 4.0, 6.0, 6.0])
+def test_a_meter_weighs_bytes_with_time(monkeypatch):
+    clock = iter([-9.0, 0.0, 1.0, 4.0, 6.0])
+    monkeypatch.setattr(usage, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     meter = UsageMeter(CPU)
-    meter._now = lambda: next(clock)
     meter.start()
     meter.mark("a", 100)
     meter.mark("b", 400)
@@ -229,7 +230,7 @@ def test_spares_of_temporaries_serve_buffers(arena_pool):
     with arena_pool.temporaries():
         torch.ones(40 * MIB, dtype=torch.uint8, device="cuda")
     # PyTorch still caches the segment; growing the buffers takes its chunks.
-    arena_pool._backing.reserve(60 * MIB)
+    arena_pool.reserve(60 * MIB)
     assert arena_pool.num_bytes == 60 * MIB
 
 

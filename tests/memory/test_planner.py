@@ -13,6 +13,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.memory.support import BF16, LLADA_8B, in_place
 from vllm.diffusion.buffers import Buffer, row_bytes
 from vllm.diffusion.engine.turns import take_turns
 from vllm.diffusion.errors import ActivationBudgetError
@@ -36,14 +37,8 @@ from vllm.diffusion.stages import GATE_UP, PROJECTED
 
 CPU = torch.device("cpu")
 
-BF16 = torch.bfloat16
 GIB = 1 << 30
 KIB = 1 << 10
-
-
-def in_place(mlp_width: int, most_gated_rows: int | None = None) -> tuple[Products, ...]:
-    """Of plain weights on a GPU of their own."""
-    return (Products((), (GATE_UP.of(BF16, 2 * mlp_width),), (), most_gated_rows),)
 
 
 def upstreams(columns: int) -> tuple[Buffer, ...]:
@@ -56,20 +51,6 @@ def listed(buffers: tuple[Buffer, ...]) -> dict[str, int]:
     return {buffer.name: buffer.row_bytes for buffer in buffers}
 
 
-# LLaDA-8B, bf16, one rank.
-LLADA_8B = ModelShape(
-    num_layers=32,
-    hidden_size=4096,
-    num_heads=32,
-    num_kv_heads=32,
-    head_dim=128,
-    mlp_width=12288,
-    num_columns=126464,
-    dtype=BF16,
-    rotary_dim=128,
-    rotary_dtype=torch.float32,
-    products=in_place(12288),
-)
 DREAM_7B = ModelShape(
     num_layers=28,
     hidden_size=3584,
@@ -741,9 +722,10 @@ def test_a_step_that_keeps_keys_and_values_is_not_divided() -> None:
 def test_groups_of_heads_have_heads_for_every_rank() -> None:
     """So the smallest pools differ: KV heads of a group are divided once more."""
     for shape, most in ((DREAM_7B, 2), (LLADA_8B, 16)):
-        planner = Planner(shape, 100 * GIB, row_budget=4096, shards=2, min_rows=0)
         step = StepShape(65_536, 128, 65_536)
-        smallest = planner._smallest_bytes(step)
+        with pytest.raises(ActivationBudgetError) as refused:
+            Planner(shape, 1 << 20, row_budget=4096, shards=2, min_rows=0).plan(step)
+        smallest = refused.value.required_bytes
         tight = Planner(shape, smallest, row_budget=4096, shards=2, min_rows=0).plan(step)
         assert (
             tight.layout.shards == 2

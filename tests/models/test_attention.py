@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.models.split_kernel import plain_attention
 from tests.pages import in_pages
 from vllm.diffusion.layers import attention_backends
 from vllm.diffusion.layers.attention_backends import (
@@ -73,27 +73,6 @@ GRIDS = [
 def heads(rows: int, num_heads: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, num_heads, HEAD_DIM, generator=generator)
-
-
-def plain_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: list[Span]
-) -> torch.Tensor:
-    """The definition, one span, head and query at a time, in float64."""
-    out = torch.zeros_like(q, dtype=torch.float64)
-    group = q.shape[1] // k.shape[1]
-    for span in spans:
-        keys = slice(span.kv_start, span.kv_end)
-        for row in range(span.q_start, span.q_end):
-            for head in range(q.shape[1]):
-                if span.block_length:  # the definition: no block after the query's own
-                    own = (span.first + row - span.q_start) // span.block_length
-                    every = range(span.kv_start, span.kv_end)
-                    seen = [j for j in every if (j - span.kv_start) // span.block_length <= own]
-                    keys = slice(span.kv_start, span.kv_start + len(seen))
-                scores = k[keys, head // group].double() @ q[row, head].double()
-                weights = torch.softmax(scores / math.sqrt(q.shape[2]), dim=0)
-                out[row, head] = weights @ v[keys, head // group].double()
-    return out
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
@@ -230,9 +209,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     upstream.is_fa_version_supported = lambda version: version == 3  # type: ignore[attr-defined]
     upstream.flash_attn_varlen_func = plain_flash  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", upstream)
-    attention_backends._flash3.cache_clear()
-    yield upstream
-    attention_backends._flash3.cache_clear()
+    # looked for anew at every call, as tests change what is there
+    monkeypatch.setattr(attention_backends, "_flash3", attention_backends._flash3.__wrapped__)
+    return upstream
 
 
 def plain_flash(
@@ -297,7 +276,6 @@ def test_choice_by_shape(
     captured = choose_backend(q, layout._replace(spans=None))
     assert captured is (Backend.TILED if len(q) * 32 >= 96 * 132 else Backend.SPLIT)
     hopper.is_fa_version_supported = lambda _: True  # type: ignore[attr-defined]
-    attention_backends._flash3.cache_clear()
     is_flash3 = sequences == 1 and queries >= 512
     assert choose_backend(q, layout) is (Backend.FLASH3 if is_flash3 else wanted)
 
@@ -311,10 +289,8 @@ def test_choice_by_what_is_there(hopper: ModuleType, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(attention_backends, "can_split", lambda *_: False)
     assert choose_backend(few, window) is Backend.FLASH
     hopper.is_fa_version_supported = lambda _: False  # type: ignore[attr-defined]
-    attention_backends._flash3.cache_clear()
     assert choose_backend(q, long) is Backend.SDPA
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", None)  # its import fails
-    attention_backends._flash3.cache_clear()
     assert choose_backend(q, long) is Backend.SDPA
 
 
@@ -375,63 +351,7 @@ def test_flash3_gets_the_keys_of_its_sequence(hopper: ModuleType) -> None:
     assert torch.equal(out, result)
 
 
-# --- the kernel that splits the keys; `run_split` where Triton is interpreted -------------------
-
-
-def run_split() -> None:
-    """Grouped heads, strided rows, empty sequences; keys in one part and in several; blocks."""
-    single, half = (torch.float32, 1, 1e-5), (torch.float16, 2, 4e-3)
-    whole = [Span(0, 5, 7, 177), Span(5, 5, 3, 9), Span(5, 14, 0, 0), Span(14, 15, 190, 200)]
-    run_split_of(whole, half)
-    blocks = [Span(0, 9, 7, 177, 4, 161), Span(9, 9, 3, 9, 1), Span(9, 14, 20, 100)]
-    run_split_of([*blocks, Span(14, 15, 190, 200, 6, 3)], half)
-    # not split: a later part has no keys for the first rows
-    run_split_of([Span(0, 15, 0, 15, 5)], single)
-    run_split_of([Span(0, 15, 0, 170, 7, 60)], half)
-    run_split_in_pages()
-
-
-def run_split_of(spans: list[Span], *kinds: tuple[torch.dtype, int, float]) -> None:
-    """Each kind: the dtype, key and value heads, and the error that it may have."""
-    layout = AttentionLayout.of(spans, "cpu")
-    generator = torch.Generator().manual_seed(20250920)
-    for dtype, num_kv_heads, limit in kinds:
-        q = torch.randn(15, 7, 16, generator=generator).to(dtype)[:, 2:6]
-        pool = torch.randn(200, 2 * num_kv_heads + 1, 16, generator=generator).to(dtype)
-        k, v = pool[:, 1 : 1 + num_kv_heads], pool[:, 1 + num_kv_heads :]
-        wanted = plain_attention(q, k, v, spans)
-        is_read = torch.zeros(len(pool), dtype=torch.bool)
-        for span in spans:
-            is_read[span.kv_start : span.kv_start + span.keys_read_by(span.num_queries - 1)] = True
-        pool[~is_read] = torch.nan  # what no sequence reads may be anything
-        for programs in (0, 64):  # not split, and in parts of 64 keys
-            out = torch.full(q.shape, torch.nan, dtype=dtype)
-            bounded = layout._replace(max_keys=layout.max_keys + 80)  # a bound, not a maximum
-            config = SplitConfig(16, 16, programs, num_warps=4, num_stages=1)
-            result = split_attention(q, k, v, bounded, out, config)
-            assert result is out
-            torch.testing.assert_close(out.double(), wanted, rtol=limit, atol=limit)
-
-
-def run_split_in_pages() -> None:
-    """As above, the keys in shuffled pages of one tile and of several."""
-    spans = [Span(0, 5, 64, 191), Span(5, 5, 0, 9), Span(5, 14, 32, 32), Span(14, 15, 192, 193)]
-    generator = torch.Generator().manual_seed(20261122)
-    q = torch.randn(15, 4, 16, generator=generator)
-    k, v = (torch.randn(200, 2, 16, generator=generator) for _ in range(2))
-    wanted = plain_attention(q, k, v, spans)
-    for size, programs in ((16, 64), (32, 0)):
-        *stored, pages = in_pages(k, v, size)
-        layout = AttentionLayout.of(spans, "cpu", pages)
-        config = SplitConfig(16, 16, programs, num_warps=4, num_stages=1)
-        result = split_attention(q, *stored, layout, config=config)
-        torch.testing.assert_close(result.double(), wanted, rtol=1e-5, atol=1e-5)
-    try:
-        split_attention(q, *stored, layout._replace(pages=pages._replace(size=24)), config=config)
-    except ValueError as error:
-        assert "page size: wanted a multiple of 16, given 24" in str(error)
-    else:
-        raise AssertionError("pages that are not whole tiles were taken")
+# --- the kernel that splits the keys; tests/native/test_interpreter.py runs it ------------------
 
 
 def test_number_of_splits() -> None:

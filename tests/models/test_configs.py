@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.models.test_family_configs import make as make_any
+from tests.models.released import make_config as make_any
 from vllm.diffusion.errors import ModelConfigError
 from vllm.diffusion.families import FAMILIES, LLADA
 from vllm.diffusion.models.config import config_classes

@@ -8,9 +8,9 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from make_dummy_checkpoint import configuration
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
+from tests.models.released import RELEASED, make_config
 from vllm.diffusion.errors import ModelConfigError
 from vllm.diffusion.families import (
     DREAM,
@@ -23,35 +23,14 @@ from vllm.diffusion.families import (
 )
 from vllm.diffusion.models.config import config_classes
 from vllm.diffusion.models.dream import DreamConfig
-from vllm.diffusion.models.fast_dllm import FastDLLMConfig
-from vllm.diffusion.models.llada import LLaDAConfig
 from vllm.diffusion.models.llada2 import LLaDA2Config
 from vllm.diffusion.models.llada_moe import LLaDAMoEConfig
-from vllm.diffusion.models.sdar import SDARConfig
-from vllm.diffusion.models.sdar_moe import SDARMoeConfig
 
 if TYPE_CHECKING:
     from vllm.diffusion.families import Family
     from vllm.diffusion.models.config import DiffusionConfig
 
-RELEASED = {
-    "llada": (LLaDAConfig, configuration("llada")),
-    "dream": (DreamConfig, configuration("dream")),
-    "moe": (LLaDAMoEConfig, configuration("llada-moe")),
-    "sdar": (SDARConfig, configuration("sdar", "4b")),
-    "sdar_moe": (SDARMoeConfig, configuration("sdar-moe")),
-    "llada2": (LLaDA2Config, configuration("llada2", "mini")),
-    "fast_dllm": (FastDLLMConfig, configuration("fast-dllm")),
-}
 DREAM_7B, MOE_7B, LLADA2_MINI = (RELEASED[name][1] for name in ("dream", "moe", "llada2"))
-
-
-def make(family: str, *without: str, **overrides: Any) -> Any:
-    kind, released = RELEASED[family]
-    values = {key: value for key, value in released.items() if key not in without}
-    config = kind.from_dict(copy.deepcopy({**values, **overrides}))
-    assert isinstance(config, kind)
-    return config
 
 
 @pytest.mark.parametrize(
@@ -69,7 +48,7 @@ def make(family: str, *without: str, **overrides: Any) -> Any:
 def test_upstream_reads_the_shapes_it_wants(
     family: str, num_experts: int, heads: tuple[int, int], vocab_size: int, length: int
 ) -> None:
-    config = make(family)
+    config = make_config(family)
     shape = ModelArchConfigConvertorBase(config, config.get_text_config()).convert()
     assert shape.head_size == config.head_dim == 128
     assert (shape.total_num_attention_heads, shape.total_num_kv_heads) == heads
@@ -90,11 +69,11 @@ def test_dream_class_defaults() -> None:
     assert (config.rms_norm_eps, config.rope_theta) == (1e-6, 10000.0)
     assert config.tie_word_embeddings is False
     assert (config.mask_token_id, config.pad_token_id) == (151666, 151643)
-    assert make("dream", num_key_value_heads=None).num_key_value_heads == 28
+    assert make_config("dream", num_key_value_heads=None).num_key_value_heads == 28
 
 
 def test_moe_options_default_to_those_of_the_release() -> None:
-    config = make(
+    config = make_config(
         "moe",
         *("rms_norm_eps", "partial_rotary_factor", "clip_qkv", "attention_bias", "qk_layernorm"),
         *("moe_router_score_function", "moe_router_enable_expert_bias", "tie_word_embeddings"),
@@ -126,26 +105,29 @@ def test_moe_options_default_to_those_of_the_release() -> None:
     ],
 )
 def test_which_layers_have_experts(freq: int | list[int], dense: list[int]) -> None:
-    config = make("moe", moe_layer_freq=freq)
+    config = make_config("moe", moe_layer_freq=freq)
     assert sorted({*range(16)} - {*config.architecture.expert_layers}) == dense
 
 
 def test_partial_rotary() -> None:
-    assert make("moe", partial_rotary_factor=0.25).architecture.rotary_dim == 32
+    assert make_config("moe", partial_rotary_factor=0.25).architecture.rotary_dim == 32
 
 
 @pytest.mark.parametrize("family", sorted({*RELEASED} - {"llada"}))
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_a_plain_rope_description_gives_the_base(family: str, key: str) -> None:
     described = {"rope_type": "default", "rope_theta": 12345.0}
-    config = make(family, "rope_theta", "rope_scaling", **{key: described})
+    config = make_config(family, "rope_theta", "rope_scaling", **{key: described})
     assert config.rope_theta == 12345.0
-    assert make(family, **{key: {"type": "default"}}).rope_theta == make(family).rope_theta
+    assert (
+        make_config(family, **{key: {"type": "default"}}).rope_theta
+        == make_config(family).rope_theta
+    )
 
 
 @pytest.mark.parametrize("family", sorted(RELEASED))
 def test_copies_and_round_trips(family: str) -> None:
-    config = make(family)
+    config = make_config(family)
     assert type(config).from_dict(config.to_dict()).to_dict() == config.to_dict()
     assert pickle.loads(pickle.dumps(config)).to_dict() == config.to_dict()
     assert copy.deepcopy(config).to_dict() == config.to_dict()
@@ -265,7 +247,7 @@ def test_refusals_name_key_given_and_wanted(
     family: str, key: str, value: Any, others: dict[str, Any]
 ) -> None:
     with pytest.raises(ModelConfigError) as refused:
-        make(family, **{key: value, **others})
+        make_config(family, **{key: value, **others})
     assert refused.value.key == key
     assert refused.value.given == value
     assert refused.value.wanted
@@ -273,7 +255,7 @@ def test_refusals_name_key_given_and_wanted(
 
 
 def test_a_sliding_window_that_is_not_in_use_is_dropped() -> None:
-    assert make("dream", sliding_window=4096).sliding_window is None
+    assert make_config("dream", sliding_window=4096).sliding_window is None
 
 
 @pytest.mark.parametrize("asked", sorted(config_classes()))
@@ -300,10 +282,13 @@ def test_without_an_architecture_the_model_type_decides() -> None:
 
 
 def test_block_lengths() -> None:
-    assert make("sdar").block_length == 4
-    assert make("sdar", "block_size").block_length == make("sdar", block_size=None).block_length
-    assert make("sdar", "block_size").block_length == 32
-    assert make("fast_dllm", bd_size=16).block_length == 16
+    assert make_config("sdar").block_length == 4
+    assert (
+        make_config("sdar", "block_size").block_length
+        == make_config("sdar", block_size=None).block_length
+    )
+    assert make_config("sdar", "block_size").block_length == 32
+    assert make_config("fast_dllm", bd_size=16).block_length == 16
 
 
 @pytest.mark.parametrize(
@@ -311,7 +296,7 @@ def test_block_lengths() -> None:
     [("llada2_moe", LLADA2), ("llada21_moe", LLADA21), ("llada2_moe_copy", LLADA2)],
 )
 def test_the_model_type_tells_versions_apart(model_type: str, family: Family) -> None:
-    config = make("llada2", model_type=model_type)
+    config = make_config("llada2", model_type=model_type)
     assert config.family is family
     assert pickle.loads(pickle.dumps(config)).family is family
 
@@ -325,7 +310,7 @@ def test_the_model_type_tells_versions_apart(model_type: str, family: Family) ->
     ],
 )
 def test_first_layers_of_llada2_are_dense(overrides: dict[str, Any], experts: range) -> None:
-    architecture = make("llada2", **overrides).architecture
+    architecture = make_config("llada2", **overrides).architecture
     assert architecture.expert_layers == tuple(experts)
     assert architecture.dense_width == (5120 if len(experts) < 20 else 0)
 
@@ -340,7 +325,7 @@ def test_first_layers_of_llada2_are_dense(overrides: dict[str, Any], experts: ra
     ],
 )
 def test_which_layers_of_sdar_moe_are_dense(overrides: dict[str, Any], dense: list[int]) -> None:
-    architecture = make("sdar_moe", **overrides).architecture
+    architecture = make_config("sdar_moe", **overrides).architecture
     assert sorted({*range(48)} - {*architecture.expert_layers}) == dense
     assert architecture.dense_width == (6144 if dense else 0)
 
@@ -352,15 +337,18 @@ def test_options_of_llada2_default_to_those_of_the_release() -> None:
         *("router_dtype", "n_group", "topk_group", "routed_scaling_factor", "num_shared_experts"),
         "first_k_dense_replace",
     )
-    assert make("llada2", *options).architecture == make("llada2").architecture
-    assert make("llada2", **dict.fromkeys(options)).architecture == make("llada2").architecture
-    assert make("llada2").architecture.rotary_dim == 64
-    assert make("llada2").architecture.shared_expert_width == 512
-    assert make("llada2").block_length == 32
+    assert make_config("llada2", *options).architecture == make_config("llada2").architecture
+    assert (
+        make_config("llada2", **dict.fromkeys(options)).architecture
+        == make_config("llada2").architecture
+    )
+    assert make_config("llada2").architecture.rotary_dim == 64
+    assert make_config("llada2").architecture.shared_expert_width == 512
+    assert make_config("llada2").block_length == 32
 
 
 def test_a_mask_token_may_be_the_tokenizers() -> None:
-    assert make("sdar", "mask_token_id").family is SDAR
+    assert make_config("sdar", "mask_token_id").family is SDAR
 
 
 def test_architectures_of_the_families() -> None:

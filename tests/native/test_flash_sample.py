@@ -9,7 +9,7 @@ import torch
 import flash_sample
 from flash_sample import Rows, candidates, entropy, entropy_witht, low_confidence, margin, partial
 from flash_sample.philox import uniform
-from tests.native.test_philox import chi_square_limit
+from tests.native.support import chi_square_limit
 
 INF = torch.inf
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -5,15 +5,16 @@ import pytest
 import torch
 
 from gather_gemm import SOFTMAX, Routing, Scoring, reference, route_rows, weighted_gemm
-from tests.native.test_grouped_gemm import (
+from tests.native.support import (
     ERROR,
     as_fp8,
     ends_of,
+    exact_rows,
+    experts_of,
     gated_wanted,
     relative_error,
     weighted_wanted,
 )
-from tests.native.test_routing import exact_rows, experts_of
 from vllm_add_llada.cuda_kernels import fused_ops
 
 # Rows of each of 7 groups: one row, empty groups beside each other, all in one, on both sides of

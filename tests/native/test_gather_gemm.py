@@ -6,14 +6,12 @@ import torch
 
 from gather_gemm import gather_gemm, gather_top, has_top
 from gather_gemm.launch import choose_config, choose_top_config
+from tests.native.support import SHAPES, TOP_SHAPES, masks_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 # Norm of the error over the norm of the result: fp32 sums, then one rounding to the dtype.
 ERROR = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
-
-# One row, at and past the edges of every tile; columns and depth that fill no tile.
-SHAPES = [(1, 1, 1), (16, 64, 64), (17, 131, 70), (33, 64, 200), (65, 129, 33), (300, 257, 130)]
 
 
 def relative_error(x, rows, weight, out):
@@ -43,50 +41,6 @@ def test_against_float64(generator, device, dtype, num_rows, num_columns, depth)
 def test_no_rows(device):
     x, weight = torch.ones(4, 8, device=device), torch.ones(5, 8, device=device)
     assert gather_gemm(x, torch.empty(0, dtype=torch.int64, device=device), weight).shape == (0, 5)
-
-
-INTERPRETED = """
-import torch
-from gather_gemm import _ops, _triton, gather_gemm, gather_top
-from tests.native.test_gather_gemm import SHAPES, TOP_SHAPES, masks_of
-from gather_gemm.launch import TopConfig
-assert _triton._IS_INTERPRETED
-del _ops.reference.gather_gemm  # the kernel must not need it
-generator = torch.Generator().manual_seed(5)
-kinds = ((torch.float32, 1e-6), (torch.float16, 1e-3))
-for number, (num_rows, num_columns, depth) in enumerate(SHAPES[:5]):
-    dtype, limit = kinds[number % 2]
-    x = torch.randn(90, depth + 5, generator=generator).to(dtype)[:, :depth]
-    weight = torch.randn(num_columns, depth, generator=generator).to(dtype)
-    rows = torch.randint(0, 90, (num_rows,), generator=generator)
-    out = torch.full((num_rows, num_columns + 3), torch.nan, dtype=dtype)
-    result = gather_gemm(x, rows, weight, out=out[:, :num_columns])
-    wanted = x.double()[rows] @ weight.double().t()
-    error = (result.double() - wanted).norm() / wanted.norm()
-    assert error < limit, (dtype, num_rows, num_columns, depth, error)
-    assert out[:, num_columns:].isnan().all()
-    whole = gather_gemm(x.index_select(0, rows), None, weight)
-    assert torch.equal(whole, result)
-reference = _ops.reference.gather_top
-del _ops.reference.gather_top
-tiles = [TopConfig(16, 64, 32, True, 4, 2), TopConfig(64, 64, 32, False, 4, 2)]
-for number, (num_rows, num_columns, depth) in enumerate(TOP_SHAPES):
-    dtype, config = kinds[number % 2][0], tiles[number // 2 % 2]
-    x = torch.randint(-2, 3, (90, depth + 8), generator=generator).to(dtype)[:, :depth]
-    weight = torch.randint(-2, 3, (num_columns, depth), generator=generator).to(dtype) / 16
-    rows = torch.randint(0, 90, (num_rows,), generator=generator)
-    for given, kind in ((rows, "none"), (None, "of all rows"), (rows, "by row")):
-        if given is None and number > 1:
-            continue  # 90 rows take the interpreter long
-        count = 90 if given is None else num_rows
-        masks = masks_of(kind, generator, count, num_columns, "cpu")
-        found = gather_top(x, given, weight, **masks, config=config)
-        wanted = reference(x, given, weight, **masks)
-        assert torch.equal(found.maximum, wanted[0])
-        assert torch.equal(found.column, wanted[1])
-        torch.testing.assert_close(found.sum_exp, wanted[2], rtol=1e-5, atol=0)
-        torch.testing.assert_close(found.probability, wanted[3], rtol=1e-5, atol=0)
-"""
 
 
 @pytest.mark.parametrize("element_bytes", [2, 4])
@@ -140,21 +94,6 @@ def softmax_of(logits, columns=(), forbidden=0, excluded=0):
 def integers(generator, *shape):
     """Small whole numbers: their products are exact, so logits have ties and none is rounded."""
     return torch.randint(-2, 3, shape, generator=generator)
-
-
-def masks_of(kind, generator, num_rows, num_columns, device):
-    """Special columns, the last one and two of one tile among them: of no row, all, or some."""
-    if kind == "none":
-        return {}
-    columns = (num_columns - 1, 3, 39)
-    if kind == "of all rows":
-        return {"columns": columns, "forbidden": 0b101, "excluded": 0b010}
-    bits = torch.randint(0, 8, (2, num_rows), generator=generator).to(torch.int32).to(device)
-    return {"columns": columns, "forbidden": bits[0], "excluded": bits[1]}
-
-
-# Rows: one, at and past the edges of the tiles. Columns and depth: no multiples of any tile.
-TOP_SHAPES = [(1, 40, 64), (16, 256, 128), (17, 131, 72), (33, 300, 200), (70, 257, 136)]
 
 
 @pytest.mark.parametrize("device", DEVICES)

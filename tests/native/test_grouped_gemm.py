@@ -3,7 +3,6 @@
 
 import pytest
 import torch
-from torch.nn import functional
 
 from gather_gemm import (
     gated_gemm,
@@ -17,46 +16,19 @@ from gather_gemm.launch import (
     choose_product,
     max_tiles,
 )
+from tests.native.support import (
+    ERROR,
+    as_fp8,
+    ends_of,
+    gated_wanted,
+    relative_error,
+    weighted_wanted,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
-# Norm of the error over the norm of the result: fp32 sums, then a few roundings to the dtype.
-ERROR = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-
 # Slots of each expert for rows of 2 experts: one row, empty experts, all rows with two experts.
 SLOTS = [[1, 0, 1], [0, 9, 0, 3, 5, 1], [70, 0, 70]]
-
-
-def ends_of(sizes, device="cpu"):
-    return torch.tensor(sizes).cumsum(0).to(dtype=torch.int32, device=device)
-
-
-def as_fp8(weight):
-    """Matrices as fp8, the scales of their rows, and what both stand for, in float64."""
-    scales = (weight.float().abs().amax(dim=2) / 448).clamp(min=1e-30)
-    values = (weight.float() / scales[:, :, None]).to(torch.float8_e4m3fn)
-    return values, scales, values.double() * scales.double()[:, :, None]
-
-
-def relative_error(given, wanted):
-    """Zero where both are zero; NaN or inf where something was not written."""
-    return ((given.double() - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()
-
-
-def grouped_wanted(x, weight, sizes):
-    parts = zip(x.double().split(sizes), weight.double(), strict=True)
-    return torch.cat([part @ matrix.t() for part, matrix in parts])
-
-
-def gated_wanted(x, slots, num_chosen, weight, sizes):
-    gate, up = grouped_wanted(x[slots.long() // num_chosen], weight, sizes).chunk(2, dim=-1)
-    return functional.silu(gate) * up
-
-
-def weighted_wanted(x, weight, sizes, slots, weights):
-    terms = torch.empty(len(x), weight.shape[1], dtype=torch.float64, device=x.device)
-    terms[slots.long()] = grouped_wanted(x, weight, sizes)
-    return terms.view(*weights.shape, -1) * weights.double()[:, :, None]
 
 
 # 7 and 5: neither fills a tile, nor whole 16 bytes; 64 and 136: more than a tile, in whole bytes.
@@ -200,45 +172,6 @@ def test_layers_in_a_graph_read_their_own_routing(generator, num_rows):
         x.copy_(given)
         graph.replay()
         assert torch.equal(x, wanted)
-
-
-INTERPRETED = """
-import torch
-from gather_gemm import gated_gemm, grouped, weighted_gemm
-from tests.native.test_grouped_gemm import (
-    as_fp8, ends_of, gated_wanted, relative_error, weighted_wanted
-)
-from gather_gemm import _triton
-assert _triton._IS_INTERPRETED
-del grouped.reference  # the kernels must not need it
-generator = torch.Generator().manual_seed(5)
-kinds = ((torch.float32, 2e-6), (torch.float16, 1e-3))
-for number, sizes in enumerate(([1, 0, 1], [0, 9, 0, 3, 5, 1], [70, 0, 30])):
-    # read by pointers, and by the copy engine
-    for width, depth in ((7, 5), (72, 136)):
-        dtype, limit = kinds[(number + (width == 72)) % 2]
-        case = (dtype, sizes, width, depth)
-        num_slots, ends = sum(sizes), ends_of(sizes)
-        slots = torch.randperm(num_slots, generator=generator).to(torch.int32)
-        x = torch.randn(num_slots // 2, depth, generator=generator).to(dtype)
-        w1 = torch.randn(len(sizes), 2 * width, depth, generator=generator).to(dtype)
-        w1 /= depth**0.5
-        w2 = torch.randn(len(sizes), depth, width, generator=generator).to(dtype)
-        weights = torch.rand(num_slots // 2, 2, generator=generator).to(dtype)
-        inner = gated_gemm(x, slots, 2, w1, ends)
-        assert relative_error(inner, gated_wanted(x, slots, 2, w1, sizes)) < limit, case
-        terms = weighted_gemm(inner, w2, ends, slots, weights)
-        wanted = weighted_wanted(inner, w2, sizes, slots, weights)
-        assert relative_error(terms, wanted) < limit, case
-        if dtype == torch.float32 or sizes[-1] > 1:
-            continue  # what widening fp8 costs the interpreter
-        (w1, s1, m1), (w2, s2, m2) = as_fp8(w1), as_fp8(w2)
-        inner = gated_gemm(x, slots, 2, w1, ends, s1)
-        assert relative_error(inner, gated_wanted(x, slots, 2, m1, sizes)) < limit, case
-        terms = weighted_gemm(inner, w2, ends, slots, weights, weight_scales=s2)
-        wanted = weighted_wanted(inner, m2, sizes, slots, weights)
-        assert relative_error(terms, wanted) < limit, case
-"""
 
 
 @pytest.mark.parametrize("choose", [choose_gated, choose_product])

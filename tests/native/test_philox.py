@@ -1,20 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Philox: published vectors, addressing, and the distribution of the numbers."""
 
-import math
-
 import pytest
 import torch
 
 from flash_sample.philox import philox4x32, uniform
+from tests.native.support import chi_square_limit
 
 WORD = 0xFFFFFFFF
-
-
-def chi_square_limit(degrees: int) -> float:
-    """Value that chi-square passes once in a million (Wilson and Hilferty's approximation)."""
-    spread = 2 / (9 * degrees)
-    return degrees * (1 - spread + 4.75 * math.sqrt(spread)) ** 3
 
 
 # Known-answer vectors of philox4x32_10 in Random123 (kat_vectors), by its authors.

@@ -7,50 +7,20 @@ from itertools import pairwise
 import pytest
 import torch
 
-from gather_gemm import SOFTMAX, Scoring, reference, route, route_rows, sum_terms
+from gather_gemm import Scoring, reference, route, route_rows, sum_terms
+from tests.native.support import (
+    DEPTHS,
+    SCORINGS,
+    SIZES,
+    awkward_logits,
+    check_routing,
+    check_rows,
+    exact_rows,
+    experts_of,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-# One row; in one block of the kernel and past it; experts that fill no power of two; all chosen;
-# more blocks than are counted at once.
-SIZES = [
-    *((1, 4, 1), (5, 6, 6), (33, 6, 3), (32, 64, 8), (33, 64, 8), (300, 40, 7), (9, 1000, 16)),
-    (1100, 64, 8),
-]
-
-# Experts, experts of a row, and how they are chosen: as in LLaDA2, SDAR-MoE and LLaDA-MoE; groups
-# that are all kept, of no power of two, and one expert of one group; scores as they are.
-SCORINGS = [
-    (256, 8, Scoring(True, 8, 4, is_normalised=True, scale=2.5, in_fp32=True)),
-    (128, 8, Scoring(is_normalised=True)),
-    (64, 8, SOFTMAX),
-    (12, 3, Scoring(num_groups=3, num_kept_groups=3)),
-    (40, 6, Scoring(num_groups=8, num_kept_groups=2, in_fp32=True)),
-    (6, 1, Scoring(True, 3, 1, is_normalised=True)),
-    (5, 4, Scoring(True, scale=0.5)),
-]
-
-# Depths: of a part of a tile, of a tile, of several and a part; of the compiled kernel.
-DEPTHS = [5, 256, 600, 1024]
-
-
-def check_routing(logits, num_chosen, bias, scoring=SOFTMAX):
-    for has_shared in (False, True):
-        given = route(logits, num_chosen, bias, scoring, has_shared=has_shared)
-        wanted = reference.route(logits, num_chosen, bias, scoring, has_shared=has_shared)
-        assert torch.equal(given.slots, wanted[1]) and torch.equal(given.ends, wanted[2])
-        torch.testing.assert_close(given.weights, wanted[0], equal_nan=True)
-
-
-def awkward_logits(generator, num_rows, num_experts):
-    """Few values, so that many are equal; -inf here and there, and rows of zeros and of -inf."""
-    logits = torch.randint(-3, 4, (num_rows, num_experts), generator=generator) / 2
-    logits[torch.rand(logits.shape, generator=generator) < 0.1] = -torch.inf
-    logits[0] = 0.0
-    logits[num_rows // 2] = -torch.inf
-    logits[num_rows // 2, -1] = 1.0
-    return logits
 
 
 def defined_routing(logits, num_chosen, bias, scoring):
@@ -75,35 +45,6 @@ def defined_routing(logits, num_chosen, bias, scoring):
     weights = [scores[e] for e in experts]
     whole = sum(weights) + 1e-20 if scoring.is_normalised else 1.0
     return experts, [weight / whole * scoring.scale for weight in weights]
-
-
-def experts_of(routing, num_rows, num_chosen):
-    """[R, k]: the experts of each row by its places."""
-    places = torch.arange(len(routing.slots), device=routing.slots.device)
-    members = torch.bucketize(places, routing.ends, right=True)
-    experts = torch.empty_like(members)
-    experts[routing.slots.long()] = members
-    return experts.view(num_rows, num_chosen)
-
-
-def exact_rows(generator, num_rows, num_experts, depth, dtype):
-    """x [R, D] and gate [E, D] of strided rows, whose logits no order of the sums changes.
-
-    Few values: many logits are equal.
-    """
-    x = torch.randint(-2, 3, (num_rows, depth + 8), generator=generator).to(dtype)
-    gate = torch.randint(-2, 3, (num_experts, depth + 16), generator=generator).to(dtype)
-    return x[:, :depth], gate[:, :depth] / 8
-
-
-def check_rows(x, gate, num_chosen, bias, scoring=SOFTMAX):
-    logits = x.float() @ gate.float().t()
-    logits = logits if scoring.in_fp32 else logits.to(x.dtype)
-    for has_shared in (False, True):
-        given = route_rows(x, gate, num_chosen, bias, scoring, has_shared=has_shared)
-        wanted = reference.route(logits, num_chosen, bias, scoring, has_shared=has_shared)
-        assert torch.equal(given.slots, wanted[1]) and torch.equal(given.ends, wanted[2])
-        torch.testing.assert_close(given.weights, wanted[0])
 
 
 @pytest.mark.parametrize(
@@ -364,62 +305,6 @@ def test_a_sum_takes_parts_of_rows(generator, device):
     added = x + wanted
     sum_terms(*parts, out=x, adds=True)
     assert torch.equal(x, added)
-
-
-INTERPRETED = """
-import torch
-from gather_gemm import route, routing, routing_kernel, sum_terms
-from gather_gemm import reference
-from tests.native.test_routing import (
-    DEPTHS, SCORINGS, SIZES, awkward_logits, check_routing, check_rows, exact_rows
-)
-routing.reference = None  # the kernels must not need it
-generator = torch.Generator().manual_seed(5)
-for num_rows, num_experts, num_chosen in ((33, 20, 3), (70, 40, 7)):
-    for bias in (None, torch.randn(num_experts, generator=generator)):
-        check_routing(torch.randn(num_rows, num_experts, generator=generator), num_chosen, bias)
-# The rest in one block: a program for each expert takes the interpreter long.
-routing_kernel._CHOICES = ((None, (16384, 4)),)
-for number, (num_rows, num_experts, num_chosen) in enumerate(SIZES[:-3]):
-    dtype = (torch.float32, torch.float16)[number % 2]
-    logits = torch.randn(num_rows, num_experts, generator=generator).to(dtype)
-    for bias in (None, torch.randn(num_experts, generator=generator)):
-        check_routing(logits, num_chosen, bias)
-for dtype in (torch.float32, torch.float16):
-    for shape in ((1, 1, 1), (5, 3, 7), (3, 8, 1500)):
-        terms = torch.randn(*shape, generator=generator).to(dtype)
-        x = torch.randn(shape[0], shape[2], generator=generator).to(dtype)
-        wanted = reference.sum_terms(terms)
-        assert torch.equal(sum_terms(terms), wanted)
-        wanted += x
-        sum_terms(terms, out=x, adds=True)
-        assert torch.equal(x, wanted)
-for num_experts, num_chosen, scoring in SCORINGS:
-    bias = torch.randint(0, 3, (num_experts,), generator=generator) / 4
-    logits = awkward_logits(generator, 9, num_experts)
-    if scoring.is_sigmoid:
-        check_routing(logits, num_chosen, bias, scoring)
-    check_routing(logits.exp2().clamp(max=2), num_chosen, None, scoring)
-    check_routing(torch.randn(9, num_experts, generator=generator), num_chosen, bias, scoring)
-    x, gate = exact_rows(generator, 9, num_experts, 256, torch.float16)
-    check_rows(x, gate, num_chosen, bias, scoring)
-for shape in ((1, 1, 1), (5, 3, 7), (3, 8, 1500)):
-    terms = torch.randint(-100, 101, shape, generator=generator).half()
-    weights = torch.randint(1, 9, shape[:2], generator=generator) / 8
-    addend = torch.randn(shape[0], shape[2], generator=generator).half()
-    for some in (None, addend):
-        assert torch.equal(
-            sum_terms(terms, weights, some), reference.sum_terms(terms, weights, some)
-        )
-    assert torch.equal(sum_terms(terms, None, addend), reference.sum_terms(terms, None, addend))
-    if shape[1] > 1:
-        parts = terms[:, :-1], weights[:, :-1], terms[:, -1]
-        assert torch.equal(sum_terms(*parts), reference.sum_terms(*parts))
-for number, (num_rows, num_experts, num_chosen) in enumerate(SIZES[:-3]):
-    depth = DEPTHS[number % len(DEPTHS)]
-    x, gate = exact_rows(generator, num_rows, num_experts, depth, torch.float16)
-    check_rows(x, gate, num_chosen, torch.randn(num_experts, generator=generator))
-"""
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.params.test_params import MASK, PROMPT, STANDARD, refusal, resolve
-from tests.params.test_params import MODEL as LLADA_MODEL
+from tests.params.support import MASK, PROMPT, STANDARD, refusal, resolve
+from tests.params.support import MODEL as LLADA_MODEL
 from vllm import SamplingParams
 from vllm.diffusion import decision, fields
 from vllm.diffusion.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, algorithms_for

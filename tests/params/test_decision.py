@@ -11,7 +11,7 @@ import pytest
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from tests.params.test_params import MODEL, PROMPT
+from tests.params.support import MODEL, PROMPT
 from vllm import SamplingParams
 from vllm.diffusion.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, PARAMETERS, AlgorithmParams
 from vllm.diffusion.decision import DECISION, asked_by, attach, decide, decision_of, is_decided
@@ -99,6 +99,8 @@ def test_a_client_cannot_send_a_decision(forged: Any) -> None:
 
 def test_a_forged_decision_does_not_pass_a_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not on a route of upstream's either, which hands on a client's extra_args as they are."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
     from vllm.diffusion.api import validator
 
     forged = dataclasses.asdict(decided(SamplingParams(extra_args=ASKED)))
@@ -106,9 +108,11 @@ def test_a_forged_decision_does_not_pass_a_front_end(monkeypatch: pytest.MonkeyP
     request = SimpleNamespace(sampling_params=sampling.clone(), prompt_token_ids=PROMPT)
     front_end: Any = SimpleNamespace(diffusion_validator=validator.Validator(None))
     monkeypatch.setattr(validator, "_upstreams", lambda *_, **__: request)
+    monkeypatch.setattr(InputProcessor, "process_inputs", InputProcessor.process_inputs)
+    validator.install()
     for prompt in ("raw", {"type": "token", "prompt_token_ids": PROMPT}):
         with pytest.raises(validator.RequestRefused, match=f"^{DECISION}: "):
-            validator._process_inputs(front_end, "r", prompt, sampling)
+            InputProcessor.process_inputs(front_end, "r", prompt, sampling)
 
 
 def test_what_is_read_is_checked_though_one_of_its_length_was_decided() -> None:

@@ -11,42 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.params.support import EOS, EOT, MASK, MODEL, PROMPT, STANDARD, refusal, resolve
 from vllm.diffusion import decision, envs, fields
 from vllm.diffusion.algorithms import ALGORITHMS
 from vllm.diffusion.errors import InvalidParameterError, ServerConfigError
 from vllm.diffusion.families import DIFFULLAMA, DREAM, LLADA, LLADA_MOE
 from vllm.diffusion.params import DiffusionParams, ServedModel, SpecialIds
 
-MASK, EOS, EOT = 251, 250, 249
-MODEL = ServedModel(
-    family=LLADA,
-    ids=SpecialIds(mask=MASK, eos=EOS, eot=EOT, stop=frozenset({EOS, EOT})),
-    max_model_len=4096,
-    vocab_size=256,
-)
-PROMPT = [1] * 20
-
 
 def model(**changes: Any) -> ServedModel:
     return dataclasses.replace(MODEL, **changes)
-
-
-def resolve(
-    served: ServedModel = MODEL,
-    prompt: list[int] = PROMPT,
-    **asked: Any,
-) -> DiffusionParams:
-    return decision.decide(fields.canonical(asked), served, prompt)
-
-
-def refusal(
-    served: ServedModel = MODEL, prompt: list[int] = PROMPT, **asked: Any
-) -> InvalidParameterError:
-    with pytest.raises(InvalidParameterError) as error:
-        resolve(served, prompt, **asked)
-    assert str(error.value).startswith(f"{error.value.field}: given ")
-    assert error.value.wanted in str(error.value)
-    return error.value
 
 
 # ---- names -------------------------------------------------------------------------------------
@@ -272,17 +246,6 @@ def test_a_parameter_is_used_or_refused(algorithm: str, name: str) -> None:
         assert resolve(algorithm=algorithm, **{name: neutral}) == resolve(algorithm=algorithm)
 
 
-STANDARD: dict[str, Any] = {
-    "max_tokens": 40,
-    "gen_length": 64,
-    "output_length": 64,
-    "steps": 16,
-    "block_length": 32,
-    "temperature": 0.5,
-    "cfg_scale": 0.5,
-    "remasking": "low_confidence",
-    "mask_id": MASK,
-}
 CANNOT_ACT = {
     "adablock": ("steps",),
     "dream": ("block_length", "remasking"),

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.checkpoints import make_case, random_prompt
-from tests.engine.test_algorithms import BLOCKS, DELAYED, DREAM, MULTI, PROMPT_LENGTH
-from tests.engine.test_parity import SETTINGS
+from tests.engine.cases import DELAYED, DREAM, FOUR_BLOCKS, MULTI, PARITY, PROMPT_LENGTH
 from tests.reference import golden
 from tests.reference.families import load_reference
 
@@ -21,7 +20,7 @@ AGED = {**DELAYED, "threshold": 1.5, "block_length": 4}
 # Every parameter by cases that differ in it alone.
 ALIKE: dict[str, list[dict[str, Any]]] = {
     "cache": [
-        {**BLOCKS, "algorithm": "semi_ar", "steps": 16, "cache": cache}
+        {**FOUR_BLOCKS, "algorithm": "semi_ar", "steps": 16, "cache": cache}
         for cache in ("none", "prefix", "dual")
     ],
     "delay": [{**AGED, "cache_delay_iter": delay} for delay in (0, 2, 10_000)],
@@ -35,10 +34,10 @@ ALIKE: dict[str, list[dict[str, Any]]] = {
         {**MULTI, "threshold": 1.5, "block_add_threshold": a, "decoded_token_threshold": d}
         for a, d in ((0.5, 0.5), (0.1, 0.95), (1.0, 1.0))
     ],
-    "guidance": [SETTINGS["small blocks"] | {"cfg_scale": scale} for scale in (0.0, 0.5, 3.0)],
-    "remasking": [SETTINGS["small blocks"], SETTINGS["small blocks"] | {"remasking": "random"}],
-    "temperature": [SETTINGS["temperature"] | {"temperature": t} for t in (0.0, 0.7, 1.0)],
-    "threshold": [{**BLOCKS, "threshold": limit} for limit in (0.3, 0.6, 0.9)],
+    "guidance": [PARITY["small blocks"] | {"cfg_scale": scale} for scale in (0.0, 0.5, 3.0)],
+    "remasking": [PARITY["small blocks"], PARITY["small blocks"] | {"remasking": "random"}],
+    "temperature": [PARITY["temperature"] | {"temperature": t} for t in (0.0, 0.7, 1.0)],
+    "threshold": [{**FOUR_BLOCKS, "threshold": limit} for limit in (0.3, 0.6, 0.9)],
 }
 
 

@@ -30,7 +30,7 @@ from tests.reference import (
 )
 from tests.reference.decode import Decoded, SpecialIds
 from tests.reference.families import load_reference
-from tests.reference.test_reference import TableModel, rows_of
+from tests.reference.table_model import TableModel, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -28,6 +28,7 @@ from tests.reference.decode import (
 )
 from tests.reference.layers import rms_norm
 from tests.reference.llada_model import LLaDAReference
+from tests.reference.table_model import TableModel, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,18 +39,6 @@ if TYPE_CHECKING:
 IDS = SpecialIds(mask=MASK_ID, eos=EOS_ID, eot=EOT_ID)
 PROMPTS = [random_prompt(length, seed=length) for length in (1, 7, 20)]
 BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 8, "ids": IDS}
-
-
-class TableModel:
-    """Fixed logits, whatever the tokens: `rows` [N, V] for the last N positions, else 0."""
-
-    def __init__(self, rows: Tensor) -> None:
-        self.rows = rows
-
-    def logits(self, ids: Tensor) -> Tensor:
-        logits = torch.zeros(*ids.shape, self.rows.shape[1], dtype=self.rows.dtype)
-        logits[:, -len(self.rows) :] = self.rows
-        return logits
 
 
 class ContextModel:
@@ -74,14 +63,6 @@ def small_model(seed: int = 0) -> ContextModel:
     model = ContextModel(seed=seed)
     model.table[:, SMALL.mask] = -9.0
     return model
-
-
-def rows_of(*tokens_and_logits: dict[int, float], num_columns: int = 16) -> Tensor:
-    rows = torch.zeros(len(tokens_and_logits), num_columns)
-    for row, entries in zip(rows, tokens_and_logits, strict=True):
-        for token, value in entries.items():
-            row[token] = value
-    return rows
 
 
 # ---- the model ---------------------------------------------------------------------------------

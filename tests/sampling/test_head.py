@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.sampling.test_sampling import EOS, EOT, MASK, HeadModel, group, head_model, hidden_rows
+from tests.sampling.support import EOS, EOT, MASK, HeadModel, group, head_model, hidden_rows
 from vllm.diffusion import ops
 from vllm.diffusion.sampling import RowGroup, sample
 from vllm.diffusion.scoring import Scoring

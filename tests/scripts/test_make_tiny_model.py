@@ -38,7 +38,7 @@ from tiny_model.training import BatchMaker, Example, train
 
 from tests.checkpoints import checkpoint_shapes
 from tests.reference.llada_model import LLaDAReference
-from tests.scripts.test_tiny_families import EXAMPLES, TOKENS, FixedNetwork, committed
+from tests.scripts.networks import EXAMPLES, TOKENS, FixedNetwork, committed
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 

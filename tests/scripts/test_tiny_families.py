@@ -18,7 +18,7 @@ from tiny_model.decoding import (
     hierarchy_block,
     low_confidence_dynamic,
 )
-from tiny_model.family import FAMILY_NAMES, TokenIds, load_family
+from tiny_model.family import FAMILY_NAMES, load_family
 from tiny_model.settings import (
     DecodingSetting,
     Phase,
@@ -27,11 +27,12 @@ from tiny_model.settings import (
     plan_for,
 )
 from tiny_model.tokenizer import load_tokenizer
-from tiny_model.training import Example, train
+from tiny_model.training import train
 
 from tests.checkpoints import checkpoint_shapes
 from tests.reference.decode import aligned
 from tests.reference.families import reference_of
+from tests.scripts.networks import EXAMPLES, MASK, TOKENS, FixedNetwork, committed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,13 +46,6 @@ QUICK = Plan(
     verifications=(DecodingSetting(canvas=8, steps=1, block_length=8, num_questions=2),),
     required_share=0.0,
 )
-MASK = 99  # of networks that stand in
-TOKENS = TokenIds(vocab_size=40, bos=36, eos=37, mask=38, eot=39)
-EXAMPLES = [
-    Example([36, 1, 2, 3], [4, 5, 39]),
-    Example([36, 1, 7, 3], [9, 39]),
-    Example([36, 6, 2, 3], [8, 4, 5, 5, 39]),
-]
 MOE_TOKENS = (
     *("<|startoftext|>", "<|endoftext|>", "<|mask|>"),
     *("<role>", "</role>", "<|role_end|>"),
@@ -331,38 +325,6 @@ def test_training_learns_to_answer(family_name: str) -> None:
 )
 def test_dream_quotas(num_masked: int, steps: int, quotas: list[int]) -> None:
     assert dream_quotas(num_masked, steps) == quotas
-
-
-def committed(
-    decode: Any, network: Any, num_prompt: int, setting: DecodingSetting
-) -> tuple[list[int], list[list[int]]]:
-    """The row that a loop fills behind a prompt, and the positions that each forward committed."""
-    order, seen = [], set(range(num_prompt))
-
-    def record(rows: torch.Tensor) -> None:
-        filled = {i for i, token in enumerate(rows[0].tolist()) if token != MASK}
-        order.append(sorted(filled - seen))
-        seen.update(filled)
-
-    prompt = network.tokens[None, :num_prompt]
-    rows = decode(network, prompt, MASK, setting, record)
-    return rows[0].tolist(), order
-
-
-class FixedNetwork:
-    """Logits by position only: token i at position i, with the given logit, 0 elsewhere."""
-
-    tokens = torch.arange(100)
-
-    def __init__(self, peaks: list[float]) -> None:
-        self._peaks = torch.tensor(peaks)
-
-    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
-        length = ids.shape[1]
-        return torch.diag(self._peaks[:length]).expand(ids.shape[0], length, length)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
 
 
 def test_dream_commits_the_lowest_entropy_first() -> None:

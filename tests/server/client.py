@@ -118,3 +118,11 @@ def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     assert isinstance(error["message"], str)
     assert error["message"]
     return error
+
+
+def without_times(answer: dict[str, Any]) -> dict[str, Any]:
+    """What must repeat of an answer."""
+    measured = ("_ms", "_bytes")
+    report = {k: v for k, v in answer["diffusion"].items() if not k.endswith(measured)}
+    kept = {k: v for k, v in answer.items() if k not in ("id", "created")}
+    return {**kept, "diffusion": report}

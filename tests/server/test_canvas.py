@@ -21,9 +21,9 @@ from tests.server.client import (
     ROUTES,
     body_for,
     events,
+    without_times,
 )
 from tests.server.process import MODEL_NAME
-from tests.server.test_stream import without_times
 
 if TYPE_CHECKING:
     from tests.server.client import Client

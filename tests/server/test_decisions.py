@@ -13,7 +13,7 @@ import torch
 from tests.reference import likelihood
 from tests.server.client import refusal
 from tests.server.process import MODEL_NAME
-from tests.server.test_likelihood import CLOSE, mask_id, model, tokenizer
+from tests.server.reference import CLOSE, mask_id, model, tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

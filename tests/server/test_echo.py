@@ -11,7 +11,7 @@ import torch
 
 from tests.reference import likelihood
 from tests.server.client import COMPLETIONS, QUESTION, body_for, refusal
-from tests.server.test_likelihood import CLOSE, mask_id, model, tokenizer
+from tests.server.reference import CLOSE, mask_id, model, tokenizer
 
 if TYPE_CHECKING:
     from tests.server.client import Client

@@ -60,6 +60,7 @@ class Site:
         self.lifecycle = Lifecycle(self.engine)
         self.may_answer = asyncio.Event()
         self.may_answer.set()
+        self.is_working = asyncio.Event()
         self.app = FastAPI()
         self.app.add_api_route(WORK, self.work, methods=["POST"])
         for path in ("/health", "/v1/models"):
@@ -80,6 +81,7 @@ class Site:
         self.http = httpx.AsyncClient(transport=transport, base_url="http://site")
 
     async def work(self, request: Request) -> int:
+        self.is_working.set()
         size = len(await request.body())
         await self.may_answer.wait()
         if self.engine.errors:
@@ -201,7 +203,7 @@ async def test_states(site: Site) -> None:
     assert await site.lifecycle.state() == "ready"
     site.engine.errored = True
     assert await site.lifecycle.state() == "dead"
-    site.lifecycle._is_draining = True
+    site.engine.shutdown(timeout=60)
     assert await site.lifecycle.state() == "draining"
 
 
@@ -230,8 +232,7 @@ def stop(site: Site, timeout: float) -> asyncio.Task[None]:
 async def test_a_drain_waits_for_open_requests_and_takes_no_new_ones(site: Site) -> None:
     site.may_answer.clear()
     working = asyncio.ensure_future(site.http.post(WORK, content=b"12345"))
-    while not site.lifecycle._num_open:
-        await asyncio.sleep(0)
+    await site.is_working.wait()
     stopping = stop(site, timeout=60)
     while not site.lifecycle.is_draining:
         await asyncio.sleep(0.001)
@@ -254,8 +255,7 @@ async def test_a_drain_waits_for_open_requests_and_takes_no_new_ones(site: Site)
 async def test_a_drain_ends_what_takes_too_long(site: Site) -> None:
     site.may_answer.clear()
     working = asyncio.ensure_future(site.http.post(WORK))
-    while not site.lifecycle._num_open:
-        await asyncio.sleep(0)
+    await site.is_working.wait()
     stopping = stop(site, timeout=0.01)
     while not site.engine.errors:
         await asyncio.sleep(0.001)

@@ -6,16 +6,14 @@ from __future__ import annotations
 import json
 import socket
 import time
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from tests.reference import likelihood
-from tests.reference.llada_model import LLaDAReference
 from tests.server.client import refusal
-from tests.server.process import MODEL, MODEL_NAME
+from tests.server.process import MODEL_NAME
+from tests.server.reference import CLOSE, mask_id, model, tokenizer
 
 if TYPE_CHECKING:
     from tests.server.client import Client
@@ -23,21 +21,6 @@ if TYPE_CHECKING:
 ROUTE = "/v1/loglikelihood"
 CONTEXT = "What is the capital of France?"
 TARGET = " The capital is Paris."
-CLOSE = {"rel": 2e-5, "abs": 2e-5}
-
-
-@cache
-def model() -> LLaDAReference:
-    return LLaDAReference.from_checkpoint(MODEL)
-
-
-@cache
-def tokenizer() -> Any:
-    return PreTrainedTokenizerFast.from_pretrained(MODEL)
-
-
-def mask_id() -> int:
-    return int(tokenizer().mask_token_id)
 
 
 def pair(context: str = CONTEXT, target: str = TARGET) -> tuple[list[int], list[int]]:

@@ -16,7 +16,7 @@ import pytest
 from tests.reference import likelihood
 from tests.server.client import ANSWER, COMPLETIONS, QUESTION
 from tests.server.process import MODEL, MODEL_NAME
-from tests.server.test_likelihood import CLOSE, mask_id, model, tokenizer
+from tests.server.reference import CLOSE, mask_id, model, tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.server.client import ANSWER, GENERATE, PUZZLE, QUESTION, events
+from tests.server.client import ANSWER, GENERATE, PUZZLE, QUESTION, events, without_times
 
 if TYPE_CHECKING:
     from tests.server.client import Client
@@ -27,14 +27,6 @@ CASES: dict[str, dict[str, Any]] = {
     "threshold": {"gen_length": 32, "block_length": 8, "threshold": 0.95},
     "special tokens": {"gen_length": 32, "block_length": 8, "skip_special_tokens": False},
 }
-
-
-def without_times(answer: dict[str, Any]) -> dict[str, Any]:
-    """What must repeat of an answer."""
-    measured = ("_ms", "_bytes")
-    report = {k: v for k, v in answer["diffusion"].items() if not k.endswith(measured)}
-    kept = {k: v for k, v in answer.items() if k not in ("id", "created")}
-    return {**kept, "diffusion": report}
 
 
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES.keys())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoding algorithms, one record each.
+"""Decoding algorithms, one record each.
 
 Validation, lengths, caches, HTTP schemas and the table of docs/decoding.md follow from these
 records; their rules are in `vllm.diffusion.decoding`. A name may mean one rule on full-attention
@@ -33,26 +33,27 @@ class Algorithm:
     """One decoding algorithm.
 
     Attributes:
-        name: as requests write it.
+        name: name in requests.
         rule: "module.Class" in `vllm.diffusion.decoding`.
-        commits: what is committed in each step, for documentation.
-        source: where it comes from: a number of the list in docs/decoding.md.
-        blocks: filled one after the other ("in turn"), several at the same time ("together"), or
-            none: all of the canvas competes.
-        score: what candidates are compared by; "alg": the parameter of that name says.
-        pace: who says how many are committed: the number of steps; or the rule itself, where a
-            number of steps is only a bound on the forwards ("rule"), or means nothing ("rule
+        commits: tokens committed in each step, for documentation.
+        source: number of its source in the list of docs/decoding.md.
+        blocks: filled one after the other ("in turn"), several at once ("together"), or none: all
+            of the canvas competes.
+        score: criterion by which candidates are compared; "alg": as the parameter of that name
+            gives.
+        pace: what determines how many are committed: the number of steps; or the rule itself, where
+            a number of steps is only a bound on the forwards ("rule"), or has no meaning ("rule
             alone").
-        parameters: those of `PARAMETERS` that it uses.
-        defaults: where they differ from those of `PARAMETERS`.
-        shifted_defaults: the same for families that shift their logits (Dream).
+        parameters: the `PARAMETERS` that it uses.
+        defaults: its defaults where they differ from those of `PARAMETERS`.
+        shifted_defaults: defaults for families that shift their logits (Dream).
         caches: kinds of reuse of keys and values that it allows.
-        random_scores: who may replace the score by a random number (`remasking: random`):
-            every family, those that do not shift their logits, or none.
+        random_scores: families in which a random number may replace the score (`remasking:
+            random`): all, those that do not shift their logits, or none.
         draws: whether `temperature` adds noise to the choice of tokens.
         ends_short: whether the last block may be shorter than the others.
-        reads_row_before: of block-causal families: whether it is for those that shift their
-            logits, whose block begins with a token that the row before it predicts.
+        reads_row_before: in block-causal families: whether it is for those that shift their logits,
+            whose block begins with a token that the row before it predicts.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Algorithm:
 
     @property
     def is_block_causal(self) -> bool:
-        """Whether it is of block-causal families, whose caches are exact."""
+        """Whether it is for block-causal families, whose caches are exact."""
         return "exact" in self.caches
 
     def can_score_at_random(self, *, is_shifted: bool) -> bool:
@@ -297,12 +298,12 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
 
 
 def algorithms_of(*, is_block_causal: bool) -> Mapping[str, Algorithm]:
-    """The algorithms of a kind of family, by name."""
+    """Return the algorithms of a kind of family, by name."""
     return BLOCK_ALGORITHMS if is_block_causal else ALGORITHMS
 
 
 def algorithms_for(family: Family) -> dict[str, Algorithm]:
-    """The algorithms that requests to a model of a family may name."""
+    """Return the algorithms that requests to a model of a family may name."""
     table = algorithms_of(is_block_causal=family.is_block_causal)
     is_shifted = family.logit_shift > 0
     return {
@@ -314,9 +315,9 @@ def algorithms_for(family: Family) -> dict[str, Algorithm]:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmParams:
-    """The values of `PARAMETERS` in a request.
+    """Values of `PARAMETERS` in a request.
 
-    `top_p` and `top_k` are None when off, `steps_per_block` where no algorithm asks for it.
+    `top_p` and `top_k` are None when off, `steps_per_block` where the algorithm has no steps.
     """
 
     threshold: float
@@ -345,7 +346,7 @@ class AlgorithmParams:
 
 
 def users(uses: Callable[[Algorithm], bool]) -> dict[str, Any]:
-    """The algorithms of whose records `uses(record)` is true, as attributes of a `Field`."""
+    """Return the algorithms whose records satisfy `uses`, as attributes of a `Field`."""
     tables = {"algorithms": ALGORITHMS, "block_algorithms": BLOCK_ALGORITHMS}
     return {
         attribute: tuple(name for name, algorithm in table.items() if uses(algorithm))
@@ -354,7 +355,7 @@ def users(uses: Callable[[Algorithm], bool]) -> dict[str, Any]:
 
 
 def _of_algorithms(spec: Field) -> Field:
-    """`spec` with what the records say of it."""
+    """Return `spec` completed from the algorithms' records."""
     records = (*ALGORITHMS.values(), *BLOCK_ALGORITHMS.values())
     return dataclasses.replace(
         spec,

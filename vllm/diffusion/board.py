@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of one host tell each other without their devices, in memory that they share."""
+"""Communication between the ranks of one host, without their devices, in shared memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MEMORY = "/dev/shm"
 
 
 def processes_here(group: distributed.ProcessGroup) -> list[int]:
-    """Processes of a group on this host, without this one; all of them come here."""
+    """Return the other processes of a group on this host; every process must call this."""
     mine = (socket.gethostname(), os.getpid())
     found = [mine] * group.size()
     distributed.all_gather_object(found, mine, group=group)
@@ -37,14 +37,15 @@ def processes_here(group: distributed.ProcessGroup) -> list[int]:
 
 
 class Board:
-    """A number of every rank, again and again, and a flag that kernels see.
+    """Shared memory with a number of every rank, exchanged repeatedly, and a flag that kernels see.
 
     All ranks call `exchange` equally often. One cannot be two calls ahead of another, so two places
     a rank suffice, used in turn.
 
     Args:
-        path: of a file of `SIZE` zero bytes, which all ranks have mapped when the first one calls.
-        rank, size: this one's number, and how many there are.
+        path: path of a file of `SIZE` zero bytes, which all ranks have mapped when the first one
+            calls.
+        rank, size: this rank's number, and the number of ranks.
     """
 
     SIZE = mmap.PAGESIZE
@@ -63,10 +64,10 @@ class Board:
 
     @classmethod
     def join(cls, group: distributed.ProcessGroup) -> Board | None:
-        """The board of a group, whose processes all come here; None where one is on another host.
+        """Return the board of a group, or None if it spans hosts; every process must call this.
 
         Args:
-            group: for objects of the host.
+            group: process group for objects of the host.
         """
         rank, size = group.rank(), group.size()
         hosts: list[str] = [""] * size
@@ -91,7 +92,7 @@ class Board:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, self.SIZE, 1))
 
     def exchange(self, number: int) -> Sequence[int]:
-        """Tell the others a number of 63 bits, and hear theirs: by rank, when all have come."""
+        """Publish a number of 63 bits, wait for all ranks, and return their numbers by rank."""
         self._count += 1
         turn = self._count % 2
         self._numbers[turn, self.rank] = number
@@ -104,7 +105,7 @@ class Board:
         return found
 
     def wait(self, work: distributed.Work) -> None:
-        """Until it is done, and no longer than all ranks are well.
+        """Wait for work, as long as all ranks are well.
 
         Raises:
             RankError: another rank has failed.
@@ -119,7 +120,7 @@ class Board:
         work.wait()
 
     def failure_of_others(self) -> int:
-        """The largest number of those who have come to the next exchange; 0 where nobody has."""
+        """Largest code of the ranks that have come to the next exchange; 0 if none has."""
         count = self._count + 1
         turn = count % 2
         return int(((self._counts[turn] == count) * self._numbers[turn]).max())

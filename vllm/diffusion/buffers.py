@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a stage gets the memory that it writes before its results."""
+"""Scratch memory of stages: how it is listed, and where it comes from."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Buffer(NamedTuple):
     """Scratch memory that a stage takes for each of its rows.
 
     Attributes:
-        name: within a step.
-        shape: of the numbers of a row.
-        dtype: of the numbers.
-        is_temporary: PyTorch allocates it, and the pool hears of it; else it is the pool's.
+        name: name, unique within a step.
+        shape: shape of a row.
+        dtype: dtype of the numbers.
+        is_temporary: PyTorch allocates it, and the pool only counts it; else it is the pool's.
     """
 
     name: str
@@ -38,44 +38,44 @@ class Buffer(NamedTuple):
 
     @property
     def quantised(self) -> tuple[Buffer, Buffer]:
-        """What the same rows take as fp8: the numbers, and a scale for each row."""
+        """Buffers of equal rows as fp8: the numbers, and a scale for each row."""
         scales = Buffer(f"scales of {self.name}", (), torch.float32, self.is_temporary)
         return self._replace(dtype=torch.float8_e4m3fn), scales
 
     def take(self, buffers: Buffers, num_rows: int) -> Tensor:
-        """An uninitialised tensor [num_rows, *shape]."""
+        """Return an uninitialised tensor [num_rows, *shape]."""
         return buffers.take(self.name, (num_rows, *self.shape), self.dtype)
 
     def expect(self, buffers: Buffers, num_rows: int) -> None:
-        """Say that PyTorch itself will allocate so many rows."""
+        """Announce that PyTorch itself will allocate `num_rows` rows."""
         buffers.expect(self.name, num_rows * self.row_bytes)
 
 
 def row_bytes(buffers: Iterable[Buffer], *, is_temporary: bool | None = None) -> int:
-    """The sum over the buffers; of PyTorch's, or the pool's, alone where that is said."""
+    """Sum the bytes of a row over the buffers; if `is_temporary` is given, over one kind."""
     return sum(b.row_bytes for b in buffers if is_temporary in (None, b.is_temporary))
 
 
 class Buffers(Protocol):
-    """Named scratch memory; what is taken within a scope is given back at its end."""
+    """Named scratch memory; buffers taken within a scope are given back at its end."""
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised, contiguous tensor."""
+        """Return an uninitialised, contiguous tensor."""
 
     def expect(self, name: str, num_bytes: int) -> None:
-        """PyTorch itself will allocate this much before the scope ends."""
+        """Announce that PyTorch itself will allocate `num_bytes` before the scope ends."""
 
     def scope(self, stage: str = "") -> AbstractContextManager[None]:
-        """A stage, or a part of one."""
+        """Context of a stage, or of a part of one."""
 
 
 class FreshBuffers:
-    """A new tensor for every buffer, which PyTorch frees when nothing refers to it.
+    """Allocates a new tensor for every buffer, which PyTorch frees when it is unused.
 
     Args:
-        device: of the tensors.
-        counted: who is told of them; None tells nobody. In a pool on virtual memory they share
-            theirs with what attention returns, which lies beside the buffers.
+        device: device of the tensors.
+        counted: buffers to which their bytes are announced; None for none. In a pool on virtual
+            memory they share theirs with attention's results, which lie beside the buffers.
     """
 
     def __init__(self, device: torch.device, counted: Buffers | None = None) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the overlay decides once, when an engine is configured."""
+"""Configuration of an engine: what the overlay decides once, before it starts."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ EXECUTOR = "vllm.diffusion.engine.executor.RanksExecutor"
 
 
 def configure(vllm_config: VllmConfig) -> None:
-    """Turn upstream's configuration of a diffusion language model into one that can run.
+    """Adapt upstream's configuration of a diffusion language model so that it can run.
 
     Raises:
-        ServerConfigError: for a setting that has no meaning for these models.
+        ServerConfigError: a setting has no meaning for these models.
     """
     startup_log.leave_out_what_does_not_apply()
     parallel = vllm_config.parallel_config
@@ -76,10 +76,12 @@ def configure(vllm_config: VllmConfig) -> None:
 
 
 def _check_tensor_parallel(vllm_config: VllmConfig) -> None:
-    """Refuse in one line what workers would stumble over; upstream has checked the query heads.
+    """Refuse a size by which the model cannot be divided.
+
+    Upstream has checked the query heads.
 
     Raises:
-        ServerConfigError: the model cannot be divided so.
+        ServerConfigError: the model cannot be divided.
     """
     size = vllm_config.parallel_config.tensor_parallel_size
     if size == 1 or family_of(vllm_config) is None:
@@ -107,7 +109,7 @@ def _divide_rows(vllm_config: VllmConfig) -> None:
     """Let upstream start a process for every rank, sequence-parallel ones included.
 
     Raises:
-        ServerConfigError: the model or the machine cannot be divided so.
+        ServerConfigError: the model or the machine cannot be divided.
     """
     size, parallel = settings_of(vllm_config).sequence_parallel_size, vllm_config.parallel_config
     if size == 1:
@@ -120,7 +122,7 @@ def _divide_rows(vllm_config: VllmConfig) -> None:
 
 
 def _why_not_divided(vllm_config: VllmConfig, size: int) -> str | None:
-    """What is wanted in place of so many sequence-parallel ranks; None where they can be."""
+    """Return what is wanted in place of `size` sequence-parallel ranks; None if possible."""
     parallel, config = vllm_config.parallel_config, vllm_config.model_config.hf_config
     family = family_of(vllm_config)
     if family is not None and family.is_block_causal:
@@ -139,13 +141,13 @@ def _why_not_divided(vllm_config: VllmConfig, size: int) -> str | None:
 
 
 def family_of(vllm_config: VllmConfig) -> Family | None:
-    """The family of the configured model; None where it is none of ours."""
+    """Return the family of the configured model; None if it is not one of ours."""
     config = vllm_config.model_config.hf_config
     return families.family_of(config.architectures, config.model_type)
 
 
 def served_model(vllm_config: VllmConfig) -> ServedModel:
-    """The facts that deciding a request's parameters needs."""
+    """Return the facts about the model that decide a request's parameters."""
     model = vllm_config.model_config
     config = model.hf_config
     family = family_of(vllm_config)
@@ -170,7 +172,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
 
 
 def _guides(model: ModelConfig, ids: SpecialIds, vocab_size: int) -> Guides:
-    """What compiles languages over the tokens of a checkpoint; all of it at first use."""
+    """Make the compiler of languages over the tokens of a checkpoint; it loads at first use."""
     others = () if ids.eot in (None, ids.eos) else (ids.eot,)
     return Guides(
         lambda: vocabulary_of(cached_tokenizer_from_config(model), vocab_size),
@@ -189,7 +191,7 @@ def row_budget(vllm_config: VllmConfig) -> int:
 
 
 def server_settings(additional_config: Any) -> dict[str, Any]:
-    """The `dllm` part of upstream's `additional_config`, not checked yet.
+    """Return the `dllm` part of upstream's `additional_config`, unchecked.
 
     Raises:
         ServerConfigError: it is no JSON object.
@@ -202,16 +204,17 @@ def server_settings(additional_config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Settings:
-    """The `dllm` settings of an engine and its server that are no defaults of requests.
+    """The `dllm` settings of an engine and its server that are not defaults of requests.
 
     Attributes:
-        long_share: of the time, that long requests have while short ones run (`engine/slicing.py`).
-        longest_pause_ms: that a short request sees; 0 for no bound, so that no step is cut.
+        long_share: share of the time for long requests while short ones run (`engine/slicing.py`).
+        longest_pause_ms: longest pause that a short request sees; 0 for no bound, so that no step
+            is cut.
         sequence_parallel_size: ranks that divide the rows of a long step; 1 divides nothing.
         sequence_parallel_min_tokens: rows of a step from which they do; None for where that pays.
-        page: the server has its web pages.
-        fp8_head: the output head is quantised, too.
-        family: a checkpoint of another one is refused; None refuses none.
+        page: whether the server has its web pages.
+        fp8_head: whether the output head is quantised, too.
+        family: the only family whose checkpoints are accepted; None accepts all.
     """
 
     long_share: float = 0.5
@@ -228,7 +231,7 @@ class Settings:
 
     @property
     def sharing(self) -> str:
-        """What long and short requests may expect of each other, for the log of the start."""
+        """Sharing of the device between long and short requests, in words, for the log."""
         if not self.longest_pause_ms:
             return "no step is cut (longest_pause_ms 0)"
         return (
@@ -238,7 +241,7 @@ class Settings:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Settings:
-        """Those among the settings of a server.
+        """Make the settings from all settings of a server, ignoring defaults of requests.
 
         Raises:
             ServerConfigError: naming the setting, the given and the wanted value.
@@ -267,7 +270,7 @@ _OF_THE_ENGINE = tuple(field.name for field in fields(Settings))
 
 
 def settings_of(vllm_config: VllmConfig) -> Settings:
-    """The settings of an engine."""
+    """Return the settings of an engine."""
     return Settings.of(server_settings(vllm_config.additional_config))
 
 
@@ -287,7 +290,7 @@ def _check_count(name: str, value: Any, least: int) -> None:
 
 
 def check_settings(settings: Mapping[str, Any], family: Family | None) -> dict[str, Any]:
-    """Check all settings of the server; returns those that are defaults of requests.
+    """Check all settings of the server; return those that are defaults of requests.
 
     Raises:
         ServerConfigError: as `Settings.of` and `server_defaults`.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decision on a request: what is asked for becomes parameters in which nothing is left open.
+"""Decision on a request: its values become parameters without anything left open.
 
 Explicit values are taken literally or refused with the values that would work; defaults always
-work, so a server-wide default that cannot stand beside what the request asks for gives way.
+work, so a server-wide default that conflicts with a value of the request is dropped.
 
 A request is decided once. The decision travels in its `SamplingParams.extra_args`, under a name
-that no client can give; the scheduler decides only what comes without one.
+that no client can give; the scheduler decides only requests that come without one.
 
 Nothing here imports torch or upstream.
 """
@@ -56,7 +56,7 @@ MOST_TOLD_IDS = 128  # upstream's limit of `logprob_token_ids`
 IGNORED = "dllm_ignored"  # key of extra_args for names of fields that our own routes leave out
 
 # Fields of upstream's SamplingParams that every client sends and that do not act here, with the
-# values that ask for nothing. A request that gives others is told so (`diffusion.ignored`).
+# values that ask for nothing. Others are reported to the client (`diffusion.ignored`).
 INERT: dict[str, tuple[Any, ...]] = {
     "min_p": (0.0, None),
     "presence_penalty": (0.0, None),
@@ -90,13 +90,12 @@ _PLAIN: tuple[str, ...] = tuple(
 
 
 def attach(sampling: Any, decided: DiffusionParams, index: int = 0) -> None:
-    """Let a request's `SamplingParams` carry its decision, in place of what was decided from.
+    """Let a request's `SamplingParams` carry its decision, in place of the values it was made from.
 
     Args:
-        sampling: changed; no client's own object.
+        sampling: parameters to change; not a client's own object.
         decided: the decision.
-        index: which of the request's answers; it adds to the seed, which travels beside the
-            decision.
+        index: index of the answer; it is added to the seed, which travels beside the decision.
     """
     kept = {k: v for k, v in (sampling.extra_args or {}).items() if k in RESERVED_EXTRA_ARGS}
     sampling.extra_args = {**kept, DECISION: decided}
@@ -105,14 +104,14 @@ def attach(sampling: Any, decided: DiffusionParams, index: int = 0) -> None:
 
 
 def is_decided(sampling: Any) -> bool:
-    """Whether `attach` was here. What a client sends is never of this type."""
+    """Whether a decision is attached. A client cannot send a value of its type."""
     return isinstance((sampling.extra_args or {}).get(DECISION), DiffusionParams)
 
 
 def decision_of(
     sampling: Any, model: ServedModel, prompt_token_ids: Sequence[int]
 ) -> DiffusionParams:
-    """The attached decision; of a request that comes without one, the decision now.
+    """Return the attached decision, or decide a request that comes without one.
 
     Raises:
         InvalidParameterError: as `decide`.
@@ -127,9 +126,9 @@ def decision_of(
 
 
 def asked_by(sampling: Any) -> dict[str, Any]:
-    """What a vLLM `SamplingParams` asks for, under canonical names; unset values are left out.
+    """Return the values of a vLLM `SamplingParams` under canonical names; unset ones are left out.
 
-    `extra_args` holds the diffusion parameters and wins over the fields of `SamplingParams`.
+    `extra_args` holds the diffusion parameters and overrides the fields of `SamplingParams`.
 
     Raises:
         InvalidParameterError: for an unknown key, contradicting spellings, or a field of
@@ -181,7 +180,7 @@ def _structured_outputs(sampling: Any) -> dict[str, Any] | None:
 
 
 def refuse_unsupported(given: Mapping[str, Any]) -> None:
-    """Refuse fields that cannot be had.
+    """Refuse fields that are not supported.
 
     Raises:
         InvalidParameterError: naming the first of them.
@@ -192,12 +191,12 @@ def refuse_unsupported(given: Mapping[str, Any]) -> None:
 
 
 def inert(given: Mapping[str, Any]) -> list[str]:
-    """Names of the given fields that ask for something and do not act."""
+    """Return the names of given fields that ask for something and do not act."""
     return [name for name, neutral in INERT.items() if given.get(name) not in (None, *neutral)]
 
 
 def _ignored_elsewhere(given: Any) -> list[str]:
-    """Names of fields that a route left out, of whatever comes under `IGNORED`."""
+    """Return the names of fields that a route left out, checking the value under `IGNORED`."""
     if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
         raise InvalidParameterError(IGNORED, given, "wanted it left out")
     return given
@@ -268,7 +267,7 @@ def decide(
 def _scored(
     params: DiffusionParams, score: Any, spec: Spec | None, model: ServedModel, num_prompt: int
 ) -> DiffusionParams:
-    """The parameters of a request whose rows are read and not written."""
+    """Return the parameters of a likelihood request."""
     if spec is not None:
         raise InvalidParameterError(SCORE, score, f"wanted it without {STRUCTURED}")
     wanted = score_request(score, num_prompt, model.vocab_size)
@@ -282,7 +281,7 @@ def _values(
     cache: str,
     lengths: Lengths,
 ) -> dict[str, Any]:
-    """What comes from one field each, from the lengths, and from the model."""
+    """Return the values that come from one field each, from the lengths, and from the model."""
     values = {name: _value(name, request, algorithm, model) for name in _PLAIN}
     if cache not in GUIDED_CACHES:
         values["cfg_scale"] = 0.0  # a server-wide one gives way
@@ -311,7 +310,7 @@ def _values(
 
 
 def _told_ids(given: Any, model: ServedModel) -> tuple[int, ...]:
-    """The tokens whose log probabilities are told in place of the most likely ones."""
+    """Return the tokens whose log probabilities are reported in place of the most likely ones."""
     ids = tuple(given or ())
     if len(ids) > MOST_TOLD_IDS or len(set(ids)) < len(ids):
         raise InvalidParameterError(
@@ -325,7 +324,7 @@ def _told_ids(given: Any, model: ServedModel) -> tuple[int, ...]:
 
 
 def _only_read(score: ScoreRequest, model: ServedModel) -> dict[str, Any]:
-    """The other parameters of a request that is only read."""
+    """Return the other parameters of a likelihood request."""
     if score.cfg_scale > 0 and model.family.is_block_causal:
         raise InvalidParameterError(
             f"{SCORE}.cfg_scale",
@@ -338,7 +337,7 @@ def _only_read(score: ScoreRequest, model: ServedModel) -> dict[str, Any]:
 def _guide(
     spec: Spec, request: Mapping[str, Any], model: ServedModel, stop_token_ids: frozenset[int]
 ) -> Guide:
-    """The language of an answer that must match; what would break it is refused."""
+    """Return the language of an answer's format; refuse values that would break it."""
     if request.get("logits_eos_inf"):
         raise InvalidParameterError("logits_eos_inf", True, f"wanted false beside {spec.field}")
     others = sorted(stop_token_ids - model.ids.stop)
@@ -351,7 +350,7 @@ def _guide(
 
 
 def _usual_canvas(guide: Guide) -> int:
-    """Twice what the shortest answer takes, in whole default blocks."""
+    """Twice the length of the shortest answer, in whole default blocks."""
     return -(-2 * guide.least_tokens // DEFAULT_BLOCK) * DEFAULT_BLOCK
 
 
@@ -362,7 +361,7 @@ def _longer(
     prompt_length: int,
     upstream_max_tokens: int | None,
 ) -> dict[str, Any] | None:
-    """The request with a canvas that fits its language, if it leaves the length open."""
+    """Return the request with a canvas that fits its language, if it leaves the length open."""
     room = model.max_model_len - prompt_length
     is_open = upstream_max_tokens in (None, room, model.default_max_tokens)
     if not is_open or {"gen_length", "max_tokens"} & request.keys():
@@ -374,8 +373,9 @@ def _longer(
 def _guided(
     params: DiffusionParams, spec: Spec, guide: Guide, prompt: Sequence[int]
 ) -> DiffusionParams:
-    """Parameters with a language, which fits its room and the prompt's gaps; filters of single
-    tokens cannot act.
+    """Add a language to the parameters, and check the room of the answer and of the prompt's gaps.
+
+    Filters of single tokens cannot act then.
     """
     is_cut = params.max_tokens < params.gen_length
     room = min(params.max_tokens, params.gen_length)
@@ -396,7 +396,7 @@ def _with_suffix(
     model: ServedModel,
     prompt_length: int,
 ) -> Lengths:
-    """The lengths with what follows the answer; it must be seen, fit, and hold no gaps."""
+    """Add the suffix to the lengths, refusing one that is not seen, does not fit or has gaps."""
     if not suffix:
         return lengths
     family, ids = model.family, model.ids
@@ -436,7 +436,7 @@ def _algorithm(request: Mapping[str, Any], model: ServedModel) -> Algorithm:
 
 
 def _is_used(name: str, algorithm: Algorithm, model: ServedModel) -> bool:
-    """Whether a parameter acts beside an algorithm on this family."""
+    """Whether a parameter acts with an algorithm on this family."""
     if name == "remasking":
         return algorithm.can_score_at_random(is_shifted=model.is_shifted)
     return BY_NAME[name].is_used_by(algorithm.name, is_block_causal=model.family.is_block_causal)
@@ -445,11 +445,11 @@ def _is_used(name: str, algorithm: Algorithm, model: ServedModel) -> bool:
 def _ignored(
     request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel
 ) -> tuple[str, ...]:
-    """Names of the standard fields whose given values cannot act.
+    """Return the names of standard fields whose given values cannot act.
 
-    Every client sends the standard fields, whatever the model, so none is refused for being of no
-    use. A value that asks for what happens anyway, such as temperature 0 where nothing is drawn, is
-    not among them.
+    Every client sends the standard fields, whatever the model, so none is refused for having no
+    effect. A value that asks for what happens anyway, such as temperature 0 where nothing is drawn,
+    is not among them.
     """
     cannot_act = {
         "steps": True,
@@ -467,7 +467,7 @@ def _ignored(
 
 
 def _check(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel) -> None:
-    """Refuse values that can never be had: of this algorithm, model and checkpoint."""
+    """Refuse values that this algorithm, model or checkpoint does not support."""
     for name, value in request.items():
         spec = BY_NAME[name]
         if not _is_used(name, algorithm, model) and value not in spec.neutral:
@@ -481,7 +481,7 @@ def _check(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel)
 
 
 def _wanted_instead(spec: Field, algorithm: Algorithm, model: ServedModel) -> str:
-    """What to ask for instead of a parameter that does not act beside an algorithm."""
+    """Say what to ask for instead of a parameter that does not act with an algorithm."""
     users = spec.users(is_block_causal=model.family.is_block_causal)
     others = [name for name in algorithms_for(model.family) if name in users]
     wanted = [str(value) for value in spec.neutral[:1]]
@@ -491,10 +491,10 @@ def _wanted_instead(spec: Field, algorithm: Algorithm, model: ServedModel) -> st
 
 
 def _value(name: str, request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel) -> Any:
-    """The request's value, else the server's where it is meant for the algorithm, else ours.
+    """Return the request's value, else the server's if meant for the algorithm, else our default.
 
     A server-wide value of a parameter whose scale depends on the algorithm (a threshold) is meant
-    for the server-wide algorithm, where there is one.
+    for the server-wide algorithm, if there is one.
     """
     spec = BY_NAME[name]
     if name in request:
@@ -511,12 +511,12 @@ def _value(name: str, request: Mapping[str, Any], algorithm: Algorithm, model: S
 
 
 def default_of(name: str, algorithm: Algorithm, model: ServedModel) -> Any:
-    """The value of a parameter beside an algorithm in a request that does not give it."""
+    """Return the value of a parameter, with an algorithm, in a request that does not give it."""
     return _value(name, {}, algorithm, model)
 
 
 def _cache(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel) -> str:
-    """The kind of cache. One that was not asked for gives way to guidance."""
+    """Return the kind of cache. A default one is replaced if guidance excludes it."""
     asked = request.get("cache")
     if asked is not None and asked not in algorithm.caches:
         others = [name for name, a in algorithms_for(model.family).items() if asked in a.caches]
@@ -549,7 +549,7 @@ def _cache(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel)
 def _sub_block_length(
     request: Mapping[str, Any], block_length: int, algorithm: Algorithm, model: ServedModel
 ) -> int:
-    """A divisor of the block; one that was not asked for gives way to the whole block."""
+    """Return a divisor of the block; a default one that is none is replaced by the whole block."""
     length: int = _value("sub_block_length", request, algorithm, model)
     if block_length % length == 0 or not _is_used("sub_block_length", algorithm, model):
         return length
@@ -574,7 +574,7 @@ def _delimiter_ids(
 
 
 def check_score(score: Any, model: ServedModel, prompt: Sequence[int]) -> ScoreRequest:
-    """What a request that is only read asks of its prompt.
+    """Return what a likelihood request asks of its prompt, checked.
 
     Raises:
         InvalidParameterError: naming the prompt, or the key of `score`.

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's process imports what it needs while the server does.
+"""Early start of the engine's process, which imports its modules while the server does.
 
 Upstream starts it when the server has imported everything and read its arguments; only then would
-it begin to import its own part. Here it is started at once, imports, and waits to hear what it
-shall run. It is a process of the same kind as upstream's: nothing in it knows of the difference.
+it begin to import its own part. Here it is started at once, imports, and waits for the function to
+run. It is a process of the same kind as upstream's: nothing in it sees a difference. A
+`VLLM_WORKER_MULTIPROC_METHOD` of the user's is respected. Nothing here imports torch or upstream
+before it is asked to.
 
 A `VLLM_WORKER_MULTIPROC_METHOD` of the user's is kept to. Nothing here imports torch or upstream
 before it is asked to.
@@ -51,7 +53,7 @@ _started_at: list[float] = []  # time.time() of every engine's start in this pro
 
 
 class EngineProcess(SpawnProcess):
-    """A process that takes over the one that waits, if there is one."""
+    """Process that takes over the waiting one, if there is one."""
 
     def start(self) -> None:
         waiting = _take()
@@ -69,16 +71,16 @@ class EngineProcess(SpawnProcess):
 
 
 class EngineContext(SpawnContext):
-    """What upstream starts an engine's process with."""
+    """Multiprocessing context in which upstream starts an engine's process."""
 
     Process = EngineProcess
 
 
 def keep_title() -> None:
-    """In a process that another one started: let it be renamed later. Called before all imports.
+    """In a child process, make sure that it can be renamed later. Called before all imports.
 
-    A title takes the place of the arguments, which lie before the first variable of the
-    environment, as long as nobody has set that one anew.
+    A title overwrites the arguments, which lie before the first variable of the environment, as
+    long as nobody has set that one again.
     """
     if "--multiprocessing-fork" in sys.orig_argv:
         import setproctitle
@@ -87,7 +89,7 @@ def keep_title() -> None:
 
 
 def say_nothing_twice() -> None:
-    """In a process that another one started: torch's warning that there is no GPU is known."""
+    """In a child process, silence torch's warning about a missing GPU, which is known."""
     if "--multiprocessing-fork" in sys.orig_argv:
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
@@ -106,7 +108,7 @@ def begin() -> None:
 
 
 def adopt() -> None:
-    """Let upstream take the process that waits."""
+    """Let upstream use the waiting process."""
     if _waiting:
         from vllm.v1.engine import utils
 
@@ -114,12 +116,12 @@ def adopt() -> None:
 
 
 def engine_started_at() -> float | None:
-    """time.time() when the first engine was told what to run; None where upstream starts it."""
+    """Return time.time() when the first engine got its function; None if upstream starts it."""
     return _started_at[0] if _started_at else None
 
 
 def _take() -> _Waiting | None:
-    """The process that waits, if it lives and has read what it would read now."""
+    """Return the waiting process, if it lives and its environment is unchanged."""
     waiting = _waiting.pop() if _waiting else None
     if waiting is None:
         return None
@@ -130,7 +132,7 @@ def _take() -> _Waiting | None:
 
 
 def _end_what_waits() -> None:
-    """Where no engine was started."""
+    """End a waiting process that no engine has used."""
     while _waiting:
         _waiting.pop().process.terminate()
 
@@ -141,7 +143,7 @@ def _read_early() -> dict[str, str | None]:
 
 @contextmanager
 def without_collecting() -> Iterator[None]:
-    """While modules are imported: looking for garbage in what they make is a sixth of the time."""
+    """Disable garbage collection during imports, where it takes a sixth of the time."""
     is_collecting = gc.isenabled()
     gc.disable()
     try:
@@ -157,7 +159,7 @@ def _import(names: tuple[str, ...]) -> None:
 
 
 def _wait(connection: Connection) -> None:
-    """In the engine's process: import, hear what to run, and run it."""
+    """Run in the engine's process: import, receive the function, and run it."""
     with without_collecting():
         _import(NEEDED)
         gc.freeze()  # later collections, some of which upstream asks for, pass it by
@@ -176,7 +178,7 @@ def _wait(connection: Connection) -> None:
 
 
 def _serves(words: list[str]) -> bool:
-    """Whether a command line runs our server, and not only for its help."""
+    """Whether a command line runs our server, not only its help."""
     if "-m" not in words or words[words.index("-m") + 1 :][:1] != [_PROGRAM]:
         return False
     return not {"-h", "--help", "--version", "--numa-bind"}.intersection(words)

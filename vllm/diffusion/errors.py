@@ -25,7 +25,7 @@ class InvalidParameterError(DiffusionError, ValueError):
     Attributes:
         field: name of the parameter.
         given: the value that was sent.
-        wanted: what would have been accepted, in words.
+        wanted: description of the accepted values.
     """
 
     def __init__(self, field: str, given: Any, wanted: str) -> None:
@@ -44,8 +44,8 @@ class ActivationBudgetError(InvalidParameterError):
 
     Attributes:
         num_tokens: prompt and canvas of the request.
-        required_bytes: the least that a step of it takes, with what requests keep between steps.
-        budget_bytes: of the pool.
+        required_bytes: least bytes of one of its steps, with what requests keep between steps.
+        budget_bytes: bytes of the pool.
         longest_tokens: prompt and canvas of the longest request of its kind that fits.
     """
 
@@ -74,7 +74,7 @@ class ModelConfigError(DiffusionError, ValueError):
     Attributes:
         key: the key of config.json.
         given: its value (None when missing).
-        wanted: what would be accepted, in words.
+        wanted: description of the accepted values.
     """
 
     def __init__(self, key: str, given: Any, wanted: str) -> None:
@@ -105,4 +105,4 @@ class RankError(DiffusionError):
 
 
 class RankMemoryError(RankError):
-    """Another rank has no memory for what both were to do."""
+    """Another rank has no memory for a step of both."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequence parallelism by an exchange of heads (Ulysses, Jacobs et al. 2023).
 
-Every stage but attention sees rows alone, so each rank has some of the rows. Attention sees all
-rows of a sequence, but every head by itself: before it a rank gives its rows of the other heads
-away for the others' rows of its heads, and after it takes back what became of them. Heads stay
-whole, so no number is computed in another way than by one rank.
+Every stage but attention works on rows alone, so each rank has some of the rows. Attention needs
+all rows of a sequence, but one head at a time: before it, a rank exchanges its rows of the other
+heads for the others' rows of its heads, and after it takes back the results. Heads stay whole, so
+every number is computed as by one rank.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class HeadExchange:
-    """Rows with all heads for all rows with some heads, and back.
+    """Exchanges rows with all heads for all rows with some heads, and back.
 
     Letters: R rows of all ranks, r of this one, h heads, N ranks, hd head width.
 
     Args:
         peers: the ranks, each of which has consecutive heads.
-        counts: rows of every rank; the rows of all follow one another by rank.
+        counts: number of rows of every rank; the rows of all follow one another by rank.
     """
 
     def __init__(self, peers: Peers, counts: Sequence[int]) -> None:
@@ -37,11 +37,11 @@ class HeadExchange:
         self._own = [self.counts[peers.rank]] * peers.size
 
     def to_heads(self, x: Tensor, buffers: Buffers) -> Tensor:
-        """All rows of this rank's heads.
+        """Return all rows of this rank's heads.
 
         Args:
             x: [r, h, hd], contiguous; h is a multiple of N.
-            buffers: where the result [R, h / N, hd] lies, and scratch memory.
+            buffers: memory for the result [R, h / N, hd], and scratch memory.
         """
         (rows, heads, width), size = x.shape, self._peers.size
         part = heads // size
@@ -56,7 +56,7 @@ class HeadExchange:
         return out
 
     def to_rows(self, x: Tensor, out: Tensor, buffers: Buffers) -> Tensor:
-        """All heads of this rank's rows.
+        """Return all heads of this rank's rows.
 
         Args:
             x: [R, h / N, hd], contiguous.

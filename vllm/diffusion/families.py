@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a family of diffusion language models is, as data (no torch here)."""
+"""Families of diffusion language models, as data (no torch here)."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ class Family:
             tell families of the same architecture apart.
         config_class: "module:Class" of its configuration.
         default_algorithm: decoding algorithm of a request that names none.
-        defaults: of request parameters, where the family's own differ from the algorithm's. A
+        defaults: defaults of request parameters, where the family's differ from the algorithm's. A
             threshold is meant for the default algorithm.
-        caps_steps: a block has at most as many steps as the answer has tokens (LLaDA2.0).
-        scores_after_filters: of block-causal families: whether a candidate's confidence is its
+        caps_steps: whether a block has at most as many steps as the answer has tokens (LLaDA2.0).
+        scores_after_filters: whether a candidate's confidence, in block-causal families, is its
             probability among the tokens that top_k and top_p leave, or among all.
         logit_shift: 1 when the token at position i is read from row i - 1, else 0.
-        visibility: who sees whom in the family's attention.
+        visibility: which positions attend to which.
         model_class: "module:Class" of the vLLM model.
         end_of_turn_tokens: names, in order of preference, of the token that ends a turn, where an
             answer ends there whatever generation_config.json says.
-        mask_token: name of the mask token where neither config.json nor the tokenizer says which
-            it is.
-        served_as: what `--family` and the name of its server script call it; None where no script
-            serves it.
+        mask_token: name of the mask token where neither config.json nor the tokenizer gives it.
+        served_as: its name for `--family` and for its server script; None where no script serves
+            it.
     """
 
     name: str
@@ -56,7 +55,7 @@ class Family:
 
     @property
     def is_block_causal(self) -> bool:
-        """Whether a position sees its own block and those before it, and none behind."""
+        """Whether a position attends to its own block and those before it, and to none behind."""
         return isinstance(self.visibility, BlockCausal)
 
 
@@ -166,9 +165,9 @@ ARCHITECTURES = frozenset(name for family in FAMILIES for name in family.archite
 
 
 def family_of(architectures: Sequence[str] | None, model_type: str | None) -> Family | None:
-    """The family of a checkpoint; None where it is none of ours.
+    """Return the family of a checkpoint; None if it is not one of ours.
 
-    The first architecture that is one of ours decides; of several families that have it the one
+    The first architecture that is one of ours decides; among several families that have it, the one
     with the model type, else the first.
     """
     name = next((name for name in architectures or () if name in ARCHITECTURES), None)
@@ -183,7 +182,7 @@ SERVED_AS = tuple(dict.fromkeys(f.served_as for f in FAMILIES if f.served_as is 
 def why_not_served(
     name: str, architectures: Sequence[str] | None, model_type: str | None
 ) -> str | None:
-    """Why the server script of a family (`SERVED_AS`) does not serve a checkpoint, or None."""
+    """Say why the server script of a family (`SERVED_AS`) refuses a checkpoint; else None."""
     family = family_of(architectures, model_type)
     own = None if family is None else family.served_as
     if own == name:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of request parameters, the check of each value on its own, and server-wide defaults.
+"""Table of request parameters, with the check of each value on its own, and server-wide defaults.
 
 `FIELDS` is the only list of parameters: validation, aliases, HTTP schemas and documentation are
-made from it. Those of single algorithms come from `vllm.diffusion.algorithms`. How values fit
+made from it. Parameters of single algorithms come from `vllm.diffusion.algorithms`. How values fit
 together is decided in `vllm.diffusion.decision`.
 
 Nothing here imports torch or upstream.
@@ -209,7 +209,7 @@ BY_NAME: dict[str, Field] = {f.name: f for f in FIELDS}
 
 
 def by_spelling(table: Iterable[Field]) -> dict[str, Field]:
-    """The parameters of a table by each of their names."""
+    """Return the parameters of a table by each of their names."""
     return {spelling: field for field in table for spelling in (field.name, *field.aliases)}
 
 
@@ -224,7 +224,7 @@ _ALIKE = 0.8  # share of two names' letters that are common to both, in order
 
 
 def canonical(given: Mapping[str, Any], also_known: Iterable[str] = ()) -> dict[str, Any]:
-    """`checked`, by the table of all requests, of which some values stand for others."""
+    """Check values by the table of all requests, after expanding shorthands; see `checked`."""
     return checked(_expand_shorthands(given), SPELLINGS, also_known)
 
 
@@ -257,14 +257,14 @@ def checked(
 
 
 def unknown(name: str, value: Any, known: Iterable[str]) -> InvalidParameterError:
-    """The refusal of a parameter that nobody knows."""
+    """Make the refusal of an unknown parameter."""
     meant = near_miss(name, known)
     hint = f"did you mean {meant}?" if meant else f"known: {', '.join(sorted(known))}"
     return InvalidParameterError(name, value, f"unknown parameter; {hint}")
 
 
 def near_miss(name: str, known: Iterable[str] = OWN_SPELLINGS) -> str | None:
-    """The known name that `name` almost is; capitals, dashes and underscores do not count."""
+    """Return the known name that `name` almost is; case, dashes and underscores do not count."""
     names = {_letters(other): other for other in sorted(known)}
     found = difflib.get_close_matches(_letters(name), names, n=1, cutoff=_ALIKE)
     return names[found[0]] if found else None
@@ -275,9 +275,9 @@ def _letters(name: str) -> str:
 
 
 def _expand_shorthands(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Algorithm names in any of their spellings, and what stands for an algorithm.
+    """Expand algorithm names in any spelling, and parameters that stand for an algorithm.
 
-    The name of a remasking leaves open which algorithm goes by it; the decision knows.
+    A kind of remasking may stand for several algorithms; the decision chooses.
     """
     expanded = dict(given)
     leaps = expanded.pop("use_local_leap", None)
@@ -346,7 +346,7 @@ def _is_finite(value: int | float) -> bool:
 
 
 def named_algorithm(request: Mapping[str, Any], *, is_block_causal: bool) -> str | None:
-    """The algorithm that canonical values name, if they do."""
+    """Return the algorithm that canonical values name; None if they name none."""
     name: str | None = request.get("algorithm")
     if name not in REMASKING:
         return name
@@ -359,12 +359,12 @@ def server_defaults(given: Mapping[str, Any], family: Family | None) -> dict[str
     """Check the server-wide defaults.
 
     Args:
-        given: under any accepted spelling.
-        family: that of the served model; None where it is not known yet, so that only names and
+        given: values under any accepted spelling.
+        family: family of the served model; None while it is not known, so that only names and
             single values are checked.
 
     Raises:
-        ServerConfigError: for an unknown or unusable setting.
+        ServerConfigError: a setting is unknown or unusable.
     """
     try:
         defaults = canonical(given)
@@ -386,7 +386,7 @@ def server_defaults(given: Mapping[str, Any], family: Family | None) -> dict[str
 
 
 def _check_together(defaults: Mapping[str, Any], algorithms: Mapping[str, Algorithm]) -> None:
-    """Refuse server-wide defaults that no request could be given together."""
+    """Refuse server-wide defaults that exclude each other."""
     name, cache = defaults.get("algorithm"), defaults.get("cache")
     if name is not None and name not in algorithms:
         raise ServerConfigError(

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What upstream's imports take the longest with, later or once, and what is added to them.
+"""Delayed or cached imports that upstream spends most time on, and additions to its modules.
 
-Upstream's `__init__` imports the compiler's table of lowerings, a second of every process, to put a
-list of its own into it. It does without where that import fails; so it fails at first, and the list
-is put in place when the table is imported after all, which is when something compiles.
+Upstream's `__init__` imports the compiler's table of lowerings, which takes a second in every
+process, to put a list of its own into it. It does without if that import fails; so it fails at
+first, and the list is put in place when the table is imported after all, which is when something
+compiles.
 
-transformers reads the sources of all its models twice, half a second each, to know what is where.
+transformers reads the sources of all its models twice, half a second each, to build its index.
 
-What is added to upstream's command is added when that is imported.
+Additions to upstream's command are made when that is imported.
 
 Nothing here imports torch, transformers or upstream.
 """
@@ -34,12 +35,12 @@ _READS = "create_import_structure_from_path"
 
 
 class _After(MetaPathFinder):
-    """Finds a module once, and does something to it when it is loaded.
+    """Import hook that finds a module once, and calls a function when it is loaded.
 
     Args:
         module: its name.
-        then: what is done to it.
-        is_refused: its import fails for now; as an attribute it can be set anew.
+        then: function of the loaded module.
+        is_refused: whether its import fails for now; may be changed as an attribute.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ def _read_folders_once(module: ModuleType) -> None:
 
 
 def read_models_once() -> None:
-    """Let transformers keep what it has read of a folder. Called before it is imported."""
+    """Let transformers cache what it reads of a folder. Called before it is imported."""
     if STRUCTURE not in sys.modules:
         sys.meta_path.insert(0, _After(STRUCTURE, _read_folders_once))
 
@@ -92,14 +93,17 @@ def _replace(module: ModuleType) -> None:
 
 
 def replace_upstreams_command() -> None:
-    """Let `vllm serve` be ours, which extends upstream's. Called before that is imported."""
+    """Replace `vllm serve` by ours, which extends it. Called before upstream's is imported."""
     if COMMAND not in sys.modules:
         sys.meta_path.insert(0, _After(COMMAND, _replace))
 
 
 @contextmanager
 def without_the_compiler() -> Iterator[None]:
-    """While upstream's package is imported; nothing changes where the table is there already."""
+    """Make the table's import fail while upstream's package is imported.
+
+    Nothing changes if the table is already imported.
+    """
     later = _After(LOWERING, _tell_upstream, is_refused=True)
     if LOWERING not in sys.modules:
         sys.meta_path.insert(0, later)

@@ -30,7 +30,8 @@ class Lengths:
 
     Attributes:
         steps: None where nothing bounds the forwards.
-        steps_per_block: of block-causal families; None where the algorithm asks for no steps.
+        steps_per_block: steps of a block in block-causal families; None where the algorithm has no
+            steps.
     """
 
     canvas: int
@@ -48,10 +49,10 @@ def decide_lengths(
     *,
     upstream_max_tokens: int | None,
 ) -> Lengths:
-    """Lengths of a request whose other values are given under canonical names.
+    """Decide the lengths of a request whose other values are given under canonical names.
 
     Args:
-        upstream_max_tokens: a limit that upstream may have filled in itself.
+        upstream_max_tokens: a limit that upstream may have filled in.
 
     Raises:
         InvalidParameterError: naming the field and values that would work.
@@ -82,9 +83,9 @@ def decide_lengths(
 
 
 def with_suffix(lengths: Lengths, algorithm: Algorithm, suffix_length: int) -> Lengths:
-    """The same with a canvas that holds text behind the longest answer, too.
+    """Return lengths with a canvas that also holds a suffix behind the longest answer.
 
-    Blocks are as long as without, and each has as many steps.
+    The lengths of blocks and the steps of each are unchanged.
     """
     canvas, block = lengths.max_tokens + suffix_length, lengths.block_length
     if algorithm.blocks == "none":
@@ -99,13 +100,13 @@ def with_suffix(lengths: Lengths, algorithm: Algorithm, suffix_length: int) -> L
 
 
 def forwards_saved(params: DiffusionParams, num_forwards: int, num_committed: int) -> int:
-    """Forwards that a finished request did without: those that could not change its answer.
+    """Number of forwards that a finished request did without, as they could not change its answer.
 
-    Where the number of steps sets the pace, all of its steps that were not run: after the answer
-    was complete, or because they would have committed nothing. Elsewhere nobody knows how many
-    there would have been; at least one per block that was never begun, or one in all where blocks
-    are decoded together. Blocks that a block-causal request never began cost nothing: only steps of
-    those that it began count. A request that is only read has nothing to commit, and saves none.
+    Where the number of steps sets the pace: all of its steps that were not run, after the answer
+    was complete, or because they would have committed nothing. Elsewhere the number is unknown; it
+    is at least one per block that was never begun, or one in all where blocks are decoded together.
+    Blocks that a block-causal request never began cost nothing: only steps of those that it began
+    count. A likelihood request commits nothing, and saves none.
     """
     if not params.num_open:
         return 0
@@ -127,7 +128,7 @@ def _canvas(
     model: ServedModel,
     prompt_length: int,
 ) -> tuple[int, int]:
-    """Length of the canvas and of the longest answer."""
+    """Return the lengths of the canvas and of the longest answer."""
     room = model.max_model_len - prompt_length
     canvas: int | None = request.get("gen_length")
     block_length: int | None = request.get("block_length")
@@ -150,7 +151,7 @@ def _check_room(
     model: ServedModel,
     prompt_length: int,
 ) -> None:
-    """Refuse an answer longer than its canvas, and a canvas longer than the room that is left."""
+    """Refuse an answer longer than its canvas, and a canvas longer than the remaining room."""
     if max_tokens is not None and max_tokens > canvas:
         raise InvalidParameterError(
             "max_tokens", max_tokens, f"wanted at most the canvas, gen_length: {canvas}"
@@ -168,10 +169,11 @@ def _check_room(
 def _asked_max_tokens(
     request: Mapping[str, Any], upstreams: int | None, room: int, model: ServedModel
 ) -> int | None:
-    """The longest answer that is asked for; None where no limit is.
+    """Return the requested length of the longest answer; None if there is no limit.
 
-    Upstream writes all the room that is left where none was given. Beside an explicit canvas its
-    defaults, of SamplingParams and of generation_config.json, are no wish to cut the answer either.
+    Where none was given, upstream fills in all the room that is left. Beside an explicit canvas its
+    defaults, of SamplingParams and of generation_config.json, are not meant to cut the answer
+    either.
     """
     asked: int | None = request.get("max_tokens")
     if asked is not None or upstreams == room:
@@ -188,7 +190,10 @@ def _grid_lengths(
     prompt_length: int,
     upstream_max_tokens: int | None,
 ) -> Lengths:
-    """Of block-causal families: any answer and any block, as future blocks cost nothing."""
+    """Decide the lengths in block-causal families.
+
+    Any answer and any block is allowed, as future blocks cost nothing.
+    """
     room = model.max_model_len - prompt_length
     canvas = request.get("gen_length")
     max_tokens = _asked_max_tokens(request, upstream_max_tokens, room, model)
@@ -208,14 +213,14 @@ def _grid_lengths(
 
 
 def _first_given(name: str, request: Mapping[str, Any], model: ServedModel) -> int | None:
-    """A length of the request, else of the server, else of the checkpoint or its family."""
+    """Return a length of the request, else of the server, the checkpoint or its family."""
     own = {"block_length": model.block_length}.get(name)
     values = (request.get(name), model.defaults.get(name), own, model.family.defaults.get(name))
     return next((value for value in values if value is not None), None)
 
 
 def _steps_per_block(request: Mapping[str, Any], model: ServedModel, num_blocks: int) -> int | None:
-    """Steps that were asked for; the request's of either name win over the server's."""
+    """Return the steps asked for; the request's, by either name, override the server's."""
     per_block, steps = request.get("steps_per_block"), request.get("steps")
     if steps is not None:
         steps = _quota_steps(steps, num_blocks, steps) // num_blocks
@@ -239,10 +244,10 @@ def _whole_blocks_within(length: int, block_length: int | None) -> int:
 
 
 def _canvas_for(max_tokens: int, room: int, block_length: int | None) -> int:
-    """The canvas of an answer: `max_tokens` rounded up to whole default blocks.
+    """Return the canvas of an answer: `max_tokens` rounded up to whole default blocks.
 
-    Whole given blocks instead, where those are not parts of a default block; no rounding where
-    only the rounding exceeds the room that is left.
+    Whole given blocks are used instead, if those do not divide a default block; and no rounding if
+    only the rounding exceeds the remaining room.
     """
     unit = DEFAULT_BLOCK
     if block_length is not None and DEFAULT_BLOCK % block_length != 0:
@@ -268,7 +273,7 @@ def _block_length(given: int | None, usual: int, canvas: int, steps: int | None)
 
 
 def _quota_steps(given: int | None, num_blocks: int, usual: int) -> int:
-    """A multiple of the number of blocks."""
+    """Return a multiple of the number of blocks."""
     if given is None:
         nearest = (2 * usual + num_blocks) // (2 * num_blocks)
         return max(1, nearest) * num_blocks

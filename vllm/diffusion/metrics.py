@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server measures, and how the scheduler's observations travel to it.
+"""Metrics of the server, and the transport of the scheduler's observations to it.
 
 The table `METRICS` is served at `/metrics` beside upstream's and documented in `docs/metrics.md`.
 
-The scheduler runs in the engine's process, the server in another. What crosses between them is
-typed, and one field is free: `SchedulerStats.waiting_lora_adapters`, a dict from strings to whole
-numbers that nobody reads where LoRA is off, as it always is here. `Observations` are put into it
-as `"name value"` -> how often, which is harmless wherever no one takes them out: in the offline
-`LLM`, or under loggers of upstream's alone.
+The scheduler runs in the engine's process, the server in another. Messages between them are typed,
+and one field is free: `SchedulerStats.waiting_lora_adapters`, a dict from strings to whole numbers
+that nobody reads where LoRA is off, as it always is here. `Observations` are put into it as `"name
+value"` -> count, which is harmless wherever no one takes them out: in the offline `LLM`, or under
+upstream's loggers alone.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _MICROSECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.0
 
 @dataclass(frozen=True)
 class Metric:
-    """One line of the table.
+    """One row of the table.
 
     Attributes:
-        name: as in `/metrics`; a counter's samples end in `_total` there.
+        name: name in `/metrics`, where a counter's samples end in `_total`.
         doc: the meaning, with the unit.
         buckets: upper bounds of a histogram's buckets.
-        label: name of the label beside `model_name` and `engine`, if any.
-        per_engine: has the label `engine`; False where the server itself counts.
-        facts: labels that say something that is known from the start; the value is 1 then.
+        label: name of its label beside `model_name` and `engine`, if any.
+        per_engine: whether it has the label `engine`; False where the server itself counts.
+        facts: labels with facts known from the start; the value is 1 then.
     """
 
     name: str
@@ -199,15 +199,15 @@ _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 WAITS_FOR = ("rows", "memory", "requests", "others", "prompt", "call", "order")
-MOST_WAITING = 64  # requests of which is told what they wait for
+MOST_WAITING = 64  # most requests whose wait is reported
 _WAITS = "waits"
 
 
 class Observations:
-    """What was seen since it was last taken.
+    """Observations since they were last taken.
 
     Args:
-        enabled: False: nothing is kept, as nobody will take it.
+        enabled: whether observations are kept; False if nobody will take them.
     """
 
     def __init__(self, *, enabled: bool) -> None:
@@ -216,12 +216,12 @@ class Observations:
         self._waited = False  # somebody did when it was last said
 
     def count(self, metric: Metric, amount: int = 1, label: str = "") -> None:
-        """A counter rises; `label` is the value of its own label, if it has one."""
+        """Increase a counter; `label` is the value of its own label, if it has one."""
         if self._enabled and amount:
             self._found[f"{metric.name} {label}"] += amount
 
     def observe(self, metric: Metric, value: float) -> None:
-        """A histogram gets another value, a gauge its new one."""
+        """Add a value to a histogram, or set a gauge."""
         if not self._enabled:
             return
         key = f"{metric.name} {value:.17g}"
@@ -230,7 +230,7 @@ class Observations:
         self._found[key] += 1
 
     def wait_for(self, waiting: Mapping[str, str]) -> None:
-        """Say what requests wait for, by id, in order: how many for what, and the first of them."""
+        """Set what each request waits for, by id, in order: the counts, and the first requests."""
         if not self._enabled or not (waiting or self._waited):
             return
         self._waited = bool(waiting)
@@ -240,13 +240,13 @@ class Observations:
         self._found.update({f"{_WAITS} {req_id} {reason}": 1 for req_id, reason in first})
 
     def put_into(self, stats: SchedulerStats) -> None:
-        """Send everything with upstream's statistics of the step, and start anew."""
+        """Put all observations into upstream's statistics of the step, and start again."""
         stats.waiting_lora_adapters.update(self._found)
         self._found.clear()
 
 
 def observations_in(stats: SchedulerStats) -> Iterator[tuple[Metric, str, int]]:
-    """Metric, value or label, and how often or by how much, of everything that was put in."""
+    """Yield metric, value or label, and count or amount, of all observations that were put in."""
     sent: Mapping[str, int] = stats.waiting_lora_adapters
     for key, times in sent.items():
         name, _, value = key.partition(" ")
@@ -255,7 +255,7 @@ def observations_in(stats: SchedulerStats) -> Iterator[tuple[Metric, str, int]]:
 
 
 def waiting_in(stats: SchedulerStats) -> dict[str, str] | None:
-    """What requests wait for, by id, of the first of them; None where nothing was put in."""
+    """Return what the first requests wait for, by id; None where nothing was put in."""
     keys = [key.split(" ") for key in stats.waiting_lora_adapters]
     if not any(parts[0] == REQUESTS_WAITING.name for parts in keys):
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How kept keys and values are counted: in whole pages."""
+"""Pages: the unit in which kept keys and values are counted."""
 
 # Positions of a page. A multiple of the keys that attention reads at a time (`SplitConfig.keys`),
 # so that all of them lie in one page.
@@ -11,10 +11,10 @@ HEAD_DIMS = (16, 32, 64, 128)
 
 
 def num_pages(positions: int) -> int:
-    """Pages that so many positions of one sequence take."""
+    """Number of pages for `positions` positions of one sequence."""
     return -(-positions // PAGE_SIZE)
 
 
 def in_whole_pages(positions: int) -> int:
-    """Positions of the pages that so many positions of one sequence take."""
+    """Number of positions in the pages for `positions` positions of one sequence."""
     return num_pages(positions) * PAGE_SIZE

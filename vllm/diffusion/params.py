@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request's decision starts from and what it is: records, no rules.
+"""Records of a request's decision, its inputs and its result; no rules.
 
 Nothing here imports torch or upstream.
 """
@@ -26,7 +26,7 @@ DRAWN_SEED_BITS = 52  # JavaScript's numbers are exact below 2^53, and answer i 
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Token ids of one checkpoint that decoding must know.
+    """Token ids of one checkpoint that decoding needs.
 
     Attributes:
         mask: the mask token.
@@ -45,7 +45,7 @@ class SpecialIds:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What the rules below must know of the model being served.
+    """Facts about the served model that decisions need.
 
     Attributes:
         family: the model's family.
@@ -55,8 +55,8 @@ class ServedModel:
         default_max_tokens: max_new_tokens of generation_config.json, if given.
         defaults: server-wide defaults under canonical names.
         default_steps: denoise steps of a request that gives none (None: one per canvas token).
-        block_length: of a block-causal checkpoint's config.
-        guides: compiles what answers must match; None where nothing can be matched.
+        block_length: block length of a block-causal checkpoint's config.
+        guides: compiler of answer formats; None where none can be used.
     """
 
     family: Family
@@ -77,21 +77,20 @@ class ServedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionParams(AlgorithmParams):
-    """A request's parameters with every default filled in; the names are those of the table.
+    """Parameters of a request with every default filled in; names are those of the table.
 
-    It crosses processes as a map, and is made anew of it by the types of its attributes.
+    It crosses processes as a map, and is rebuilt by the types of its attributes.
 
-    `steps` is None where no bound was asked for. `stop_ids` is empty and `early_stop` is false
-    when `ignore_eos` is set. `logit_shift`, `is_block_causal` and `scores_after_filters` are the
-    family's. `logprob_token_ids` are tokens whose log probabilities are told in place of the most
-    likely ones; there are `logprobs` of them. `seed` is None until the engine draws
-    one. `logprobs` is how many alternatives are reported beside every token's log probability, None
-    where none is. `ignored` names the standard fields that were given and cannot act. `priority` is
-    None where upstream's request has it, and `timeout_s` where no time ends the request. `score` is
-    set where the request is only read; its canvas is empty then. `num_answers` is how many requests
-    of these parameters, but for their seeds, the same prompt comes with. `guide` is the language
-    that the answer must be in, if it must. `suffix_ids` stand on the canvas, right behind the
-    longest answer.
+    `steps` is None where no bound was asked for. `stop_ids` is empty and `early_stop` is false when
+    `ignore_eos` is set. `logit_shift`, `is_block_causal` and `scores_after_filters` are the
+    family's. `logprob_token_ids` are tokens whose log probabilities are reported in place of the
+    most likely ones; `logprobs` is their number then. `seed` is None until the engine draws one.
+    `logprobs` is the number of alternatives reported beside every token's log probability, or None.
+    `ignored` names the standard fields that were given and cannot act. `priority` is None where
+    upstream's request has it, and `timeout_s` where there is no timeout. `score` is set in a
+    likelihood request; its canvas is empty then. `num_answers` is the number of requests with this
+    prompt whose parameters differ in the seed alone. `guide` is the language of the answer, if it
+    has one. `suffix_ids` stand on the canvas, right behind the longest answer.
     """
 
     algorithm: str
@@ -130,33 +129,33 @@ class DiffusionParams(AlgorithmParams):
 
     @property
     def num_logprobs(self) -> int | None:
-        """The number of most likely tokens to look up; None where no probability is wanted."""
+        """Number of most likely tokens to look up; None where no probability is wanted."""
         if self.logprobs is None and self.stream_canvas:
             return 0
         return self.logprobs
 
     @property
     def computes_blocks(self) -> bool:
-        """Whether forwards of a block, but for its first, compute nothing that stands before it."""
+        """Whether forwards of a block, except its first, compute nothing before the block."""
         return self.cache in ("prefix", "dual")
 
     @property
     def num_blocks(self) -> int:
-        """The last one may be shorter than the others (full_attn_multi_block)."""
+        """Number of blocks; the last one may be shorter than the others (full_attn_multi_block)."""
         return -(-self.gen_length // self.block_length)
 
     @property
     def num_open(self) -> int:
-        """Canvas positions that are filled: all but those behind a text that follows."""
+        """Number of canvas positions that are filled: all before a given suffix."""
         return self.max_tokens if self.suffix_ids else self.gen_length
 
     def answer_end(self, tokens: Sequence[int], num_before: int) -> int | None:
-        """How many of the newest final tokens belong to the answer; None while it goes on.
+        """Number of the newest final tokens that belong to the answer; None while it goes on.
 
         A stop token ends the answer and is its last token; the length limit comes second.
 
         Args:
-            tokens: that became final.
+            tokens: tokens that became final.
             num_before: tokens of the answer before them.
         """
         room = self.max_tokens - num_before
@@ -166,7 +165,10 @@ class DiffusionParams(AlgorithmParams):
         return room if len(tokens) >= room else None
 
     def with_answers(self, num_answers: int) -> DiffusionParams:
-        """Of a request for so many answers, each of which comes to the engine by itself."""
+        """Return the parameters of a request for `num_answers` answers.
+
+        Each answer comes to the engine as a request.
+        """
         return dataclasses.replace(self, num_answers=num_answers)
 
     def with_seed(self, seed: int) -> DiffusionParams:

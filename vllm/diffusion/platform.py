@@ -23,14 +23,14 @@ CPU_ROW_BUDGET = 8192  # rows of a shared step of a server, as upstream has it f
 
 
 class _EagerPlatform(Platform):
-    """No kernels of upstream's, no compiler."""
+    """Platform without upstream's kernels and without a compiler."""
 
     simple_compile_backend = "eager"
     has_compiled_kernels = False
 
     @classmethod
     def import_kernels(cls) -> None:
-        """There are none to import."""
+        """Import nothing, as there are no kernels."""
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -51,7 +51,7 @@ class _EagerPlatform(Platform):
 
 
 class DiffusionCpuPlatform(_EagerPlatform):
-    """A machine without an accelerator."""
+    """Platform of a machine without an accelerator."""
 
     # Not OOT: upstream's shutdown would then call accelerator functions that a CPU has not.
     _enum = PlatformEnum.CPU
@@ -91,7 +91,7 @@ class DiffusionCpuPlatform(_EagerPlatform):
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
-        """There is one device."""
+        """Do nothing, as there is one device."""
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
@@ -103,7 +103,7 @@ class DiffusionCpuPlatform(_EagerPlatform):
 
 
 class DiffusionCudaPlatform(_EagerPlatform):
-    """A CUDA machine without upstream's compiled kernels."""
+    """Platform of a CUDA machine without upstream's compiled kernels."""
 
     # Not CUDA: upstream would then ask its compiled kernels, which are missing here, what they can.
     _enum = PlatformEnum.OOT

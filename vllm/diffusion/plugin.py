@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What upstream's plugin loaders call: registration, nothing else.
+"""Functions that upstream's plugin loaders call: registration, nothing else.
 
 `register` and `platform` run in API server, engine and worker processes, possibly several times.
 """
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Make upstream know our models, their configurations and tokenizers, and our variables.
+    """Register our models, their configurations and tokenizers, and our variables with upstream.
 
-    Every process of a server passes here at its start, so this is also where it learns to end with
-    the process that started it.
+    Every process of a server calls this at its start, so it also begins to watch the process that
+    started it.
     """
     import vllm.envs
     from vllm.diffusion import envs, ops, startup_log, watchdog
@@ -42,7 +42,7 @@ def register() -> None:
 
 
 def _check_engines_first() -> None:
-    """Let what cannot start be refused before upstream looks for a model on the Hub."""
+    """Refuse an engine that cannot start before upstream looks for a model on the Hub."""
     from vllm.diffusion import envs, preflight
     from vllm.diffusion.config import Settings, server_settings
     from vllm.engine.arg_utils import EngineArgs
@@ -67,7 +67,7 @@ def _check_engines_first() -> None:
 
 
 def _register_configurations() -> None:
-    """What a configuration's model type stands for, and what is made of it for the engine."""
+    """Register configuration classes by model type, and the hooks that adapt an engine's config."""
     from transformers import AutoConfig
 
     from vllm.diffusion.models import diffullama
@@ -83,7 +83,7 @@ def _register_configurations() -> None:
             diffullama.adopt(model_config)
 
     class DiffusionModelConfig(LlamaModelConfig):
-        """The same for our architectures; it runs while the engine is configured."""
+        """Hook for our architectures; it runs while the engine is configured."""
 
         @staticmethod
         def verify_and_update_config(vllm_config: VllmConfig) -> None:
@@ -109,9 +109,10 @@ def _register_models() -> None:
     from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
 
     class Inspected(_LazyRegisteredModel):
-        """A class that is looked at in this process: its import uses no GPU.
+        """Model class inspected in this process, as its import uses no GPU.
 
-        Upstream would start another process for it once on every machine, which imports it all.
+        Upstream would start another process for it, once on every machine, which imports
+        everything.
         """
 
         def inspect_model_cls(self) -> _ModelInfo:
@@ -123,10 +124,10 @@ def _register_models() -> None:
 
 
 def platform() -> str | None:
-    """The platform of this machine, or None where one of upstream's is right.
+    """Return the platform of this machine, or None if one of upstream's is right.
 
-    Upstream's stay in charge on a CUDA machine with upstream's compiled kernels, on other
-    accelerators, and in CPU builds of upstream.
+    Upstream's are used on a CUDA machine with upstream's compiled kernels, on other accelerators,
+    and in CPU builds of upstream.
     """
     import importlib.metadata
     import importlib.util

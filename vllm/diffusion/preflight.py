@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the environment and the command line alone tell of a start that cannot succeed.
+"""Checks that end a start early if environment and command line show that it cannot succeed.
 
-A server asks before the imports that take seconds, and before its engine's process is started:
-nothing here imports torch or upstream. What only upstream's parser or the checkpoint knows is told
+A server runs them before the imports that take seconds, and before its engine's process is started:
+nothing here imports torch or upstream. Errors that need upstream's parser or the checkpoint come
 later (`api/cli.py`, `plugin.py`).
 """
 
@@ -51,7 +51,7 @@ def _is_share(value: str) -> bool:
 
 
 def _is_length(value: str) -> bool:
-    """Whether upstream reads it as a length."""
+    """Whether upstream accepts the value as a length."""
     is_number = re.fullmatch(r"\d*[1-9]\d*[KMGT]?|\d+(\.\d+)?[kmgt]", value, re.ASCII)
     return is_number is not None or value == "-1" or value.lower() == "auto"
 
@@ -69,7 +69,7 @@ _FLAGS = {
 
 
 def check() -> None:
-    """End this program in one line, if it is a server that cannot start. Called before all imports.
+    """End this program with one line if it is a server that cannot start. Called before imports.
 
     Raises:
         SystemExit: with the line.
@@ -85,7 +85,7 @@ def check() -> None:
 
 
 def server_arguments() -> list[str] | None:
-    """The arguments of this program if it is a server, ours or `vllm serve`; else None."""
+    """Return the arguments of this program if it is a server, ours or `vllm serve`; else None."""
     if not sys.argv or "--multiprocessing-fork" in sys.orig_argv:  # a process of a server
         return None
     program, words = os.path.basename(sys.argv[0]), sys.argv[1:]
@@ -97,15 +97,15 @@ def server_arguments() -> list[str] | None:
 
 
 def check_model(name: str, *, is_speculating: bool = False, family: str | None = None) -> None:
-    """Refuse what reads like a folder and is none, and a folder without what is wanted.
+    """Refuse a path that is no folder, and a folder without the wanted files.
 
     Args:
-        name: of the model, as a user gives it.
-        is_speculating: speculative decoding is asked for.
-        family: that is wanted (`families.SERVED_AS`); None for any.
+        name: name of the model, as a user gives it.
+        is_speculating: whether speculative decoding is asked for.
+        family: the wanted family (`families.SERVED_AS`); None for any.
 
     Raises:
-        ServerConfigError: naming the model, and what was meant where a folder is much like it.
+        ServerConfigError: naming the model, and a folder with a similar name.
     """
     path = Path(name)
     if not path.exists() and _reads_like_a_path(name):
@@ -133,7 +133,7 @@ def check_model(name: str, *, is_speculating: bool = False, family: str | None =
 def check_family(
     name: str, family: str, architectures: Sequence[str] | None, model_type: str | None
 ) -> None:
-    """Refuse a checkpoint of another family than is wanted.
+    """Refuse a checkpoint whose family is not the wanted one.
 
     Raises:
         ServerConfigError: naming the model, its architecture, and the script that serves it.
@@ -164,7 +164,7 @@ def _check_arguments(words: Sequence[str]) -> None:
 
 
 def _values(words: Sequence[str]) -> dict[str, str]:
-    """What a command line gives to each flag; the last one where several are given."""
+    """Return the value of each flag of a command line; the last one if there are several."""
     found = {}
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, is_joined, value = word.partition("=")
@@ -176,20 +176,20 @@ def _values(words: Sequence[str]) -> dict[str, str]:
 
 
 def _name(flag: str, value: str) -> str:
-    """The flag, or the variable of our scripts that it comes from."""
+    """Return the name of the flag, or of the variable of our scripts that it comes from."""
     variable = flag[2:].upper().replace("-", "_")
     return variable if os.environ.get(variable) == value else flag
 
 
 def _of(model: str) -> str:
-    """The model, and the variable of our scripts that it comes from."""
+    """Return the name of the model, with the variable of our scripts that it comes from."""
     given = (n for n, v in os.environ.items() if n.endswith("MODEL_DIR") and v == model)
     variable = next(given, None)
     return f"model {model}" if variable is None else f"model {model} ({variable})"
 
 
 def _check_address(values: Mapping[str, str]) -> None:
-    """Listen where the server will, for a moment; without a host on all addresses."""
+    """Check that the server can listen on its address; without a host, on all addresses."""
     host = values.get("--host", "")
     port = values.get("--port") or "8000"
     try:
@@ -232,7 +232,7 @@ def _did_you_mean(name: str) -> str:
 
 
 def _nearest_folder(path: Path) -> Path | None:
-    """The folder whose path is most like the given one, part by part; None for no likeness."""
+    """Return the folder whose path is most like the given one, part by part; None if unlike."""
     found = Path(path.anchor)
     for part in path.relative_to(path.anchor).parts:
         if not (found / part).is_dir():

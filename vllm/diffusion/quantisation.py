@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the weights of a model are stored, as --quantization or its config.json says (no torch).
+"""Quantisation schemes: how weights are stored, by --quantization or config.json (no torch).
 
-A scheme is what a layer's method follows. What no scheme describes is left to upstream's methods.
+A layer's method follows a scheme. Checkpoints that no scheme describes are left to upstream's
+methods.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fp8Scheme:
-    """fp8 (e4m3) weights with scales, and rows that become fp8 before they are multiplied.
+    """fp8 (e4m3) weights with scales; rows are quantised to fp8 before they are multiplied.
 
     Attributes:
-        is_online: weights of a checkpoint become fp8 as they are loaded, one scale a channel.
-        has_input_scale: rows have the scale that the checkpoint gives; else each has its own.
-        ignored: modules that stay as they are: names of the checkpoint, ends of them, or patterns
-            behind "re:".
+        is_online: whether weights of a checkpoint are quantised as they are loaded, one scale a
+            channel.
+        has_input_scale: whether all rows have the checkpoint's scale; else each has its own.
+        ignored: modules that stay plain: names of the checkpoint, ends of them, or patterns behind
+            "re:".
     """
 
     is_online: bool = False
@@ -32,23 +34,23 @@ class Fp8Scheme:
 
     @property
     def name(self) -> str:
-        """As --quantization has it."""
+        """Name for --quantization."""
         return "fp8"
 
 
 @dataclass(frozen=True)
 class PackedScheme:
-    """4-bit weights in groups along the depth; plain checkpoints become such as they are loaded.
+    """4-bit weights in groups along the depth; plain checkpoints are quantised as they are loaded.
 
     Attributes:
-        name: as --quantization has it: "int4", whole numbers with a scale and a zero point a group,
+        name: name for --quantization: "int4", whole numbers with a scale and a zero point a group,
             or "nf4", quantiles of a normal distribution with a scale a group.
-        group: numbers of a group, at most; of a checkpoint exactly, or -1 for all of a row.
-        ignored: as of `Fp8Scheme`.
-        layout: "gptq", "awq", "compressed-tensors" or "bitsandbytes" of a checkpoint that has such;
-            None for a plain one.
-        has_order: groups are no neighbours (GPTQ's desc_act).
-        zero_offset: what zero points of GPTQ are stored less by.
+        group: most numbers of a group; exactly that many in a checkpoint, or -1 for all of a row.
+        ignored: as in `Fp8Scheme`.
+        layout: format of a quantised checkpoint: "gptq", "awq", "compressed-tensors" or
+            "bitsandbytes"; None for a plain one.
+        has_order: whether a group's columns are not neighbours (GPTQ's desc_act).
+        zero_offset: number subtracted from zero points that GPTQ stores.
     """
 
     name: str
@@ -60,18 +62,18 @@ class PackedScheme:
 
     @property
     def is_made_here(self) -> bool:
-        """Matrices are packed as they come, from numbers that the checkpoint gives or means."""
+        """Whether matrices are packed while they are loaded, from numbers in the checkpoint."""
         return self.layout in (None, "bitsandbytes")
 
 
 @dataclass(frozen=True)
 class BlockScheme:
-    """fp8 (e4m3) weights of a checkpoint with a scale for every block, times rows as they are.
+    """fp8 (e4m3) weights with a scale for every block, times rows in the model dtype.
 
     Attributes:
         block: rows and columns of a block of the weight.
-        scale_name: what the checkpoint calls the scales.
-        ignored: as of `Fp8Scheme`.
+        scale_name: name of the scales in the checkpoint.
+        ignored: as in `Fp8Scheme`.
     """
 
     block: tuple[int, int]
@@ -80,7 +82,7 @@ class BlockScheme:
 
     @property
     def name(self) -> str:
-        """What it is; --quantization has none such."""
+        """Name for messages; --quantization has no such scheme."""
         return "fp8 with scales of blocks"
 
 
@@ -98,14 +100,14 @@ BITSANDBYTES = "bitsandbytes"  # which upstream has no method for
 
 
 def stores_experts(scheme: Scheme | None) -> bool:
-    """Whether the matrices of experts can be stored so."""
+    """Whether a scheme can store the matrices of experts."""
     if isinstance(scheme, PackedScheme):
         return scheme.is_made_here
     return isinstance(scheme, Fp8Scheme)
 
 
 def scheme_of(quantization: str | None, config: Mapping[str, Any] | None) -> Scheme | None:
-    """The scheme of a model; None where it is not quantised, or upstream's methods run it.
+    """Return the scheme of a model; None if it is not quantised, or upstream's methods run it.
 
     Args:
         quantization: --quantization.
@@ -131,7 +133,7 @@ def scheme_of(quantization: str | None, config: Mapping[str, Any] | None) -> Sch
 
 
 def _fp8(config: Mapping[str, Any]) -> Scheme:
-    """Of DeepSeek's checkpoints with scales of blocks, of AutoFP8's with one a tensor."""
+    """Read the scheme of "fp8" checkpoints: DeepSeek's with scales of blocks, or AutoFP8's."""
     ignored = tuple(config.get("modules_to_not_convert") or config.get("ignored_layers") or ())
     if config.get("weight_block_size"):
         return _blocks(config["weight_block_size"], "weight_scale_inv", ignored)
@@ -142,7 +144,7 @@ def _fp8(config: Mapping[str, Any]) -> Scheme:
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Scheme | None:
-    """Of one group that takes all linear layers: fp8 by tensor or channel, or 4 bits."""
+    """Read the scheme of one group for all linear layers: fp8 by tensor or channel, or 4 bits."""
     groups = list((config.get("config_groups") or {}).values())
     if len(groups) != 1 or list(groups[0].get("targets") or []) != ["Linear"]:
         raise _refused("config_groups", groups, "one group whose targets are Linear")
@@ -169,7 +171,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme | None:
 
 
 def _packed(config: Mapping[str, Any], weights: Mapping[str, Any]) -> Scheme:
-    """Symmetric 4 bits in groups, or with a scale a channel."""
+    """Read the scheme of symmetric 4 bits in groups, or with a scale a channel."""
     group = -1 if weights.get("strategy") == "channel" else weights.get("group_size")
     if not weights.get("symmetric", True) or not isinstance(group, int):
         raise _refused("weights", dict(weights), "symmetric, strategy group or channel")
@@ -180,14 +182,14 @@ def _packed(config: Mapping[str, Any], weights: Mapping[str, Any]) -> Scheme:
 
 
 def _blocks(block: Any, scale_name: str, ignored: tuple[str, ...]) -> Scheme:
-    """Whatever the rows are to become: they are multiplied as they are."""
+    """Read the scheme of blocks; rows stay in the model dtype, whatever the checkpoint asks for."""
     if not (isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) for b in block)):
         raise _refused("weight_block_size", block, "two numbers, rows and columns")
     return BlockScheme((block[0], block[1]), scale_name, ignored)
 
 
 def _awq(config: Mapping[str, Any]) -> Scheme:
-    """4 bits with zero points, as AWQ's first kernels take them."""
+    """Read the scheme of AWQ: 4 bits with zero points, in the layout of its first kernels."""
     if config.get("bits", config.get("w_bit")) != 4 or config.get("version", "gemm") != "gemm":
         given = {key: config.get(key) for key in ("bits", "version")}
         raise _refused("bits", given, "4, version gemm")
@@ -197,7 +199,7 @@ def _awq(config: Mapping[str, Any]) -> Scheme:
 
 
 def _bitsandbytes(config: Mapping[str, Any]) -> Scheme:
-    """nf4, with or without scales that are quantised themselves."""
+    """Read the scheme of bitsandbytes: nf4, with or without quantised scales."""
     kind = config.get("bnb_4bit_quant_type")
     if not config.get("load_in_4bit") or kind != "nf4":
         given = {"load_in_4bit": config.get("load_in_4bit"), "bnb_4bit_quant_type": kind}
@@ -207,7 +209,7 @@ def _bitsandbytes(config: Mapping[str, Any]) -> Scheme:
 
 
 def _gptq(config: Mapping[str, Any]) -> Scheme:
-    """4 bits, with or without desc_act and zero points."""
+    """Read the scheme of GPTQ: 4 bits, with or without desc_act and zero points."""
     if config.get("bits") != 4:
         raise _refused("bits", config.get("bits"), "4")
     for key in ("dynamic", "modules_in_block_to_quantize", "lm_head"):
@@ -223,7 +225,7 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
 
 
 def _modelopt(config: Mapping[str, Any]) -> Scheme | None:
-    """ModelOpt's fp8: one scale a tensor, and one for the rows."""
+    """Read the scheme of ModelOpt's fp8: one scale a tensor, and one for the rows."""
     settings = config.get("quantization") or config
     if settings.get("quant_algo") != "FP8":
         return None

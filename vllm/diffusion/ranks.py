@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who computes with whom: the ranks of one engine, in two directions.
+"""Ranks of one engine, in two directions of parallelism.
 
 Tensor-parallel ranks have a part of the weights each and all rows of a step. Sequence-parallel
 ranks have all of these weights and a part of the rows. Rank r of an engine is number r % TP in its
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 class Peers:
-    """The ranks of one group and what they tell each other, all of them at the same place.
+    """Ranks of one group, and their collective operations, which all of them call.
 
-    Here one by itself, which has nobody to tell anything.
+    This class is a single rank, which exchanges nothing.
 
     Attributes:
-        rank: this one's number in the group.
-        size: how many there are.
+        rank: number of this rank in the group.
+        size: number of ranks.
     """
 
     rank, size = 0, 1
@@ -45,27 +45,27 @@ class Peers:
         """Give every rank its part of `given`, and get one of each.
 
         Args:
-            out: contiguous, written: what comes, by rank.
-            given: contiguous: what goes, by rank.
-            received: of the first dimension of `out`, the part of every rank.
-            sent: of the first dimension of `given`, the part of every rank.
+            out: contiguous, written: the received parts, by rank.
+            given: contiguous: the sent parts, by rank.
+            received: sizes, in the first dimension of `out`, of the parts of the ranks.
+            sent: sizes, in the first dimension of `given`, of the parts of the ranks.
         """
         out.copy_(given)
 
     def gather(self, given: Tensor) -> Tensor:
-        """[size, ...]: a tensor of each rank, all of one shape."""
+        """Return the tensors of all ranks, [size, ...], which have one shape."""
         return given[None]
 
     def follow(self, tensor: Tensor) -> Tensor:
-        """The tensor of rank 0, in place of this rank's."""
+        """Return the tensor of rank 0, in place of this rank's."""
         return tensor
 
     def least(self, number: int) -> int:
-        """The least number of any rank; the host waits for all of them."""
+        """Return the least number of any rank; the host waits for all of them."""
         return number
 
     def join_board(self) -> Board | None:
-        """A board of these ranks, if they are several on one host; all of them come here."""
+        """Return a board of these ranks, if several on one host; every rank must call this."""
         return None
 
 
@@ -73,10 +73,10 @@ ALONE = Peers()
 
 
 class Group(Peers):
-    """Ranks in processes of their own, by torch's collectives.
+    """Ranks in separate processes, connected by torch's collectives.
 
-    Once they listen to a board, hosts look at it while they wait for others, and go on where one of
-    these has failed (`engine/agreement.py`). That is for gloo.
+    Once they listen to a board, hosts look at it while they wait for others, and stop waiting when
+    one of these has failed (`engine/agreement.py`). This works with gloo only.
     """
 
     def __init__(self, group: GroupCoordinator) -> None:
@@ -105,7 +105,7 @@ class Group(Peers):
         return int(found)
 
     def _run(self, collective: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-        """One that the host waits for no longer than all ranks are well, once they listen."""
+        """Run a collective; once the ranks listen, wait only as long as all of them are well."""
         if self._board is None:
             collective(*arguments, **named)
         else:
@@ -117,7 +117,7 @@ class Group(Peers):
         return Board.join(self._host) if self.size > 1 else None
 
     def listen(self, board: Board) -> None:
-        """Hear on a board, of these ranks and maybe of others, when one of them fails."""
+        """Watch a board, of these ranks and maybe of others, for failures."""
         self._board = board
 
     @property
@@ -125,7 +125,7 @@ class Group(Peers):
         return self._board is not None
 
     def stop_waiting(self) -> None:
-        """Others look at the board."""
+        """Do nothing, as others look at the board."""
 
     def begin_anew(self) -> None:
         ranks = dist.get_process_group_ranks(self._host)
@@ -136,11 +136,11 @@ class Group(Peers):
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that this one computes with, itself among them.
+    """Ranks that this one computes with, itself included.
 
     Attributes:
-        tensor: those that share its rows and have the other parts of its weights.
-        sequence: those that share its weights and have the other rows.
+        tensor: ranks with its rows and other parts of the weights.
+        sequence: ranks with its weights and other rows.
         every: all ranks of the engine.
     """
 
@@ -150,7 +150,7 @@ class Ranks:
 
     @classmethod
     def join(cls, tensor_size: int, sequence_size: int) -> Ranks:
-        """Those of this process, once upstream's groups are there; every process comes here."""
+        """Make the ranks of this process, after upstream's groups; every process must call this."""
         size = tensor_size * sequence_size
         engines = [range(first, first + size) for first in range(0, dist.get_world_size(), size)]
         tensor = Group(get_tp_group())
@@ -163,7 +163,7 @@ class Ranks:
         return cls(tensor, _group("rows", rows), every)
 
     def connect(self, device: torch.device) -> None:
-        """Let those that divide rows open what connects them, before free memory is measured."""
+        """Open the connections of ranks that divide rows, before free memory is measured."""
         peers, ones = self.sequence, torch.ones(self.sequence.size, device=device)
         counts = [1] * peers.size
         peers.exchange(torch.empty_like(ones), ones, counts, counts)
@@ -172,13 +172,13 @@ class Ranks:
 
     @property
     def are_several(self) -> bool:
-        """Whether another rank waits where this one does not come."""
+        """Whether another rank waits in collectives that this one must join."""
         return self.every.size > 1
 
     def rows(self, num_rows: int) -> list[slice]:
-        """Of a divided step, the consecutive rows of every sequence-parallel rank.
+        """Divide the rows of a step into consecutive ranges, one a sequence-parallel rank.
 
-        None has more than the first one; the last ones may have fewer, or none.
+        The first range is the longest; the last ones may be shorter, or empty.
         """
         size = -(-num_rows // self.sequence.size)
         starts = [min(rank * size, num_rows) for rank in range(self.sequence.size + 1)]
@@ -186,7 +186,7 @@ class Ranks:
 
 
 def _group(name: str, members: list[list[int]]) -> Group:
-    """The group of this process, of several that all processes make together."""
+    """Make, with all processes, several groups; return the one of this process."""
     world = get_world_group()
     backend = dist.get_backend(world.device_group)
     return Group(

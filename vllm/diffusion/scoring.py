@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decoding algorithm, or a request that is only read, asks of sample rows (no torch)."""
+"""Scores that a decoding algorithm, or a likelihood request, needs of sample rows (no torch)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ONLY_READ: Mapping[str, Any] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Scoring:
-    """How tokens are drawn and scored for one decoding algorithm.
+    """Drawing and scoring of tokens for one decoding algorithm.
 
     Attributes:
         score: "confidence" is the probability of the chosen token; "negative_entropy" is
@@ -68,8 +68,8 @@ class Scoring:
             "categorical" applies temperature, top-p and top-k first and draws from what is left,
             and scores that (Dream); "filtered" applies temperature, top-k and top-p, in this order
             and nothing of it at temperature 0 (block-causal families).
-        scores_all: of "filtered": the score is of the distribution before top-k and top-p.
-        greedy: the argmax of the noise-free logits is wanted too.
+        scores_all: with "filtered": whether scores are of the distribution before top-k and top-p.
+        greedy: whether the argmax of the noise-free logits is wanted too.
     """
 
     score: Literal["confidence", "negative_entropy", "margin"] = "confidence"
@@ -80,22 +80,22 @@ class Scoring:
 
     @property
     def is_categorical(self) -> bool:
-        """Whether tokens are drawn from a distribution that is written out."""
+        """Whether tokens are drawn from an explicit distribution."""
         return self.draw != "gumbel"
 
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """Positions that are read while nothing is committed, and the tokens to score at each.
+    """Positions whose logits are read while nothing is committed, and the tokens to score there.
 
     Attributes:
-        positions: ascending, of the prompt; masked or not.
-        token_ids: for every position at least one.
-        num_top: of the most likely tokens, so many are told at every position, too.
+        positions: positions of the prompt, ascending, masked or not.
+        token_ids: at least one token for every position.
+        num_top: number of most likely tokens to report at every position, too.
         cfg_scale: guidance; above 0 a second sequence is computed, whose context is masked.
-        context_length: positions from 0 that are masked in it.
-        group: of requests that are to share a step.
-        group_size: how many those are.
+        context_length: number of positions, from 0, that are masked in it.
+        group: name of a group of requests that are to share a step.
+        group_size: number of these requests.
     """
 
     positions: tuple[int, ...]
@@ -109,14 +109,14 @@ class ScoreRequest:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What a scoring request is told; lists in the order of its positions.
+    """Result of a scoring request; lists in the order of its positions.
 
     Attributes:
-        logprobs: of the tokens that were asked for, fp32: of the model's own distribution over all
-            tokens, whatever the request's temperature.
+        logprobs: log probabilities of the requested tokens, fp32, under the model's distribution
+            over all tokens, whatever the request's temperature.
         likeliest: the token with the largest logit, the lowest of equals.
-        top_tokens: the most likely tokens, the likeliest first, as many as were asked for.
-        top_logprobs: of these.
+        top_tokens: the requested number of most likely tokens, the likeliest first.
+        top_logprobs: log probabilities of `top_tokens`.
     """
 
     logprobs: list[list[float]]
@@ -126,9 +126,9 @@ class TokenScores:
 
 
 def score_request(given: Any, prompt_length: int, vocab_size: int) -> ScoreRequest:
-    """What `{"positions": [...], "token_ids": [[...], ...]}` asks of a prompt.
+    """Check and convert `{"positions": [...], "token_ids": [[...], ...]}`.
 
-    `num_top`, and `cfg_scale` with `context_length`, may stand beside.
+    `num_top`, and `cfg_scale` with `context_length`, are optional keys.
 
     Raises:
         InvalidParameterError: it is something else, or names what the prompt or the model lacks.
@@ -160,7 +160,7 @@ def score_request(given: Any, prompt_length: int, vocab_size: int) -> ScoreReque
 
 
 def _options(given: Mapping[str, Any], prompt_length: int, vocab_size: int) -> dict[str, Any]:
-    """What is given of the optional keys."""
+    """Return the optional keys that are given, checked."""
     most = {"num_top": vocab_size, "cfg_scale": math.inf, "context_length": prompt_length}
     found = {name: given[name] for name in _OPTIONAL if name in given}
     for name, value in found.items():
@@ -173,7 +173,7 @@ def _options(given: Mapping[str, Any], prompt_length: int, vocab_size: int) -> d
 
 
 def _are_below(numbers: Any, bound: int) -> bool:
-    """Whether it is a list of at least one whole number from 0 to `bound` - 1."""
+    """Whether the value is a list of at least one whole number from 0 to `bound` - 1."""
     if not isinstance(numbers, list | tuple) or not numbers:
         return False
     return all(type(number) is int and 0 <= number < bound for number in numbers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows attend to which, as ranges: what a batch says and attention does.
+"""Which rows attend to which, as ranges that a batch gives to attention.
 
 Letters: R query rows, N rows of the keys and values, S sequences, KV key/value heads of this rank,
 hd head width.
@@ -28,7 +28,8 @@ class Span(NamedTuple):
 
     Attributes:
         block_length: keys of a block, counted from the first key; 0 where there is no grid.
-        first: the key beside which the first query stands, counted likewise. The others follow.
+        first: index of the key beside which the first query stands, counted from the first key. The
+            other queries follow.
     """
 
     q_start: int
@@ -47,7 +48,7 @@ class Span(NamedTuple):
         return self.kv_end - self.kv_start
 
     def keys_read_by(self, query: int) -> int:
-        """How many of the keys, from the first one, a query reads; counted from the first query."""
+        """Number of keys, from the first one, that a query reads; it is counted from `q_start`."""
         if not self.block_length:
             return self.num_keys
         block = (self.first + query) // self.block_length
@@ -55,7 +56,7 @@ class Span(NamedTuple):
 
 
 class PageTable(NamedTuple):
-    """Where keys and values lie that are kept in pages.
+    """Location of keys and values that are kept in pages.
 
     Key j, as `Span` and `key_starts` count them, is the row rows[j // size] + j % size of the keys
     and values. The keys of a sequence start with a page.
@@ -65,14 +66,14 @@ class PageTable(NamedTuple):
     size: int  # rows of a page
 
     def rows_of(self, start: int, end: int) -> Tensor:
-        """[end - start] int32: the rows of keys `start` to `end`, the first of them of a page."""
+        """Rows [end - start] int32 of keys `start` to `end`, the first of which begins a page."""
         pages = self.rows[start // self.size : -(-end // self.size), None]
         rows = pages + torch.arange(self.size, dtype=torch.int32, device=pages.device)
         return rows.flatten()[: end - start]
 
 
 class AttentionLayout(NamedTuple):
-    """Which rows attend to which: S sequences, each with queries and keys of its own.
+    """Assignment of query rows to key rows: S sequences, each with queries and keys of its own.
 
     The queries of the sequences tile the R query rows in order. The keys of a sequence are any
     range of the N key rows, or of those that `pages` names; a sequence without keys gets zeros.
@@ -95,7 +96,7 @@ class AttentionLayout(NamedTuple):
     def of(
         cls, spans: Sequence[Span], device: torch.device | str, pages: PageTable | None = None
     ) -> AttentionLayout:
-        """The layout of `spans`, copied to `device`.
+        """Make the layout of `spans`, copied to `device`.
 
         Raises:
             ValueError: the queries of the spans do not follow one another from row 0.
@@ -136,10 +137,10 @@ def check_tiling(spans: Sequence[Span], num_rows: int | None = None) -> None:
 
 
 class KeyTarget(NamedTuple):
-    """Where the keys and values of the last rows of a chunk are kept.
+    """Destination of the keys and values of the last rows of a chunk.
 
     Attributes:
-        k, v: [N, KV, hd], of the store; written.
+        k, v: [N, KV, hd], buffers of the store, which are written.
         slots: [S] int64, the store's row of each of the last S rows; negative for none.
     """
 
@@ -152,7 +153,7 @@ class KeySource(NamedTuple):
     """Rows of a chunk, and the keys and values that they read.
 
     Attributes:
-        rows: of the chunk.
+        rows: rows of the chunk.
         k, v: [N, KV, hd].
         layout: which of them each sequence reads; its queries count from the first of `rows`.
     """
@@ -171,6 +172,6 @@ class HeadGroup:
     count: int
 
     def part(self, size: int) -> slice:
-        """This group's part of `size` heads, or channels of heads."""
+        """Return this group's part of `size` heads, or channels of heads."""
         share = size // self.count
         return slice(self.index * share, (self.index + 1) * share)

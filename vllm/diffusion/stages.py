@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The buffers of every stage: layers take them by these, and plans are their sums.
+"""The buffers of every stage: layers take their memory by these, and plans sum them up.
 
-What projections take besides, each kind of its own, they list themselves (`ops.Workspace`).
+Projections list further buffers, by kind of weights, themselves (`ops.Workspace`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class Kind(NamedTuple):
-    """What a buffer is for, see `Buffer`."""
+    """Name and owner of a buffer, see `Buffer`."""
 
     name: str
     is_temporary: bool = False
 
     def of(self, dtype: torch.dtype, *shape: int) -> Buffer:
-        """Of so many numbers a row."""
+        """Make a buffer of this kind with `shape` numbers a row."""
         return Buffer(self.name, shape, dtype, self.is_temporary)
 
 
@@ -50,7 +50,7 @@ def _each(names: Iterable[str], dtype: torch.dtype, *shape: int) -> Listed:
 
 
 def residual(dtype: torch.dtype, hidden_size: int, head_groups: int = 1) -> Listed:
-    """The residual stream as it was before a layer, and, apart, with the groups of heads so far."""
+    """Residual stream before a layer and, with several groups of heads, with those so far added."""
     return _each(("x", "updated x")[:head_groups], dtype, hidden_size)
 
 
@@ -60,38 +60,38 @@ def visiting(rows: Buffer) -> Listed:
 
 
 def rotary(dtype: torch.dtype, rotary_dim: int, *, is_read: bool = False) -> Listed:
-    """Cosines and sines, of a step's or a chunk's rows, or of those that are read."""
+    """Cosines and sines of a step's or a chunk's rows, or of the sample rows (`is_read`)."""
     return _each(("read cos", "read sin") if is_read else ("cos", "sin"), dtype, rotary_dim)
 
 
 def fused_heads(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> Buffer:
-    """Queries, of no head or of all, keys and values, side by side."""
+    """Queries (of all heads, or of none), keys and values, side by side."""
     return Kind("qkv").of(dtype, (num_heads + 2 * num_kv_heads) * head_dim)
 
 
 def keys_values(
     dtype: torch.dtype, num_heads: int, head_dim: int, *, is_own: bool = False
 ) -> Listed:
-    """Of one group of heads; `is_own`: of a chunk, before ranks exchange them."""
+    """Keys and values of one group of heads; `is_own` for a chunk's, before ranks exchange them."""
     return _each(("k", "v") if is_own else ("keys", "values"), dtype, num_heads, head_dim)
 
 
 def exchanged(dtype: torch.dtype, num_heads: int, head_dim: int) -> Listed:
-    """What ranks that exchange heads give and receive."""
+    """Heads that ranks give and receive in an exchange."""
     return _each(("given", "received"), dtype, num_heads, head_dim)
 
 
 def normed(dtype: torch.dtype, hidden_size: int) -> Buffer:
-    """What keys and values are computed from."""
+    """Normed rows, from which keys and values are computed."""
     return _NORMED.of(dtype, hidden_size)
 
 
 def querying(
     dtype: torch.dtype, hidden_size: int, num_heads: int, head_dim: int, *, quantises: bool
 ) -> Listed:
-    """Queries, and what they are computed from, which is given back before attention.
+    """Queries, and the rows that they are computed from, which are given back before attention.
 
-    Where the second takes no less than what attention returns, that can have its memory.
+    If the rows take no less than the results of attention, these can have their memory.
     """
     is_apart = quantises or num_heads * head_dim > hidden_size
     rows = (_NORMED if is_apart else _NORMED_ASIDE).of(dtype, hidden_size)
@@ -99,8 +99,7 @@ def querying(
 
 
 def attending(dtype: torch.dtype, num_heads: int, head_dim: int) -> Listed:
-    """What attention returns, the log-sum-exp of each query and head, and what it returns of
-    several sequences, or sources, together."""
+    """Results of attention, their log-sum-exp, and the results of several sequences or sources."""
     return (
         Kind("attention", is_temporary=True).of(dtype, num_heads, head_dim),
         Kind("statistics", is_temporary=True).of(torch.float32, num_heads),
@@ -108,8 +107,8 @@ def attending(dtype: torch.dtype, num_heads: int, head_dim: int) -> Listed:
     )
 
 
-# Attention splits the keys of a chunk where it has few rows, so that rows of one head times parts
-# are at most so many for each multiprocessor.
+# Attention splits the keys of a chunk of few rows: the rows of one head times the parts are at most
+# this many for each multiprocessor.
 SPLIT_ROWS = 128
 
 
@@ -119,27 +118,27 @@ def split_attention(head_dim: int) -> Buffer:
 
 
 def collected_keys(dtype: torch.dtype, num_heads: int, head_dim: int) -> Buffer:
-    """Keys and values, out of their pages."""
+    """Keys and values copied out of their pages."""
     return Kind("collected keys", is_temporary=True).of(dtype, 2, num_heads, head_dim)
 
 
 def gating(dtype: torch.dtype, hidden_size: int, width: int) -> Listed:
-    """silu(gate) * up, and the normed rows, which are given back before the second product."""
+    """Activations silu(gate) * up, and the normed rows, given back before the second product."""
     return Kind("activated").of(dtype, width), _NORMED_ASIDE.of(dtype, hidden_size)
 
 
 def beside_experts(dtype: torch.dtype, hidden_size: int, *, has_shared: bool) -> Listed:
-    """Normed rows, and what an expert of all rows that is apart adds."""
+    """Normed rows, and the result of a separate shared expert."""
     return _each(("normed", "shared expert")[: 1 + has_shared], dtype, hidden_size)
 
 
 def read_rows(dtype: torch.dtype, hidden_size: int) -> Listed:
-    """Hidden states of sample rows, and of those that another rank reads."""
+    """Hidden states of sample rows, and of those that another rank samples."""
     return _each(("sample rows", "given rows"), dtype, hidden_size)
 
 
 def head(dtype: torch.dtype, hidden_size: int, num_columns: int) -> Listed:
-    """Rows after the last norm, and their logits."""
+    """Sample rows after the last norm, and their logits."""
     return _NORMED.of(dtype, hidden_size), Kind("logits").of(dtype, num_columns)
 
 
@@ -153,9 +152,9 @@ def of_experts(
     in_fp32: bool,
     quantises: bool,
 ) -> Listed:
-    """What `count` experts of this width take, `chosen` for a row; scores may be fp32.
+    """Buffers of `count` experts of this width, `chosen` for a row; scores may be fp32.
 
-    Where experts are fp8, so are their rows: first those of all, then those of the chosen.
+    Rows of fp8 experts are fp8, too: first those of all rows, then those of the chosen.
     """
     score = torch.float32.itemsize if in_fp32 else dtype.itemsize
     # scores of all; weights, slots (int32) and choices (int16) of the chosen

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log of a start without the lines of upstream's that tell nothing of a diffusion model.
+"""Filters that remove lines of upstream's start log without meaning for a diffusion model.
 
-They list routes, or speak of caches, kernels and compilers that these models do not use. With
+These lines list routes, or name caches, kernels and compilers that these models do not use. With
 `VLLM_LOGGING_LEVEL=DEBUG` all of them stay.
 """
 
@@ -47,7 +47,7 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
 
 
 class _Without(logging.Filter):
-    """Drops records whose messages begin so."""
+    """Drops records whose messages have one of these beginnings."""
 
     def __init__(self, beginnings: tuple[str, ...]) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class _Without(logging.Filter):
 
 
 class _Named(logging.Filter):
-    """Says in one line what is started, in place of upstream's picture."""
+    """Names the program and model in one line, in place of upstream's picture."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.funcName == "log_version_and_model":
@@ -68,7 +68,7 @@ class _Named(logging.Filter):
 
 
 class _Shortened(logging.Filter):
-    """Cuts the list of an engine's settings, two thousand characters, to those that act here."""
+    """Shortens the list of an engine's settings, two thousand characters, to those that act."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not str(record.msg).startswith("Initializing a V1 LLM engine"):
@@ -97,16 +97,19 @@ def _is_ours(config: VllmConfig) -> bool:
 
 
 def tell_what_is_ours() -> None:
-    """Rewrite the first lines of a server and of its engine, which come before any class of ours.
+    """Rewrite the first log lines of a server and of its engine.
 
-    Again changes nothing.
+    They come before any class of ours. Calling it again changes nothing.
     """
     _add_filter("vllm.entrypoints.launchers.launcher", _Named())
     _add_filter("vllm.v1.engine.core", _Shortened())
 
 
 def leave_out_what_does_not_apply() -> None:
-    """From now on, in this process, which runs a diffusion model. Again changes nothing."""
+    """Drop lines without meaning from now on, in a process that runs a diffusion model.
+
+    Calling it again changes nothing.
+    """
     for name, beginnings in LEFT_OUT.items():
         _add_filter(name, _Without(beginnings))
 
@@ -119,7 +122,7 @@ def _add_filter(name: str, wanted: logging.Filter) -> None:
 
 
 class _Lossy:
-    """A stream that loses what cannot be written to it."""
+    """Stream that drops text which cannot be written."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -139,6 +142,6 @@ class _Lossy:
 
 @contextmanager
 def losing_what_cannot_be_written() -> Iterator[None]:
-    """While progress bars are drawn on stderr: unlike loggers, they fail where its disk is full."""
+    """Drop progress bars that stderr cannot take: unlike loggers, they fail on a full disk."""
     with redirect_stderr(cast("IO[str]", _Lossy(sys.stderr))):
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request parameter is, and how its values are written.
+"""Definition of a request parameter, and the notation of its values.
 
 Nothing here imports torch or upstream.
 """
@@ -23,16 +23,17 @@ class Field:
         doc: one line for users.
         default: value of a request that gives none; None where there is none, or where it
             depends on other values.
-        defaults: the default of an algorithm that has its own.
-        shifted_defaults: the same for families that shift their logits (Dream).
-        default_text: what documentation says instead, where the values do not say it.
+        defaults: defaults by algorithm, where it has its own.
+        shifted_defaults: defaults by algorithm, for families that shift their logits (Dream).
+        default_text: default in words, where the values do not give it.
         minimum, maximum: smallest and largest accepted number.
         choices: accepted strings.
         aliases: other spellings.
         algorithms: the algorithms of full-attention families that use it.
-        block_algorithms: the same of block-causal families. Where both are empty, all use it.
-        neutral: values that change nothing: harmless beside algorithms that do not use it.
-        server_wide: may also be given as a server-wide default.
+        block_algorithms: the algorithms of block-causal families that use it. Where both are empty,
+            all use it.
+        neutral: values without effect: harmless with algorithms that do not use it.
+        server_wide: whether it may be given as a server-wide default, too.
     """
 
     name: str
@@ -52,12 +53,12 @@ class Field:
     server_wide: bool = False
 
     def default_for(self, algorithm: str, *, is_shifted: bool) -> Any:
-        """The value of a request that gives none."""
+        """Return the value in a request that gives none."""
         own = self.defaults.get(algorithm, self.default)
         return self.shifted_defaults.get(algorithm, own) if is_shifted else own
 
     def users(self, *, is_block_causal: bool) -> tuple[str, ...]:
-        """The algorithms of a kind of family that use it, where not all do."""
+        """Return the algorithms of a kind of family that use it, if not all do."""
         return self.block_algorithms if is_block_causal else self.algorithms
 
     def is_used_by(self, algorithm: str, *, is_block_causal: bool = False) -> bool:
@@ -67,7 +68,7 @@ class Field:
 
     @property
     def documented_default(self) -> str:
-        """The default in words."""
+        """Default in words."""
         if self.default_text:
             return self.default_text
         parts = [] if self.default is None else [as_json(self.default)]
@@ -75,7 +76,7 @@ class Field:
         return "; ".join(parts)
 
     def documented_default_for(self, algorithm: str) -> str:
-        """The default beside one algorithm, in words."""
+        """Return the default with one algorithm, in words."""
         text = self.default_text or as_json(self.default_for(algorithm, is_shifted=False))
         if algorithm in self.shifted_defaults:
             text += f" ({as_json(self.shifted_defaults[algorithm])} on Dream)"
@@ -83,13 +84,13 @@ class Field:
 
 
 def as_json(value: Any) -> str:
-    """A value as JSON writes it, strings without quotes."""
+    """Format a value as JSON does, strings without quotes."""
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def in_words(names: Iterable[str]) -> str:
-    """a, b or c."""
+    """Join names as in "a, b or c"."""
     *others, last = names
     return f"{', '.join(others)} or {last}" if others else last

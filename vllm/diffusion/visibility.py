@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who sees whom in a family's attention: which keys a query reads, and which keys are final.
+"""Visibility in a family's attention: which keys a query reads, and which keys are final.
 
-A forward computes a window of a sequence. What it may see besides are keys that earlier forwards
-stored. Everything is counted in positions of one sequence; nothing here knows of rows, buffers or
+A forward computes a window of a sequence. It may also read keys that earlier forwards stored.
+Everything is counted in positions of one sequence; nothing here depends on rows, buffers or
 tensors.
 """
 
@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 
 class Forward(NamedTuple):
-    """What a forward computes of one sequence.
+    """Positions of one sequence that a forward computes and reads.
 
     Attributes:
         window: positions that it computes, consecutive.
-        kept: positions from 0 whose keys and values earlier forwards have stored; none of those
+        kept: positions, from 0, whose keys and values earlier forwards have stored; no position
             between the last of them and the window is missing.
         committed: positions from 0 whose tokens never change again.
     """
@@ -28,43 +28,43 @@ class Forward(NamedTuple):
 
     @property
     def num_keys(self) -> int:
-        """Positions from 0 that have keys in this forward."""
+        """Number of positions, from 0, that have keys in this forward."""
         return max(self.kept, self.window.stop)
 
 
 @dataclass(frozen=True)
 class Visibility:
-    """Who sees whom: here every position sees every other one.
+    """Visibility of full attention: every position attends to every other one.
 
-    A key depends on all tokens then, so it is final only when they all are: keys that are kept
+    A key then depends on all tokens, so it is final only when they all are: keys that are kept
     while tokens change are an approximation.
 
     Attributes:
-        block_length: positions of a block, before which a position sees nothing else; 0 where every
-            position sees all.
+        block_length: positions of a block, where a position attends to its block and those before;
+            0 where it attends to all.
     """
 
     block_length: int = 0
 
     def with_blocks_of(self, block_length: int) -> Visibility:
-        """The same rule for a request whose blocks have so many positions."""
+        """Return this visibility with blocks of `block_length` positions."""
         return self
 
     def in_whole_blocks(self, length: int) -> int:
-        """Positions of a sequence that is to hold so many: those of all blocks that it touches."""
+        """Round a number of positions up to whole blocks."""
         return length
 
     def num_seen(self, query: int, num_keys: int) -> int:
-        """How many of `num_keys` keys, those of the first positions, the query at a position reads.
+        """Number of keys, of those at positions 0 to `num_keys` - 1, that a query reads.
 
-        They are the first ones of these.
+        These are the first ones; `query` is its position.
         """
         return num_keys
 
     def seen_by(self, window: range, num_keys: int) -> tuple[int, int]:
-        """The keys that are read by a window, and 0; the block length where not all read the same.
+        """Return the number of keys that a window reads, and 0 if all its queries read them.
 
-        Arguments as for `num_seen`.
+        Otherwise the second number is the block length. Arguments are those of `num_seen`.
         """
         num_seen = self.num_seen(window.start, num_keys)
         if window.stop <= num_seen:  # all are in one block
@@ -72,9 +72,9 @@ class Visibility:
         return num_keys, self.block_length
 
     def final(self, forward: Forward) -> range:
-        """Positions of the window whose keys and values no later forward would change.
+        """Return the positions of the window whose keys and values no later forward would change.
 
-        The keys that were kept from before the window are taken to be final.
+        Keys kept from before the window are taken to be final.
         """
         sees_all_final = forward.committed >= forward.num_keys and forward.window.start == 0
         return forward.window if sees_all_final else range(0)
@@ -82,7 +82,7 @@ class Visibility:
 
 @dataclass(frozen=True)
 class BlockCausal(Visibility):
-    """A position sees its own block and all blocks before it.
+    """Visibility in which a position attends to its own block and all blocks before it.
 
     Blocks lie on a grid from position 0; the last one may be cut. A key depends on the tokens of
     its block and of those before, so the keys of committed blocks are final, and exact to keep.

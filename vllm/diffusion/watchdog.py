@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No process of a server outlives the one that started it, however that one ended.
+"""Watchdog: no process of a server outlives the one that started it, however that one ended.
 
 Upstream ends its children in its own shutdown. After SIGKILL, or the end of a Python process that
 cleaned nothing up, there is none: an engine would keep its GPU memory until somebody finds it.
@@ -26,11 +26,9 @@ _watching_pid: int | None = None  # a fork takes the variable along, and no thre
 
 
 def follow_parent() -> None:
-    """In a process that upstream started: end it when the one that started it is gone.
+    """In a child of upstream's, end this process when its parent is gone.
 
-    Other processes, a user's own among them, are left alone. Once a process, whatever is called.
-    The watching thread ends the process without asking the main thread, which may be inside a
-    long kernel launch or wait for a message that never comes.
+    Other processes, a user's own among them, are left alone. Repeated calls have no effect.
     """
     global _watching_pid
     parent = multiprocessing.parent_process()
@@ -44,9 +42,9 @@ def follow_parent() -> None:
 
 
 def follow_ranks(pids: Sequence[int]) -> None:
-    """In a rank that computes with others: end it when one of these is gone.
+    """In a rank that computes with others, end this process when one of these is gone.
 
-    It would wait for that one until upstream's executor gives it up.
+    Otherwise it would wait for that one until upstream's executor gives it up.
     """
     ends = []
     for pid in pids:

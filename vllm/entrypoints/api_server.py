@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def check_http(args: Namespace) -> None:
-    """Let uvicorn load what it will serve with: a bad key ends the start before a model is loaded.
+    """Let uvicorn load its TLS files, so that a bad key ends the start before a model is loaded.
 
     Raises:
         ServerConfigError: naming the arguments and what is wrong with them.
@@ -65,7 +65,7 @@ def check_http(args: Namespace) -> None:
 
 
 def parse_arguments() -> Namespace:
-    """The command line, with our defaults; the model is given by `--model` or by position."""
+    """Parse the command line, with our defaults; the model is given by `--model` or by position."""
     from vllm.diffusion.api import cli
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies as they were sent, looked at before upstream's models of them, which have other words."""
+"""Checks of request bodies as sent, before upstream's models, whose errors differ in wording."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def check_body(body: Any) -> None:
 
 
 def refuse_fields(given: Mapping[str, Any]) -> None:
-    """Refuse fields that cannot be had.
+    """Refuse fields that are not supported.
 
     Raises:
         InvalidParameterError: naming the first of them.
@@ -78,11 +78,11 @@ def refuse_fields(given: Mapping[str, Any]) -> None:
 
 
 def left_out(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """Names of fields that ask for something which the request does not get.
+    """Return the names of fields that ask for something which the request does not get.
 
     Args:
         given: the fields of a body.
-        known: those that its route acts on, or hands on to who decides.
+        known: fields that the route acts on, or passes on.
 
     Raises:
         InvalidParameterError: a name is almost that of a diffusion parameter, or there are too
@@ -105,10 +105,10 @@ def left_out(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
 
 
 def check_messages(messages: Any, field: str = "messages") -> None:
-    """Refuse what is no conversation.
+    """Refuse a list of messages that is no conversation.
 
     Raises:
-        InvalidParameterError: naming the message, and what of it is wrong.
+        InvalidParameterError: naming the message, and what is wrong with it.
     """
     if not isinstance(messages, list) or not messages:
         raise InvalidParameterError(field, messages, "wanted a list of messages, at least one")
@@ -117,10 +117,10 @@ def check_messages(messages: Any, field: str = "messages") -> None:
 
 
 def check_conversations(body: Mapping[str, Any]) -> None:
-    """Refuse what is no list of conversations.
+    """Refuse a body whose `messages` are no list of conversations.
 
     Raises:
-        InvalidParameterError: naming the message, and what of it is wrong.
+        InvalidParameterError: naming the message, and what is wrong with it.
     """
     found = body.get("messages")
     if not isinstance(found, list) or not found:
@@ -130,7 +130,7 @@ def check_conversations(body: Mapping[str, Any]) -> None:
 
 
 def check_message(message: Any, field: str, roles: Collection[str]) -> None:
-    """Refuse what is no message: an object with a role and a content of text or of parts.
+    """Refuse a value that is no message: an object with a role and a content of text or of parts.
 
     Raises:
         InvalidParameterError: naming what is wrong.
@@ -161,7 +161,7 @@ def _check_part(part: Any, field: str) -> None:
 
 
 def check_prompt(prompt: Any) -> None:
-    """Refuse what is no prompt of completions.
+    """Refuse a value that is no prompt of completions.
 
     Raises:
         InvalidParameterError: naming it.

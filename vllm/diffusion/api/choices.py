@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine as the HTTP handlers see it: a request for n answers is n requests.
+"""Engine client for the HTTP handlers: a request for n answers becomes n requests.
 
-Upstream fans out too, but hands on only what the engine tells of the last answer. And it decides
-a streamed request only when the status line is already sent.
+Upstream splits such a request too, but passes on the engine's report of the last answer only. And
+it decides a streamed request only after the status line has been sent.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 
 class RequestTimedOut(GracefulHTTPError):
-    """HTTP 504: the request was not complete in time, and nothing of it has been sent."""
+    """HTTP 504: the request was not complete in time, and none of its answer has been sent."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, HTTPStatus.GATEWAY_TIMEOUT)
 
 
 async def primed(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """The same events, once the first is there: what goes wrong before it is raised here.
+    """Wait for the first event, so that an error before it is raised here; then yield all events.
 
     So a stream that never begins can be answered with a status of its own.
     """
@@ -53,7 +53,7 @@ async def primed(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]
 
 
 class ChoicesClient:
-    """Upstream's engine client, but for `generate`.
+    """Upstream's engine client, with its own `generate`.
 
     Args:
         engine: upstream's client.
@@ -70,7 +70,7 @@ class ChoicesClient:
     def generate(
         self, engine_input: Any, sampling: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Start a request when the first output is asked for; it is refused right here.
+        """Decide a request at once; start it when the first output is asked for.
 
         Yields:
             what the engine yields, of one choice at a time; with RequestOutputKind.FINAL_ONLY once,
@@ -103,7 +103,7 @@ class ChoicesClient:
 async def answers(
     engine: EngineClient, engine_input: Any, sampling: SamplingParams, *args: Any, **options: Any
 ) -> AsyncGenerator[RequestOutput, None]:
-    """The engine's outputs of a request.
+    """Yield the engine's outputs of a request.
 
     Raises:
         GenerationError: if the engine could not go on.
@@ -122,7 +122,7 @@ async def answers(
 
 
 async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
-    """The newest output of a request that has ended.
+    """Return the newest output of a request that has ended.
 
     Raises:
         GenerationError: there was none.
@@ -136,7 +136,7 @@ async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
 
 
 class Cancelling:
-    """Tasks that are cancelled together when the block is left before they are done."""
+    """Context that cancels its unfinished tasks when it is left."""
 
     def __init__(self) -> None:
         self._tasks: list[asyncio.Task[Any]] = []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server-wide diffusion defaults on the command line.
+"""Command line of server-wide diffusion defaults.
 
-They end in `--additional-config '{"dllm": {...}}'`, which `LLM` takes as well.
+They are merged into `--additional-config '{"dllm": {...}}'`, which `LLM` takes as well.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NO_MODEL = (
 
 
 class ServerParser(FlexibleArgumentParser):
-    """Upstream's parser, which tells a mistake in one line, and what was meant."""
+    """Upstream's parser, which reports a mistake in one line, with the closest valid name."""
 
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -59,15 +59,15 @@ class ServerParser(FlexibleArgumentParser):
 
 @contextmanager
 def errors_in_one_line(args: Namespace) -> Iterator[None]:
-    """While a server runs: what a user can mend ends it in one line.
+    """While a server runs, let errors that a user can fix end it in one line.
 
-    A failing engine has told its story in the log.
+    A failing engine has already written its errors to the log.
     """
     try:
         yield
     except (KeyError, OSError, TypeError, ValueError, VLLMValidationError) as error:
         if isinstance(error, KeyError) and not str(error.args[0]).startswith("invalid "):
-            raise  # a mistake of ours; upstream's names of parsers are told so, too
+            raise  # our own mistake; the others are parser names that upstream lacks
         logger.debug("the server ended", exc_info=True)
         raise SystemExit(f"error: {one_line(error, args)}") from None
 
@@ -137,7 +137,7 @@ def fold_into_additional_config(args: Namespace) -> None:
 
 
 def one_line(error: Exception, args: Namespace) -> str:
-    """What stopped the start, in one line."""
+    """Describe an error that prevented the start, in one line."""
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return f"port {args.port} of {args.host} is in use; --port takes another"
     if isinstance(error, ValidationError):  # upstream's settings: the first fault tells most

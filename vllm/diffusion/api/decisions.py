@@ -3,8 +3,8 @@
 
 Upstream reads the first token of a reply, one request a question. A model that fills masks reads
 all questions of a call at once: the reply is written with a mask at each answer, and one forward
-gives the distribution of every one of them, given the state and all questions. Of a block-causal
-family a question is a request of its own, as a mask would change what stands in the blocks behind.
+gives the distribution of each answer, given the state and all questions. In a block-causal family a
+question is a request of its own, as a mask would change the blocks behind it.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ DecisionRequest = create_model(
 
 
 class Slot(NamedTuple):
-    """A mask in the place of an answer.
+    """A mask in place of an answer.
 
     Attributes:
-        position: in the sequence.
-        label_ids: of each label, the token that it begins with there.
+        position: position in the sequence.
+        label_ids: for each label, its first token at that position.
     """
 
     position: int
@@ -98,12 +98,12 @@ class Sheet(NamedTuple):
 
     @property
     def reading(self) -> Reading:
-        """What is read of it."""
+        """Reading that this sheet asks for."""
         positions = [slot.position for slot in self.slots]
         return Reading(self.tokens, positions, [slot.label_ids for slot in self.slots])
 
     def without(self, chosen: Sequence[int]) -> list[Sheet]:
-        """For each slot a sheet with that slot alone, the labels of these numbers in all others."""
+        """For each slot, make a sheet with that slot alone and the chosen labels in all others."""
         answered = list(self.tokens)
         for slot, label in zip(self.slots, chosen, strict=True):
             answered[slot.position] = slot.label_ids[label]
@@ -116,13 +116,13 @@ class Sheet(NamedTuple):
 
 
 class BlockStrategy(NextTokenStrategy):
-    """Block-causal families: a question is a sequence of its own, read where its reply begins.
+    """Strategy of block-causal families: each question is a sequence, read where its reply begins.
 
-    That is the first forward of an answer: masks from there to the end of the block.
+    It is read in the first forward of an answer: masks from there to the end of the block.
 
     Attributes:
-        passes: how often a question is read.
-        terms: `timeout_s`, where it is given.
+        passes: number of times that a question is read.
+        terms: `timeout_s`, if given.
     """
 
     most_passes = 1
@@ -154,7 +154,7 @@ class BlockStrategy(NextTokenStrategy):
         trace_headers: Mapping[str, str] | None = None,
         **_: Any,
     ) -> list[QuestionRead]:
-        """One read a question, in order."""
+        """Read the questions; one result each, in order."""
 
         async def prompt(content: str) -> list[int]:
             messages = [{"role": "user", "content": content}]
@@ -186,7 +186,7 @@ class BlockStrategy(NextTokenStrategy):
         questions: list[Question],
         prompt: Callable[[str], Awaitable[list[int]]],
     ) -> list[Sheet]:
-        """The sequences of a call, from the prompts that ask."""
+        """Make the sequences of a call, from its prompts."""
         sheets = []
         for question in questions:
             before = await prompt(self._content(state, question))
@@ -218,12 +218,12 @@ class BlockStrategy(NextTokenStrategy):
         return reads
 
     def _end_of(self, prompt: list[int]) -> str:
-        """The text of a prompt behind its last special token."""
+        """Return the text of a prompt behind its last special token."""
         tokenizer = self._tokenizer()
         return str(tokenizer.decode(prompt_tail(tokenizer, prompt)))
 
     def _label_ids(self, before: str, question: Question) -> tuple[int, ...]:
-        """The token that each label of a question begins with behind some text.
+        """Return the first token of each label of a question behind some text.
 
         Raises:
             StructuredDecisionError: two of them begin alike, or none begins there.
@@ -245,7 +245,7 @@ class BlockStrategy(NextTokenStrategy):
 
 
 class MaskStrategy(BlockStrategy):
-    """Families whose positions all see each other: one sequence for all questions of a call."""
+    """Strategy of families with full attention: one sequence for all questions of a call."""
 
     most_passes = 2
 
@@ -277,7 +277,7 @@ class MaskStrategy(BlockStrategy):
 
 
 def _content_of_several(state: str, questions: list[Question]) -> str:
-    """The user's turn: the state, then the questions, which the reply answers by number."""
+    """Make the user's turn: the state, then the questions, which the reply answers by number."""
     asked = [
         f"Question {number}:\n{question.type.prompt(question)}"
         for number, question in enumerate(questions, start=1)
@@ -286,7 +286,7 @@ def _content_of_several(state: str, questions: list[Question]) -> str:
 
 
 def masked_behind(prompt: list[int], validator: Validator) -> list[int]:
-    """A prompt with the mask that a reply begins with; of block-causal families, a whole block."""
+    """Append the mask that a reply begins with; in block-causal families, a whole block."""
     end, block_length = len(prompt) + 1, validator.block_length
     if block_length is not None:
         end = -(-end // block_length) * block_length
@@ -294,7 +294,7 @@ def masked_behind(prompt: list[int], validator: Validator) -> list[int]:
 
 
 class DiffusionDecisions(ServingStructuredDecisions):
-    """POST /v1/systemone."""
+    """Handler of POST /v1/systemone."""
 
     async def create_decision(self, request: Any, raw_request: Any = None) -> Any:
         asked = _asked(request, self.strategy)
@@ -308,7 +308,7 @@ class DiffusionDecisions(ServingStructuredDecisions):
 
 
 def _asked(request: Any, strategy: BlockStrategy) -> dict[str, Any]:
-    """Our parameters of a body.
+    """Return our parameters of a body, checked.
 
     Raises:
         RequestRefused: HTTP 400, naming the field.
@@ -327,7 +327,7 @@ def _asked(request: Any, strategy: BlockStrategy) -> dict[str, Any]:
 
 
 class DiffusionScoring(ServingGenerativeScoring):
-    """POST /generative_scoring."""
+    """Handler of POST /generative_scoring."""
 
     validator: Validator
 
@@ -351,16 +351,16 @@ class DiffusionScoring(ServingGenerativeScoring):
 
 
 class _NextTokens:
-    """An engine client that answers requests for one token by reading the mask behind the prompt.
+    """Engine client that answers requests for one token by reading the mask behind the prompt.
 
     Args:
         engine: the engine's client.
         validator: decides requests of this engine.
-        num_items: requests that come together.
-        terms: `timeout_s`, where it is given.
+        num_items: number of requests that come together.
+        terms: `timeout_s`, if given.
 
     Attributes:
-        error: why one of them was refused, or came to no end.
+        error: why one of them was refused, or did not end.
     """
 
     error: RequestRefused | RequestTimedOut | None = None
@@ -388,7 +388,7 @@ class _NextTokens:
         lora_request: Any = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The likeliest token, and the log probabilities of `logprob_token_ids`."""
+        """Yield the likeliest token, with the log probabilities of `logprob_token_ids`."""
         prompt, labels = engine_input["prompt_token_ids"], sampling.logprob_token_ids or []
         reading = Reading(masked_behind(prompt, self._validator), [len(prompt)], [labels])
         try:
@@ -405,14 +405,14 @@ class _NextTokens:
 
 
 def register() -> None:
-    """Let upstream's server make our strategies."""
+    """Register our strategies with upstream's server."""
     for family in FAMILIES:
         strategy = BlockStrategy if family.is_block_causal else MaskStrategy
         READ_STRATEGIES.update(dict.fromkeys(family.architectures, strategy))
 
 
 def adopt_decisions(state: Any, validator: Validator) -> None:
-    """Our kinds of the handlers that upstream made of the server's arguments."""
+    """Replace upstream's handlers of the server by ours."""
     if state.serving_structured_decisions is not None:
         state.serving_structured_decisions = copy(state.serving_structured_decisions)
         state.serving_structured_decisions.__class__ = DiffusionDecisions

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`echo` beside `logprobs`: how likely the tokens of a prompt are, from left to right.
+"""`echo` beside `logprobs`: log probabilities of the tokens of a prompt, from left to right.
 
-A masked model has no such numbers by the way: at a row that holds its own token it would only copy.
-So every token is read in a forward of its own, in which it and all behind it are masked: the chain
-rule of an autoregressive likelihood. Of a block-causal family the masks end with the token's block.
+A masked model does not compute these while it generates: at a row that holds its own token it would
+only copy. So every token is read in its own forward, in which it and all tokens behind it are
+masked: the chain rule of an autoregressive likelihood. In a block-causal family the masks end with
+the token's block.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ PromptLogprobs = list[dict[int, Logprob] | None]
 
 
 class EchoClient:
-    """An engine client whose outputs have the log probabilities of the prompt's tokens.
+    """Engine client whose outputs have the log probabilities of the prompt's tokens.
 
     Args:
-        inner: runs the request itself.
+        inner: client that runs the request itself.
         validator: decides requests of this engine.
-        texts: of the server's tokenizer.
-        terms: `priority` and `timeout_s` of the request, where they are given.
-        writes: whether there is an answer behind the prompt.
+        texts: token texts of the server's tokenizer.
+        terms: `priority` and `timeout_s` of the request, if given.
+        writes: whether an answer is generated behind the prompt.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class EchoClient:
     def generate(
         self, engine_input: Any, sampling: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As the inner client; `sampling.prompt_logprobs` is how many alternatives are told.
+        """Run a request; `sampling.prompt_logprobs` is the number of alternatives.
 
         Raises:
             RequestRefused: HTTP 400, naming the field.
@@ -90,7 +91,7 @@ class EchoClient:
         request_id: str,
         options: dict[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The answer's outputs, or one without an answer; each with what was read."""
+        """Yield the answer's outputs, or one without an answer; each with the prompt's readings."""
         own_id = f"{request_id}-echo"
         async with Cancelling() as tasks:
             reading = tasks.start(self._reader.read(readings, own_id, self._terms, **options))
@@ -102,7 +103,7 @@ class EchoClient:
                     yield self._with(await reading, prompt, output)
 
     def _with(self, found: list[Read], prompt: list[int], output: RequestOutput) -> RequestOutput:
-        """An output that tells what was read of its prompt, and how many forwards that took."""
+        """Add the log probabilities of its prompt to an output, and the forwards that they took."""
         output.prompt_logprobs = prompt_logprobs(prompt, found, self._texts)
         reports = told(output)
         if not self._writes and found:
@@ -118,7 +119,7 @@ class EchoClient:
 def readings_of(
     prompt: Sequence[int], mask_id: int, num_top: int, block_length: int | None
 ) -> list[Reading]:
-    """One for each token but the first, which nothing stands before."""
+    """Make a reading for each token except the first, which no token precedes."""
     readings = []
     for position in range(1, len(prompt)):
         end = len(prompt)
@@ -132,7 +133,7 @@ def readings_of(
 def prompt_logprobs(
     prompt: Sequence[int], found: Sequence[Read], texts: TokenTexts
 ) -> PromptLogprobs:
-    """What was read, as upstream has it: of every token, itself first and then the likeliest."""
+    """Convert readings to upstream's type: for each token, itself first and then the likeliest."""
     rows: PromptLogprobs = [None]
     for token, read in zip(prompt[1:], found, strict=True):
         scores = read.scores

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The overlay's HTTP routes, as an endpoint plugin of upstream's server."""
+"""HTTP routes of the overlay, as an endpoint plugin of upstream's server."""
 
 from __future__ import annotations
 
@@ -75,6 +75,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.api.likelihood import LikelihoodBody
     from vllm.diffusion.api.protocol import GenerateBody
+    from vllm.diffusion.api.validator import Validator
     from vllm.engine.protocol import EngineClient
 
 router = APIRouter()
@@ -160,12 +161,12 @@ async def ready(raw_request: Request) -> JSONResponse:
 
 @openai_router.get("/version")
 async def version() -> JSONResponse:
-    """Of upstream, as its own route says it, and of this project."""
+    """Version of upstream, as its own route reports it, and of this project."""
     return JSONResponse({"version": VLLM_VERSION, "mosaic": __version__})
 
 
 def checked_by(*checks: Callable[[Any], None]) -> list[Any]:
-    """Dependencies of a route that look at its body, as it was sent, before it is made a model."""
+    """Make dependencies of a route that check its body as sent, before it becomes a model."""
 
     async def check(raw_request: Request) -> None:
         body = await raw_request.json() if await raw_request.body() else None
@@ -261,7 +262,7 @@ async def count_tokens(request: AnthropicCountTokensRequest, raw_request: Reques
 
 
 class DiffusionEndpoint:
-    """What upstream's server loads (its `EndpointPlugin` protocol)."""
+    """Endpoint plugin that upstream's server loads (its `EndpointPlugin` protocol)."""
 
     name = "dllm_endpoints"
     required_tasks = ("generate",)
@@ -292,22 +293,7 @@ class DiffusionEndpoint:
         capacities = await engine_client.collective_rpc("capacity")
         (_, rates), *_ = capacities  # which are the same on all ranks
         validator.learn_capacity(min(budget_bytes for budget_bytes, _ in capacities), rates)
-        state.openai_serving_chat = adopt(
-            state.openai_serving_chat, DiffusionServingChat, validator
-        )
-        state.openai_serving_completion = adopt(
-            state.openai_serving_completion, DiffusionServingCompletion, validator
-        )
-        state.openai_serving_responses = adopt(
-            state.openai_serving_responses, DiffusionServingResponses, validator
-        )
-        state.openai_serving_chat_batch = adopt(
-            state.openai_serving_chat_batch, DiffusionServingChatBatch, validator
-        )
-        state.anthropic_serving_messages = adopt(
-            state.anthropic_serving_messages, DiffusionServingMessages, validator
-        )
-        adopt_decisions(state, validator)
+        _adopt_handlers(state, validator)
         model_names = args.served_model_name or [args.model]
         state.diffusion_likelihood = LikelihoodHandler(engine_client, validator, model_names)
         has_page = settings_of(engine_client.vllm_config).page
@@ -338,3 +324,21 @@ class DiffusionEndpoint:
                 chat_template_kwargs={"add_generation_prompt": True},
             ),
         )
+
+
+def _adopt_handlers(state: Any, validator: Validator) -> None:
+    """Let upstream's handlers of our routes be of our classes."""
+    state.openai_serving_chat = adopt(state.openai_serving_chat, DiffusionServingChat, validator)
+    state.openai_serving_completion = adopt(
+        state.openai_serving_completion, DiffusionServingCompletion, validator
+    )
+    state.openai_serving_responses = adopt(
+        state.openai_serving_responses, DiffusionServingResponses, validator
+    )
+    state.openai_serving_chat_batch = adopt(
+        state.openai_serving_chat_batch, DiffusionServingChatBatch, validator
+    )
+    state.anthropic_serving_messages = adopt(
+        state.anthropic_serving_messages, DiffusionServingMessages, validator
+    )
+    adopt_decisions(state, validator)

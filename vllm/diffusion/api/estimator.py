@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The likelihood of a continuation under a masked diffusion model, as LLaDA's authors estimate it.
+"""Likelihood of a continuation under a masked diffusion model, as LLaDA's authors estimate it.
 
 Nie et al., arXiv:2502.09992, Algorithm 3, and their `eval_llada.py`: of a continuation of L tokens
 x are masked, x from 1 to L, which x is drawn from a permutation; the cross entropy of the masked
@@ -22,20 +22,20 @@ Masking = tuple[int, ...]  # positions of the continuation that are masked, asce
 
 
 class Estimate(NamedTuple):
-    """A log likelihood and its standard error; None where one sample says nothing of it."""
+    """A log likelihood and its standard error; None if one sample cannot give one."""
 
     loglikelihood: float
     stderr: float | None
 
 
 def draw_maskings(length: int, mc_num: int, batch_size: int, seed: int) -> list[Masking]:
-    """The maskings of `mc_num` samples, `batch_size` of them from one number k.
+    """Draw the maskings of `mc_num` samples, each `batch_size` of them from one number k.
 
     Args:
         length: L, tokens of the continuation, at least one.
         mc_num: samples, a multiple of `batch_size`.
         batch_size: samples whose numbers of masks are spread evenly over 1 to L, from k on.
-        seed: of the generator.
+        seed: seed of the generator.
     """
     generator = torch.Generator().manual_seed(seed)
     drawn: list[Masking] = []
@@ -53,14 +53,14 @@ def draw_maskings(length: int, mc_num: int, batch_size: int, seed: int) -> list[
 def estimate(
     maskings: Sequence[Masking], logprobs: Mapping[Masking, Sequence[float]], length: int
 ) -> Estimate:
-    """The estimate of samples.
+    """Compute the estimate from samples.
 
-    The error is that of samples drawn one by one. Those of a batch are spread evenly, so it errs on
-    the large side.
+    The error is that of samples drawn one by one. Those of a batch are spread evenly, so it is
+    overestimated.
 
     Args:
-        maskings: of every sample.
-        logprobs: by masking, of the masked tokens.
+        maskings: masking of every sample.
+        logprobs: by masking, the log probabilities of the masked tokens.
         length: tokens of the continuation.
     """
     samples = [length / len(masked) * math.fsum(logprobs[masked]) for masked in maskings]

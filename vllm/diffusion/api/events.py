@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server-sent events: canvases between the chunks of an answer.
+"""Server-sent events, with canvases between the chunks of an answer.
 
-A reader that is slow, or stops reading, holds back nothing: of every choice the newest canvas
+A reader that is slow, or stops reading, blocks nothing: for every choice only the newest canvas
 waits, older ones are dropped, and upstream joins deltas that were not fetched.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def event(data: str) -> str:
-    """One server-sent event."""
+    """Format one server-sent event."""
     return f"data: {data}\n\n"
 
 
@@ -29,13 +29,13 @@ DONE = event("[DONE]")
 
 
 class Listener:
-    """Hears what the scheduler tells with outputs that pass by on their way to a handler.
+    """Collects the scheduler's reports and canvases from outputs on their way to a handler.
 
     Args:
-        num_choices: answers that are made.
+        num_choices: number of answers.
 
     Attributes:
-        reports: what was told last of every choice.
+        reports: newest report of every choice.
     """
 
     def __init__(self, num_choices: int = 1) -> None:
@@ -46,7 +46,7 @@ class Listener:
         self._news = asyncio.Event()
 
     def hear(self, output: RequestOutput, first_choice: int = 0) -> bool:
-        """Note what is told with an output, whose choices count from `first_choice`.
+        """Note the report and canvas of an output, whose choices count from `first_choice`.
 
         Returns:
             whether there is more to the output than that.
@@ -62,7 +62,7 @@ class Listener:
 
     @property
     def timeout(self) -> str | None:
-        """What was told of an answer whose time was over, where one's was."""
+        """Error of an answer whose time was over; None if there is none."""
         return next(filter(None, map(timeout_in, self.reports.values())), None)
 
     @property
@@ -73,11 +73,11 @@ class Listener:
     async def between(
         self, chunks: AsyncGenerator[str, None], canvas_event: Callable[[int, dict[str, Any]], str]
     ) -> AsyncGenerator[str, None]:
-        """`chunks`, and before each the canvases that came up meanwhile.
+        """Yield `chunks`, and before each the canvases that came meanwhile.
 
         Args:
             chunks: a handler's events. The handler goes on while canvases are sent.
-            canvas_event: the event of a choice's packed canvas.
+            canvas_event: function of a choice and its packed canvas that returns the event.
         """
         async with aclosing(chunks):
             while True:

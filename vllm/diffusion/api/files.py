@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of web pages, as they are sent: nothing is built, and nothing is loaded from elsewhere."""
+"""Files of web pages, served unchanged: nothing is built, and nothing is loaded from elsewhere."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class WebFile:
-    """A file with what its answers say of it.
+    """A file of a web page, with the headers of its answers.
 
     Attributes:
-        pictures: where a page may have pictures from, as its policy writes it.
+        pictures: sources of a page's pictures, in the syntax of its policy.
     """
 
     content: bytes
@@ -43,13 +43,13 @@ class WebFile:
 
     @classmethod
     def read(cls, path: Path, pictures: str = "'self'") -> WebFile:
-        """Read the file at `path`, whose suffix says what it is."""
+        """Read the file at `path`, whose suffix gives its media type."""
         content = path.read_bytes()
         etag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
         return cls(content, _TYPES[path.suffix], etag, pictures)
 
     def response(self, request: Request) -> Response:
-        """The answer to a request: the file, or 304 where the client has it."""
+        """Answer a request with the file, or with 304 if the client has it."""
         policy = (
             "default-src 'none'; script-src 'self'; style-src 'self'; "
             f"img-src {self.pictures}; connect-src 'self'; form-action 'none'; base-uri 'none'; "

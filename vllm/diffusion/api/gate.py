@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every HTTP request passes before a route sees it: an id, the key, the limits, the log."""
+"""Middleware of every HTTP request: an id, the key, the limits, the log."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _OPEN_PATHS = frozenset(
 
 
 class Refusal(NamedTuple):
-    """An answer that needs no route; `reason` is how it is counted."""
+    """An answer that needs no route; `reason` is the label under which it is counted."""
 
     status: HTTPStatus
     reason: str
@@ -65,10 +65,10 @@ class Gate:
     """ASGI middleware: API key, shutdown and body size, in this order.
 
     Args:
-        lifecycle: says when nothing is taken any more.
+        lifecycle: decides when no requests are taken any more.
         api_keys: valid keys; none: no key is asked for. Upstream's own check knows its routes
             by their prefixes only and lets some through that reach the engine.
-        max_body_bytes: the largest body.
+        max_body_bytes: most bytes of a body.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Gate:
         return Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "body_size", message)
 
     def _limited(self, receive: Receive) -> Receive:
-        """`receive` that also ends a body whose length was not announced."""
+        """Wrap `receive` to refuse a body that exceeds the limit without announcing it."""
         num_bytes = 0
 
         async def limited() -> Message:
@@ -134,8 +134,8 @@ class AccessLog:
     A client's own `X-Request-Id` is kept. The line is written when the answer is complete.
 
     Args:
-        excluded_paths: not logged.
-        enabled: False: ids only, no log.
+        excluded_paths: paths that are not logged.
+        enabled: whether to log; False gives ids only.
     """
 
     def __init__(self, app: ASGIApp, excluded_paths: frozenset[str], enabled: bool) -> None:
@@ -173,7 +173,7 @@ class AccessLog:
 
 
 def _take_or_give_id(scope: Scope) -> str:
-    """The request's id; a client that sent none, or one too long to log, is given one."""
+    """Return the request's id; make one if the client sent none, or one too long to log."""
     headers = MutableHeaders(scope=scope)
     sent = headers.get(REQUEST_ID, "")
     if not sent or len(sent) > _MAX_ID_LENGTH or not sent.isprintable():
@@ -182,12 +182,12 @@ def _take_or_give_id(scope: Scope) -> str:
 
 
 def keys_of(args: Namespace) -> list[str]:
-    """The valid API keys, by the command line or else the environment; none: none is asked for."""
+    """Return the valid API keys, of the command line or else the environment; may be empty."""
     return [key for key in args.api_key or [upstream_envs.VLLM_API_KEY] if key]
 
 
 def install(app: FastAPI, lifecycle: Lifecycle, args: Namespace) -> None:
-    """Put gate and log around the whole application, upstream's middleware included.
+    """Put gate and log around the whole application, including upstream's middleware.
 
     uvicorn's access log, which knows no ids, is replaced by ours.
     """

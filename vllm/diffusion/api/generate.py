@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Choice:
-    """One answer to come: a prompt that is ready for the engine, and its parameters."""
+    """One answer to generate: a prompt that is ready for the engine, and its parameters."""
 
     request_id: str
     engine_input: Any
@@ -87,7 +87,7 @@ class GenerateHandler:
         self._chat_params = chat_params
 
     async def choices(self, body: GenerateBody, request_id: str) -> list[_Choice]:
-        """Everything that can be refused is refused here, before anything is sent.
+        """Check a body and make its choices: anything refused is refused here.
 
         Raises:
             RequestRefused: HTTP 400, naming the field.
@@ -119,7 +119,7 @@ class GenerateHandler:
         return self._response(request_id, choices, list(finals))
 
     async def stream(self, choices: list[_Choice], request_id: str) -> AsyncIterator[str]:
-        """Server-sent events: the growing prefix of each answer, the whole answer, [DONE].
+        """Yield server-sent events: the growing prefix of each answer, the whole answer, [DONE].
 
         Raises:
             RequestTimedOut: HTTP 504, before there is an event.
@@ -161,7 +161,7 @@ class GenerateHandler:
         before: RequestOutput | None,
         output: RequestOutput,
     ) -> Iterator[str]:
-        """What is new in an output: the canvas, and the prefix if it has grown or is complete."""
+        """Yield the news in an output: the canvas, and the prefix if it has grown or ended."""
         found, completion = told(output).get(0, {}), output.outputs[0]
         if "canvas" in found:
             canvas = CanvasState.of(found["canvas"], self._token_texts)
@@ -177,7 +177,7 @@ class GenerateHandler:
             ).model_dump_json()
 
     async def _render(self, body: GenerateBody) -> list[Any]:
-        """Prompts as the engine takes them: token ids, with upstream's tokenisation."""
+        """Convert prompts to token ids for the engine, with upstream's tokenisation."""
         renderer = self._engine.renderer
         messages = body.messages
         if body.apply_chat_template:
@@ -229,7 +229,7 @@ class GenerateHandler:
 
 
 def _asked(body: GenerateBody) -> dict[str, Any]:
-    """What a body asks for under canonical names, unknown fields refused.
+    """Return the parameters of a body under canonical names; unknown fields are refused.
 
     Raises:
         InvalidParameterError: naming the field.
@@ -250,7 +250,7 @@ def _asked(body: GenerateBody) -> dict[str, Any]:
 
 
 def _sampling(body: GenerateBody, decided: DiffusionParams) -> SamplingParams:
-    """What upstream's front end does with the outputs; all else is in the decision."""
+    """Make the parameters for upstream's front end; all others are in the decision."""
     return SamplingParams(
         temperature=0.0,
         logprobs=None if decided.logprob_token_ids else body.logprobs,
@@ -267,13 +267,13 @@ def _sampling(body: GenerateBody, decided: DiffusionParams) -> SamplingParams:
 
 
 def _answer_ids(completion: Any, decided: DiffusionParams) -> list[int]:
-    """The answer's token ids; the token that ended it is not part of it."""
+    """Return the answer's token ids, without the token that ended it."""
     ids = list(completion.token_ids)
     return ids[:-1] if ids and ids[-1] in decided.stop_ids else ids
 
 
 def _logprobs(completion: Any, decided: DiffusionParams) -> list[TokenLogprob]:
-    """The log probabilities of the answer's tokens; the last may be of a token outside of it."""
+    """Return the log probabilities of the answer's tokens, without the one that ended it."""
     return [
         TokenLogprob(
             **_alternative(token, found[token]).model_dump(), top_logprobs=_top(found, decided)
@@ -283,7 +283,7 @@ def _logprobs(completion: Any, decided: DiffusionParams) -> list[TokenLogprob]:
 
 
 def _top(found: dict[int, Any], decided: DiffusionParams) -> list[AlternativeToken]:
-    """The tokens that were named, else the most likely ones."""
+    """Return the named tokens, else the most likely ones, with their log probabilities."""
     tokens = decided.logprob_token_ids
     if not tokens:
         tokens = tuple(sorted(found, key=lambda token: found[token].rank)[: decided.logprobs])

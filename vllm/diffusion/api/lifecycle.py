@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the server takes requests, and how it ends: running requests finish, new ones do not.
+"""Lifecycle of the server: whether it takes requests, and how it ends.
 
-Upstream's server stops the engine first and goes on answering HTTP meanwhile; requests that reach
-an engine that is stopping fail in ways that tell a client nothing. So the engine is stopped only
-after the last open request has its answer, and newcomers hear 503 from the first moment.
+When it ends, running requests finish and new ones are refused. Upstream's server stops the engine
+first and goes on answering HTTP meanwhile; requests that reach a stopping engine fail with
+unhelpful errors. So the engine is stopped only after the last open request has its answer, and new
+requests get 503 from the first moment.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ State = Literal["ready", "paused", "draining", "dead"]
 LEAVING = "the server is shutting down; try again later or elsewhere"
 _ANSWER_S = 1.0  # a probe's patience with an engine that is inside a step
 _FLUSH_S = 2.0  # for the last errors to reach their clients
-_WAKE_S = 0.5  # between looks at an engine that has been told to end
+_WAKE_S = 0.5  # between polls of an engine that is ending
 
 
 class Lifecycle:
-    """The state of one server process; made while its event loop runs.
+    """State of one server process; must be made while its event loop runs.
 
     Args:
         engine: the engine's client; its `shutdown` drains from now on.
@@ -56,7 +57,7 @@ class Lifecycle:
 
     @contextmanager
     def open_request(self) -> Iterator[None]:
-        """While it is open, the engine is not stopped before the drain's time is over."""
+        """Hold off the engine's stop while the context is open, for at most the drain's time."""
         self._num_open += 1
         self._idle.clear()
         try:
@@ -67,7 +68,7 @@ class Lifecycle:
                 self._idle.set()
 
     async def state(self) -> State:
-        """What `/ready` says."""
+        """Return the state that `/ready` reports."""
         if self._is_draining:
             return "draining"
         if self._engine.errored:
@@ -75,7 +76,7 @@ class Lifecycle:
         return "paused" if await self._is_paused() else "ready"
 
     async def _is_paused(self) -> bool:
-        """The engine's answer; its last one while it is inside a long step."""
+        """Ask the engine; while it is inside a long step, return its last answer."""
         if self._question is None:
             self._question = asyncio.ensure_future(self._engine.is_paused())
         done, _ = await asyncio.wait([self._question], timeout=_ANSWER_S)
@@ -85,7 +86,7 @@ class Lifecycle:
         return self._was_paused
 
     def _shut_down(self, timeout: float | None = None) -> None:
-        """Upstream calls this in a thread when a signal arrives, and once more at the very end."""
+        """Drain and stop; upstream calls it in a thread on a signal, and again at the very end."""
         drains = not self._is_draining and not self._is_on_loop()
         self._is_draining = True
         if not drains:
@@ -116,9 +117,9 @@ class Lifecycle:
             self._engine.output_handler.cancel()
 
     async def _keep_awake(self) -> None:
-        """Ask the engine something again and again until this is cancelled.
+        """Ask the engine something repeatedly until this task is cancelled.
 
-        A signal does not end an engine's wait for requests on every machine; a question does.
+        On some machines a signal does not end an engine's wait for requests; a question does.
         """
         while True:
             with suppress(Exception):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`POST /v1/loglikelihood`: how likely a model finds a continuation of a context."""
+"""`POST /v1/loglikelihood`: log likelihood of a continuation of a context."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ PARAMETERS: tuple[Parameter, ...] = (
 
 
 class LikelihoodBody(BaseModel):
-    """Fields of the body that are no numbers."""
+    """Fields of the body that are not numbers."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -118,13 +118,14 @@ class LikelihoodResponse(BaseModel):
     """Answer of POST /v1/loglikelihood.
 
     Attributes:
-        loglikelihood: of the continuation, natural logarithm: the mean of the samples.
-        stderr: of the estimate; 0 where nothing is drawn, null where one sample says nothing.
-        is_greedy: where it was asked for.
-        forwards: that were run; samples that mask the same tokens share one.
-        num_tokens: of the continuation.
-        seed: of the maskings, where they were drawn.
-        logprobs: for every element of `masks`, of the masked tokens.
+        loglikelihood: natural log likelihood of the continuation: the mean of the samples.
+        stderr: standard error of the estimate; 0 where nothing is drawn, null where one sample
+            cannot give one.
+        is_greedy: whether the model would write the continuation itself, if asked for.
+        forwards: number of forwards run; samples that mask equal tokens share one.
+        num_tokens: number of tokens of the continuation.
+        seed: seed of the maskings, where they were drawn.
+        logprobs: for every element of `masks`, log probabilities of the masked tokens.
     """
 
     id: str
@@ -141,14 +142,14 @@ class LikelihoodResponse(BaseModel):
     usage: Usage
 
     def content(self) -> dict[str, Any]:
-        """The answer as JSON, without what was not asked for."""
+        """Return the answer as JSON, without fields that were not asked for."""
         optional = {"is_greedy", "seed", "logprobs"}
         return self.model_dump(exclude={name for name in optional if getattr(self, name) is None})
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """A checked body; token ids, and the maskings of all samples."""
+    """A checked body: token ids, and the maskings of all samples."""
 
     context: list[int]
     continuation: list[int]
@@ -252,9 +253,9 @@ class LikelihoodHandler:
         )
 
     def _token_ids(self, body: LikelihoodBody, adds_special: bool) -> tuple[list[int], list[int]]:
-        """The tokens of context and continuation.
+        """Return the tokens of context and continuation.
 
-        Text is encoded together: where a context ends with spaces, they are the continuation's.
+        Text is encoded together: spaces at the end of a context count as the continuation's.
         """
         context, continuation = body.context, body.continuation
         if isinstance(context, str) and isinstance(continuation, str):
@@ -274,7 +275,7 @@ class LikelihoodHandler:
         return context, continuation
 
     async def _is_greedy(self, asked: _Asked, request_id: str) -> bool:
-        """Whether the model, which writes the surest token of all each time, writes the same."""
+        """Whether the model, writing the surest token each time, would write the continuation."""
         length = len(asked.continuation)
         wanted = {**_PUBLISHED_LOOP, "cfg_scale": asked.cfg}
         wanted |= dict.fromkeys(("gen_length", "max_tokens", "block_length", "steps"), length)
@@ -297,7 +298,7 @@ class LikelihoodHandler:
 def _maskings(
     masks: Any, values: dict[str, Any], length: int
 ) -> tuple[int | None, Sequence[Masking]]:
-    """The seed, where one is used, and the maskings of all samples."""
+    """Return the seed, if one is used, and the maskings of all samples."""
     if masks is not None:
         for name in ("mc_num", "batch_size", "seed"):
             if name in values:
@@ -328,5 +329,5 @@ def _given_maskings(masks: Any, length: int) -> list[Masking]:
 
 
 def _signed(seed: int) -> int:
-    """The bit pattern of a seed as int64, which is what PyTorch's generator takes."""
+    """Return the bit pattern of a seed as int64, which PyTorch's generator takes."""
     return seed - 2**SEED_BITS if seed >> (SEED_BITS - 1) else seed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Anthropic's messages: upstream turns them into chat completions, which are ours."""
+"""Anthropic's messages, which upstream converts to chat completions, served by our handler."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MessagesAnswer(AnthropicMessagesResponse):
 
 
 class DiffusionServingMessages(DiffusionServingChat, AnthropicServingMessages):
-    """POST /v1/messages."""
+    """Handler of POST /v1/messages."""
 
     @classmethod
     def to_chat_completion_request(cls, request: Any, **options: Any) -> Any:

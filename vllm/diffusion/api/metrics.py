@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of `vllm.diffusion.metrics` in Prometheus' registry, which `/metrics` serves."""
+"""Metrics of `vllm.diffusion.metrics` in Prometheus' registry, which `/metrics` serves."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _installed: list[DiffusionStatLogger] = []  # of this process's newest diffusion
 
 @cache
 def _collector(metric: Metric) -> Any:
-    """The metric's one collector of this process."""
+    """Return the metric's one collector of this process."""
     if metric.kind == "histogram":
         return Histogram(metric.name, metric.doc, metric.labels, buckets=metric.buckets)
     if metric.kind == "gauge":
@@ -52,10 +52,10 @@ def _collector(metric: Metric) -> Any:
 
 
 class DiffusionStatLogger(AggregateStatLoggerBase):
-    """Takes the scheduler's observations out of upstream's statistics of a step.
+    """Extracts the scheduler's observations from upstream's statistics of a step.
 
     Attributes:
-        waiting: what requests wait for, by the engine's ids.
+        waiting: reason for which each request waits, by the engine's ids.
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
@@ -95,7 +95,7 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
                     self._of(metric, engine_idx).observe(float(value))
 
     def runs_on(self, build_info: Mapping[str, str]) -> None:
-        """Serve what the engine runs on."""
+        """Serve the build info of the engine."""
         values = {"model_name": self._model_name, **build_info}
         _collector(BUILD_INFO).labels(*(values[name] for name in BUILD_INFO.labels)).set(1)
 
@@ -108,7 +108,7 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
         self._of(REQUESTS_REFUSED, 0, reason).inc(amount)
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Log nothing."""
 
     def _of(self, metric: Metric, engine: int, label: str = "") -> Any:
         key = (metric.name, engine, label if metric.label else "")
@@ -121,11 +121,11 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
 
 
 def install(engine: EngineClient, build_info: Mapping[str, str]) -> None:
-    """Let the engine's client record our metrics too, unless its statistics are switched off.
+    """Let the engine's client record our metrics too, unless statistics are disabled.
 
     Args:
         engine: the client.
-        build_info: what the engine runs on, by label.
+        build_info: build info of the engine, by label.
     """
     manager = getattr(engine, "logger_manager", None)
     _installed.clear()
@@ -138,9 +138,9 @@ def install(engine: EngineClient, build_info: Mapping[str, str]) -> None:
 
 
 def _count_aborts(engine: Any, ours: DiffusionStatLogger) -> None:
-    """Upstream's client is asked to abort when a client leaves.
+    """Count the aborts that upstream's client is asked for when a client leaves.
 
-    The engine cannot count: it is told in the same way where a stop string has ended an answer.
+    The engine cannot count them: it gets an abort also when a stop string has ended an answer.
     """
     abort = engine.abort
 
@@ -152,7 +152,7 @@ def _count_aborts(engine: Any, ours: DiffusionStatLogger) -> None:
 
 
 def count_refusal(reason: str) -> None:
-    """Count a request that was turned away for `reason`: a field's name, or what it ran into.
+    """Count a request refused for `reason`: a field's name, or a limit.
 
     Names that a client made up count as `other`, so that no client can fill the registry.
     """
@@ -161,5 +161,5 @@ def count_refusal(reason: str) -> None:
 
 
 def waiting() -> dict[str, str]:
-    """What requests wait for, by the engine's ids, as the engine last told."""
+    """Return, by the engine's request id, the last reported reason for which each request waits."""
     return {req_id: reason for logger in _installed for req_id, reason in logger.waiting.items()}

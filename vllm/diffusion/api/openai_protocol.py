@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bodies and answers of OpenAI's and Anthropic's routes: upstream's, and what diffusion adds.
 
-What cannot be had is refused. Fields that do not act, and those that nobody knows, are named in the
-answer.
+Unsupported fields are refused. Fields without effect, and unknown ones, are named in the answer.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class _CompletionBase(CompletionRequest):
 
     @model_validator(mode="after")
     def _default_max_tokens(self) -> _CompletionBase:
-        """A default limit can be told from one that was given."""
+        """Set the default limit so that it differs from one that was given."""
         if self.max_tokens is None:  # upstream counts on a number
             self.max_tokens = _DEFAULT_MAX_TOKENS
             self.model_fields_set.discard("max_tokens")
@@ -83,11 +82,11 @@ class CompletionAnswer(CompletionResponse, _Reporting):
 
 
 def prepare(request: Any, model_config: Any, template: str = "") -> None:
-    """Bring a body into the form that upstream hands on to the engine.
+    """Bring a body into the form that upstream passes on to the engine.
 
     Args:
         request: ChatCompletionRequest or CompletionRequest, or one of the bodies above; changed.
-        model_config: upstream's, of the served model.
+        model_config: upstream's config of the served model.
         template: the chat template.
 
     Raises:
@@ -115,7 +114,7 @@ def prepare(request: Any, model_config: Any, template: str = "") -> None:
 
 
 def _suffix_ids(text: str, extra: Mapping[str, Any], model_config: Any) -> list[int]:
-    """Tokens of the text that follows an answer."""
+    """Encode the text that follows an answer."""
     if "suffix_ids" in extra:
         raise InvalidParameterError("suffix", text, "wanted either it or suffix_ids")
     tokenizer = cached_tokenizer_from_config(model_config)
@@ -123,21 +122,21 @@ def _suffix_ids(text: str, extra: Mapping[str, Any], model_config: Any) -> list[
 
 
 def _plain(given: Any) -> Any:
-    """A field of upstream's as it was sent."""
+    """Return the value of an upstream field as it was sent."""
     if isinstance(given, BaseModel):
         return given.model_dump(by_alias=True, exclude_none=True)
     return given if given is None or isinstance(given, dict) else dict(vars(given))
 
 
 def extra_args(request: Any, template: str) -> dict[str, Any]:
-    """What a body asks for, as `vllm_xargs`, of which upstream makes `SamplingParams.extra_args`.
+    """Return the parameters of a body as `vllm_xargs`, which becomes `SamplingParams.extra_args`.
 
-    Diffusion parameters at top level are among them, and the names of fields that are left out.
+    It includes diffusion parameters at top level, and the names of fields without effect.
     Parameters that upstream's body declares stay where they are.
 
     Args:
         request: a body of one of upstream's routes; its seed is changed.
-        template: the chat template, some of which know how to think less or more.
+        template: the chat template, which may support levels of thinking.
 
     Raises:
         InvalidParameterError: naming the field, the given and the wanted value.
@@ -166,7 +165,7 @@ def extra_args(request: Any, template: str) -> dict[str, Any]:
 
 
 def _given(request: Any) -> dict[str, Any]:
-    """The diffusion parameters of a body under canonical names."""
+    """Return the diffusion parameters of a body under canonical names."""
     given = {name: getattr(request, name) for name in SPELLINGS if name in request.model_fields_set}
     for name in ("max_completion_tokens", "max_output_tokens"):
         most = getattr(request, name, None)
@@ -181,7 +180,10 @@ def _given(request: Any) -> dict[str, Any]:
 
 
 def _check_logprobs(request: Any, model_config: Any) -> None:
-    """Of chat, `logprobs` is a flag beside `top_logprobs`; of completions it is the number."""
+    """Check the number of log probabilities.
+
+    It is `top_logprobs` of chat, where `logprobs` is a flag, and `logprobs` of completions.
+    """
     is_chat = isinstance(request, ChatCompletionRequest)
     name = "top_logprobs" if is_chat else "logprobs"
     check_logprobs(name, getattr(request, name), model_config)
@@ -200,9 +202,9 @@ def reads_prompt(request: Any) -> bool:
 
 
 def _shortest_canvas(given: dict[str, Any]) -> None:
-    """Beside a prompt that is read, an answer of one token at most has a canvas of one token.
+    """Beside a prompt that is read, give an answer of at most one token a canvas of one.
 
-    Evaluation asks for that answer and throws it away; 0 is upstream's word for none at all.
+    Evaluation asks for that answer and discards it; upstream uses 0 for no answer at all.
     """
     if given.get("max_tokens") not in (0, 1):
         return
@@ -213,7 +215,7 @@ def _shortest_canvas(given: dict[str, Any]) -> None:
 
 
 def _allow_several_greedy_answers(request: Any, model_config: Any) -> None:
-    """Upstream refuses them as all alike; here random remasking may still tell them apart."""
+    """Let several greedy answers pass upstream, since random remasking may make them differ."""
     default = model_config.get_diff_sampling_param().get("temperature", 1.0)
     given = request.temperature if request.temperature is not None else default
     if (request.n or 1) > 1 and given == 0:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's handlers of the OpenAI routes, with what a diffusion language model adds.
+"""Upstream's handlers of the OpenAI routes, extended for a diffusion language model.
 
 They take the bodies of `openai_protocol`, run the choices of a request one by one, and put a
-`diffusion` object into answers: the report of the whole request, and on the way, where
+`diffusion` object into answers: the report of the whole request and, before it, where
 `stream_canvas` asks for it, the canvas after every step.
 """
 
@@ -39,7 +39,7 @@ Handler = TypeVar("Handler", bound="Diffusion")
 
 
 def adopt(upstreams: Any, kind: type[Handler], validator: Validator) -> Handler:
-    """A handler of our kind from the one that upstream made of the server's arguments."""
+    """Make a handler of our kind from upstream's, which has the server's arguments."""
     handler: Handler = copy(upstreams)
     handler.__class__ = kind
     handler.engine_client = ChoicesClient(upstreams.engine_client, validator)
@@ -50,11 +50,11 @@ def adopt(upstreams: Any, kind: type[Handler], validator: Validator) -> Handler:
 
 
 class Diffusion:
-    """What all handlers have.
+    """Base of all handlers.
 
     Attributes:
-        token_texts: of the server's tokenizer.
-        validator: of the engine.
+        token_texts: token texts of the server's tokenizer.
+        validator: validator of the engine.
     """
 
     token_texts: TokenTexts
@@ -65,7 +65,7 @@ class Diffusion:
     renderer: Any
 
     async def prepare(self, request: Any) -> bool:
-        """Bring a body into upstream's form, and compile what its answer must match.
+        """Bring a body into upstream's form, and compile the format of its answer.
 
         Returns:
             whether the answer may call tools.
@@ -83,13 +83,13 @@ class Diffusion:
         return spec is not None and spec.kind == "tools"
 
     def template_of(self, request: Any) -> str:
-        """The chat template of a request, as far as it is known here."""
+        """Return the chat template of a request, as far as it is known here."""
         own = getattr(self.renderer.tokenizer, "chat_template", None)
         given = getattr(request, "chat_template", None)
         return str(given or getattr(self, "chat_template", None) or own or "")
 
     async def begun(self, request: Any, answer: Any) -> Any:
-        """An answer; of a stream that a time may end, once it has begun.
+        """Return the answer; if it is a stream with a timeout, once it has begun.
 
         Raises:
             RequestTimedOut: HTTP 504, before there is an event.
@@ -101,7 +101,7 @@ class Diffusion:
 
 
 class DiffusionServingChat(Diffusion, OpenAIServingChat):
-    """POST /v1/chat/completions."""
+    """Handler of POST /v1/chat/completions."""
 
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
         if await self.prepare(request) and "tools" not in self.template_of(request):
@@ -152,7 +152,7 @@ class DiffusionServingChat(Diffusion, OpenAIServingChat):
 
 
 class DiffusionServingCompletion(Diffusion, OpenAIServingCompletion):
-    """POST /v1/completions."""
+    """Handler of POST /v1/completions."""
 
     async def create_completion(self, request: Any, raw_request: Any = None) -> Any:
         await self.prepare(request)
@@ -206,7 +206,7 @@ class DiffusionServingCompletion(Diffusion, OpenAIServingCompletion):
 
 
 class DiffusionServingChatBatch(Diffusion, OpenAIServingChatBatch):
-    """POST /v1/chat/completions/batch."""
+    """Handler of POST /v1/chat/completions/batch."""
 
     async def render_batch_chat_request(self, request: Any) -> Any:
         rendered = await super().render_batch_chat_request(request)
@@ -239,7 +239,7 @@ def _calls_tools(request: Any) -> bool:
 async def _heard(
     outputs: AsyncGenerator[RequestOutput, None], listener: Listener, first_choice: int = 0
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Outputs as upstream knows them; the first one in any case, which brings the role."""
+    """Yield outputs with news for upstream, and the first one, which brings the role."""
     is_first = True
     async with aclosing(outputs):
         async for output in outputs:
@@ -271,10 +271,10 @@ async def _after_the_first(
 async def _with_report(
     chunks: AsyncGenerator[str, None], listener: Listener
 ) -> AsyncGenerator[str, None]:
-    """Chunks, the report in the last one before [DONE].
+    """Yield the chunks, with the report in the last one before [DONE].
 
-    Which one that is shows when the next one comes, so chunks are held back, but only once all
-    answers have ended: then nothing is waited for any more.
+    The last one is known only when the next one comes, so chunks are held back, but only once all
+    answers have ended: then nothing is delayed any more.
     """
     held: str | None = None
     is_begun = False
@@ -302,7 +302,7 @@ def _reporting(chunk: str, reports: dict[int, dict[str, Any]]) -> str:
 
 
 def put_report(response: Any, reports: dict[int, dict[str, Any]]) -> None:
-    """Put what was told of the choices, by number, into an answer."""
+    """Put the reports of the choices, by number, into an answer."""
     response.diffusion = _content(reports)
     response.kv_transfer_params = None  # where upstream carried it
 
@@ -318,7 +318,7 @@ def _head(request_id: str, kind: str, model_name: str) -> dict[str, Any]:
 def _canvas_writer(
     texts: TokenTexts, head: dict[str, Any], choice: dict[str, Any]
 ) -> Callable[[int, dict[str, Any]], str]:
-    """Writes a chunk that adds nothing to the answer and brings a canvas."""
+    """Make a function that writes a chunk with a canvas, which adds nothing to the answer."""
 
     def write(index: int, packed: dict[str, Any]) -> str:
         canvas = CanvasState.of(packed, texts).model_dump()

@@ -91,13 +91,13 @@ def check_model(name: str | None, served: Sequence[str]) -> None:
 
 
 def set_priority(body: Any, headers: Mapping[str, str]) -> None:
-    """Take the priority of upstream's header, which wins over the body's, as on OpenAI's routes."""
+    """Take the priority of upstream's header, which overrides the body's, as on OpenAI's routes."""
     with suppress(ValueError, KeyError):
         body.priority = int(headers[PRIORITY_HEADER])
 
 
 def check_body(body: GenerateBody) -> None:
-    """Refuse what can be seen without the model.
+    """Refuse a body for what can be checked without the model.
 
     Raises:
         InvalidParameterError: naming the field.
@@ -117,7 +117,7 @@ def check_body(body: GenerateBody) -> None:
 
 
 def split_prompt(prompt: Any) -> list[str] | list[list[int]]:
-    """One prompt or several, as a list of prompts.
+    """Return one prompt or several as a list of prompts.
 
     Raises:
         InvalidParameterError: for anything but a string, token ids, or a list of either.
@@ -181,7 +181,7 @@ class GenerateResponse(BaseModel):
     diffusion: DiffusionReport
 
     def content(self) -> dict[str, Any]:
-        """The answer as JSON, without what was not asked for."""
+        """Return the answer as JSON, without fields that were not asked for."""
         unused = {"logprobs"} if self.logprobs is None else set()
         return {**self.model_dump(exclude=unused), "diffusion": self.diffusion.content()}
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forwards that are read and not written, as the HTTP handlers ask for them.
+"""Forwards for likelihoods, which commit nothing, as the HTTP handlers ask for them.
 
-Every reading is a request of its own to the engine, so readings share steps with each other and
-with everything else, and priority, timeouts and aborts act on them as on any request.
+Every reading is a request to the engine, so readings share steps with each other and with all other
+requests, and priority, timeouts and aborts act on them as on any request.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ MOST_AT_ONCE = 256  # readings of one HTTP request that are in the engine at a t
 
 
 class Reading(NamedTuple):
-    """One forward.
+    """One forward whose log probabilities are wanted.
 
     Attributes:
-        prompt: the sequence, masks and all.
-        positions: that are read, ascending.
+        prompt: the sequence, with its masks.
+        positions: positions that are read, ascending.
         token_ids: for each of them, the tokens whose log probabilities are wanted.
-        num_top: so many of the most likely tokens are wanted as well.
+        num_top: number of most likely tokens wanted as well.
         cfg_scale, context_length: guidance, see `ScoreRequest`.
     """
 
@@ -60,7 +60,7 @@ class Reading(NamedTuple):
     context_length: int = 0
 
     def score(self, group: Group) -> ScoreRequest:
-        """The same as the engine is told."""
+        """Return the reading as the engine's request."""
         return ScoreRequest(
             tuple(self.positions),
             tuple(map(tuple, self.token_ids)),
@@ -72,12 +72,12 @@ class Reading(NamedTuple):
 
     @property
     def kind(self) -> tuple[int, bool]:
-        """What readings have in common that are decided alike, but for what is read."""
+        """Key of the readings that share a decision, apart from the positions and tokens read."""
         return len(self.prompt), self.cfg_scale > 0
 
 
 class Group(NamedTuple):
-    """Readings that are to share a step, as `ScoreRequest` has it; at most MOST_AT_ONCE."""
+    """Readings that are to share a step, as in `ScoreRequest`; at most MOST_AT_ONCE."""
 
     group: str
     group_size: int
@@ -87,14 +87,14 @@ _ALONE = Group("", 1)
 
 
 class Read(NamedTuple):
-    """What a reading found, and what the scheduler tells of it."""
+    """Result of a reading, and the scheduler's report of it."""
 
     scores: TokenScores
     report: dict[str, Any]
 
 
 class Reader:
-    """Reads over one engine.
+    """Runs readings over one engine.
 
     Args:
         engine: the engine's client.
@@ -114,14 +114,14 @@ class Reader:
         group: Group | None = None,
         **options: Any,
     ) -> list[Read]:
-        """What each reading finds; cancelling this coroutine aborts them all.
+        """Return the result of each reading; cancelling this coroutine aborts them all.
 
         Args:
-            readings: forwards; the engine knows number i as `{request_id}-{i}`.
-            request_id: of the HTTP request.
-            terms: `priority` and `timeout_s`, under canonical names, where they are given.
-            group: of readings that are to share a step; those of other calls may be among them.
-            options: of the engine's `generate`.
+            readings: the forwards; the engine knows number i as `{request_id}-{i}`.
+            request_id: id of the HTTP request.
+            terms: `priority` and `timeout_s`, under canonical names, if given.
+            group: readings that are to share a step; other calls may contribute to it.
+            options: arguments of the engine's `generate`.
 
         Raises:
             RequestRefused: HTTP 400, naming the field, before anything is sent.
@@ -154,7 +154,7 @@ class Reader:
     def check(
         self, readings: Sequence[Reading], terms: Mapping[str, Any]
     ) -> dict[tuple[int, bool], DiffusionParams]:
-        """A decision for every kind of readings.
+        """Make a decision for every kind of readings.
 
         Raises:
             RequestRefused: HTTP 400, naming the field.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an error answer says: one line and one shape on all routes, for whatever went wrong."""
+"""Error answers: one line and one shape on all routes, whatever the cause."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def install(app: FastAPI) -> None:
-    """Let the routes of `app` answer errors as this module does, not as upstream's handlers do."""
+    """Let the routes of `app` answer errors by this module, not by upstream's handlers."""
     app.add_exception_handler(RequestRefused, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(VLLMValidationError, _refused_by_upstream)
@@ -34,7 +34,7 @@ def install(app: FastAPI) -> None:
 
 
 async def _refused(raw_request: Request, error: Exception) -> Response:
-    """The answer to a refusal, which is counted."""
+    """Answer a refusal, and count it."""
     assert isinstance(error, RequestRefused)
     metrics.count_refusal(error.reason)
     return answer(raw_request, create_error_response(error))
@@ -77,7 +77,7 @@ async def _no_such_route(raw_request: Request, error: Exception) -> Response:
 def answer(
     raw_request: Request, error: ErrorResponse, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    """An error as a client of the route knows it: Anthropic's says once more that it is one."""
+    """Make an error answer; Anthropic's routes also get a type field."""
     body = error.model_dump()
     if raw_request.url.path.startswith("/v1/messages"):
         body = {"type": "error", **body}
@@ -85,11 +85,11 @@ def answer(
 
 
 def refusal_of(errors: Sequence[Mapping[str, Any]]) -> InvalidParameterError:
-    """One refusal of what pydantic found wrong with a body.
+    """Make one refusal of the errors that pydantic found in a body.
 
     Args:
-        errors: as `RequestValidationError.errors()` lists them, one at least. Where a field may be
-            of several kinds, each tells what it misses; those that got furthest are heard.
+        errors: errors as listed by `RequestValidationError.errors()`, at least one. Where a field
+            may have several kinds, each reports what is missing; the deepest ones are used.
     """
     for error in errors:
         cause = error.get("ctx", {}).get("error")
@@ -112,7 +112,7 @@ def refusal_of(errors: Sequence[Mapping[str, Any]]) -> InvalidParameterError:
 
 
 def _of_the_same_kind(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Errors without those of kinds that a field says it is not of, by its type."""
+    """Drop errors of kinds that a field's type rules out."""
     others = {tuple(e["loc"][:-1]) for e in errors if e["type"] == "literal_error"}
     found = [
         error
@@ -123,7 +123,7 @@ def _of_the_same_kind(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, 
 
 
 def _names(error: Mapping[str, Any]) -> list[str]:
-    """The path of the field at fault, without pydantic's words for the kinds that it may be of."""
+    """Return the path of the field at fault, without pydantic's names of its possible kinds."""
     cleaned = clean_loc_for_param(tuple(error["loc"])).split(".")
     # The first one says where it is: in the body, the path or the query.
     return [name for name in cleaned[1:] if name.isdecimal() or not name[:1].isupper()]
@@ -135,7 +135,7 @@ def _path(error: Mapping[str, Any]) -> str:
 
 
 def _wanted(error: Mapping[str, Any]) -> str:
-    """What a field should be, of one kind that it may be of."""
+    """Describe the wanted value, for one kind that a field may have."""
     if not _names(error) and error["type"] in ("missing", "model_attributes_type"):
         return "a JSON object"
     if error["type"] == "missing":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What answers say of their denoising: a report at the end, and canvases on the way."""
+"""Reports of an answer's denoising: one at the end, and canvases before."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class DiffusionReport(BaseModel):
 
     @classmethod
     def of(cls, told: Iterable[Mapping[str, Any]]) -> DiffusionReport:
-        """Of answers of which the scheduler told so much; it tells nothing of aborted ones."""
+        """Sum up what the scheduler reported of answers; aborted ones have no report."""
         found = [t for t in told if "num_forwards" in t]
         forwards = sum(t["num_forwards"] for t in found)
         committed = sum(t["num_committed"] for t in found)
@@ -83,7 +83,7 @@ class DiffusionReport(BaseModel):
         )
 
     def content(self) -> dict[str, Any]:
-        """The report as JSON, without what only some answers have."""
+        """Return the report as JSON, without fields that only some answers have."""
         return self.model_dump(exclude={n for n in _RARE if getattr(self, n) is None})
 
 
@@ -98,7 +98,7 @@ _REPLACED_BY = {
 
 
 class TokenTexts:
-    """The text of single tokens. Each is decoded once: canvases repeat them in every step."""
+    """Texts of single tokens. Each is decoded once, as canvases repeat them in every step."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -146,15 +146,15 @@ class CanvasState(BaseModel):
 
 
 def timeout_in(found: Mapping[str, Any]) -> str | None:
-    """What the scheduler tells of a request whose time is over."""
+    """Return the scheduler's error of a request whose time is over; None for others."""
     return found["error"] if "timeout_s" in found else None
 
 
 def told(output: RequestOutput) -> dict[int, dict[str, Any]]:
-    """What the scheduler tells with an output, by choice: a report, a canvas, an error.
+    """Return the scheduler's messages in an output, by choice: a report, a canvas, an error.
 
-    Upstream has one slot an output; where `choices` puts several answers into one output, it makes
-    a list of theirs.
+    Upstream has one slot an output; where `choices` joins several answers in one output, it holds a
+    list.
     """
     found = (output.kv_transfer_params or {}).get("dllm")
     if found is None:

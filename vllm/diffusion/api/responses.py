@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's responses: upstream's, with the diffusion parameters and the report.
+"""OpenAI's responses: upstream's handler, with the diffusion parameters and the report.
 
-What upstream's parser cannot read is refused, and a stream that fails says so in an event.
+Input that upstream's parser cannot read is refused, and a stream that fails reports it in an event.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ ResponsesBody = with_diffusion_fields(
 
 
 def check_input(given: Any) -> None:
-    """Refuse what is no input of a response: a string, or a list of messages and other items.
+    """Refuse a value that is no input of a response: a string, or a list of items.
 
     Raises:
-        InvalidParameterError: naming the item, and what of it is wrong.
+        InvalidParameterError: naming the item, and what is wrong with it.
     """
     if not isinstance(given, (str, list)) or given == []:
         raise InvalidParameterError("input", given, "wanted a string or a list of items")
@@ -58,7 +58,7 @@ def check_input(given: Any) -> None:
 
 
 class DiffusionServingResponses(Diffusion, OpenAIServingResponses):
-    """POST /v1/responses."""
+    """Handler of POST /v1/responses."""
 
     async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
         try:
@@ -124,7 +124,7 @@ class DiffusionServingResponses(Diffusion, OpenAIServingResponses):
 
 
 def _reporting(response: Any) -> Any:
-    """An answer with its report in the place of its own."""
+    """Put the report into an answer, in place of upstream's field."""
     told = getattr(response, "kv_transfer_params", None)
     if told is not None and "dllm" in told:
         put_report(response, {0: told["dllm"]})

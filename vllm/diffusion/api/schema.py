@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of request parameters as typed and documented fields of request bodies.
+"""Request parameters of the table as typed and documented fields of request bodies.
 
-Values are checked by the table's own rules, not by pydantic, so that every refusal names the
-field, the given and the wanted value in the same words on every route.
+Values are checked by the table's rules, not by pydantic, so that every refusal names the field, the
+given and the wanted value in equal words on every route.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _JSON_TYPES: dict[type, str] = {
 def with_diffusion_fields(
     base: type[BaseModel], name: str, doc: str, keep: Collection[str] = ()
 ) -> type[Any]:
-    """A body like `base` with every request parameter.
+    """Make a class of bodies like `base`, with every request parameter.
 
     Args:
-        base: the body.
-        name, doc: of the new class.
+        base: class of the body.
+        name, doc: name and docstring of the new class.
         keep: parameters that `base` declares with types of its own.
     """
     fields = described(FIELDS)
@@ -52,12 +52,12 @@ def with_diffusion_fields(
 
 
 def described(table: Iterable[Parameter]) -> dict[str, Any]:
-    """Every spelling of the parameters, as `create_model` takes them; values are checked later."""
+    """Return every spelling of the parameters for `create_model`; values are checked later."""
     return {name: (Any, _described(field)) for name, field in by_spelling(table).items()}
 
 
 def check_logprobs(name: str, given: int | None, model_config: Any) -> None:
-    """Refuse more log probabilities than the server gives.
+    """Refuse more log probabilities than the server allows.
 
     Raises:
         InvalidParameterError: naming the field.

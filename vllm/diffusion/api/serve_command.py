@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve` with what `python -m vllm.entrypoints.api_server` has: our arguments and errors."""
+"""`vllm serve` with the arguments and errors of `python -m vllm.entrypoints.api_server`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ServeCommand(ServeSubcommand):
-    """Takes the place of upstream's command; what it runs is upstream's."""
+    """Replaces upstream's command, and runs upstream's server."""
 
     def subparser_init(self, subparsers: Any) -> FlexibleArgumentParser:
         parser = super().subparser_init(subparsers)
@@ -25,7 +25,7 @@ class ServeCommand(ServeSubcommand):
         return parser
 
     def validate(self, args: Namespace) -> None:
-        """Refuse what cannot be served, before upstream looks for its own default on the Hub."""
+        """Refuse a start without a model, before upstream looks for its own default on the Hub."""
         if args.model_tag is None and args.model == ModelConfig.model:
             raise SystemExit(f"error: {cli.NO_MODEL}; vllm serve models/llada-tiny serves it")
         with cli.errors_in_one_line(args):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's tools: what an answer may be is a language, so every call is one that was offered.
+"""OpenAI's tools: answers are restricted to a language, so every call is one that was offered.
 
 A call is written in one form, whatever the model:
 
@@ -41,10 +41,10 @@ To call one, answer with nothing but:
 
 
 def asked_tools(request: Any) -> Tools | None:
-    """The tools of a body that its answer may call; None where it may call none.
+    """Return the tools that the answer of a body may call; None if it may call none.
 
     Raises:
-        InvalidParameterError: for two of a name, or a name that no call can have.
+        InvalidParameterError: two tools have one name, or a name that no call can have.
     """
     choice = "auto" if request.tool_choice is None else request.tool_choice
     if not request.tools or choice == "none":
@@ -63,7 +63,7 @@ def asked_tools(request: Any) -> Tools | None:
 
 
 def described(messages: list[Any], tools: list[Any]) -> list[Any]:
-    """A conversation for templates that know of no tools: they and their calls become text."""
+    """Rewrite a conversation for templates without tools: tools and their calls become text."""
     listed = "\n".join(json.dumps(tool.function.model_dump(exclude_none=True)) for tool in tools)
     told = _INSTRUCTIONS.format(tools=listed)
     found = [_as_text(dict(message)) for message in messages]
@@ -90,7 +90,7 @@ def _written(function: dict[str, Any]) -> str:
 
 
 def put_calls(response: Any) -> None:
-    """Make tool calls of the answers that are calls."""
+    """Convert the answers that are calls to tool calls."""
     for choice in response.choices:
         found = _CALL.fullmatch((choice.message.content or "").strip())
         if found is not None:
@@ -101,7 +101,7 @@ def put_calls(response: Any) -> None:
 
 
 async def with_calls(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """A stream's events, in which calls are deltas of tool calls."""
+    """Yield a stream's events, with calls as deltas of tool calls."""
     writers: dict[int, _CallWriter] = {}
     async with aclosing(chunks):
         async for text in chunks:
@@ -115,14 +115,14 @@ async def with_calls(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, N
 
 
 class _CallWriter:
-    """One answer of a stream: whether it is a call, and how much of it has been told."""
+    """State of one streamed answer: whether it is a call, and how much of it has been sent."""
 
     def __init__(self) -> None:
         self._text = ""
         self._told = -1  # characters of the arguments; -1 before the name
 
     def rewrite(self, choice: dict[str, Any]) -> None:
-        """Put the delta of a call in place of the text of one."""
+        """Replace the text of a call by its delta."""
         delta = choice["delta"]
         self._text += delta.get("content") or ""
         if not self._text.startswith("<"):

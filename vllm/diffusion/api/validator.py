@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The validator: a request is decided completely, and once, before it enters the engine.
+"""Validator: decides a request completely, and once, before it enters the engine.
 
-Our HTTP handlers ask it before they answer anything, and attach the decision to what they hand on.
-Upstream's front end then makes the engine's request of prompt and parameters; there the validator
+Our HTTP handlers call it before they answer anything, and attach the decision to what they pass on.
+Upstream's front end then makes the engine's request from prompt and parameters; there the validator
 decides those that come without a decision: of the offline `LLM`, and of routes that are not ours.
-So everybody is refused in the same words, and engines of other models are left alone.
+So all refusals use the same words, and engines of other models are left alone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class RequestRefused(VLLMValidationError):
     """HTTP 400; the message names the field already, so nothing is appended to it.
 
     Attributes:
-        reason: how it is counted: the field at fault, or `memory` for steps that never fit into it.
+        reason: label under which it is counted: the field at fault, or `memory` for steps that
+            never fit into it.
     """
 
     def __init__(self, error: InvalidParameterError) -> None:
@@ -64,7 +65,7 @@ class Validator:
 
     @cached_property
     def _model(self) -> ServedModel:
-        """Read at first use: it needs the tokenizer, which upstream loads later."""
+        """Facts about the model; made at first use, as upstream loads the tokenizer later."""
         return served_model(self._vllm_config)
 
     @property
@@ -74,20 +75,20 @@ class Validator:
 
     @property
     def turn_end(self) -> tuple[int, ...]:
-        """The token that ends a turn, where the checkpoint has one."""
+        """Token that ends a turn, if the checkpoint has one."""
         ids = self._model.ids
         end = ids.eos if ids.eot is None else ids.eot
         return () if end is None else (end,)
 
     @property
     def block_length(self) -> int | None:
-        """Positions of a block of a block-causal family; None of others."""
+        """Positions of a block in a block-causal family; None in others."""
         if not self._model.family.is_block_causal:
             return None
         return decide({"gen_length": 1}, self._model, [0]).block_length
 
     def refuse_blocks(self, what: str, instead: str) -> None:
-        """Refuse what has no clear meaning where a position sees its own block and those before.
+        """Refuse a feature that has no clear meaning under block-causal attention.
 
         Raises:
             InvalidParameterError: naming `model`.
@@ -102,28 +103,28 @@ class Validator:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether requests find keys and values of others that began alike."""
+        """Whether requests reuse keys and values of others with an equal prefix."""
         return bool(self._vllm_config.cache_config.enable_prefix_caching)
 
     def times(self, asked: Mapping[str, Any]) -> bool:
-        """Whether a time ends a request that asks for this, under canonical names."""
+        """Whether a request with these parameters, under canonical names, has a timeout."""
         return "timeout_s" in asked or "timeout_s" in self._model.defaults
 
     def learn_capacity(self, budget_bytes: int, rates: Iterable[float]) -> None:
-        """From here on, refuse what does not fit into so much activation memory.
+        """From now on, refuse requests that do not fit into this activation memory.
 
         Args:
-            budget_bytes: for steps and kept keys and values.
+            budget_bytes: bytes for steps and kept keys and values.
             rates: the numbers of `Rates`, by which ranks divide rows.
         """
         self._planner = make_planner(self._vllm_config, budget_bytes, Rates._make(rates))
         self._readings.clear()
 
     async def compile(self, spec: Spec | None) -> None:
-        """Compile what a request asks for, if nobody has, while others are served.
+        """Compile the requested format, if needed, while other requests are served.
 
         Raises:
-            RequestRefused: it cannot be had.
+            RequestRefused: the format cannot be compiled.
         """
         if spec is not None and (guides := self._model.guides) is not None:
             try:
@@ -132,7 +133,7 @@ class Validator:
                 raise RequestRefused(error) from None
 
     def longest_request(self) -> int:
-        """Prompt and canvas, half of each, of the longest request that model and memory hold."""
+        """Length, prompt and canvas in equal parts, of the longest request that fits."""
         prompt = [0 if self._model.ids.mask else 1]
         params = self.decide({"gen_length": 1}, prompt)
         planner = self._planner
@@ -152,7 +153,7 @@ class Validator:
         return bisect_left(range(longest), x=True, key=is_refused) - 1
 
     def decide(self, asked: Mapping[str, Any], prompt_token_ids: Sequence[int]) -> DiffusionParams:
-        """The parameters of a request that asks for values under canonical names.
+        """Decide the parameters of a request that gives values under canonical names.
 
         Raises:
             RequestRefused: naming the field, the given and the wanted value.
@@ -168,14 +169,14 @@ class Validator:
     def decide_reading(
         self, score: Mapping[str, Any], prompt: Sequence[int], terms: Mapping[str, Any]
     ) -> DiffusionParams:
-        """The same of a request that is only read.
+        """Decide the parameters of a likelihood request.
 
-        Those of one length differ in what is read of them: all else is decided once.
+        Requests of one length differ only in what is read: all else is decided once.
 
         Args:
-            score: as `scoring.score_request` takes it; the decision's may be another one's.
+            score: values for `scoring.score_request`; the decision may hold another request's.
             prompt: the sequence.
-            terms: what else it may ask for.
+            terms: further values that it may give.
         """
         key = (len(prompt), score["cfg_scale"], *sorted(terms.items()))
         if key not in self._readings:
@@ -191,7 +192,7 @@ class Validator:
         return self._readings[key]
 
     def decide_sampling(self, sampling: Any, prompt_token_ids: Sequence[int]) -> DiffusionParams:
-        """The same of what a `SamplingParams` asks for."""
+        """Decide the parameters that a `SamplingParams` asks for."""
         try:
             asked = asked_by(sampling)
         except InvalidParameterError as error:
@@ -210,7 +211,7 @@ def is_installed() -> bool:
 
 
 def validator_of(front_end: InputProcessor) -> Validator | None:
-    """The validator of an engine's front end, if the engine serves one of our models."""
+    """Return the validator of an engine's front end, or None if its model is not ours."""
     found = vars(front_end)
     if "diffusion_validator" not in found:
         is_ours = family_of(front_end.vllm_config) is not None
@@ -222,7 +223,7 @@ def validator_of(front_end: InputProcessor) -> Validator | None:
 def _process_inputs(
     self: InputProcessor, request_id: str, prompt: Any, params: Any, *args: Any, **options: Any
 ) -> EngineCoreRequest:
-    """Upstream's, whose result owns its parameters; then they carry a decision."""
+    """Run upstream's function, and attach a decision to the parameters of its result."""
     validator = validator_of(self)
     if validator is None or not isinstance(params, SamplingParams) or is_decided(params):
         return _upstreams(self, request_id, prompt, params, *args, **options)

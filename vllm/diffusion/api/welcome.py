@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the log says of a start: arguments without effect, what is served, and how to ask."""
+"""Log lines of a start: arguments without effect, what is served, and how to ask."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ OF_PREFIXES = frozenset(
 
 
 def warn_of_arguments_without_effect(args: Namespace, *, has_prefixes: bool = False) -> None:
-    """One line that names those that were given another value than their default.
+    """Log one line with the arguments without effect that were set.
 
     Args:
-        args: of the server.
-        has_prefixes: the model is of a family whose requests can share prefixes.
+        args: arguments of the server.
+        has_prefixes: whether requests of the model's family can share prefixes.
     """
     without = WITHOUT_EFFECT if has_prefixes else WITHOUT_EFFECT | OF_PREFIXES
     given = sorted(without & get_non_default_args(args).keys())
@@ -67,13 +67,13 @@ def log_welcome(
     has_page: bool,
     engine_ready_at: float,
 ) -> None:
-    """Five lines, the last one a command that works.
+    """Log five lines, the last one a command that works.
 
     Args:
-        args: of the server.
-        family: of the served model.
+        args: arguments of the server.
+        family: family of the served model.
         longest: prompt and canvas of the longest request, in tokens.
-        own_length: that its config.json gives the checkpoint, in tokens.
+        own_length: length in tokens that the checkpoint's config.json gives.
         has_template: whether there is a chat template.
         has_page: whether the server has its pages.
         limits: requests, and rows of a shared step, that may run at once.
@@ -98,7 +98,7 @@ def log_welcome(
 
 
 def durations(engine_ready_at: float) -> str:
-    """Where the seconds of a start went."""
+    """Describe how long the parts of a start took."""
     begun, now, engine_at = psutil.Process().create_time(), time.time(), early.engine_started_at()
     parts = [(engine_ready_at - begun, "until the engine was ready")]
     if engine_at is not None:
@@ -108,7 +108,7 @@ def durations(engine_ready_at: float) -> str:
 
 
 def address(args: Namespace) -> str:
-    """Where a client on this machine finds the server."""
+    """Return the URL under which a client on this machine finds the server."""
     host = "127.0.0.1" if args.host in _EVERYWHERE else args.host
     host = f"[{host}]" if ":" in host else host
     scheme = "https" if args.ssl_certfile else "http"
@@ -116,7 +116,7 @@ def address(args: Namespace) -> str:
 
 
 def curl(url: str, *, has_template: bool, has_key: bool) -> str:
-    """A command that asks one question."""
+    """Return a command that asks one question."""
     body: dict[str, Any] = {"prompt": _QUESTION, "gen_length": 32}
     if has_template:
         body["apply_chat_template"] = True

@@ -40,7 +40,7 @@ BLOCK_RULES = _rules(BLOCK_ALGORITHMS)  # of block-causal families
 
 
 def make_rule(params: DiffusionParams, prompt_length: int) -> DecodingRule:
-    """The rule of `params.algorithm`, or the one that only reads, at the start of a request."""
+    """Make the rule of a request: that of `params.algorithm`, or the one for likelihoods."""
     if params.score is not None:
         return ScoreTokens(params, prompt_length)
     rules = BLOCK_RULES if params.is_block_causal else RULES

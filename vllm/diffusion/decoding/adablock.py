@@ -18,10 +18,11 @@ WINDOW = 0.25  # of the canvas: how far a block that ends after a delimiter may 
 
 
 class AdaBlock(Threshold):
-    """A whole forward at the start of a block sizes it, and commits as every other one does.
+    """Threshold decoding in blocks whose length a whole forward at their start chooses.
 
-    The block ends after the most certain delimiter of the window if its confidence reaches
-    `delimiter_threshold`, else after `block_length` positions, or with the canvas.
+    That forward commits like every other one. The block ends after the most certain delimiter of
+    the window if its confidence reaches `delimiter_threshold`, else after `block_length` positions,
+    or with the canvas.
     """
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
@@ -57,7 +58,7 @@ class AdaBlock(Threshold):
         return accepted
 
     def _sized(self, candidates: Candidates) -> int:
-        """End of the block that starts with these candidates."""
+        """Return the end of the block that starts with these candidates."""
         positions, scores = candidates.positions, candidates.scores
         canvas_end = self.prompt_length + self.params.gen_length
         in_window = (positions >= self._start) & (positions < self._start + self._window)

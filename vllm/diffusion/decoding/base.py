@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decoding rule is: it says which positions a forward is for, and which it commits."""
+"""Interface of a decoding rule, which chooses positions of a forward and commits tokens."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]  # which of several have a
 
 
 class Work(NamedTuple):
-    """What one forward is for.
+    """Target of one forward: the positions that it must predict.
 
     Attributes:
-        eligible: [R] int64, ascending: positions whose candidates are wanted. They are masked, but
-            for rules that edit, which also list committed tokens of the active block.
-        rows: first and last + 1 position that the forward is for. Full-attention families: all
-            others take part through their cached keys and values; the whole sequence where nothing
-            is cached. Block-causal families: the active block, which is one of an absolute grid;
-            the engine adds those before it whose keys and values it has not kept. An eligible
-            position is in the block, or the first one after it, where logits are shifted: its
-            candidate is read from the block's last row.
+        eligible: [R] int64, ascending: positions whose candidates are wanted. They are masked,
+            except that rules which edit also list committed tokens of the active block.
+        rows: first position and last + 1 that the forward is for. In full-attention families all
+            others take part through their cached keys and values; without a cache these are the
+            whole sequence. In block-causal families it is the active block of an absolute grid,
+            before which the engine adds positions whose keys and values it has not kept. An
+            eligible position is in the block, or the first one after it, where logits are shifted:
+            its candidate is read from the block's last row.
         fill: (position, token): every position from there on is set to the token before the
-            forward. Candidates of `eligible` positions there are delivered all the same.
+            forward. Candidates of `eligible` positions there are delivered nevertheless.
     """
 
     eligible: Array
@@ -46,8 +46,8 @@ class Candidates(NamedTuple):
     """Proposals for the eligible positions of one sequence, in ascending order of position.
 
     Attributes:
-        positions: [R] int64, positions in the sequence (prompt included).
-        tokens: [R] int64, proposed token of each position.
+        positions: [R] int64, in the sequence (prompt included).
+        tokens: [R] int64, the proposed tokens.
         scores: [R] float64, larger is more certain.
         greedy: [R] int64, argmax of the noise-free logits, where the rule's scoring wants it.
         draws: [R] float64 uniform numbers of (0, 1), where the rule names a purpose for them.
@@ -66,7 +66,7 @@ class Commit(NamedTuple):
     """Tokens that become part of a sequence.
 
     Attributes:
-        positions: [K] int64, positions in the sequence (prompt included).
+        positions: [K] int64, in the sequence (prompt included).
         tokens: [K] int64; the mask token leaves its position open, or opens it again.
     """
 
@@ -75,12 +75,12 @@ class Commit(NamedTuple):
 
 
 class Pick(NamedTuple):
-    """What a rule commits that looks at nothing but scores: the most certain candidates.
+    """Commit of a rule that looks only at scores: the most certain candidates.
 
     Attributes:
-        quota: how many at least, if there are so many.
-        threshold: all that are above it, if these are more.
-        in_order: the first ones instead, however certain.
+        quota: least number to commit, if there are that many.
+        threshold: all candidates above it are committed, if these are more.
+        in_order: commit the first candidates instead, however certain.
     """
 
     quota: int
@@ -89,16 +89,16 @@ class Pick(NamedTuple):
 
 
 def most_certain_first(scores: Array) -> Array:
-    """Order of `scores` [R], descending, ties by ascending index; NaN counts as the least."""
+    """Return the order of `scores` [R], descending, ties by ascending index; NaN comes last."""
     return (-scores).argsort(kind="stable")  # puts NaN last
 
 
 class DecodingRule(ABC):
-    """One request's decoding. A rule holds only its own progress: no tokens, no model.
+    """Decoding of one request. A rule holds only its own progress: no tokens, no model.
 
-    Before each forward the engine calls `prepare`, after it `decide`. A rule comes to an end with
-    any model, also one that predicts the mask token: while `forbid_mask` is set, that token is
-    not proposed.
+    The engine calls `prepare` before each forward and `decide` after it. A rule ends with any
+    model, even one that predicts the mask token: while `forbid_mask` is set, that token is not
+    proposed.
 
     Args:
         params: the request's parameters.
@@ -120,54 +120,55 @@ class DecodingRule(ABC):
 
     @abstractmethod
     def prepare(self, tokens: Array) -> Work | None:
-        """What the next forward is for; None when nothing is left to do.
+        """Return the target of the next forward; None when nothing is left to do.
 
         Args:
-            tokens: [T] int64, the sequence; not to be written. Block-causal families: it ends with
-                a block, so behind the answer there may be further masked positions.
+            tokens: [T] int64, the sequence; read only. In block-causal families it ends with a
+                block, so behind the answer there may be further masked positions.
         """
 
     def settled(self, tokens: Array) -> int:
-        """Positions from 0 whose tokens never change again, after a commit or before any.
+        """Return the number of positions, from 0, whose tokens never change again.
 
-        Nothing behind them is given to the client, searched for stop tokens, or kept as final.
+        May be called after a commit or before any. Nothing behind these positions is given to the
+        client, searched for stop tokens, or kept as final.
 
         Args:
-            tokens: [T] int64, the sequence; not to be written.
+            tokens: [T] int64, the sequence; read only.
         """
         masked = (tokens[self.prompt_length :] == self._mask).nonzero()[0]
         return self.prompt_length + int(masked[0]) if masked.size else len(tokens)
 
     def decide(self, candidates: Candidates) -> Commit:
-        """What is committed after the forward, in the order of the rule's choice."""
+        """Return what is committed after the forward, in the order of the rule's choice."""
         chosen = self.select(candidates)
         return Commit(candidates.positions[chosen], self.replacement(candidates)[chosen])
 
     def select(self, candidates: Candidates) -> Array:
-        """Indices [K] int64 into `candidates` that are committed after the forward."""
+        """Return the indices [K] int64 into `candidates` that are committed after the forward."""
         if self._takes_all or candidates.positions.size == 0:
             return np.arange(candidates.positions.size)
         return self.choose(candidates)
 
     @abstractmethod
     def choose(self, candidates: Candidates) -> Array:
-        """`select` by the algorithm; there is at least one candidate."""
+        """Choose for `select` by the algorithm; there is at least one candidate."""
 
     @property
     def pick(self) -> Pick | None:
-        """What `choose` will choose, where `Together` may do so in its place.
+        """Choice as data, where `Together` may choose in place of `choose`; else None.
 
-        Of rules that commit tokens as they are proposed.
+        Only for rules that commit tokens as they are proposed.
         """
         return None
 
     def go_on(self, tokens: Array, left: Array, changes: bool) -> Work | None:
-        """What `Together` has chosen for it is committed.
+        """Advance the rule after a choice made by `Together` has been committed.
 
         Args:
-            tokens: [T] int64, the sequence after that; not to be written.
+            tokens: [T] int64, the sequence after the commit; read only.
             left: [L] int64, ascending: eligible positions that are still masked.
-            changes: not only mask tokens were committed.
+            changes: whether other than mask tokens were committed.
 
         Returns:
             what `prepare` would say, where tokens are settled up to its rows and nothing is to be
@@ -176,11 +177,11 @@ class DecodingRule(ABC):
         raise NotImplementedError(f"{type(self).__name__} chooses by itself")
 
     def replacement(self, candidates: Candidates) -> Array:
-        """Tokens [R] int64 to commit; those proposed, unless a rule knows better."""
+        """Return the tokens [R] int64 to commit: by default those proposed."""
         return candidates.tokens
 
     def adjust_logits(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits to use instead of `logits`, for rules with `adjusts_logits`.
+        """Return the logits to use instead of `logits`, in rules with `adjusts_logits`.
 
         Called once per forward and eligible position, in chunks of rows.
 
@@ -191,20 +192,20 @@ class DecodingRule(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not adjust logits")
 
     def take_what_is_left(self, masked: Mask) -> Work | None:
-        """A last forward that fills every masked position ([T] bool), the mask token forbidden."""
+        """Begin a last forward that fills all of `masked` [T] bool, the mask token forbidden."""
         if not masked.any():
             return None
         self._takes_all = self.forbid_mask = True
         return Work(masked.nonzero()[0], (0, len(masked)))
 
     def forbid_mask_unless_changed(self, candidates: Candidates, chosen: Array) -> None:
-        """After a forward that changes nothing, the next one must not propose the mask token."""
+        """Forbid the mask token in the next forward if this one changes nothing."""
         tokens = self.replacement(candidates)[chosen].tolist()
         self.forbid_mask = {self.params.mask_id}.issuperset(tokens)
 
 
 class BlockwiseRule(DecodingRule):
-    """Blocks from left to right; subclasses say how the masked positions of a block are committed.
+    """Decodes blocks from left to right; subclasses choose among a block's masked positions.
 
     With `cache: prefix` or `dual` (Fast-dLLM, Wu et al., arXiv:2505.22618) only the first forward
     of a block computes the whole sequence. The others compute from the block's start to the end
@@ -246,11 +247,11 @@ class BlockwiseRule(DecodingRule):
 
     @abstractmethod
     def block_wants_forward(self, masked: Mask) -> bool:
-        """Whether the current block, whose masked positions are given ([block] bool), goes on."""
+        """Whether the current block needs another forward; `masked` is [block] bool."""
 
 
 class UntilFilledRule(BlockwiseRule):
-    """A block goes on until it has no masked position; subclasses say who is sure enough.
+    """Decodes a block until it has no masked position; subclasses say which are sure enough.
 
     `steps`, when given, bounds the forwards of the whole canvas: a block that must end so that
     every later block still gets a forward commits all that is left. If a forward changes nothing,
@@ -281,11 +282,11 @@ class UntilFilledRule(BlockwiseRule):
 
     @abstractmethod
     def accept(self, candidates: Candidates) -> Mask:
-        """[R] bool: the candidates to commit."""
+        """Return the candidates to commit, [R] bool."""
 
 
 def and_the_best(accepted: Mask, scores: Array) -> Mask:
-    """`accepted` [R] bool, and in any case the most certain of all."""
+    """Return `accepted` [R] bool with the most certain candidate added."""
     accepted = accepted.copy()
     accepted[most_certain_first(scores)[0]] = True
     return accepted

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 
 class Front(NamedTuple):
-    """How far a sequence is filled.
+    """Progress of a sequence's blocks.
 
     Attributes:
-        start: of the first block with masked positions; the end of the sequence if none has any.
-        masked: [K] int64, ascending: these positions.
-        num_filled: positions from 0 before the first of them.
-        is_over: the answer ends before that.
+        start: start of the first block with masked positions; the end of the sequence if there is
+            none.
+        masked: [K] int64, ascending: the masked positions of that block.
+        num_filled: positions, from 0, before the first masked one.
+        is_over: whether the answer ends before that.
     """
 
     start: int
@@ -34,10 +35,10 @@ class Front(NamedTuple):
 
 
 class GridRule(DecodingRule):
-    """The active block is the first one with a masked position; its masked positions compete.
+    """Decodes the first block with a masked position, in which all masked positions compete.
 
-    A block is given when it is filled. An answer ends earlier where its length or a stop token is
-    reached and nothing before is masked: no later commit could change it.
+    A block is delivered when it is filled. An answer ends earlier where its length or a stop token
+    is reached and nothing before is masked: no later commit could change it.
     """
 
     drawn: ClassVar[Scoring] = Scoring(draw="filtered")
@@ -62,7 +63,7 @@ class GridRule(DecodingRule):
         return self.work(masked)
 
     def work(self, masked: Array) -> Work:
-        """What a forward of the active block is for; `masked` [K] are positions of it."""
+        """Return the target of a forward of the active block with masked positions `masked` [K]."""
         return Work(masked, self._rows)
 
     def settled(self, tokens: Array) -> int:
@@ -89,7 +90,7 @@ class GridRule(DecodingRule):
     # their tokens before the next choice is looked up once.
 
     def front(self, tokens: Array) -> Front:
-        """How far `tokens` [T] are filled since the newest choice."""
+        """Return the progress of `tokens` [T] since the newest choice."""
         if self._front is None:
             self._front = self._look(tokens)
         return self._front
@@ -113,7 +114,7 @@ class GridRule(DecodingRule):
         return masked
 
     def _next_block(self, tokens: Array) -> int:
-        """Start of the first block behind `_first_block` with masked positions, else the end."""
+        """Return the start of the next block with masked positions, else the sequence's end."""
         start = self._first_block + self.params.block_length
         masked = tokens[start:] == self._mask
         return self._block_start(start + int(masked.argmax())) if masked.any() else len(tokens)
@@ -127,7 +128,7 @@ class GridRule(DecodingRule):
         return first >= len(tokens) or self._ends_within(tokens, newest, first)
 
     def _ends_within(self, tokens: Array, start: int, first: int) -> bool:
-        """The same where it did not end before `start`."""
+        """Whether the answer ends before `first`, if it did not end before `start`."""
         if first >= self._end or not self.params.stop_ids:
             return first >= self._end
         begun = tokens[max(start, self.prompt_length) : first].tolist()

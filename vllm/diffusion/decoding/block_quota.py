@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of LLaDA2.0 and SDAR (arXiv:2510.06303): a block has so many steps, a step has a quota.
+"""Rules of LLaDA2.0 and SDAR (arXiv:2510.06303): steps of a block, with a quota each.
 
-Quotas spread the length of a block over its steps, whatever of it is masked: the first block may
-begin with tokens of the prompt.
+Quotas spread the length of a block over its steps, however many of its positions are masked: the
+first block may begin with tokens of the prompt.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Quota(GridRule):
 
 
 class ConfidenceOrQuota(Quota):
-    """Commit what exceeds the threshold if that is the quota at least, else the best ones."""
+    """Commit all that exceeds the threshold if that meets the quota, else the best ones."""
 
     @property
     def pick(self) -> Pick:

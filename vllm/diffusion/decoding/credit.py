@@ -30,7 +30,7 @@ class Credit(UntilFilledRule):
     """Commit every candidate whose confidence reaches the threshold, or else the best ones.
 
     Confidences are those of the adjusted logits. Positions whose best token is the mask are left
-    out; where that leaves none, nothing is committed and the next forward forbids the mask.
+    out; if none is left, nothing is committed and the next forward forbids the mask.
     """
 
     adjusts_logits = True

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dream's schedule (Ye et al., arXiv:2508.15487, reference `diffusion_generate`).
 
-Time falls from 1 to eps in equal steps. A step from t to s commits the share 1 - s / t of what is
-masked, anywhere in the sequence, and the last step all: no blocks.
+Time falls from 1 to eps in equal steps. A step from t to s commits the share 1 - s / t of the
+masked positions, anywhere in the sequence, and the last step all: no blocks.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ SCORINGS = {
 
 
 def commit_shares(steps: int, eps: float, alg: str = "entropy") -> Array:
-    """[steps] fp32: share of the masked positions that each step commits.
+    """Return the share of the masked positions that each step commits, [steps] fp32.
 
-    In fp32 as the reference, because counts are cut off after the point.
+    The dtype is that of the reference, because counts are rounded down.
     """
     if eps == 0 and alg == "origin":  # DiffuLLaMA: the same in exact numbers
         return (1 / torch.arange(steps, 0, -1, dtype=torch.float32)).numpy()
@@ -41,7 +41,7 @@ def commit_shares(steps: int, eps: float, alg: str = "entropy") -> Array:
 
 
 def _commits(num_masked: int, shares: Array) -> Array:
-    """How many of the masked positions each share is, rounded down."""
+    """Return the number of masked positions for each share, rounded down."""
     return (np.float32(num_masked) * shares).astype(np.int64)
 
 

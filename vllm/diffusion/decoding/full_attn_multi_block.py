@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several blocks at once, as SGLang's FullAttnMultiBlock (its pull request 20615)."""
+"""Several blocks at once, as in SGLang's FullAttnMultiBlock (its pull request 20615)."""
 
 from __future__ import annotations
 

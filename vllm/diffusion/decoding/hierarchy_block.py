@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fast-dLLM v2 (Wu et al., arXiv:2509.26328): a block begins with a token that the one before it
-predicts, and is filled part by part.
+"""Fast-dLLM v2 (Wu et al., arXiv:2509.26328): blocks that are filled part by part.
+
+A block begins with a token that the block before it predicts.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from vllm.diffusion.scoring import Scoring
 
 
 class HierarchyBlock(GridRule):
-    """Commit what exceeds the threshold in the first part with masks, and always the best of it.
+    """Commit, in the first part with masks, what exceeds the threshold, and always the best.
 
     Logits are shifted: the last row of a block of final tokens predicts the first token behind it.
     So the first position of a block is committed alone, by a forward of the block before: its most

@@ -21,12 +21,12 @@ class JointThreshold(GridRule):
     """Fill the masks that exceed the threshold, and replace tokens that the model now doubts.
 
     A block ends with a forward that finds no masks and replaces nothing, or when `max_post_steps`
-    forwards have followed the one that filled its last mask. Until then every token of it that is
-    not of the prompt may change, so it is settled only then.
+    forwards have followed the one that filled its last mask. Until then any of its tokens outside
+    the prompt may change, so it is settled only then.
 
     The mask token may be proposed, and may replace a token. It is forbidden after a forward that
-    changes nothing because of that, and in a block that takes more forwards than one can whose
-    masks are filled by at least one a forward each time that it has some.
+    changes nothing because of that, and in a block that has taken more forwards than filling at
+    least one mask in each of them would need.
     """
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
@@ -62,7 +62,7 @@ class JointThreshold(GridRule):
         return self.front(tokens).start
 
     def _ends_with(self, block: Array) -> bool:
-        """Whether no forward follows the one that made `block` [B] of what it was."""
+        """Whether no forward follows the one that turned the block into `block` [B]."""
         mask_id = self.params.mask_id
         if (block == mask_id).any():
             return False
@@ -85,7 +85,7 @@ class JointThreshold(GridRule):
         return chosen
 
     def _filled(self, scores: Array, is_masked: Mask) -> Mask:
-        """[R] bool: the masked positions that are filled."""
+        """Return the masked positions that are filled, [R] bool."""
         filled = is_masked & (scores > self.params.threshold)
         if np.count_nonzero(filled) >= self.params.num_to_transfer:
             return filled
@@ -95,7 +95,7 @@ class JointThreshold(GridRule):
         return filled
 
     def adjust_logits(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """A token that stands before a position of the block is less likely to stand there too."""
+        """Make a token less likely at a position if it stands right before it in the block."""
         offsets = positions + (self.prompt_length - self.start)
         before = torch.from_numpy(self._before).to(logits.device)[(offsets - 1).clamp(min=0)]
         penalties = (offsets > 0).to(logits.dtype) * -self.params.penalty_lambda

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several blocks at once, as d3LLM's `generate_multi_block` (arXiv:2601.07568).
+"""Several blocks at once, as in d3LLM's `generate_multi_block` (arXiv:2601.07568).
 
 The reference differs between LLaDA and Dream; families that shift their logits follow Dream.
 """
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 
 class DelayedCache:
-    """Which keys and values are kept: those of blocks complete for a while.
+    """Keeps the keys and values of blocks that have been complete for a while.
 
-    Keys and values of the first positions are kept, more of them as blocks grow old.
+    They are those of the first positions, and of more as blocks grow old.
 
     A block is kept from the forward that comes `cache_delay_iter` steps after its completion was
-    seen. Until then its tokens are new to the others, so whole sequences are computed; so they
-    are in every `refresh_interval`-th step.
+    seen. Until then its tokens are new to the other blocks, so whole sequences are computed; so
+    they are in every `refresh_interval`-th step.
 
     The published cache can hold rows twice when blocks become complete together; here it always
     holds the rows before `num_kept`.
 
     Attributes:
-        num_kept: positions whose keys and values are not computed again, but for a refresh.
+        num_kept: positions whose keys and values are computed again only in a refresh.
     """
 
     def __init__(self, params: DiffusionParams) -> None:
@@ -45,7 +45,7 @@ class DelayedCache:
         self.num_kept = 0
 
     def first_row(self, blocks: Sequence[Block], step: int) -> int:
-        """First position that the forward of `step` (from 1) computes; it goes to the end."""
+        """Return the first position that forward `step` (from 1) computes; it goes to the end."""
         kept_before = self.num_kept
         grown_old = self._grown_old(blocks, step)
         if grown_old:
@@ -58,7 +58,7 @@ class DelayedCache:
         return 0 if is_settling or step % self._refresh_interval == 0 else kept_before
 
     def _grown_old(self, blocks: Sequence[Block], step: int) -> list[Block]:
-        """Blocks to keep from now on. Notes when blocks were first seen complete."""
+        """Return the blocks to keep from now on. Notes when blocks were first seen complete."""
         found = []
         for block in blocks:
             if block.end <= self.num_kept:
@@ -84,8 +84,8 @@ class MultiBlock(PipelinedRule):
     drawn like every other.
 
     With `early_stop`, everything after the first end-of-sequence token is filled with it before
-    every forward. What was masked there until then still competes in that forward: if it is
-    accepted, it is filled again in the next one.
+    every forward. Positions that were masked there until then still compete in that forward: if one
+    is accepted, it is filled again in the next one.
     """
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
@@ -123,7 +123,7 @@ class MultiBlock(PipelinedRule):
         return Work(eligible[eligible >= first_row], (first_row, length), fill)
 
     def _first_eos(self, tokens: Array) -> int | None:
-        """Position of the end-of-sequence token after which everything is filled."""
+        """Return the position of the end-of-sequence token after which everything is filled."""
         if not self.params.early_stop or self.params.eos_id is None:
             return None
         found = (tokens[self.prompt_length :] == self.params.eos_id).nonzero()[0]
@@ -134,7 +134,7 @@ class MultiBlock(PipelinedRule):
         return (eos + 1, token) if (tokens[eos + 1 :] != token).any() else None
 
     def _complete_blocks_after(self, eos: int) -> None:
-        """Blocks that start after it are complete; the one that holds it is full if complete."""
+        """Mark blocks that start after `eos` as full, and the one that holds it if complete."""
         while self.can_start_block:
             self.start_block().is_cached = self._cache is not None
         for block in self.blocks:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that are decoded at the same time: the next one starts before the last one is complete."""
+"""Blocks decoded at the same time: the next one starts before the last one is complete."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Block:
     """A block that has started; the prompt counts as the first one, complete and full.
 
     Attributes:
-        start, end: its positions are start to end - 1.
-        num_masked: its masked positions.
-        is_full: it gets at least one token in every step while it is the first such block.
-        done_at: number of the first step that saw it complete, where somebody asks.
-        is_cached: its keys and values are kept, or need not be.
+        start, end: positions of the block, half-open.
+        num_masked: number of masked positions.
+        is_full: whether it gets at least one token in every step while it is the first such block.
+        done_at: number of the first step that saw it complete, where a cache needs it.
+        is_cached: whether its keys and values are kept, or need not be.
     """
 
     start: int
@@ -42,7 +42,7 @@ class Block:
 
 
 class PipelinedRule(DecodingRule):
-    """All masked positions of the started blocks compete by their entropy.
+    """Decodes all started blocks at once; their masked positions compete by entropy.
 
     The next block starts when the last one is decoded to `block_add_threshold`, or complete. A
     block becomes full when the one before is decoded to `decoded_token_threshold`. If nothing
@@ -87,7 +87,7 @@ class PipelinedRule(DecodingRule):
         return chosen
 
     def index_to_force(self, candidates: Candidates, accepted: Mask) -> int | None:
-        """The candidate that the first full block gets although nothing in it is `accepted`."""
+        """Return the candidate to commit in the first full block if it has none `accepted`."""
         block, positions = self._first_full, candidates.positions
         if block is None:
             return None
@@ -106,7 +106,7 @@ class PipelinedRule(DecodingRule):
         return max(b.end for b in self.blocks if b.is_full or b.num_masked > 0)
 
     def start_block(self) -> Block:
-        """The next block, with nothing known of it."""
+        """Start the next block; its masked positions are not counted yet."""
         start = self.blocks[-1].end
         self.blocks.append(Block(start, min(start + self.params.block_length, self._length)))
         return self.blocks[-1]
@@ -133,8 +133,8 @@ class PipelinedRule(DecodingRule):
 
     @abstractmethod
     def plan(self, tokens: Array, masked: Mask) -> Work:
-        """Bring the blocks up to date and say what the forward is for; `masked` is [T] bool."""
+        """Update the blocks and return the target of the forward; `masked` is [T] bool."""
 
     @abstractmethod
     def accept(self, scores: Array) -> Mask:
-        """[R] bool: the candidates that are certain enough; scores are negative entropies."""
+        """Return the candidates that are certain enough, [R] bool; scores are -entropies."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that is read and not written: one forward, and no commit."""
+"""Likelihood of given tokens: one forward, and no commit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ScoreTokens(DecodingRule):
-    """Asks for the rows of `params.score` and keeps what the forward says of its tokens."""
+    """Asks for the rows of `params.score` and keeps the log probabilities of its tokens."""
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The place between candidates and commit, where a request may choose tokens jointly.
+"""Selectors: a place between candidates and commit where a request may choose tokens jointly.
 
 A decoding rule takes candidates one by one; output that must match a grammar wants tokens that go
-together. A request may therefore carry a `Selector`, which stands around its rule, whichever that
-is. It has its say twice in a forward:
+together. A request may therefore carry a `Selector`, which wraps its rule, whichever that is. It
+takes part twice in a forward:
 
 1. `adjust_logits`, where logits exist: on the device, part by part, whole rows of all ranks. What
    it makes of them is what tokens are drawn from; it may keep there what a joint choice wants.
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 class Selector:
-    """A request's say in its commits; this one says nothing. All ranks come to the same."""
+    """A request's part in its commits; this one changes nothing. All ranks must decide alike."""
 
     reads_logits: ClassVar[bool] = False  # `adjust_logits` is to be called
 
     def adjust_logits(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits to use instead of `logits`, after those of the rule; the host must not wait.
+        """Return the logits to use instead of the rule's `logits`; the host must not wait.
 
         Called once per forward and sample row, in chunks of rows.
 
@@ -47,13 +47,13 @@ class Selector:
         candidates: Candidates,
         choose: Callable[[Candidates], Commit],
     ) -> Commit:
-        """What is committed after a forward.
+        """Return what is committed after a forward.
 
         Args:
-            tokens: [T] int64, the sequence before the commit; not to be written.
-            candidates: of the forward.
-            choose: the rule's choice among candidates of the same positions, in the rule's order.
-                To be called once, as a rule counts its steps.
+            tokens: [T] int64, the sequence before the commit; read only.
+            candidates: candidates of the forward.
+            choose: the rule's choice among candidates of equal positions, in the rule's order. Must
+                be called once, as a rule counts its steps.
 
         Returns:
             Positions of candidates, and any tokens there. Where the rule commits a token, at least
@@ -63,11 +63,11 @@ class Selector:
 
 
 class SelectionError(RuntimeError):
-    """A selector did what no rule can stand."""
+    """A selector broke its contract."""
 
 
 def select(selector: Selector, rule: DecodingRule, tokens: Array, candidates: Candidates) -> Commit:
-    """What `selector` commits of what `rule` chooses; arguments as for `Selector.select`.
+    """Return what `selector` commits of `rule`'s choice; arguments as for `Selector.select`.
 
     Raises:
         SelectionError: the selector broke its contract.

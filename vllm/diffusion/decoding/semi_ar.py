@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def transfer_quota(num_masked: int, num_steps: int, step: int) -> int:
-    """Positions committed at `step` (from 0) when `num_masked` are spread over `num_steps`."""
+    """Number of positions committed at `step` (from 0) of `num_steps` for `num_masked`."""
     return num_masked // num_steps + (step < num_masked % num_steps)
 
 
 class SemiAutoregressive(BlockwiseRule):
-    """Fixed quota per step. Steps without a quota commit nothing and are skipped.
+    """Commit a fixed quota per step. Steps without a quota commit nothing and are skipped.
 
     The quota is spent also on a position where the model proposes the mask token, which then
     stays masked, as in the reference.

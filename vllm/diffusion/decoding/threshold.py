@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parallel decoding: as many candidates are committed as are certain enough.
+"""Parallel decoding: all candidates that are certain enough are committed.
 
-By a confidence threshold, or by a factor (Fast-dLLM, Wu et al., arXiv:2505.22618; its dynamic
-transfer); by an entropy threshold (SGLang's EntropyThreshold, for models of d3LLM,
+The criteria: a confidence threshold, or a factor (Fast-dLLM, Wu et al., arXiv:2505.22618; its
+dynamic transfer); an entropy threshold (SGLang's EntropyThreshold, for models of d3LLM,
 arXiv:2601.07568).
 """
 
@@ -57,12 +57,11 @@ class Factor(UntilFilledRule):
 
 
 def num_accepted(scores: Array, factor: float) -> int:
-    """How many of `scores` [R] float64, descending, are certain enough to go together.
+    """Return how many of `scores` [R] float64, descending, are certain enough to go together.
 
-    The n-th best fails below 1 - factor / (n + 1), from n = 2. As many are taken as come before
-    the first failure, or before the last candidate where none fails. One more is taken where that
-    would be none, or all but the last: so a failure of the last alone does not count, as in the
-    reference.
+    The n-th best fails below 1 - factor / (n + 1), from n = 2. All before the first failure are
+    taken, or all before the last candidate if none fails. One more is taken where that would be
+    none, or all but the last: so a failure of the last alone does not count, as in the reference.
     """
     limits = 1 - factor * (1 / np.arange(2.0, scores.size + 2))
     limits[0] = -np.inf

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choices of many rules made at once: a device waits while the requests of a step commit."""
+"""Choices of many rules made at once: a device waits while the requests of a step commit."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class Choice(NamedTuple):
-    """What is committed for a rule that has not chosen itself: a `Commit`, and what it leaves.
+    """A commit chosen in place of a rule, and the positions that it leaves masked.
 
     Attributes:
-        positions, tokens: [K] int64, as of a `Commit`.
+        positions, tokens: [K] int64, as in `Commit`.
         left: [L] int64, ascending: eligible positions that are masked after it.
-        changes: not only mask tokens are committed.
+        changes: whether other than mask tokens are committed.
     """
 
     positions: Array
@@ -31,11 +31,11 @@ class Choice(NamedTuple):
 
 
 class Together:
-    """The picks of several rules, and what can be known of them before their forwards are over.
+    """Picks of several rules, with all that can be computed before their forwards are over.
 
     Args:
-        picks: of the rules; None where a rule chooses by itself.
-        works: of the forwards.
+        picks: picks of the rules; None where a rule chooses by itself.
+        works: targets of the forwards.
         mask_id: the mask token.
     """
 
@@ -55,11 +55,11 @@ class Together:
         self._cells = np.arange(counts.max()) < counts[:, None]
 
     def decide(self, tokens: Array, scores: Array) -> list[Choice | None]:
-        """What is committed for each rule; None where it chooses by itself.
+        """Return the choice for each rule; None where it chooses by itself.
 
         Args:
-            tokens: [R] int64, of the candidates of one rule after the other.
-            scores: [R] float64, likewise; NaN is the least certain.
+            tokens: [R] int64, of the candidates, rule after rule.
+            scores: [R] float64, in equal order; NaN is the least certain.
         """
         counts, is_sure = self._counts, scores > self._thresholds
         num_sure = np.bincount(self._owners[is_sure], minlength=counts.size)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who starts: requests wait in order of arrival until their steps fit beside those that run.
+"""Admission: requests wait in order of arrival until their steps fit beside those that run.
 
-Those of a lower priority number come before all others.
+Requests with a lower priority number come before all others.
 
-One that would not fit alone is refused. One that does not fit now lets later ones that do pass, but
-only so many: then everybody waits until it has started. So small requests do not wait for room that
-only a large one needs, and no stream of small ones can keep a large one out.
+A request that would not fit alone is refused. One that does not fit now lets later ones that do
+pass, at most `MAX_OVERTAKEN` of them: then everybody waits until it has started. So small requests
+do not wait for room that only a large one needs, and no stream of small ones can keep a large one
+out.
 
-Readings of one call start together: they arrive one by one and are to share a step.
+Requests of one likelihood call start together: they arrive one by one and are to share a step.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LONGEST_WAIT_S = 0.05  # of readings that are here for those of their call that 
 
 
 class WaitingLine:
-    """The requests that have not started, by priority, and in order of arrival.
+    """Queue of the requests that have not started, by priority, then by order of arrival.
 
     Args:
         max_running: requests that may run at once.
@@ -62,18 +63,18 @@ class WaitingLine:
         is_long: Callable[[Scheduled], bool] = lambda _: False,
         waits: Callable[[Scheduled], WaitsFor | None] = lambda _: None,
     ) -> Iterator[tuple[Scheduled, ActivationBudgetError | None]]:
-        """Take out those that start now, and those that never can, with the reason.
+        """Remove and yield the requests that start now, and those that never can, with the reason.
 
         Args:
-            running: the requests that run; each that starts is expected in it before the next one
-                is asked for.
-            planner: knows what fits.
-            has_pages: gives one that may start what else it needs, if that is there.
+            running: the requests that run; the caller adds each request that starts before it asks
+                for the next one.
+            planner: decides what fits.
+            has_pages: reserves the pages of a request that may start; False if there are too few.
             is_long: whether all steps of a request come in slices, so that it shares none.
-            waits: what else than room a request waits for, if anything; whoever starts meanwhile
-                does not overtake it.
+            waits: what a request waits for other than room, if anything; a later request that
+                starts meanwhile does not count as overtaking it.
 
-        What those who stay wait for is noted in them.
+        Every request that stays has the reason in its `waits_for`.
         """
         passed: list[Scheduled] = []  # came earlier, do not fit now; the first was passed most
         is_long = cache(is_long)  # each of these is asked about again for everybody who waits
@@ -109,7 +110,7 @@ class WaitingLine:
         planner: Planner,
         is_long: Callable[[Scheduled], bool],
     ) -> WaitsFor | None:
-        """What keeps a request from joining those that run, if anything does."""
+        """Return what keeps a request from joining those that run, None if nothing does."""
         if not running:
             return None
         if item.params.force_single_batch or any(r.params.force_single_batch for r in running):
@@ -121,7 +122,7 @@ class WaitingLine:
 
 
 def _refusal(item: Scheduled, planner: Planner) -> ActivationBudgetError | None:
-    """Why it would not fit even alone, if it would not; else it is decided what it keeps where."""
+    """Return why a request would not fit even alone; else decide where it keeps what."""
     try:
         item.demand = planner.check(item.demand)
     except ActivationBudgetError as error:
@@ -130,7 +131,7 @@ def _refusal(item: Scheduled, planner: Planner) -> ActivationBudgetError | None:
 
 
 class _Group(NamedTuple):
-    """One that is not complete."""
+    """A likelihood call of which some requests have not arrived."""
 
     num_arrived: int
     since: float
@@ -148,7 +149,7 @@ class Gathering:
         self._groups: dict[str, _Group] = {}
 
     def arrived(self, item: Scheduled) -> None:
-        """A request waits."""
+        """Count a request that has arrived toward its call."""
         score = item.params.score
         if score is None or score.group_size == 1:
             return
@@ -158,7 +159,7 @@ class Gathering:
             self._groups[score.group] = group._replace(num_arrived=group.num_arrived + 1)
 
     def waits(self, item: Scheduled) -> bool:
-        """Whether somebody is missing, and has not been for too long."""
+        """Whether requests of the same call are missing, for at most `LONGEST_WAIT_S`."""
         self._forget_late()
         return item.params.score is not None and item.params.score.group in self._groups
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the ranks of an engine stay together when one of them fails.
 
-All ranks do the same on their hosts. After what may fail they ask each other, and go on in one way:
-what failed on one rank has failed on all, so its requests end on all of them.
+All ranks run the same code on their hosts. After each call that may fail they compare outcomes and
+continue alike: what failed on one rank has failed on all, so its requests end on all of them.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ _CODE = (1 << _CODE_BITS) - 1
 
 
 class Meets(Protocol):
-    """Where ranks wait for each other within a step."""
+    """A place where ranks wait for each other within a step."""
 
     @property
     def can_begin_anew(self) -> bool:
         """Whether ranks can go on after one of them has left the others waiting."""
 
     def stop_waiting(self) -> None:
-        """This rank has failed and makes no more calls; others hear so while they wait."""
+        """Announce that this rank has failed and makes no more calls, to ranks that wait for it."""
 
     def begin_anew(self) -> None:
-        """Forget calls that not all ranks have made; all of them come here."""
+        """Forget calls that not all ranks have made; every rank must call this."""
 
 
 class Agreement:
-    """What all ranks know of what they did; one rank by itself has nobody to ask.
+    """Outcome of a call, agreed between all ranks; a single rank has nobody to ask.
 
     Args:
-        meets: where ranks that do the same wait for each other; none for one rank.
-        board: of all of them, if they are on one host. Without one an error ends the engine, as
-            others wait for this rank.
+        meets: groups in which ranks of the same steps wait for each other; none for one rank.
+        board: counters shared by all ranks, if they are on one host. Without it an error ends the
+            engine, as other ranks wait for this one.
     """
 
     def __init__(self, *meets: Meets, board: Board | None = None) -> None:
         self._meets, self._board = meets, board
 
     def reach(self, error: Exception | None) -> Exception | None:
-        """This rank's error, or what stands for another's; None where all ranks came through.
+        """Return this rank's error, or a stand-in for another rank's; None if all ranks succeeded.
 
         Raises:
             Exception: this rank's error, where the others could not go on.
@@ -81,7 +81,7 @@ class Agreement:
         return RankError("another rank failed")
 
     def most(self, number: int) -> int:
-        """The largest number of any rank.
+        """Return the largest number given by any rank.
 
         Raises:
             RankError: another rank has failed and does not ask.
@@ -95,7 +95,7 @@ class Agreement:
 
 
 def _worst(board: Board, code: int) -> int:
-    """What is so of any rank, when all have come that were asking for a number."""
+    """Return the worst code of any rank, once no rank asks for a number any more."""
     while True:
         told = board.exchange(code)
         if all(other != NUMBER for other in (number & _CODE for number in told)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of one denoise step, packed without padding; all of it on the host.
+"""The rows of one denoise step, packed without padding, on the host.
 
 Whole sequences come first, one after the other; with guidance a request has two, its own and the
 unconditional one, whose prompt is masked. The windows of requests that keep keys and values follow.
@@ -35,16 +35,18 @@ if TYPE_CHECKING:
 
 
 class PackedSequence(NamedTuple):
-    """Rows of the batch that attend to the same keys, each to as many as `Span` says.
+    """Rows of the batch that attend to the same keys, each row to as many of them as `Span` says.
 
     Attributes:
-        start, end: rows of the batch.
-        first: position of the first row.
-        first_key: a row of the batch, or a kept key by the store's table; of position 0.
-        num_keys: from there on.
-        is_cached: which of the two; kept ones only where this step does not compute them all.
-        first_kept: the first key by the store's table, where it is kept; else `first_key`.
-        block_length: as `Span` has it.
+        start, end: rows of the batch, half-open.
+        first: position of row `start`.
+        first_key: where the key of position 0 lies: a row of the batch, or of the store's table if
+            `is_cached`.
+        num_keys: keys from `first_key` on.
+        is_cached: the keys are read from the store; only where this step does not compute them all.
+        first_kept: row of the key of position 0 in the store's table, if it is kept; else
+            `first_key`.
+        block_length: block length, as in `Span`.
     """
 
     start: int
@@ -57,7 +59,10 @@ class PackedSequence(NamedTuple):
     block_length: int
 
     def counted(self, positions: Array) -> list[tuple[int, PackedSequence]]:
-        """How many rows, at `positions` [r], ascending, read the same of its keys, and which."""
+        """Split `positions` [r], ascending, into runs that read the same keys.
+
+        Returns the number of rows of each run, with its sequence.
+        """
         if not self.block_length:
             return [(positions.size, self)]
         counted = []
@@ -75,9 +80,9 @@ class SpanGroup(NamedTuple):
     """Consecutive rows whose keys lie in the same buffer.
 
     Attributes:
-        rows: of whatever is cut into groups: a chunk of the batch, or sample rows.
-        spans: their sequences; queries count from the first of `rows`.
-        is_cached: the keys are kept ones, by the store's table.
+        rows: consecutive rows of what is grouped: a chunk of the batch, or sample rows.
+        spans: the sequences of these rows; queries count from the first of `rows`.
+        is_cached: the keys lie in the store.
     """
 
     rows: slice
@@ -86,14 +91,14 @@ class SpanGroup(NamedTuple):
 
 
 class SamplePart(NamedTuple):
-    """Sample rows, as many as may have logits at a time.
+    """Sample rows whose logits are computed at a time.
 
     Attributes:
-        rows: [r] int64, of the batch.
-        positions: [r] int64, on the canvas.
-        span_groups: what the rows attend to.
-        pieces: per request: its number, and the places in `rows` of its rows and of those of its
-            unconditional sequence.
+        rows: [r] int64, rows of the batch.
+        positions: [r] int64, relative to the canvas.
+        span_groups: keys that the rows attend to.
+        pieces: per request: its index in the batch, then the ranges of `rows` of its own sequence
+            and of its unconditional one, if it is guided.
     """
 
     rows: Array
@@ -103,7 +108,7 @@ class SamplePart(NamedTuple):
 
     @property
     def num_sampled(self) -> int:
-        """Rows that are sampled; the others guide them."""
+        """Number of rows that are sampled; unconditional rows only guide them."""
         return sum(rows.stop - rows.start for _, rows, _ in self.pieces)
 
 
@@ -112,15 +117,16 @@ EMPTY_PART = SamplePart(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Where the rows of a step lie; the next step's most often lie there, too.
+    """Layout of the rows of a step; the next step often has the same one.
 
     Attributes:
         canvases: the requests, in the order of their rows.
-        windows: per request, what is computed.
+        windows: per request, the positions that are computed.
         positions: [T] int64, from 0 in every sequence.
-        slot_mapping: [W] int64, the store's row of each of the last W rows, which are of windows.
-        fields: [number of fields of PackedSequence, S] int64, of all sequences. They tile the rows;
-            those that keep keys come last, after windows of all positions those of some.
+        slot_mapping: [W] int64, the store's row of each of the last W rows, which belong to
+            windows.
+        fields: [number of fields of PackedSequence, S] int64, of all sequences. They tile the rows
+            in this order: sequences that keep nothing, windows of all positions, windows of some.
     """
 
     canvases: tuple[Canvas, ...]
@@ -135,41 +141,44 @@ class Packing:
 
     @cached_property
     def sequences(self) -> tuple[PackedSequence, ...]:
-        """One by one; a graph does without."""
+        """All sequences in the order of their rows; replaying a graph does not need them."""
         return tuple([PackedSequence(*fields) for fields in self.fields.T.tolist()])
 
     @cached_property
     def own(self) -> tuple[tuple[PackedSequence, ...], ...]:
-        """Per request, its sequences: one, or with guidance a second one, the unconditional."""
+        """Sequences of each request: its own, and with guidance the unconditional one."""
         sequences = iter(self.sequences)
         return tuple([tuple(islice(sequences, c.num_sequences)) for c in self.canvases])
 
     @cached_property
     def longest(self) -> int:
-        """Keys of the sequence that reads most."""
+        """Number of keys of the sequence that reads most."""
         return int(self.fields[PackedSequence._fields.index("num_keys")].max())
 
     @cached_property
     def kept_keys(self) -> int:
-        """The same of those that read keys which this step does not compute; 0 without any."""
+        """Keys of the longest sequence that reads its cache; 0 if none does."""
         _, _, _, _, counts, is_cached, _, _ = self.fields
         return int((counts * is_cached).max())
 
     @property
     def bounds(self) -> tuple[Array, ...]:
-        """[S] int64 each: `end`, `first_kept`, `num_keys`, `block_length` and `first` of all."""
+        """Bounds of all sequences, [S] int64 each.
+
+        In order: `end`, `first_kept`, `num_keys`, `block_length` and `first`.
+        """
         _, ends, firsts, _, counts, _, kept, block_lengths = self.fields
         return ends, kept, counts, block_lengths, firsts
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One step's input; it lives for that step.
+    """Input of one step, which it does not outlive.
 
     Attributes:
         token_ids: [T] int64.
-        works: per request, what the forward is for.
-        packing: where the rows lie.
+        works: per request, the target of the forward.
+        packing: layout of the rows.
         logit_shift: 1 where the token at a position is read from the row before it, else 0.
     """
 
@@ -200,12 +209,12 @@ class StepBatch:
 
     @property
     def num_whole(self) -> int:
-        """Rows of whole sequences, which come first and keep nothing."""
+        """Number of rows of sequences that keep nothing; these come first."""
         return self.num_rows - self.slot_mapping.size
 
     @cached_property
     def shape(self) -> StepShape:
-        """What a plan depends on."""
+        """Sizes that a plan depends on."""
         return StepShape(
             rows=self.num_rows,
             sample_rows=self.sample_rows,
@@ -217,7 +226,7 @@ class StepBatch:
 
     @cached_property
     def sample_rows(self) -> int:
-        """Rows that are read: two of a position that is guided."""
+        """Number of rows whose logits are computed: two for a position that is guided."""
         requests = zip(self.works, self.canvases, strict=True)
         return sum([work.eligible.size * canvas.num_sequences for work, canvas in requests])
 
@@ -231,7 +240,7 @@ class StepBatch:
         return sum([work.eligible.size for work in self.works])
 
     def span_groups(self, *chunk: slice) -> tuple[SpanGroup, ...]:
-        """What a chunk of rows attends to; rows count from the chunk's first.
+        """Return what a chunk of rows attends to; rows count from the chunk's first.
 
         Args:
             chunk: ranges of rows, in the order in which they follow one another.
@@ -250,7 +259,7 @@ class StepBatch:
         return _group_spans(counted)
 
     def sample_parts(self, rows_per_part: int) -> Iterator[SamplePart]:
-        """The sample rows, at most `rows_per_part` at a time (two of a guided request)."""
+        """Yield the sample rows, at most `rows_per_part` at a time (two of a guided request)."""
         part = _PartBuilder(self)
         for number, work in enumerate(self.works):
             done, weight = 0, len(self.packing.own[number])
@@ -267,7 +276,7 @@ class StepBatch:
             yield part.finish()
 
     def row_groups(self, part: SamplePart, positions: torch.Tensor) -> tuple[RowGroup, ...]:
-        """How the rows of a part are sampled, with the part's `positions` on the device."""
+        """Return how the rows of a part are sampled; its `positions` [r] are on the device."""
         groups = []
         for number, rows, unconditional in part.pieces:
             canvas, on_canvas = self.canvases[number], part.positions[rows]
@@ -290,7 +299,7 @@ class StepBatch:
 
     @cached_property
     def joints(self) -> tuple[list[Joint], ...]:
-        """Per request, what it chooses together."""
+        """Joint choices of each request; empty where candidates do not depend on each other."""
         found = [c.joints(work) for c, work in zip(self.canvases, self.works, strict=True)]
         if not any(found):
             return tuple(found)
@@ -303,17 +312,17 @@ class StepBatch:
         return tuple(found)
 
     def choose_jointly(self, sampled: torch.Tensor) -> torch.Tensor:
-        """What was sampled, with the candidates of requests that choose several together."""
+        """Replace, in place, the candidates of requests that choose several tokens together."""
         joints = [joint for own in self.joints for joint in own]
         if joints:
             choose_all(sampled, joints)
         return sampled
 
     def found(self, sampled: ops.HostCopy) -> list[Candidates | Choice]:
-        """What was sampled, request by request: candidates, or already the choice among them.
+        """Split what was sampled by request: its candidates, or already the choice among them.
 
         Args:
-            sampled: [3 or more, R] float64, as `sample` returns it; is waited for.
+            sampled: [3 or more, R] float64, as `sample` returns it; this call waits for it.
         """
         picks = [canvas.pick for canvas in self.canvases]
         together = None
@@ -342,12 +351,13 @@ class StepBatch:
 def build_batch(
     canvases: Iterable[Canvas], logit_shift: int, before: Packing | None = None
 ) -> StepBatch:
-    """Pack what `canvases` need computed in this step, and list the sample rows.
+    """Pack the rows that `canvases` need computed in this step.
 
     Args:
         canvases: the requests of the step.
         logit_shift: 1 where the token at a position is read from the row before it, else 0.
-        before: of another step; where what is kept lies has not changed since.
+        before: packing of an earlier step, reused if nothing moved; what is kept must lie where it
+            did then.
     """
     # What keeps nothing comes first, what reads keys that this step does not compute last.
     forwards = sorted([(canvas, *canvas.next_forward()) for canvas in canvases], key=_kind)
@@ -363,13 +373,13 @@ def build_batch(
 
 
 def _kind(forward: tuple[Canvas, Work, Window]) -> int:
-    """Where a request's rows come among those of others."""
+    """Sort key of a request's rows: first what keeps nothing, last what reads the store."""
     canvas, _, window = forward
     return (canvas.cache is not None) + window.reads_kept
 
 
 def _pack(canvases: tuple[Canvas, ...], windows: tuple[Window, ...]) -> Packing:
-    """Row by row, without padding, in this order."""
+    """Lay out the rows of these requests one after the other, in this order, without padding."""
     slots, kept_starts, numbers = [_NO_SLOTS], [], list[int]()
     for canvas, window in zip(canvases, windows, strict=True):
         cache, first, stop = canvas.cache, window.first, window.stop
@@ -404,7 +414,7 @@ _NO_SLOTS, _NOT_KEPT = np.empty(0, dtype=np.int64), -1
 
 
 class _PartBuilder:
-    """Sample rows as they are put one after the other, in the order of the batch."""
+    """Collects sample rows, in the order of the batch, into a part."""
 
     def __init__(self, batch: StepBatch) -> None:
         self.num_rows = 0
@@ -413,7 +423,7 @@ class _PartBuilder:
         self._pieces: list[tuple[int, slice, slice | None]] = []
 
     def add(self, number: int, positions: Array) -> None:
-        """The rows that predict `positions` [r] of a request, by its number in the batch."""
+        """Add the rows that predict `positions` [r] of the request with this index in the batch."""
         prompt_length, places = self._batch.canvases[number].prompt_length, []
         for sequence in self._batch.packing.own[number]:
             self._rows.append((positions, sequence, prompt_length))
@@ -440,7 +450,7 @@ class _PartBuilder:
 
 
 def _group_spans(counted: Sequence[tuple[int, PackedSequence]]) -> tuple[SpanGroup, ...]:
-    """Span groups of runs of rows: how many, and of which sequence; cached ones come last."""
+    """Group runs (rows, sequence) by where their keys lie; runs with cached keys come last."""
     groups, start = [], 0
     for is_cached in (False, True):
         spans, end = [], 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory a worker's activation pool may take, and what of it is taken."""
+"""Size of a worker's activation pool, and the bytes of it that are taken."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 
 
 def activation_budget(device: torch.device, utilization: float, ranks: Peers) -> int:
-    """Bytes of the activation pool of this rank: as set, else what is free now less a margin.
+    """Return the bytes of the activation pool: as configured, else what is free less a margin.
 
     Args:
-        device: with the weights loaded.
-        utilization: of the device's memory, upstream's `gpu_memory_utilization`.
-        ranks: all of the engine.
+        device: the device, with the weights loaded.
+        utilization: share of the device's memory, upstream's `gpu_memory_utilization`.
+        ranks: all ranks of the engine.
 
     Returns:
         the least that any rank has, as all of them follow the same plans.
@@ -57,12 +57,12 @@ def activation_budget(device: torch.device, utilization: float, ranks: Peers) ->
 
 
 def planning_budget(pool_bytes: int) -> int:
-    """The part of a pool that plans may use."""
+    """Return the bytes of a pool that plans may use."""
     return max(pool_bytes - min(int(pool_bytes * ROUNDING_SHARE), MAX_ROUNDING_BYTES), 1)
 
 
 def host_cache_budget(num_ranks: int) -> int:
-    """Host memory of each rank for kept keys and values; all processes reach the same number."""
+    """Bytes of host memory a rank for kept keys and values; equal in all processes."""
     if not envs.use_host_residual():
         return 0
     return envs.host_cache_size_bytes() or _host_memory() // 2 // num_ranks
@@ -70,7 +70,7 @@ def host_cache_budget(num_ranks: int) -> int:
 
 @functools.cache
 def _host_memory() -> int:
-    """Bytes of memory of this machine, or of the part of it that the process may use."""
+    """Bytes of memory of this machine, or of the part that its control group may use."""
     total = int(psutil.virtual_memory().total)
     for path in map(Path, LIMITS):
         limit = path.read_text().strip() if path.exists() else ""
@@ -92,7 +92,7 @@ def _free_bytes(device: torch.device, utilization: float) -> int:
 
 
 class StepMemory(NamedTuple):
-    """What a step took of the pool, as far as the host knows it when the step is launched."""
+    """Memory that a step took of the pool, as far as the host knows it at launch."""
 
     plan: Plan
     planner_us: float
@@ -101,7 +101,7 @@ class StepMemory(NamedTuple):
     meter: UsageMeter | None  # where the average is measured; else it is as planned
 
     def usage(self, idle: StepUsage) -> StepUsage:
-        """To be asked when the step is over, with what is so without one."""
+        """Memory report of a finished step; `idle` supplies the fields that do not depend on it."""
         plan, peak = self.plan, self.unseen_bytes + self.peak_bytes
         if self.meter is not None:
             average = self.unseen_bytes + self.meter.average_bytes()
@@ -116,13 +116,13 @@ class StepMemory(NamedTuple):
 
 
 class Ledger:
-    """Bytes of the pool that a step cannot have, asked of those who hold them.
+    """Account of the bytes of the pool that a step cannot have.
 
     Args:
-        pool: of steps and of what is kept between them.
+        pool: memory of steps and of what is kept between them.
         caches: kept keys and values, in the pool.
         graphs: memory of captured graphs, if there are any.
-        device: where the pool is.
+        device: device of the pool.
     """
 
     def __init__(
@@ -137,27 +137,27 @@ class Ledger:
 
     @property
     def fixed_bytes(self) -> int:
-        """What is never given back: graphs, and what they write into."""
+        """Bytes that are never given back: graphs, and the buffers that they write to."""
         graphs = 0 if self._graphs is None else self._graphs.used_bytes
         return graphs + self._pool.outermost_bytes
 
     @property
     def unseen_bytes(self) -> int:
-        """Of what is fixed, what the pool does not count itself."""
+        """Part of `fixed_bytes` that the pool does not count itself."""
         if self._graphs is None or self._pool.graph_bytes is not None:
             return 0
         return self._graphs.used_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """What outlives a step, or is held by one that waits for its next slice."""
+        """Bytes that outlive a step, or that a step holds while it waits for its next slice."""
         return self.fixed_bytes + self._caches.reserved_bytes + self._pool.frame_bytes
 
     @contextmanager
     def measuring(self, plan: Plan, num_rows: int) -> Iterator[UsageMeter | None]:
-        """Measure what the block takes of the pool, over time where that costs little.
+        """Measure the memory that the block takes of the pool; over time where that is cheap.
 
-        Times cost a GPU's host two events a stage: small steps do without.
+        Timing costs a GPU's host two events a stage, so small steps yield None.
         """
         self._pool.reset_peak()
         if self._device.type == "cuda" and plan.is_whole(num_rows):
@@ -177,6 +177,6 @@ class Ledger:
         meter: UsageMeter | None = None,
         peak_bytes: int | None = None,
     ) -> StepMemory:
-        """What a step took whose peak is the pool's, where it is not given."""
+        """Return the memory of a step; `peak_bytes` defaults to the pool's peak."""
         peak = self._pool.peak_bytes if peak_bytes is None else peak_bytes
         return StepMemory(plan, planner_us, peak, self.unseen_bytes, meter)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of one request on a worker: its canvas, and how far decoding has come."""
+"""State of one request on a worker: its canvas, and the progress of decoding."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _NO_POSITIONS = np.empty(0, dtype=np.int64)
 
 
 class Window(NamedTuple):
-    """What a forward computes of a sequence, and what that reads.
+    """Positions that a forward computes of a sequence, and the keys that these read.
 
     Attributes:
-        forward: the same as `visibility` has it.
-        first, stop: positions that it computes.
+        forward: the forward as `visibility` describes it.
+        first, stop: positions that are computed, half-open.
         num_keys, block_length: keys that are read, see `Visibility.seen_by`.
-        reads_kept: there are keys among them that it does not compute.
+        reads_kept: some of these keys are not computed by the forward.
     """
 
     forward: Forward
@@ -71,17 +71,19 @@ class Canvas:
     Attributes:
         req_id: the request.
         params: its parameters.
-        num_sequences: that are computed of it; with guidance a second one hides what was known.
-        kept_starts: of each, where its position 0 is among the kept positions.
+        num_sequences: sequences that are computed: 1, or 2 with guidance, whose second one masks
+            what was known.
+        kept_starts: per sequence, index of its position 0 among the kept positions.
         tokens: [T] int64, in whole blocks.
         length: T.
-        rule: its decoding, at its present state.
-        wants_logprobs: of tokens that are proposed, or that are to be scored.
-        adjust_logits: what it makes of logits [R, V] of canvas positions [R], if anything.
-        cache: keys and values that are kept between forwards, if any; where the scheduler hands
-            out their pages, those that there are.
+        rule: its decoding rule, with its state.
+        wants_logprobs: log probabilities are wanted of proposed tokens, or of tokens to be scored.
+        adjust_logits: function of logits [R, V] and their canvas positions [R] that returns changed
+            logits; None if there is none.
+        cache: keys and values kept between forwards, if any; where the scheduler hands out pages,
+            only those it has handed out.
         room: rows that its next forward may have.
-        visibility: who sees whom in it.
+        visibility: which positions attend to which.
         num_forwards: forwards so far.
         is_complete: all of the answer is final.
     """
@@ -133,7 +135,7 @@ class Canvas:
         self.is_complete = False
 
     def _masked_row(self, prompt: list[int], params: DiffusionParams) -> Array:
-        """Prompt and canvas; text that follows stands right behind the longest answer."""
+        """Build the row of prompt and canvas; a suffix stands right behind the longest answer."""
         length = num_positions(self.visibility, len(prompt), params.gen_length)
         row = np.full(length, params.mask_id, dtype=np.int64)
         row[: len(prompt)] = prompt
@@ -151,13 +153,13 @@ class Canvas:
         return self.rule.token_ids[np.searchsorted(eligible, positions)]
 
     def _begin_guided(self) -> Guided:
-        """Write the tokens that every answer begins with."""
+        """Write the tokens that every answer begins with, and return the guide."""
         guided = Guided(self.params, self.tokens, self.prompt_length)
         guided.begin(self.tokens)
         return guided
 
     def joints(self, work: Work) -> list[Joint]:
-        """What the next forward chooses together, where its candidates bind each other."""
+        """Joint choices of the next forward; empty where candidates do not depend on each other."""
         if self._guided is None:
             return []
         return self._guided.joints(self.tokens, work, self.rule.scoring, self.num_forwards)
@@ -174,12 +176,12 @@ class Canvas:
 
     @property
     def unconditional_start(self) -> int:
-        """Where the unconditional sequence begins among the kept positions."""
+        """Index of the unconditional sequence's position 0 among the kept positions."""
         return in_whole_pages(self.length)
 
     @property
     def num_kept_positions(self) -> int:
-        """Positions that have a place where all are kept, and the gap between two sequences."""
+        """Number of places for kept positions, with the gap between two sequences."""
         return self.length + (self.unconditional_start if self.num_sequences > 1 else 0)
 
     @property
@@ -189,32 +191,32 @@ class Canvas:
         return tuple(range(start, start + frozen) for start in self.kept_starts)
 
     def read_prompt(self, cache: KeptSequence) -> None:
-        """The prompt's keys and values are there, from the first forward of another request."""
+        """Use the prompt's keys and values that another request's first forward computed."""
         self.cache = cache
         self._windows.computed(Forward(range(self.length)), self.length)
 
     @property
     def sequences(self) -> tuple[Array, ...]:
-        """Tokens [T] of each sequence; of the unconditional one all is hidden that was known."""
+        """Tokens [T] of each sequence; the unconditional one masks all that was known at first."""
         if self.num_sequences == 1:
             return (self.tokens,)
         return self.tokens, np.where(self._known, self.params.mask_id, self.tokens)
 
     @property
     def num_kept(self) -> int:
-        """Positions from 0 whose keys and values are kept."""
+        """Number of positions, from 0, whose keys and values are kept."""
         return self._windows.kept
 
     @property
     def unit(self) -> int | None:
-        """See `Windows`."""
+        """Granularity, in rows, at which a forward can be cut; None if it cannot be cut."""
         return self._windows.unit
 
     @property
     def next_rows(self) -> int:
-        """Rows of the next forward, if nothing cuts it; guidance runs the window twice.
+        """Rows of the next forward if nothing cuts it; guidance runs the window twice.
 
-        All rows where the rule fails: its error is met when it is the forward's turn.
+        All rows if the rule fails: its error is reported when the forward is launched.
         """
         try:
             return self._next_window(self.begin()).num_rows * self.num_sequences
@@ -223,7 +225,7 @@ class Canvas:
             return self.length * self.num_sequences
 
     def _next_window(self, work: Work) -> Window:
-        """What the next forward, which is for `work`, computes if nothing cuts it."""
+        """Return what the next forward, whose target is `work`, computes if nothing cuts it."""
         if self._uncut is None:
             self._uncut = Window.of(self._windows.next(work.rows), self.visibility)
             self._most_rows = self._rows_with_pages
@@ -231,12 +233,12 @@ class Canvas:
 
     @property
     def has_made_one_forward(self) -> bool:
-        """Its first forward is over, and no other one is under way."""
+        """Whether the first forward is over and no other one is under way."""
         return self.num_forwards == 1 and self._forward is None
 
     @property
     def wish(self) -> Wish:
-        """What the next forward is, for those who say when it is launched."""
+        """Sizes of the next forward, by which the loop decides when it is launched."""
         if self._wish is None or self._work is None:
             rows = self.next_rows  # which looks whether it is still the same
             self._wish = self._wish or self._next_wish(rows)
@@ -256,11 +258,11 @@ class Canvas:
         return 0 if self.cache is None else self.cache.length - self.num_kept
 
     def assign(self, cache: KeptSequence | None, num_kept: int | None) -> None:
-        """Other pages from now on.
+        """Use other pages from now on.
 
         Args:
-            cache: where they are; None where there are none.
-            num_kept: positions from 0 whose keys and values they hold; None where they begin with
+            cache: the pages; None if there are none.
+            num_kept: positions from 0 whose keys and values the pages hold; None if they extend
                 those that the request had.
         """
         self.cache = cache
@@ -271,9 +273,10 @@ class Canvas:
             self._forward = None  # what is under way writes to pages of the past
 
     def next_forward(self) -> tuple[Work, Window]:
-        """What the next forward is for, and what it computes.
+        """Begin the next forward: return its target, and what it computes.
 
-        It may have to go without the rule, which then works on nothing and hears nothing of it.
+        Where the window is cut before the rule's rows, the target is empty and the rule takes no
+        part.
         """
         work = self.begin()
         window, room = self._next_window(work), min(self.room, self._most_rows)
@@ -284,14 +287,15 @@ class Canvas:
         return (work if self._is_for_rule else Work(_NO_POSITIONS, work.rows)), window
 
     def begin(self) -> Work:
-        """What the next forward is for; fills what the rule wants filled before it.
+        """Return the target of the next forward, after the fill that the rule wants before it.
 
-        The same again until it is committed: a forward that failed may be repeated.
+        Repeated calls return an equal target until it is committed: a failed forward may be
+        repeated.
         """
         return self._is_for(self._prepare()) if self._work is None else self._work
 
     def _is_for(self, work: Work) -> Work:
-        """The next forward is for this."""
+        """Set the target of the next forward."""
         self._work = work
         if work.rows != self._rows:
             self._rows, self._uncut, self._wish = work.rows, None, None
@@ -311,7 +315,7 @@ class Canvas:
         return work
 
     def draws(self, positions: Array) -> Array | None:
-        """A uniform number per position [R] of the next commit, where the rule wants them."""
+        """Uniform random numbers [R] for the next commit's positions; None if the rule has none."""
         purpose = self.rule.draw_purpose
         if purpose is None or self.params.seed is None:
             return None
@@ -322,14 +326,14 @@ class Canvas:
 
     @property
     def pick(self) -> Pick | None:
-        """What its rule will choose of the forward under way, where nobody else has a say in it."""
+        """The rule's choice for a batched decision; None where others take part in it."""
         is_plain = self._is_for_rule and self._selector is None and self._proposals is None
         return self.rule.pick if is_plain and not self._is_over else None
 
     def commit(self, found: Candidates | Choice) -> None:
-        """Let the rule choose, write the chosen tokens, and see what became final.
+        """Let the rule choose, write the chosen tokens, and collect those that became final.
 
-        A device may wait for the next forward: all else is left to `report`.
+        The device may be waiting for the next forward, so all else is left to `report`.
         """
         work, written = None, _NO_POSITIONS
         if isinstance(found, Choice):
@@ -362,14 +366,14 @@ class Canvas:
 
     @property
     def _first_hole(self) -> int:
-        """The first position of the prompt that is still masked; behind all if none is."""
+        """First position of the prompt that is still masked; `length` if none is."""
         if not self._prompt_holes.size:
             return self.length
         masked = self._prompt_holes[self.tokens[self._prompt_holes] == self.params.mask_id]
         return int(masked[0]) if masked.size else self.length
 
     def _chosen(self, candidates: Candidates) -> Commit:
-        """What the rule chooses of candidates, or the selector that stands around it."""
+        """Return the commit that the rule, or the selector around it, chooses among candidates."""
         if self._selector is None:
             commit = self.rule.decide(candidates)
         else:
@@ -380,7 +384,7 @@ class Canvas:
         return commit
 
     def _write(self, commit: Commit | Choice) -> Array:
-        """Write tokens; their positions [K]."""
+        """Write tokens and return their positions [K]."""
         self._work = None
         self.tokens[commit.positions] = commit.tokens
         self.num_forwards += 1
@@ -388,13 +392,14 @@ class Canvas:
 
     @property
     def num_committed(self) -> int:
-        """Canvas positions that the newest commit left committed, but for a text that follows."""
+        """Number of committed canvas positions after the newest commit, without a given suffix."""
         return self._look()[0]
 
     def _look(self) -> tuple[int, CanvasView | None]:
-        """Committed positions, and the canvas where the request asks to see it.
+        """Return the number of committed positions, and the canvas if the request asks to see it.
 
-        As the newest commit left them: to be looked at before tokens are filled for what follows.
+        Must run before tokens are filled for what follows, so that both are as of the newest
+        commit.
         """
         if self._seen is None:
             num_masked = int(np.count_nonzero(self._canvas == self.params.mask_id))
@@ -406,7 +411,7 @@ class Canvas:
         return self._seen
 
     def report(self) -> StepResult:
-        """What clients are told of the newest commit."""
+        """Return what clients see of the newest commit."""
         logprobs, (num_committed, view) = None, self._look()
         if self._proposals is not None and self.params.logprobs is not None:
             start = self._num_final - len(self._newest)
@@ -427,6 +432,6 @@ class Canvas:
         )
 
     def _infilled(self) -> dict[int, int]:
-        """The tokens that replaced mask tokens of the prompt so far, by position."""
+        """Tokens that have replaced mask tokens of the prompt, by position."""
         filled = self._prompt_holes[self.tokens[self._prompt_holes] != self.params.mask_id]
         return {int(p): int(self.tokens[p]) for p in filled}

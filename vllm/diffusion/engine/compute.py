@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a packed batch to candidates: the layers in one of three ways, then sampling."""
+"""From a packed batch to candidates: layers (graph, chunked or streamed), then sampling."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.ranks import Peers
 
 
-SHORT_ROWS = 4_096  # of a step, what PyTorch keeps of which is not worth a wait
+SHORT_ROWS = 4_096  # of a step; memory that PyTorch keeps of a shorter one is not worth a wait
 
 
 class Compute:
@@ -44,14 +44,14 @@ class Compute:
 
     Args:
         model: the loaded model.
-        pool: the memory of steps.
+        pool: memory of steps.
         caches: kept keys and values.
-        graphs: of the layers at small row counts, if there are any.
-        device: where the model lives.
-        ranks: that compute the same steps.
+        graphs: CUDA graphs of the layers for small row counts, if there are any.
+        device: device of the model.
+        ranks: ranks that compute the same steps.
 
     Attributes:
-        first_forwards: that several requests share.
+        first_forwards: results that several requests share.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Compute:
         self.first_forwards = FirstForwards()
 
     def whole(self, batch: StepBatch, plan: Plan, host: HostBuffers) -> torch.Tensor:
-        """What is sampled of a batch, as `sample` returns it; arguments as for `chunks`."""
+        """Compute a step at once; arguments and result as for `chunks`."""
         body = None if self._graphs is None else self._graphs.run(batch, plan)
         self.make_room(batch, plan)
         with nullcontext() if body is not None else self._pool.temporaries():
@@ -81,11 +81,11 @@ class Compute:
     def chunks(
         self, batch: StepBatch, plan: Plan, host: HostBuffers, body: BodyOutputs | None = None
     ) -> Chunked[torch.Tensor]:
-        """The same, chunk by chunk.
+        """Compute a step chunk by chunk and return what is sampled, as `sample` does.
 
         Args:
             batch: the step.
-            plan: of the step.
+            plan: plan of the step.
             host: host memory for rows that are not on the device.
             body: the layers' results, where a graph has computed them.
         """
@@ -114,10 +114,10 @@ class Compute:
             return self._agreed(batch.choose_jointly(joined(found)))
 
     def _streamed(self, batch: StepBatch, plan: Plan, host: HostBuffers) -> Chunked[torch.Tensor]:
-        """The same by groups of heads, from the host, or where every rank has a share of the rows.
+        """Compute a step by groups of heads, with rows on the host or divided between ranks.
 
-        Then they deal out the parts of the sample rows, and all return the same. Where a request
-        chooses several rows together, the first rank takes all of them.
+        Ranks then deal out the parts of the sample rows, and all return the same samples. Where a
+        request chooses several rows together, the first rank takes all of them.
         """
         pool, caches = self._pool, self._caches
         ranks = self._ranks if plan.layout.shards > 1 else Ranks()
@@ -159,7 +159,7 @@ class Compute:
     def _dealt(
         self, streamed: StreamedForward, taken: Round, given: torch.Tensor, peers: Peers
     ) -> torch.Tensor:
-        """Hidden states [r, D] of this rank's part of a round, after all layers."""
+        """Return the hidden states [r, D] of this rank's part of a round, after all layers."""
         own, others = read_rows(self._model.dtype, self._model.hidden_size)
         if peers.size == 1:
             return streamed.select(own, given, taken.given)
@@ -171,20 +171,23 @@ class Compute:
     def _sampled(
         self, batch: StepBatch, part: SamplePart, positions: torch.Tensor, hidden: torch.Tensor
     ) -> torch.Tensor:
-        """What `sample` returns of a part, with its `positions` and `hidden` states."""
+        """Sample a part, given its `positions` [r] and `hidden` states [r, D]."""
         groups = batch.row_groups(part, positions)
         return sample(self._head, [(hidden, groups)])
 
     def _agreed(self, found: torch.Tensor) -> torch.Tensor:
-        """Of a step that every rank has computed by itself, what the first has found."""
+        """All ranks computed this step; return rank 0's samples.
+
+        So all of them commit the same tokens.
+        """
         return self._ranks.sequence.follow(found.contiguous()) if found.numel() else found
 
     def known(self, batch: StepBatch, of: str) -> torch.Tensor | None:
-        """What is sampled of a request's first forward, where that of a sibling is known.
+        """Sample a request's first forward from a sibling's hidden states; None if unknown.
 
         Args:
-            batch: the forward, of which nothing is computed.
-            of: the sibling.
+            batch: the forward, whose layers are not computed.
+            of: id of the sibling.
         """
         found = []
         for part, hidden in self.first_forwards.share(batch.canvases[0].req_id, of):
@@ -195,10 +198,11 @@ class Compute:
         return self._agreed(batch.choose_jointly(joined(found))) if found else None
 
     def make_room(self, batch: StepBatch, plan: Plan) -> None:
-        """Give back memory of other sizes before a long step: buffers and PyTorch's temporaries.
+        """Release memory of other sizes before a long step: buffers and PyTorch's temporaries.
 
-        Of a whole step that is longer than those before, PyTorch's alone: it would take more beside
-        what it has cached of them. Not within `temporaries`, whose memory stays to the end.
+        For a whole step longer than those before, release PyTorch's alone, which would else take
+        more beside what it has cached. Not to be called within `temporaries`, whose memory stays to
+        the end.
         """
         num_rows = batch.num_rows
         if plan.is_whole(num_rows):
@@ -211,7 +215,7 @@ class Compute:
 
 
 class PooledHead:
-    """Final norm and output head; what they return is good until the scope of `buffers` ends."""
+    """Final norm and output head; results are valid until the scope of `buffers` ends."""
 
     def __init__(self, model: DiffusionModel, buffers: Buffers) -> None:
         self.vocab_start = model.vocab_start
@@ -222,14 +226,14 @@ class PooledHead:
 
     @property
     def head_matrix(self) -> torch.Tensor | None:
-        """The output matrix, see `DiffusionModel.head_matrix`."""
+        """Output matrix, see `DiffusionModel.head_matrix`."""
         return self._model.head_matrix
 
     def final_norm(self, x: torch.Tensor) -> torch.Tensor:
-        """The last norm of x [R, D]."""
+        """Apply the last norm to x [R, D]."""
         return self._model.final_norm(x, out=self._normed.take(self._buffers, len(x)))
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits [R, columns of this rank] of normed hidden states [R, D]."""
+        """Return logits [R, columns of this rank] of normed hidden states [R, D]."""
         logits = self._logits.take(self._buffers, len(hidden_states))
         return self._model.compute_logits(hidden_states, out=logits, scratch=self._buffers)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the rows of a step lie on the ranks that divide it.
+"""Division of a step's rows between ranks.
 
-Rank r has the r-th of equal shares of consecutive rows, of which the last ones may be shorter, or
-empty. All ranks cut a share of full length into the same chunks; what a rank lacks of a chunk it
-leaves out, so all of them meet in every chunk of attention.
+Rank r has the r-th of equal shares of consecutive rows; the last shares may be shorter, or empty.
+All ranks cut a share of full length into the same chunks and leave out the rows that they lack, so
+all of them meet in every chunk of attention.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Chunk(NamedTuple):
     """Rows that go through a stage at a time.
 
     Attributes:
-        rows: of a share of full length, counted from its first one.
-        own: of these, what this rank's share has.
-        places: rows of the step, those of every rank.
-        exchange: of their heads; None where one rank has all.
+        rows: rows of a share of full length, counted from its first one.
+        own: the part of these that this rank's share has.
+        places: per rank, its rows of the chunk, counted in the step.
+        exchange: exchange of their heads between ranks; None where one rank has all.
     """
 
     rows: slice
@@ -43,17 +43,17 @@ class Chunk(NamedTuple):
 
 
 class Division:
-    """The shares of one step.
+    """Shares of the rows of one step.
 
     Args:
-        ranks: those that divide it; one has all rows.
-        num_rows: of the step.
+        ranks: ranks that divide the step; a single one has all rows.
+        num_rows: number of rows of the step.
 
     Attributes:
         peers: the ranks.
-        num_rows: of the step.
+        num_rows: number of rows of the step.
         longest: rows of the longest share.
-        shares: rows of the step that each rank has.
+        shares: per rank, its rows of the step.
     """
 
     def __init__(self, ranks: Ranks, num_rows: int) -> None:
@@ -67,11 +67,11 @@ class Division:
         return self.shares[self.peers.rank]
 
     def chunks(self, rows_per_chunk: int) -> list[Chunk]:
-        """All rows of the step."""
+        """Cut all rows of the step into chunks."""
         return [self._chunk(rows) for rows in chunks(self.longest, rows_per_chunk)]
 
     def narrowed(self, all_chunks: Sequence[Chunk], rows: Array) -> list[Chunk]:
-        """Of these chunks, no more than what holds some of the rows [R] of the step."""
+        """Narrow chunks to the ranges that hold some of `rows` [R] of the step; drop empty ones."""
         places, narrow = self.in_share(rows), []
         for chunk in all_chunks:
             held = places[(places >= chunk.rows.start) & (places < chunk.rows.stop)]
@@ -80,7 +80,7 @@ class Division:
         return narrow
 
     def _chunk(self, rows: slice) -> Chunk:
-        """Rows of a share of full length, counted from its first one."""
+        """Make the chunk of these rows of a share of full length."""
         first = self.own.start
         places = [
             slice(*(min(share.start + row, share.stop) for row in (rows.start, rows.stop)))
@@ -92,18 +92,18 @@ class Division:
         return Chunk(rows, slice(own.start - first, own.stop - first), places, exchange)
 
     def in_share(self, rows: Array) -> Array:
-        """Where rows [R] of the step are, counted from the first one of the share they are in."""
+        """Offset [R] of each row of the step in the share that holds it."""
         places: Array = rows % self.longest
         return places
 
     def on_rank(self, rows: Array) -> Array:
-        """The rank of each of the rows [R] of the step."""
+        """Rank [R] whose share holds each row of the step."""
         ranks: Array = rows // self.longest
         return ranks
 
 
 class Cuts(NamedTuple):
-    """The chunks of every stage of a step; of the last layer those that hold sample rows."""
+    """Chunks of every stage of a step; for the last layer, only those with sample rows."""
 
     keys_values: list[Chunk]
     attend: list[Chunk]
@@ -113,7 +113,7 @@ class Cuts(NamedTuple):
 
     @classmethod
     def of(cls, division: Division, plan: Plan, parts: Sequence[SamplePart]) -> Cuts:
-        """Args are those of the step; `parts` are its sample rows."""
+        """Cut a step as planned; `parts` are its sample rows."""
         attend = division.chunks(plan.rows.attend)
         feed_forward = division.chunks(plan.rows.feed_forward)
         rows = np.concatenate([_NO_ROWS, *(part.rows for part in parts)])
@@ -127,13 +127,14 @@ class Cuts(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Sample rows that the ranks take at a time, a part each.
+    """Sample rows that the ranks process at a time, one part each.
 
     Attributes:
-        part: of this rank; None where there is none left.
-        given: [g] int64: rows of this rank's share that the parts of all want, by part.
-        sent: how many of them the part of every rank wants.
-        received: how many of this rank's part come from every rank, in the order of its rows.
+        part: this rank's part; None where none is left.
+        given: [g] int64: rows of this rank's share that the parts of all ranks need, part by part.
+        sent: per rank, the number of these rows that its part needs.
+        received: per rank, the number of rows of this rank's part that it holds, in the order of
+            the part's rows.
     """
 
     part: SamplePart | None
@@ -143,17 +144,17 @@ class Round(NamedTuple):
 
     @property
     def positions(self) -> Array:
-        """[r] int64, on the canvas, of this rank's part."""
+        """Canvas positions [r] int64 of this rank's part."""
         return _NO_ROWS if self.part is None else self.part.positions
 
 
 def to_first(parts: Sequence[SamplePart], size: int) -> list[SamplePart]:
-    """The same for so many ranks, of which the first one takes all parts and the others nothing."""
+    """Deal all parts to the first of `size` ranks, and empty ones to the others."""
     return [dealt for part in parts for dealt in (part, *[EMPTY_PART] * (size - 1))]
 
 
 def rounds_of(parts: Sequence[SamplePart], division: Division) -> list[Round]:
-    """Who takes which of the parts; the rows of a part ascend."""
+    """Deal the parts, whose rows ascend, to the ranks in turn."""
     rank, size = division.peers.rank, division.peers.size
     rounds = []
     for first in range(0, len(parts), size):
@@ -168,11 +169,12 @@ def rounds_of(parts: Sequence[SamplePart], division: Division) -> list[Round]:
 
 
 def gathered(found: torch.Tensor, parts: Sequence[SamplePart], peers: Peers) -> torch.Tensor:
-    """What all ranks have sampled, in the order of the parts: a record a row crosses ranks.
+    """Collect what all ranks have sampled, in the order of the parts: one record crosses a row.
 
     Args:
-        found: [3 or more, n] of the parts of this rank, one after the other, as `joined` gives it.
-        parts: of the step, at least one; rank r has sampled every size-th, from the r-th on.
+        found: [3 or more, n], of this rank's parts one after the other, as `joined` returns it.
+        parts: all parts of the step, at least one; rank r has sampled every size-th, from the r-th
+            on.
         peers: the ranks.
     """
     counts = [part.num_sampled for part in parts]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's executor of several processes, where some of them divide rows."""
+"""Upstream's multiprocess executor, adapted to ranks that divide rows."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 
 class RanksExecutor(MultiprocExecutor):
-    """A process for every rank; upstream counts those that divide rows as of another kind.
+    """Runs a process for every rank; upstream counts those that divide rows as another kind.
 
-    Steps are the same on all ranks, so the first one speaks for them.
+    Steps are equal on all ranks, so the first one speaks for them.
     """
 
     def _get_parallel_sizes(self) -> tuple[int, int, int]:

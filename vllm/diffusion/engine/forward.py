@@ -45,12 +45,12 @@ Chunked: TypeAlias = Generator[float, None, T]
 
 
 class Attending(NamedTuple):
-    """Rows of a chunk and where their keys are, on the device.
+    """Rows of a chunk and the location of their keys, on the device.
 
     Attributes:
-        rows: of the chunk.
-        layout: of these rows.
-        is_cached: the keys lie in the store of kept ones.
+        rows: rows of the chunk.
+        layout: which keys these rows read.
+        is_cached: the keys lie in the store.
     """
 
     rows: slice
@@ -59,13 +59,13 @@ class Attending(NamedTuple):
 
 
 class BodyInputs(NamedTuple):
-    """What the layers want to know of a batch, on the device.
+    """Inputs of the layers, on the device.
 
     Attributes:
         token_ids, positions: [T] int64.
         slot_mapping: [W] int64, the store's row of each of the last W rows; negative for none.
-        attending: for every chunk of the attend stage, what its rows read; then for those of the
-            last layer, where these are others.
+        attending: for every chunk of the attend stage, the keys that its rows attend to; then for
+            the chunks of the last layer, where these differ.
     """
 
     token_ids: Tensor
@@ -75,13 +75,13 @@ class BodyInputs(NamedTuple):
 
 
 class BodyOutputs(NamedTuple):
-    """What the sample rows need of all rows.
+    """Results of the layers that the sample rows need.
 
     Attributes:
-        x: [T, D], the residual stream before the last layer, or behind it where all of that ran.
+        x: [T, D], the residual stream before the last layer, or after it where all of it ran.
         positions: [T] int64.
-        rotary: of all rows, where that is kept.
-        keys_values: [T, KV, hd] each, the last layer's of this step's rows; None behind it.
+        rotary: rotary tables of all rows, where they are kept.
+        keys_values: [T, KV, hd] each, of the last layer; None where all of it ran.
     """
 
     x: Tensor
@@ -94,10 +94,10 @@ class Samples(NamedTuple):
     """A part of the sample rows, on the device.
 
     Attributes:
-        part: the same on the host.
-        rows: [r] int64, of the batch.
-        positions: [r] int64, on the canvas.
-        attending: what the rows read.
+        part: its description on the host.
+        rows: [r] int64, rows of the batch.
+        positions: [r] int64, relative to the canvas.
+        attending: keys that the rows attend to.
     """
 
     part: SamplePart
@@ -107,7 +107,7 @@ class Samples(NamedTuple):
 
 
 def run_to_end(work: Chunked[T]) -> T:
-    """All chunks, one after the other; what the work returns."""
+    """Run all chunks and return the result."""
     while True:
         try:
             next(work)
@@ -119,7 +119,7 @@ def run_to_end(work: Chunked[T]) -> T:
 def upload(
     batch: StepBatch, plan: Plan, parts: Sequence[SamplePart], caches: PageStore
 ) -> tuple[BodyInputs, list[Samples]]:
-    """All that the device must be told of a step, in one copy."""
+    """Copy all inputs of a step to the device, in one transfer."""
     groups = [batch.span_groups(rows) for rows in chunks(batch.num_rows, plan.rows.attend)]
     packed = pack(batch, groups), tuple(map(pack_samples, parts))
     inputs, samples = ops.to_device(packed, caches.device)
@@ -129,10 +129,10 @@ def upload(
 def upload_share(
     batch: StepBatch, cuts: Cuts, rows: slice, rounds: Sequence[Round], caches: PageStore
 ) -> tuple[BodyInputs, tuple[tuple[Tensor, Tensor], ...]]:
-    """The same of a streamed forward, where this rank has the rows `rows`.
+    """Copy the inputs of a streamed forward to the device, where this rank has the rows `rows`.
 
-    Of the sample rows of every round: which rows of this rank's share the parts of all ranks want,
-    [g] int64, and [r] int64, where those of this rank's part are on the canvas.
+    Also returns, for every round of sample rows: the rows [g] int64 of this rank's share that the
+    parts of all ranks need, and the canvas positions [r] int64 of this rank's part.
     """
     chunks = (*cuts.attend, *cuts.last_attend)
     groups = [batch.span_groups(*chunk.places) for chunk in chunks]
@@ -142,7 +142,7 @@ def upload_share(
 
 
 def upload_samples(parts: Sequence[SamplePart], caches: PageStore) -> list[Samples]:
-    """What the device must be told of the sample rows, where a graph knows the rest."""
+    """Copy the inputs of the sample rows to the device, where a graph has the rest."""
     inputs = ops.to_device(tuple(map(pack_samples, parts)), caches.device)
     return _samples(parts, inputs, caches.table)
 
@@ -157,10 +157,10 @@ def run_body(
     *,
     to_the_end: bool = False,
 ) -> Chunked[BodyOutputs]:
-    """All layers of all rows, but for what follows the keys and values of the last one.
+    """Run all layers on all rows, except what follows the keys and values of the last one.
 
-    What stays from stage to stage is taken from `residents`, what a stage needs from `scratch`.
-    With `to_the_end` the last layer is one like the others.
+    What lives from stage to stage is taken from `residents`, what one stage needs from `scratch`.
+    With `to_the_end` the last layer runs like the others.
     """
     num_rows, dtype = inputs.token_ids.numel(), model.dtype
     (listed,) = stages.residual(dtype, model.hidden_size)
@@ -221,9 +221,9 @@ def run_last_layer(
     scratch: Buffers,
     caches: PageStore,
 ) -> Generator[Tensor]:
-    """The rest of the last layer, for the sample rows alone: [r, D], part by part.
+    """Run the rest of the last layer on the sample rows alone, yielding [r, D] part by part.
 
-    A part is good until the next one is asked for.
+    A yielded tensor is valid until the next one is asked for.
     """
     index = len(model.layers) - 1
     layer = model.layers[index]
@@ -248,7 +248,10 @@ def run_last_layer(
 def _target_of(
     rows: slice, num_rows: int, index: int, slot_mapping: Tensor, caches: PageStore
 ) -> KeyTarget | None:
-    """Where a layer's keys and values of a chunk are kept, if any are; arguments as for `keep`."""
+    """Return where a layer's keys and values of a chunk are stored, or None.
+
+    Arguments are as for `keep`.
+    """
     first = num_rows - slot_mapping.numel()
     slots = slot_mapping[max(rows.start - first, 0) : max(rows.stop - first, 0)]
     return KeyTarget(caches.keys(index), caches.values(index), slots) if slots.numel() else None
@@ -257,14 +260,14 @@ def _target_of(
 def keep(
     k: Tensor, v: Tensor, index: int, slot_mapping: Tensor, caches: PageStore, heads: slice = _ALL
 ) -> None:
-    """Store a layer's keys and values of the rows that have slots; these are the last rows.
+    """Store a layer's keys and values of the rows that have slots, which are the last rows.
 
     Args:
         k, v: [T, heads, hd].
-        index: of the layer.
-        slot_mapping: as `BodyInputs` has it.
-        caches: where they go.
-        heads: which key/value heads these are.
+        index: index of the layer.
+        slot_mapping: slots, as in `BodyInputs`.
+        caches: the store.
+        heads: the key/value heads in `k` and `v`.
     """
     num_kept = slot_mapping.numel()
     if num_kept:
@@ -280,7 +283,7 @@ def sources_of(
     caches: PageStore,
     heads: slice = _ALL,
 ) -> list[KeySource]:
-    """Where the rows of a chunk find their keys and values; arguments as for `keep`."""
+    """Return where the rows of a chunk find their keys and values; arguments as for `keep`."""
     return [
         KeySource(rows, caches.keys(index)[:, heads], caches.values(index)[:, heads], layout)
         if is_cached
@@ -292,7 +295,7 @@ def sources_of(
 def _body_inputs(
     groups: Sequence[Sequence[SpanGroup]], inputs: StepInputs[Tensor], caches: PageStore
 ) -> BodyInputs:
-    """What the layers want to know, of the span groups of every chunk of the attend stage."""
+    """Make the layers' inputs from the span groups of every chunk of the attend stage."""
     attending = tuple(
         _attending(own, bounds, caches.table)
         for own, bounds in zip(groups, inputs.bounds, strict=True)
@@ -303,7 +306,7 @@ def _body_inputs(
 def _samples(
     parts: Iterable[SamplePart], inputs: Iterable[SampleInputs[Tensor]], pages: PageTable
 ) -> list[Samples]:
-    """The parts of the sample rows with what the device was told of each."""
+    """Pair the parts of the sample rows with their inputs on the device."""
     return [
         Samples(part, own.rows, own.positions, _attending(part.span_groups, own.bounds, pages))
         for part, own in zip(parts, inputs, strict=True)
@@ -313,7 +316,7 @@ def _samples(
 def _attending(
     groups: Sequence[SpanGroup], bounds: Sequence[SequenceBounds[Tensor]], pages: PageTable
 ) -> tuple[Attending, ...]:
-    """Span groups, with their bounds on the device."""
+    """Pair span groups with their bounds on the device."""
     return tuple(
         Attending(group.rows, layout_of(group, on_device, pages), group.is_cached)
         for group, on_device in zip(groups, bounds, strict=True)

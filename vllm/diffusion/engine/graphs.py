@@ -53,11 +53,11 @@ MOST_SEQUENCES = 256  # of a bucket: every program of attention counts them
 
 
 class Bucket(NamedTuple):
-    """Batches that one graph serves.
+    """Sizes of the batches that one graph serves.
 
     Attributes:
-        rows: at most.
-        sequences: at most, besides the one that pads the rows.
+        rows: most rows.
+        sequences: most sequences, besides the one that pads the rows.
         is_cached: all rows belong to windows of kept keys and values; else none does.
     """
 
@@ -71,7 +71,7 @@ class Bucket(NamedTuple):
         return self.rows <= _ENDED_ROWS
 
     def inputs(self) -> StepInputs[Array]:
-        """Inputs of the bucket's sizes."""
+        """Return empty inputs of the bucket's sizes."""
         return step_inputs.empty(
             self.rows, self.rows if self.is_cached else 0, num_sequences=self.sequences + 1
         )
@@ -83,7 +83,7 @@ class _Captured:
     inputs: ops.GraphInputs
     outputs: BodyOutputs
     generation: int  # of the store whose addresses the graph holds
-    # Of what the inputs hold. It knows requests, which are not to be kept when they have gone.
+    # Packing of the inputs. It knows requests, which must not be kept once they are gone.
     packing: Callable[[], Packing | None] = lambda: None
 
 
@@ -92,13 +92,12 @@ class GraphRunner:
 
     Args:
         model: the loaded model, 16-bit, on a GPU of its own.
-        pool: where the layers' results lie: outside all scopes, as graphs hold addresses. What
-            is needed in between is the graphs' own.
+        pool: pool of the layers' results: outside all scopes, as graphs hold addresses.
         caches: kept keys and values.
-        planner: of the steps.
-        memory: what the graphs may take; batches run without one when it is used up.
-        agreement: with the ranks whose graphs meet this one's.
-        max_keys: the longest sequence.
+        planner: plans of the steps.
+        memory: memory that graphs may take; batches run without a graph when it is used up.
+        agreement: agreement with the ranks whose graphs meet this one's.
+        max_keys: keys of the longest sequence.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class GraphRunner:
         self._reads_pages = model.reads_pages(caches.device)
         self._has_blocks = model.family.is_block_causal
         self._table = caches.table  # at the address that graphs know
-        self._copied: PageTable | None = None  # what it holds
+        self._copied: PageTable | None = None  # contents of the table
         self._captured: dict[Bucket, _Captured] = {}
         self.buckets = buckets_of(model.config, is_fp8=model.is_fp8)
 
@@ -132,7 +131,7 @@ class GraphRunner:
         return self._memory.used_bytes
 
     def run(self, batch: StepBatch, plan: Plan) -> BodyOutputs | None:
-        """The layers of a batch by its bucket's graph; None where no graph serves it."""
+        """Run the layers of a batch by its bucket's graph; None where no graph serves it."""
         if not plan.is_whole(batch.num_rows):
             return None
         bucket = self.buckets.find(batch)
@@ -154,7 +153,7 @@ class GraphRunner:
         return captured.outputs
 
     def _copy_table(self) -> None:
-        """Let graphs read what the store's table says now."""
+        """Update the page table that graphs read from the store's."""
         table = self._caches.table
         if table is self._copied:
             return
@@ -195,7 +194,7 @@ class GraphRunner:
         return self._captured[bucket]
 
     def _bytes_of(self, batch: StepBatch) -> int:
-        """Memory of the layers at once, by the plan; of sample rows there is none in a graph."""
+        """Memory of the layers at once, by the plan; no graph computes sample rows."""
         shape = batch.shape._replace(sample_rows=1)
         return self._planner.plan(shape).predicted_peak_bytes
 
@@ -219,12 +218,12 @@ class GraphRunner:
 
 @dataclass(frozen=True)
 class Buckets:
-    """The buckets of one model.
+    """Row counts of the buckets of one model.
 
     Attributes:
-        whole: row counts of those for sequences that are computed as a whole, ascending.
-        windows: of those for windows, likewise.
-        rows_per_sequence: at least, on average, in a bucket for several sequences.
+        whole: row counts for sequences that are computed as a whole, ascending.
+        windows: row counts for windows, ascending.
+        rows_per_sequence: least average of rows a sequence, in a bucket for several sequences.
     """
 
     whole: tuple[int, ...]
@@ -232,7 +231,7 @@ class Buckets:
     rows_per_sequence: int
 
     def find(self, batch: StepBatch) -> Bucket | None:
-        """The smallest bucket that holds a batch, if there is one."""
+        """Return the smallest bucket that holds a batch, None if there is none."""
         num_sequences = batch.packing.num_sequences
         is_cached = batch.num_whole == 0
         if not is_cached and batch.num_whole < batch.num_rows:
@@ -247,7 +246,7 @@ class Buckets:
 
 
 def buckets_of(config: DiffusionConfig, *, is_fp8: bool = False) -> Buckets:
-    """Those that serve a model; blocks of block-causal families may be short."""
+    """Return the buckets that serve a model; blocks of block-causal families may be short."""
     rows_per_sequence = 4 if config.family.is_block_causal else 16
     if config.architecture.expert_layers:
         return Buckets(ROW_BUCKETS, ROW_BUCKETS, rows_per_sequence)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request whose answer must be in a language: where it stands, and what it may still commit."""
+"""State of a request whose answer must be in a language, and the tokens it may still commit."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class _Stretch:
     """Positions that hold one string of the language: the canvas, or a gap of the prompt.
 
     Attributes:
-        rows: of the sequence.
-        limit: how many of them the string may take.
-        state: behind the first `num_passed` ones, which never change any more.
+        rows: positions of the sequence.
+        limit: most of them that the string may take.
+        state: automaton state behind the first `num_passed` ones, which never change any more.
     """
 
     rows: range
@@ -46,27 +46,26 @@ class _Stretch:
     num_passed: int = 0
 
     def within(self, positions: Array) -> Array:
-        """Which of `positions` are of the stretch."""
+        """Return, as bool, whether each of `positions` belongs to the stretch."""
         return (positions >= self.rows.start) & (positions < self.rows.stop)
 
 
 def gaps(tokens: Array, mask_id: int) -> list[range]:
-    """Where mask tokens stand side by side."""
+    """Return the runs of adjacent mask tokens."""
     masked = (tokens == mask_id).nonzero()[0]
     runs = np.split(masked, (np.diff(masked) > 1).nonzero()[0] + 1)
     return [range(int(run[0]), int(run[-1]) + 1) for run in runs if run.size]
 
 
 class Guided(Selector):
-    """Candidates of such a request come from one string of the language for every stretch.
+    """Selector that takes all candidates of a stretch from one string of the language.
 
-    What a rule commits of it stays completable, whichever part it is. Only a rule that replaces
-    committed tokens may mix two strings: where that is not completable, it takes over all of the
-    newer one.
+    Any part of them that a rule commits stays completable. Only a rule that replaces committed
+    tokens may mix two strings: where that is not completable, it takes over all of the newer one.
 
     Args:
-        params: of the request, with a guide.
-        tokens: its sequence at the beginning.
+        params: parameters of the request, with a guide.
+        tokens: its sequence before decoding.
         prompt_length: tokens before the canvas.
     """
 
@@ -92,7 +91,7 @@ class Guided(Selector):
                 tokens[stretch.rows.start + index] = token
 
     def is_closed(self, tokens: Array) -> bool:
-        """Whether the answer is a whole string of the language which no text could go on."""
+        """Whether the answer is a whole string of the language that no text could continue."""
         answer = self._stretches[-1]
         state = answer.state
         for token in tokens[answer.rows.start :][answer.num_passed : answer.limit].tolist():
@@ -100,7 +99,7 @@ class Guided(Selector):
         return self._language.is_closed(state)
 
     def joints(self, tokens: Array, work: Work, scoring: Scoring, step: int) -> list[Joint]:
-        """What a forward chooses together, in the order of positions."""
+        """Return the joint choices of a forward, in the order of positions."""
         found = []
         for stretch in self._stretches:
             eligible = work.eligible[stretch.within(work.eligible)]
@@ -158,7 +157,10 @@ class Guided(Selector):
     def _window(
         self, stretch: _Stretch, tokens: Array, eligible: Array, *, are_open: bool = True
     ) -> Window:
-        """From the first position that may change to the last one that is filled or may be."""
+        """Make the window of a stretch.
+
+        It reaches from the first position that may change to the last one that is filled or may be.
+        """
         start = stretch.rows.start
         own, eligible = tokens[start : stretch.rows.stop], eligible - start
         filled = own != self._params.mask_id
@@ -175,7 +177,7 @@ class Guided(Selector):
         return Window(on_canvas, stretch.state, kinds, stretch.limit - end)
 
     def _pass(self, stretch: _Stretch, own: Array, first: int) -> None:
-        """Go on to the state before position `first`, up to which nothing changes any more."""
+        """Advance to the state before position `first`, up to which nothing changes any more."""
         for token in own[stretch.num_passed : first].tolist():
             stretch.state = self._language.advance(stretch.state, token)
         stretch.num_passed = max(stretch.num_passed, first)

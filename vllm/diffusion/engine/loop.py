@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step after step: each collected before the next is launched, or launched while others compute.
+"""Loop over steps: each is collected before the next is launched, or launched while others compute.
 
-What goes wrong in a step ends the requests that it concerns, never the engine. A rule that raises
-ends its own request, and every rank sees it raise. A step that runs out of memory is tried again
-without the requests that take most. What else fails ends all requests of the step, on all ranks
-that run it (`agreement`).
+A failure in a step ends the requests that it concerns, never the engine. A rule that raises ends
+its own request, on every rank. A step that runs out of memory is tried again without the requests
+that take most. Any other failure ends all requests of the step, on all ranks that run it
+(`agreement`).
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ Outcomes: TypeAlias = "dict[str, Exception | None]"
 
 
 class Step(NamedTuple):
-    """A step that the device has been given, to be waited for and committed.
+    """A launched step, to be waited for and committed.
 
     Attributes:
         started: time.perf_counter() before its first instruction.
-        batch: what is computed.
-        sampled: what is found.
-        memory: what it took.
+        batch: its input.
+        sampled: its result.
+        memory: memory that it took.
     """
 
     started: float
@@ -64,7 +64,7 @@ class Step(NamedTuple):
 
 
 class StepRunner(Protocol):
-    """What the loop needs of a model runner."""
+    """Interface of the model runner that the loop uses."""
 
     canvases: dict[str, Canvas]
     planner: Planner
@@ -91,11 +91,11 @@ class StepRunner(Protocol):
 
 
 class Attempt(NamedTuple):
-    """What came of launching a step; those who failed hear of it when the step is collected.
+    """Result of launching a step; failed requests are reported when the step is collected.
 
     Attributes:
         step: None where nothing could be launched.
-        failures: requests that do not take part, and why.
+        failures: per request that does not take part, why.
     """
 
     step: Step | None
@@ -107,14 +107,14 @@ class Attempt(NamedTuple):
 
 
 class Follows(NamedTuple):
-    """Who follows the steps under way: the question, most often the same as the one before.
+    """Question of which requests follow the steps under way; its answer is cached.
 
     Attributes:
         under_way: requests whose step has been launched.
-        wishes: what all requests want that may take part, in the order of their turns.
-        planner: of the steps.
-        shares: from where on one step does not hold all.
-        kept_bytes: what a step cannot have of the pool.
+        wishes: next forwards of all requests that may take part, in the order of their turns.
+        planner: plans of the steps.
+        shares: limits above which a step takes only some requests.
+        kept_bytes: bytes of the pool that a step cannot have.
     """
 
     under_way: set[str]
@@ -124,7 +124,7 @@ class Follows(NamedTuple):
     kept_bytes: int
 
     def answer(self) -> dict[str, int]:
-        """The requests of the next step, with their rows; none where it would not run whole."""
+        """Return the requests of the next step, with their rows; none if it would not run whole."""
         planner = self.planner
         taken = step_behind(self.under_way, dict(self.wishes), planner.row_budget, self.shares)
         fits = bool(taken) and planner.runs_whole(sum(taken.values()), self.kept_bytes)
@@ -135,11 +135,11 @@ class StepLoop:
     """Starts the requests of a runner and moves them one step at a time.
 
     Args:
-        runner: whose requests they are.
-        agreement: with the ranks that run the same steps.
+        runner: owner of the requests.
+        agreement: agreement with the ranks that run the same steps.
 
     Attributes:
-        num_rows: of the steps that were collected since it was last set.
+        num_rows: rows of the steps collected since it was last set.
     """
 
     def __init__(self, runner: StepRunner, agreement: Agreement) -> None:
@@ -172,20 +172,19 @@ class StepLoop:
 
     @torch.inference_mode()
     def plain(self, rows: Mapping[str, int]) -> dict[str, StepResult]:
-        """One step, in which each request may have so many rows."""
+        """Run one step, in which each request may compute up to the given rows."""
         return self._results(self._collect(self._launch(rows)))
 
     @torch.inference_mode()
     def ahead(self, rows: Mapping[str, int], apart: Collection[str] = ()) -> dict[str, StepResult]:
-        """The same where the device works by itself.
+        """Collect one step, with the next one launched before its results are handed out.
 
-        The next step is launched before the results are made and handed out, so that it computes
-        while they are on their way to the clients. Where one step does not hold everybody, a second
-        one follows it, so that the device computes while the results of the first are taken in.
-        Requests that are kept apart take no part in either.
+        So the device computes while results are on their way to the clients. Where one step does
+        not hold everybody, a second one follows it, so that the device computes while the results
+        of the first are taken in. Requests that are kept apart take part in neither.
 
         Args:
-            rows: who takes part, with how many rows, where no step is under way.
+            rows: requests that take part, with their rows, if no step is under way.
             apart: requests that are kept apart.
         """
         if not self._under_way:
@@ -200,7 +199,7 @@ class StepLoop:
 
     @torch.inference_mode()
     def slice(self, asked: Slice) -> dict[str, StepResult]:
-        """The next slice of a long step; the request's result, if it was the last one.
+        """Run the next slice of a long step; return the request's result if it was the last one.
 
         Where memory runs out, what steps have left behind is given back, and the step begins anew
         with the next slice, once.
@@ -223,26 +222,26 @@ class StepLoop:
 
     @property
     def launched(self) -> list[list[str]]:
-        """Requests of the steps that are under way, in the order of these."""
+        """Requests of each step under way, in the order of launch."""
         return [attempt.req_ids for attempt in self._under_way]
 
     def forget(self) -> None:
-        """Requests have gone; steps under way that nobody waits for go with them."""
+        """Drop steps under way whose requests have all gone."""
         running = self._runner.canvases.keys()
         self._under_way = [a for a in self._under_way if not running.isdisjoint(a.req_ids)]
 
     def _start(self, new: NewCanvas) -> Exception | None:
-        """Take in a request; why it could not be, on any rank."""
+        """Take in a request; return why it could not start on some rank, if so."""
         _, failure = self._tried(f"request {new.req_id} cannot start", self._runner.start, new)
         if failure is not None:
             self._runner.forget(new.req_id)
         return failure
 
     def _launch_behind(self, apart: Collection[str]) -> None:
-        """Launch the step that follows those under way, where that can be done at once.
+        """Launch the step that follows those under way, if that can be done without waiting.
 
-        A step in chunks launches more kernels than a GPU's queue holds, so launching would wait
-        for it.
+        A step in chunks launches more kernels than a GPU's queue holds, so launching would wait for
+        it.
         """
         under_way = {req_id for attempt in self._under_way for req_id in attempt.req_ids}
         if len(self._under_way) == MOST_UNDER_WAY or under_way.issuperset(self._runner.canvases):
@@ -266,12 +265,10 @@ class StepLoop:
             self._under_way.append(self._launch(self._answered[1]))
 
     def _launch(self, rows: Mapping[str, int]) -> Attempt:
-        """Launch a step; where memory runs out, without the requests that take most.
+        """Launch a step with these rows a request.
 
-        Each request may have so many rows.
-
-        What other steps have left behind is given back first, then what a paused step holds, and
-        the same step tried again.
+        Where memory runs out, what other steps have left behind is released, then what a paused
+        step holds, then the requests that take most are left out, each time with another try.
         """
         failures: dict[str, Exception] = {}
         ready = [req_id for req_id in rows if self._is_ready(req_id, failures, rows[req_id])]
@@ -293,7 +290,7 @@ class StepLoop:
         return Attempt(None, failures)
 
     def _is_ready(self, req_id: str, failures: dict[str, Exception], room: int = ALL_ROWS) -> bool:
-        """Whether a request's rule says what the step is for; else it is among the failures."""
+        """Whether a request's rule can begin the step; else `failures` gets its error."""
         canvas = self._runner.canvases[req_id]
         canvas.room = room
         try:
@@ -305,7 +302,7 @@ class StepLoop:
         return True
 
     def _largest(self, req_ids: list[str]) -> str:
-        """The request with the most rows, of several the last one."""
+        """Return the request with the most rows, the last one of several."""
         return max(reversed(req_ids), key=lambda req_id: self._runner.canvases[req_id].next_rows)
 
     def _collect(self, attempt: Attempt) -> Outcomes:
@@ -327,9 +324,9 @@ class StepLoop:
     def _tried(
         self, what: str, call: Callable[[A], T], argument: A
     ) -> tuple[T | None, Exception | None]:
-        """What a call returns, or what failed on any rank; `what` is for the log.
+        """Call, and return the result, or the failure of any rank; `what` is for the log.
 
-        Of memory that runs out it is said later who has to go for it.
+        Memory that runs out is not logged here: the caller decides which request ends.
         """
         found, failure = None, None
         try:
@@ -342,7 +339,7 @@ class StepLoop:
         return (found, None) if failure is None else (None, failure)
 
     def _results(self, outcomes: Outcomes) -> dict[str, StepResult]:
-        """What clients are told of a step that is committed."""
+        """Make the clients' results of a committed step."""
         canvases = self._runner.canvases
         return {
             req_id: canvases[req_id].report() if error is None else self._failed(req_id, error)
@@ -361,7 +358,7 @@ class StepLoop:
 
 
 def commit(canvas: Canvas, found: Candidates | Choice) -> Exception | None:
-    """Commit what a step found for a request, which ends alone where that fails."""
+    """Commit what a step found for a request; return the error that ends it alone, if any."""
     try:
         canvas.commit(found)
     except Exception as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What crosses between the scheduler and the workers, once per denoise step."""
+"""Messages between the scheduler and the workers, once per denoise step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class NewCanvas:
     """A request that starts with this step; `params.seed` is drawn.
 
-    `selector` is its say in what is committed, where it has one; every rank gets a copy.
-    `host_layers` is of how many layers its kept keys and values lie in host memory. `prompt_of`
+    `selector` takes part in what is committed, if there is one; every rank gets a copy.
+    `host_layers` is the number of layers whose kept keys and values lie in host memory. `prompt_of`
     names a running request that has computed what its first forward begins with (`siblings.py`);
     `spare_positions` of kept keys and values are for requests that will read its own.
     """
@@ -38,12 +38,12 @@ class NewCanvas:
 
 @dataclass(frozen=True)
 class NewPages:
-    """Pages that a request gets.
+    """Pages handed to a request.
 
     Attributes:
         page_ids: their numbers in the store.
-        num_kept: positions from 0 whose keys and values they hold, where they are in place of all
-            that the request had; None where they come behind those.
+        num_kept: positions, from 0, whose keys and values they hold, if they replace all that the
+            request had; None if they extend those.
     """
 
     page_ids: list[int]
@@ -71,7 +71,7 @@ class CanvasView:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one request got out of a step.
+    """Result of a step for one request.
 
     Attributes:
         new_token_ids: tokens that became part of the finished prefix of the canvas.
@@ -80,12 +80,12 @@ class StepResult:
         next_rows: rows of its next forward; 0 where it has none.
         infilled: tokens that replaced mask tokens of the prompt so far, by position.
         error: why the request cannot go on, if it cannot.
-        logprobs: of `new_token_ids`, for requests that ask for them.
-        canvas: for requests that ask to see it.
-        scores: the answer to a request that is only read.
+        logprobs: log probabilities of `new_token_ids`, for requests that ask for them.
+        canvas: the canvas, for requests that ask to see it.
+        scores: the answer to a likelihood request.
         num_kept: positions from 0 whose keys and values are kept; its next forward begins there.
-        is_closed: the answer fills its room with a whole string of the language that it must be
-            in, and no text could go on from there.
+        is_closed: the answer fills its room with a whole string of its language, which no text
+            could continue.
     """
 
     new_token_ids: list[int]
@@ -103,16 +103,16 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepUsage:
-    """Memory of a step on one rank, in bytes where nothing else is said.
+    """Memory of a step on one rank, in bytes unless a field says otherwise.
 
     Attributes:
-        budget_bytes: what buffers of steps and kept keys and values may take together.
-        rates: of the device.
-        in_use_bytes: what stays between steps: kept keys and values.
-        host_bytes: of host memory, for keys and values that are kept there.
+        budget_bytes: most bytes for buffers of steps and kept keys and values together.
+        rates: rates of the device.
+        in_use_bytes: kept keys and values, which stay between steps.
+        host_bytes: host memory of kept keys and values.
         peak_bytes: the most in use at any time of the step; 0 when nothing ran.
-        average_bytes: weighted by time.
-        planner_us: microseconds that the plan took.
+        average_bytes: average in use, weighted by time.
+        planner_us: microseconds that planning took.
     """
 
     budget_bytes: int
@@ -124,7 +124,7 @@ class StepUsage:
     planner_us: float = 0.0
 
     def report(self) -> dict[str, int]:
-        """What a client is told of the largest step of its request."""
+        """Fields that a client sees of the largest step of its request."""
         return {
             "peak_bytes": self.peak_bytes,
             "average_bytes": self.average_bytes,
@@ -134,13 +134,13 @@ class StepUsage:
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of a step of one request, which is paused after it.
+    """A part of one request's step, which is paused after it.
 
     Attributes:
-        req_id: the request, which is among those that take part in the step.
-        rows: that its step may have, if it begins with this slice.
-        seconds: of work, as the planner predicts it; the step stops at the end of a chunk before
-            they are over, but computes at least one.
+        req_id: the request, one of those that take part in the step.
+        rows: rows that its step may have, if it begins with this slice.
+        seconds: work as the planner predicts it; the step stops at the end of a chunk before they
+            are over, but computes at least one.
     """
 
     req_id: str
@@ -150,11 +150,11 @@ class Slice:
 
 @dataclass(frozen=True)
 class Paused:
-    """A step that is not over.
+    """A step that waits for its next slice.
 
     Attributes:
         req_id: its only request.
-        held_bytes: of the pool, which other steps cannot have meanwhile.
+        held_bytes: bytes of the pool that other steps cannot have meanwhile.
     """
 
     req_id: str
@@ -163,12 +163,12 @@ class Paused:
 
 @dataclass(frozen=True)
 class Worked:
-    """Slices that are over, together.
+    """Sum of slices that are over.
 
     Attributes:
-        seconds: of their work, as the planner predicts it.
-        taken_s: what the device of one rank took for it.
-        num_slices: that they are.
+        seconds: their work, as the planner predicts it.
+        taken_s: seconds that the device of one rank took for it.
+        num_slices: number of slices.
     """
 
     seconds: float
@@ -181,11 +181,11 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     """Upstream's message plus the requests that start (`admitted`).
 
     `num_scheduled_tokens` names the requests that take part in this step, with their rows: those of
-    the first step that `launched` of the answer before has named, if any are left. Other requests
-    run but wait their turn. `long` names those of whom no step is launched as a whole any more, and
-    `next_slice` the one of them that goes on in this step. `finished_req_ids` names those whose
-    canvas is no longer needed; `scheduled_at` is `time.monotonic()`. `new_pages` is what requests
-    get whose pages the scheduler hands out, by request; it is taken in before the step.
+    the first step named by `launched` of the previous answer, if any are left. Other requests run
+    but wait their turn. `long` names those of which no step is launched as a whole any more, and
+    `next_slice` the one of them that continues in this step. `finished_req_ids` names those whose
+    canvas is no longer needed; `scheduled_at` is `time.monotonic()`. `new_pages` holds, by request,
+    pages that the scheduler hands out; workers take them in before the step.
     """
 
     admitted: list[NewCanvas] = field(default_factory=list)
@@ -199,9 +199,9 @@ class DiffusionSchedulerOutput(SchedulerOutput):
 class DiffusionRunnerOutput(ModelRunnerOutput):
     """Upstream's message plus the result of every request that took part in the step.
 
-    `usage` says what the step took of the memory, and what there is; `num_rows` what it computed;
-    `launched` who takes part in each of the next steps that are under way already; `paused` the
-    long step that waits for its next slice; `worked` what slices have ended since the last message.
+    `usage` is the memory that the step took, and what there is; `num_rows` the rows computed;
+    `launched` the requests of each of the next steps under way; `paused` the long step that waits
+    for its next slice; `worked` the slices that have ended since the last message.
     """
 
     results: dict[str, StepResult] = field(default_factory=dict)

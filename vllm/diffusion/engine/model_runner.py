@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hot path: one denoise step of every running request.
 
-A step is built, planned, computed chunk by chunk, sampled and committed. What may go wrong on the
-way is the business of `StepLoop`, what memory is taken that of `Ledger`.
+A step is built, planned, computed chunk by chunk, sampled and committed. `StepLoop` handles what
+may go wrong on the way, `Ledger` the memory that is taken.
 """
 
 from __future__ import annotations
@@ -53,17 +53,18 @@ class DiffusionModelRunner:
 
     Args:
         model: the loaded model.
-        planner: chunk sizes of a step.
-        pool: the memory of steps and of kept keys and values, on the model's device.
-        device: where the model lives.
+        planner: plans chunk sizes of steps.
+        pool: memory of steps and of kept keys and values, on the model's device.
+        device: device of the model.
         is_reporting: this rank writes the log lines of steps.
-        agreement: with the ranks that run the same steps; None for one rank.
-        graph_memory: where CUDA graphs of the layers may live; None runs without graphs.
-        max_model_len: the longest sequence.
-        ranks: that compute the same steps; None where there are no others.
+        agreement: agreement with the ranks that run the same steps; None for one rank.
+        graph_memory: memory for CUDA graphs of the layers; None runs without graphs.
+        max_model_len: positions of the longest sequence.
+        ranks: ranks that compute the same steps; None where there are no others.
 
     Attributes:
-        shares: of requests, where steps are launched behind others.
+        shares: limits above which a step takes only some requests, where steps are launched behind
+            others.
         runs_ahead: a step is launched before the results of the one before are handed out.
     """
 
@@ -108,12 +109,14 @@ class DiffusionModelRunner:
         self._packed_by = self.caches.table
         self._asked: tuple[object, ...] | None = None  # what its plan depends on, if it is whole,
         self._answer: Plan  # and the plan
-        self._over: list[tuple[Step, float]] = []  # to be told of, and time.perf_counter() then
+        self._over: list[
+            tuple[Step, float]
+        ] = []  # not yet reported; time.perf_counter() at its end
 
     # ---- one engine step ----
 
     def execute(self, message: DiffusionSchedulerOutput) -> DiffusionRunnerOutput:
-        """Take in started and finished requests, then give the results of one step.
+        """Take in started and finished requests, then return the results of one step.
 
         Requests that start while a step is under way take part in one after it.
         """
@@ -150,7 +153,7 @@ class DiffusionModelRunner:
     # ---- one denoise step ----
 
     def launch(self, req_ids: list[str]) -> Step:
-        """Give the device one denoise step of the named requests, and do not wait for a GPU."""
+        """Give the device one denoise step of the named requests, without waiting for a GPU."""
         started = time.perf_counter()
         batch, plan, planner_us = self._planned(req_ids)
         with self._ledger.measuring(plan, batch.num_rows) as meter:
@@ -170,14 +173,17 @@ class DiffusionModelRunner:
         return outcomes
 
     def _take_note(self) -> None:
-        """Of steps that are over: a device does not wait for it."""
+        """Log collected steps and publish their memory use.
+
+        Called after the next launch, so the GPU never waits for it.
+        """
         over, self._over = self._over, []
         for step, ended in over:
             self._usage = step.memory.usage(self._idle_usage())
             self._log.step(step.started, ended, step.batch, self._usage, step.memory.plan)
 
     def launch_slice(self, asked: Slice) -> Step | None:
-        """Give the device the next slice of a request's step; the step, where it is the last."""
+        """Launch the next slice of a request's step; return the step if it was the last one."""
         if not self._slices.is_of(self.canvases[asked.req_id]):
             self._slices.drop()
             planned = self._planned([asked.req_id], asked.seconds)
@@ -185,7 +191,7 @@ class DiffusionModelRunner:
         return self._slices.run(asked)
 
     def drop_slices(self) -> bool:
-        """Give back what a paused step holds, which begins anew; whether there was one."""
+        """Give back the memory of a paused step, which will begin anew; whether there was one."""
         was_paused = self._slices.req_id is not None
         self._slices.drop()
         return was_paused
@@ -197,7 +203,7 @@ class DiffusionModelRunner:
     def _planned(
         self, req_ids: Sequence[str], longest_chunk_s: float = math.inf
     ) -> tuple[StepBatch, Plan, float]:
-        """A step, its plan, and the microseconds that this took to find."""
+        """Build and plan a step; also return the microseconds that planning took."""
         generation = self.caches.generation
         batch = self._batch(req_ids)
         plan, planner_us = self._plan(batch, longest_chunk_s)
@@ -214,10 +220,10 @@ class DiffusionModelRunner:
         return batch
 
     def _plan(self, batch: StepBatch, longest_chunk_s: float = math.inf) -> tuple[Plan, float]:
-        """How the rows are cut, and the microseconds that it took to say so.
+        """Return the plan of a batch and the microseconds that finding it took.
 
-        A step that comes in slices leaves others room. Caches give back what they do not need where
-        it is wanted.
+        A step that comes in slices leaves room for others. Caches give back unused pages where
+        memory is wanted.
         """
         started = time.perf_counter()
         shape = planned_as(batch.shape)
@@ -244,7 +250,7 @@ class DiffusionModelRunner:
         return plan
 
     def _kept_by_all(self, shape: StepShape) -> int:
-        """What the step cannot have of the pool; on any rank, where they must be cut alike."""
+        """Bytes of the pool that the step cannot have; on any rank, if all must cut alike."""
         kept_bytes = self._ledger.kept_bytes
         if not self.planner.divides(shape):
             return kept_bytes
@@ -258,7 +264,8 @@ class DiffusionModelRunner:
     def _gains_by_trimming(self, shape: StepShape, plan: Plan, longest_chunk_s: float) -> bool:
         """Whether a step in chunks is worth giving back pages that nobody uses.
 
-        The next requests that keep keys and values take them anew, and capture their graphs again.
+        The next requests that keep keys and values then reserve pages anew, and capture their
+        graphs again.
         """
         unused = self.caches.unused_bytes
         if not unused or self.pool.has_frame:
@@ -273,7 +280,7 @@ class DiffusionModelRunner:
     def run_alone(
         self, requests: Sequence[NewCanvas], pages: Mapping[str, NewPages] | None = None
     ) -> None:
-        """One step of requests that are forgotten afterwards; errors are raised on all ranks."""
+        """Run one step of requests, then forget them; errors are raised on all ranks."""
         failure: Exception | None = None
         try:
             for new in requests:
@@ -307,7 +314,7 @@ class DiffusionModelRunner:
 
     @torch.inference_mode()
     def step_known(self, new: NewCanvas) -> Outcomes:
-        """The first step of a request that has started, where a sibling has computed it."""
+        """Run a started request's first step from a sibling's results; empty if unknown."""
         canvas = self.canvases[new.req_id]
         if new.prompt_of is None or not is_shared(canvas):
             return {}
@@ -324,7 +331,7 @@ class DiffusionModelRunner:
         return {new.req_id: commit(canvas, found)}
 
     def _assign(self, new_pages: Mapping[str, NewPages]) -> None:
-        """Take in what pages requests get, where the scheduler hands them out."""
+        """Take in the pages that the scheduler hands to requests."""
         for req_id, new in new_pages.items():
             canvas = self.canvases.get(req_id)
             if canvas is None:
@@ -349,12 +356,12 @@ class DiffusionModelRunner:
 
     @property
     def budget_bytes(self) -> int:
-        """What steps and kept keys and values may take together."""
+        """Bytes that steps and kept keys and values may take together."""
         return self.planner.budget_bytes - self._ledger.fixed_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """Of the pool, what the next step cannot have."""
+        """Bytes of the pool that the next step cannot have."""
         return self._ledger.kept_bytes
 
     def _idle_usage(self) -> StepUsage:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is noted of steps and requests: metrics for the server, lines for the log."""
+"""Observation of steps and requests: metrics for the server, lines for the log."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ ANSWERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED
 
 
 class Observer:
-    """Notes what happens, and hands it out as upstream's statistics.
+    """Records events, and hands them out as upstream's statistics.
 
     Args:
-        enabled: somebody reads statistics; else nothing is kept.
+        enabled: whether statistics are read; else nothing is kept.
     """
 
     def __init__(self, *, enabled: bool) -> None:
@@ -52,7 +52,7 @@ class Observer:
             request.record_event(EngineCoreEventType.QUEUED)
 
     def refused(self, request: Request, message: str, reason: str) -> None:
-        """It is not served, or not to its end; `reason` is the metric's label."""
+        """Record that a request is not served to its end; `reason` is the metric's label."""
         logger.warning("request %s refused: %s", request.request_id, message)
         self._seen.count(metrics.REQUESTS_REFUSED, label=reason)
 
@@ -66,7 +66,7 @@ class Observer:
             request.record_event(EngineCoreEventType.SCHEDULED)
 
     def progressed(self, item: Scheduled, result: StepResult) -> None:
-        """To be told before `item` takes in the result of its step."""
+        """Record a step's result of `item`; must be called before `item` takes it in."""
         self._seen.count(metrics.FORWARDS, result.num_forwards - item.num_forwards)
         self._seen.count(metrics.COMMITTED_TOKENS, result.num_committed - item.num_committed)
         if result.num_committed and not item.num_committed:
@@ -74,7 +74,7 @@ class Observer:
             self._seen.observe(metrics.TIME_TO_FIRST_COMMIT, waited)
 
     def ended(self, item: Scheduled) -> None:
-        """It has stopped running, however that came about."""
+        """Record that a request has stopped running, for whatever reason."""
         if not item.num_forwards:
             return
         self._seen.observe(metrics.TOKENS_PER_FORWARD, item.num_committed / item.num_forwards)
@@ -106,17 +106,20 @@ class Observer:
     # ---- statistics ----
 
     def are_statistics_due(self) -> bool:
-        """Whether they travel without an output: it costs the server as much as a small step."""
+        """Whether to send statistics without an output.
+
+        Such a message costs the server as much as a small step.
+        """
         return time.monotonic() - self._last_statistics >= STATISTICS_S
 
     def statistics(
         self, num_running: int, waiting: Mapping[str, WaitsFor]
     ) -> SchedulerStats | None:
-        """Everything since they were last taken; None where nobody reads them.
+        """Return everything recorded since the last call; None if nobody reads it.
 
         Args:
-            num_running: requests that run.
-            waiting: what each of the others waits for, by id, in order.
+            num_running: number of running requests.
+            waiting: per waiting request, in order, what it waits for.
         """
         if not self._enabled:
             return None
@@ -130,5 +133,5 @@ class Observer:
 
 
 def seconds_since_arrival(request: Request) -> float:
-    """The arrival was stamped by the server's process, so by the clock that they share."""
+    """Seconds since the server's process stamped the request, by the clock that both share."""
     return float(max(time.time() - request.arrival_time, 0.0))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client is told of its request, in upstream's messages.
+"""Messages to the client of a request, in upstream's types.
 
-What upstream's output has no field for rides in its `kv_transfer_params`, which its front end hands
-through as they are.
+What upstream's output has no field for travels in its `kv_transfer_params`, which its front end
+passes on unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def progress(
     item: Scheduled, new_token_ids: list[int], result: StepResult
 ) -> list[EngineCoreOutput]:
-    """What a step brought: tokens that are final now, and at the end the report.
+    """Make the outputs of a step: tokens that are now final, and at the end the report.
 
     An answer that is closed stops behind its last token. Upstream takes the last token of an output
     that stops for one that ends the answer and leaves it out of the text, so the end comes by
@@ -51,7 +51,7 @@ def progress(
 
 
 def refusal(request: Request, message: str) -> EngineCoreOutput:
-    """That a request is not served, or not to its end, and why; it has its status of the end."""
+    """Make the output that says why a request is not served to its end; its status must be set."""
     return EngineCoreOutput(
         request_id=request.request_id,
         new_token_ids=[],
@@ -61,7 +61,7 @@ def refusal(request: Request, message: str) -> EngineCoreOutput:
 
 
 def timeout(item: Scheduled, message: str) -> EngineCoreOutput:
-    """That a request has ended before it was complete; it has its status of the end."""
+    """Make the output of a request that ended before it was complete; its status must be set."""
     told = {"error": message, "timeout_s": item.params.timeout_s, **_report(item)}
     return EngineCoreOutput(
         request_id=item.req_id,
@@ -76,12 +76,12 @@ def envelopes(
     finished: Mapping[int, set[str]],
     stats: SchedulerStats | None,
 ) -> dict[int, EngineCoreOutputs]:
-    """One message for each client that is to hear something; the first takes the statistics.
+    """Make one message for each client with news; the first one takes the statistics.
 
     Args:
         told: outputs, by client.
         finished: ids of requests that have ended, by client, where clients want them.
-        stats: of the whole engine.
+        stats: statistics of the whole engine.
     """
     found = {client: EngineCoreOutputs(outputs=part) for client, part in told.items()}
     for client, req_ids in finished.items():
@@ -101,7 +101,7 @@ def _common(request: Request) -> dict[str, Any]:
 
 
 def _side_channel(item: Scheduled, result: StepResult) -> dict[str, Any] | None:
-    """The report belongs to the last output.
+    """Fields that upstream's output lacks; the report is sent with the last output.
 
     The front end finds stop strings by itself, so with them every output may be the last one.
     """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who has which pages of the store, where keys and values are exact: block-causal families.
+"""Assignment of the store's pages to requests with exact keys and values (block-causal families).
 
-Upstream's KV cache manager counts the pages, shares those of equal prefixes, and evicts what nobody
-has used for longest. A page is published, so that other requests may find it, when a step that is
-over has made all of it final; what a request writes until then only itself can see.
+Upstream's KV cache manager counts the pages, shares those of equal prefixes, and evicts the least
+recently used. A page is published, so that other requests may find it, once a finished step has
+made all of it final; until then only its own request reads it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BLOCKS_AHEAD = 2
 
 
 def most_positions(num_pages: int, max_model_len: int) -> int:
-    """Positions that one request may have in a store of so many pages.
+    """Positions that one request may have in a store of `num_pages` pages.
 
     Upstream's manager keeps one page for itself. A sequence ends with a whole block, so it may be
     longer than prompt and answer.
@@ -41,10 +41,10 @@ class Paging:
     """Hands out the pages of a store.
 
     Args:
-        vllm_config: of the engine.
-        kv_cache_config: what upstream made of the worker's sizes.
-        hash_block_size: tokens behind one hash.
-        log_stats: somebody reads statistics.
+        vllm_config: configuration of the engine.
+        kv_cache_config: upstream's, made from the worker's sizes.
+        hash_block_size: tokens covered by one hash.
+        log_stats: whether statistics are read.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Paging:
         self._is_short = False  # somebody waits for pages
 
     def arrived(self, item: Scheduled) -> None:
-        """Let a request's hashes name the length of its blocks, on which keys and values depend.
+        """Add the block length, on which keys and values depend, to a request's hashes.
 
         Raises:
             ActivationBudgetError: it would not fit even alone.
@@ -87,14 +87,14 @@ class Paging:
             request.skip_reading_prefix_cache = True
 
     def provide(self, running: Iterable[Scheduled], under_way: Collection[str]) -> None:
-        """Pages for everybody's next forward, and beyond, as a worker launches one step ahead.
+        """Reserve pages for every next forward, and beyond, as a worker launches one step ahead.
 
-        The oldest come first. Where there are too few, they take those of the newest, unless its
-        step is under way.
+        The oldest requests come first. Where there are too few pages, they take those of the newest
+        request, unless its step is under way.
 
         Args:
             running: the requests that run.
-            under_way: those of the step that the worker has launched.
+            under_way: requests of the step that the worker has launched.
         """
         paged = sorted((item for item in running if item.is_paged), key=lambda item: item.started)
         for item in paged:
@@ -111,16 +111,16 @@ class Paging:
             self._give(item, min(ahead, item.demand.length))
 
     def admits(self, item: Scheduled) -> bool:
-        """Whether a request may start: then it has the pages of its first forward.
+        """Whether a request may start; if so, it has the pages of its first forward.
 
         Requests that have started before and wait for pages come first.
         """
         return not item.is_paged or (not self._is_short and self._give(item, item.next_end))
 
     def _give(self, item: Scheduled, end: int) -> bool:
-        """Let a request have pages for its positions up to `end`; whether it has them now.
+        """Give a request pages for its positions up to `end`; whether it has them now.
 
-        One that has none begins with those that hold its prefix already.
+        A request without pages begins with those that already hold its prefix.
         """
         if item.num_pages * PAGE_SIZE >= end:
             return True
@@ -144,7 +144,7 @@ class Paging:
         return True
 
     def _begin(self, item: Scheduled, num_found: int) -> None:
-        """So many positions are computed already."""
+        """Start a request whose first `num_found` positions are computed already."""
         request = item.request
         self._manager.record_prefix_cache_stats(request, num_found)
         if request.num_preemptions == 0 and request.prefill_stats is not None:
@@ -154,10 +154,10 @@ class Paging:
         item.keep(num_found)
 
     def reset(self, running: Iterable[Scheduled]) -> bool:
-        """Forget all that is published; whether that could be, as no page is in use.
+        """Forget all published pages; False if some page is in use.
 
         Args:
-            running: requests whose pages are taken away before.
+            running: requests whose pages are taken away first.
         """
         for item in running:
             if item.num_pages:
@@ -165,7 +165,7 @@ class Paging:
         return bool(self._manager.reset_prefix_cache())
 
     def preempt(self, item: Scheduled) -> None:
-        """Take away a request's pages; it goes on when there are some again."""
+        """Take away a request's pages; it continues when there are some again."""
         request = item.request
         self._manager.free(request)
         request.status = RequestStatus.PREEMPTED
@@ -176,7 +176,7 @@ class Paging:
         self._new_pages[item.req_id] = NewPages([], 0)
 
     def publish(self, item: Scheduled) -> None:
-        """Let others find what is final of a request's keys and values."""
+        """Let other requests find the final part of a request's keys and values."""
         request = item.request
         if item.num_pages == 0 or item.num_kept == request.num_computed_tokens:
             return
@@ -185,19 +185,19 @@ class Paging:
             self._manager.cache_blocks(request, min(item.num_kept, request.num_tokens))
 
     def free(self, item: Scheduled) -> None:
-        """A request has ended; what it has published stays until the page is needed."""
+        """Release the pages of an ended request; published ones stay until they are needed."""
         if item.num_pages:
             self._manager.free(item.request)
             item.num_pages = 0
         self._new_pages.pop(item.req_id, None)
 
     def take_new_pages(self) -> dict[str, NewPages]:
-        """What requests have got since this was last asked."""
+        """Return the pages given to requests since the last call."""
         taken, self._new_pages = self._new_pages, {}
         return taken
 
     def put_into(self, stats: SchedulerStats) -> None:
-        """How full the store is, and what of the prefixes was found."""
+        """Write how full the store is, and how many prefixes were found, into `stats`."""
         stats.kv_cache_usage = self._manager.usage
         found = self._manager.make_prefix_cache_stats()
         if found is not None:
@@ -205,6 +205,6 @@ class Paging:
 
 
 def _shares(item: Scheduled) -> bool:
-    """Whether its pages hold what their hashes name: whole blocks, and no token but those."""
+    """Whether a request's pages hold what their hashes name: whole blocks of these tokens."""
     params = item.params
     return PAGE_SIZE % params.block_length == 0 and not params.allow_infill

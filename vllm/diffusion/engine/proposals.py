@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Proposals:
-    """Tokens and log probabilities by canvas position.
+    """Newest proposed tokens and their log probabilities, by canvas position.
 
-    What is kept for a committed position is of the forward that committed its token, also where a
-    rule goes on asking whether another one should stand there.
+    For a committed position these are of the forward that committed its token, also where a rule
+    goes on asking whether another one should stand there.
 
     Args:
         params: the request's parameters; `num_logprobs` is not None.
@@ -40,21 +40,21 @@ class Proposals:
         self._ranks = np.ones(params.gen_length, dtype=np.int32)
 
     def begin(self, canvas: NDArray[np.int64]) -> None:
-        """What stands on the canvas [N] before the first forward is certain."""
+        """Record the tokens on the canvas [N] before the first forward as certain."""
         known = canvas != self._mask_id
         self._tokens[known] = canvas[known, None]
         self._logprobs[known] = 0.0
 
     def note(self, candidates: Candidates, commit: Commit, was_masked: NDArray[np.bool_]) -> None:
-        """Take in what a forward proposed, and what was committed instead.
+        """Record what a forward proposed, and what was committed instead.
 
-        Of a committed token that was neither proposed nor the greedy one nothing is known: a
+        A committed token that was neither proposed nor the greedy one has no log probability: a
         selector chose it.
 
         Args:
-            candidates: R of them.
-            commit: of these.
-            was_masked: [R], which of their positions were masked in the forward.
+            candidates: R candidates.
+            commit: positions and tokens that were committed.
+            was_masked: [R], whether the position was masked in the forward.
         """
         if candidates.logprobs is None or candidates.positions.size == 0:
             return
@@ -80,13 +80,13 @@ class Proposals:
         self._logprobs[at, 1:] = found.top.numpy()[:, noted].T
 
     def fill(self, start: int, token: int) -> None:
-        """Positions from `start` on are `token` by the rule's decision: it is certain."""
+        """Record that the rule has set positions from `start` on to `token`, which is certain."""
         self._tokens[start:] = token
         self._logprobs[start:] = 0.0
         self._ranks[start:] = 1
 
     def logprobs(self, start: int, end: int) -> LogprobsLists:
-        """What is known of committed positions, as upstream carries it."""
+        """Return the log probabilities of committed positions, in upstream's type."""
         return LogprobsLists(
             self._tokens[start:end].copy(),
             self._logprobs[start:end].copy(),
@@ -94,7 +94,7 @@ class Proposals:
         )
 
     def view(self, step: int, canvas: NDArray[np.int64]) -> CanvasView:
-        """The whole canvas [N] after forward number `step` (from 1)."""
+        """Return the whole canvas [N] after forward number `step` (from 1)."""
         committed = canvas != self._mask_id
         return CanvasView(
             step=step,

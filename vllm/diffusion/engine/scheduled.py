@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler knows of a request."""
+"""State of a request in the scheduler."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ WaitsFor = Literal["rows", "memory", "requests", "others", "prompt", "call", "or
 
 @dataclass(eq=False)
 class Scheduled:
-    """A request with its decided parameters, from arrival to its last token; itself alone.
+    """A request with its decided parameters, from arrival to its last token; compared by identity.
 
     Attributes:
         started: time.monotonic() of admission; 0 before.
         deadline: time.monotonic() at which it ends, complete or not.
-        waits_for: what it waits for, until it is admitted.
+        waits_for: reason for which it waits, until it is admitted.
         num_overtaken: later requests that have started before it.
-        next_rows: of its next forward.
+        next_rows: rows of its next forward.
         num_kept: positions from 0 whose keys and values are kept.
-        num_pages: that it has, where they are handed out.
+        num_pages: pages that it has, where the scheduler hands them out.
         prompt_of: the request that has computed what its first forward begins with.
-        largest: of its steps, the one with the highest peak.
+        largest: usage of its step with the highest peak.
     """
 
     request: Request
@@ -66,12 +66,12 @@ class Scheduled:
 
     @property
     def priority(self) -> int:
-        """Those of the lowest number come first."""
+        """Priority of the request; lower numbers come first."""
         return self.params.priority or 0
 
     @property
     def num_end_tokens(self) -> int:
-        """Positions of the canvas from the token that ended the answer on; 0 where none did."""
+        """Canvas positions from the token that ended the answer on; 0 where none did."""
         answer = self.request.output_token_ids
         if not answer or answer[-1] not in self.params.stop_ids:
             return 0
@@ -89,21 +89,21 @@ class Scheduled:
 
     @property
     def next_end(self) -> int:
-        """Positions from 0 that have keys in its next forward, where these are in pages."""
+        """Positions, from 0, that have keys in its next forward, where these are in pages."""
         return self.num_kept + self.next_rows
 
     def predicted_s(self, rows: int, planner: Planner) -> float:
-        """Seconds that the planner predicts of a step of so many of its rows alone."""
+        """Predicted seconds of a step of this request alone, with `rows` rows."""
         if rows not in self._seconds:
             self._seconds[rows] = planner.seconds_of(self.demand, rows)
         return self._seconds[rows]
 
     def keep(self, num_kept: int) -> None:
-        """So many positions need not be computed again."""
+        """Set the number of positions that need not be computed again."""
         self.num_kept, self.next_rows = num_kept, self.next_end - num_kept
 
     def start(self) -> NewCanvas:
-        """It runs from now on: what the workers must know of it."""
+        """Mark the request as running and return what the workers need of it."""
         self.started = time.monotonic()
         self.request.status = RequestStatus.RUNNING
         prompt = list(self.request.prompt_token_ids or [])
@@ -117,7 +117,7 @@ class Scheduled:
         )
 
     def take_part(self, result: StepResult, usage: StepUsage | None) -> None:
-        """It took part in a step that used so much memory."""
+        """Take in the result of a step, and the memory that it used."""
         self.next_rows, self.num_kept = result.next_rows, result.num_kept
         self.num_forwards, self.num_committed = result.num_forwards, result.num_committed
         if usage is not None and (
@@ -126,7 +126,7 @@ class Scheduled:
             self.largest = usage
 
     def accept(self, result: StepResult) -> list[int]:
-        """The part of new final tokens that belongs to the answer; notes how the answer ends."""
+        """Return the new final tokens that belong to the answer; note how the answer ends."""
         request, tokens = self.request, result.new_token_ids
         if result.scores is not None:
             request.status = RequestStatus.FINISHED_STOPPED

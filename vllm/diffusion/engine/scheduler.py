@@ -3,8 +3,8 @@
 
 Requests wait in line until their steps fit beside those that run (`admission.py`), and then take
 part in every step, or take turns where not all their rows fit into one (`turns.py`). The worker
-owns the canvas; the scheduler sees only the tokens that became final. What memory there is it
-learns from the worker's first answer, so the first step of all is empty.
+owns the canvas; the scheduler sees only the tokens that became final. It learns the size of the
+memory from the worker's first answer, so the very first step is empty.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ logger = init_logger(__name__)
 
 
 class DiffusionScheduler(SchedulerInterface):
-    """Says who starts, who takes part in a step, and what clients are told of it."""
+    """Decides which requests start and which take part in a step, and reports to their clients."""
 
     connector = None
     ec_connector = None
@@ -97,7 +97,7 @@ class DiffusionScheduler(SchedulerInterface):
     # ---- requests come and go ----
 
     def add_request(self, request: Request) -> None:
-        """Queue a request, with the decision that it brings; what fails here ends as an error."""
+        """Queue a request, with the decision that it brings; a failure ends it with an error."""
         self._observer.arrived(request)
         request.prefill_stats.set(request.num_prompt_tokens, 0, 0)
         try:
@@ -126,13 +126,13 @@ class DiffusionScheduler(SchedulerInterface):
         self._waiting.append(item)
 
     def _refuse(self, request: Request, message: str, reason: str) -> None:
-        """Its client is told with the results of the next step."""
+        """End a request with an error, which its client gets with the results of the next step."""
         self._observer.refused(request, message, reason)
         self._end(request, RequestStatus.FINISHED_ERROR)
         self._untold.append((request.client_index, outputs.refusal(request, message)))
 
     def _end_what_is_late(self) -> None:
-        """Requests whose time is over end; their clients are told with the next results."""
+        """End requests whose time is over; their clients hear of it with the next results."""
         now = time.monotonic()
         late = [r for r in (*self._running.values(), *self._waiting) if r.deadline <= now]
         for item in late:
@@ -229,7 +229,7 @@ class DiffusionScheduler(SchedulerInterface):
         return admitted
 
     def _next_step(self, sliced: Collection[str]) -> dict[str, int]:
-        """Who takes part in the next step, with their rows, but for those who step in slices."""
+        """Return the requests of the next step, with their rows, without those in slices."""
         running = by_priority(self._running, _priority)
         short = {req_id: item for req_id, item in running.items() if req_id not in sliced}
         for req_ids in self._launched:
@@ -268,7 +268,7 @@ class DiffusionScheduler(SchedulerInterface):
         return outputs.envelopes(told, finished, stats)
 
     def _learn(self, usage: StepUsage | None) -> None:
-        """Take in what memory there is, and what the step took of it."""
+        """Take in the size of the memory, and what the step took of it."""
         if usage is None:
             return
         self.last_usage = usage
@@ -279,7 +279,7 @@ class DiffusionScheduler(SchedulerInterface):
     def _advance(
         self, item: Scheduled, result: StepResult, usage: StepUsage | None
     ) -> list[EngineCoreOutput]:
-        """Take in what became final, and say what the client is told of it."""
+        """Take in a request's result and return the outputs for its client."""
         request = item.request
         if result.error is not None:
             self._observer.refused(request, result.error, reason="engine")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers to one prompt: what is the same in the first forward of all is computed once.
+"""Answers to one prompt: what their first forwards have in common is computed once.
 
 A request for n answers comes as n requests, which differ in their seeds alone. One of them computes
 its first forward, and the others wait for it. What they read of it depends on what they keep:
@@ -38,7 +38,7 @@ MOST_SAMPLE_ROWS = 8_192  # whose hidden states are kept
 
 
 class Prompt(NamedTuple):
-    """What the first forward depends on; parameters are without their seed."""
+    """Key of a prompt group: what the first forward depends on; `params` are without seed."""
 
     token_ids: bytes
     params: DiffusionParams
@@ -46,11 +46,11 @@ class Prompt(NamedTuple):
 
 @dataclass
 class _Group:
-    """The running requests that share what one of them has computed.
+    """Running requests that share what one of them has computed.
 
     Attributes:
-        members: the first of them counts what all keep.
-        num_places: for more of them.
+        members: the first one's demand includes what all of them keep.
+        num_places: number of requests that may still join.
     """
 
     members: list[Scheduled]
@@ -58,21 +58,21 @@ class _Group:
 
 
 class Siblings:
-    """Says which waiting requests may begin with what a running one has computed."""
+    """Decides which waiting requests may begin with what a running one has computed."""
 
     def __init__(self) -> None:
         self._groups: dict[Prompt, _Group] = {}
         self._prompts: dict[str, Prompt] = {}  # by request
 
     def arrived(self, item: Scheduled) -> None:
-        """A request waits; its demand is that of one that computes its prompt."""
+        """Note a request that waits; until it is placed, it is expected to compute its prompt."""
         if item.params.num_answers > 1 and _may_share(item):
             token_ids = np.array(item.request.prompt_token_ids or []).tobytes()
             self._prompts[item.req_id] = Prompt(token_ids, replace(item.params, seed=None))
             self._compute(item)
 
     def place(self, item: Scheduled) -> None:
-        """Before it may start: let its demand say whose prompt it reads."""
+        """Update a waiting request's demand by whose prompt it would read if it started now."""
         prompt = self._prompts.get(item.req_id)
         if prompt is None:
             return
@@ -86,7 +86,7 @@ class Siblings:
             item.next_rows = item.demand.first_rows
 
     def _compute(self, item: Scheduled) -> None:
-        """It computes its prompt, and keeps room for its siblings."""
+        """Make a request compute its prompt and keep room for its siblings."""
         item.prompt_of = None
         if item.params.cache == "frozen":
             demand = replace(item.demand, reads_prompt=False)
@@ -95,14 +95,14 @@ class Siblings:
             item.next_rows = item.demand.first_rows
 
     def waits(self, item: Scheduled) -> bool:
-        """Whether it is to begin with what a sibling has not computed yet."""
+        """Whether a request is to begin with something that a sibling has not computed yet."""
         group = self._group_of(item)
         if group is None or not group.num_places:  # it is to be placed anew
             return item.prompt_of is not None
         return item.prompt_of is None or not group.members[0].num_forwards
 
     def start(self, item: Scheduled) -> None:
-        """It starts now: with what a sibling has computed, or as the one that computes it."""
+        """Start a request: with what a sibling has computed, or as the one that computes it."""
         prompt, group = self._prompts.get(item.req_id), self._group_of(item)
         if prompt is None:
             return
@@ -115,7 +115,7 @@ class Siblings:
             group.num_places -= 1
 
     def left(self, item: Scheduled) -> None:
-        """A request is over. Another one counts what all keep from now on."""
+        """Remove a request that is over; another one's demand then counts what all keep."""
         group, prompt = self._group_of(item), self._prompts.pop(item.req_id, None)
         if prompt is None or group is None or item not in group.members:
             return
@@ -132,7 +132,7 @@ class Siblings:
 
 
 def _may_share(item: Scheduled) -> bool:
-    """Whether its first forward has something for its siblings, and enough of it."""
+    """Whether a request's first forward has something for its siblings that is worth sharing."""
     params, demand, request = item.params, item.demand, item.request
     if params.cache == "frozen":
         return params.mask_id not in (request.prompt_token_ids or [])
@@ -146,17 +146,17 @@ def _may_share(item: Scheduled) -> bool:
 def own_positions(item: Scheduled) -> int:
     """Positions, in whole pages, that a sequence keeps beside the prompt of another one.
 
-    The row before the canvas is computed with it where it predicts its first token.
+    The row before the canvas is among them where it predicts the canvas's first token.
     """
     frozen: int = item.request.num_prompt_tokens - item.params.logit_shift
     return in_whole_pages(item.demand.length) - max(frozen, 0) // PAGE_SIZE * PAGE_SIZE
 
 
 class Known(NamedTuple):
-    """Sample rows of one request.
+    """Sample rows of one request, with their hidden states.
 
     Attributes:
-        part: they alone.
+        part: the request's rows alone.
         hidden: [r, D], their hidden states after the last layer, in host memory.
     """
 
@@ -165,13 +165,13 @@ class Known(NamedTuple):
 
 
 class FirstForwards:
-    """Hidden states of the sample rows of first forwards, while somebody may ask for them."""
+    """Hidden states of the sample rows of first forwards, for as long as siblings may need them."""
 
     def __init__(self) -> None:
         self._known: dict[str, dict[int, Known]] = {}  # by request, and by its first position
 
     def note(self, batch: StepBatch, part: SamplePart, hidden: Tensor) -> None:
-        """Keep what siblings of the requests of a part will want of its `hidden` states [r, D]."""
+        """Keep, of a part's `hidden` states [r, D], those that siblings will need."""
         for number, own, unconditional in part.pieces:
             canvas = batch.canvases[number]
             if not is_shared(canvas) or batch.works[number].eligible.size > MOST_SAMPLE_ROWS:
@@ -189,19 +189,19 @@ class FirstForwards:
             self._known.setdefault(canvas.req_id, {})[int(alone.positions[0])] = known
 
     def share(self, req_id: str, of: str) -> Iterator[Known]:
-        """What is known of the first forward of another request; from now on it is this one's."""
+        """Yield what is known of request `of`'s first forward, and hold it for `req_id`, too."""
         known = self._known.get(of)
         if known is not None:
             self._known[req_id] = known
         return iter([] if known is None else known.values())
 
     def forget(self, req_id: str) -> None:
-        """A request has gone; others may hold what it shared."""
+        """Drop a request that has gone; others may hold what it shared."""
         self._known.pop(req_id, None)
 
 
 def is_shared(canvas: Canvas) -> bool:
-    """Whether the forward that a request stands before is that of its siblings, too."""
+    """Whether the request's next forward is its first one and equals that of its siblings."""
     return canvas.num_forwards == 0 and _has_siblings(canvas)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner must know of a model and of a request, from their configurations.
+"""Sizes of a model and of a request that the planner needs, from their configurations.
 
-The API server, the scheduler and the workers all reach the same numbers, in their own processes.
+The API server, the scheduler and the workers compute equal numbers, each in its own process.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 def make_planner(
     vllm_config: VllmConfig, budget_bytes: int, rates: Rates, device: torch.device | None = None
 ) -> Planner:
-    """The planner of an engine whose steps and caches may take `budget_bytes` on each rank.
+    """Make the planner of an engine whose steps and caches may take `budget_bytes` on each rank.
 
-    Budget and rates are what its workers have found (`DiffusionWorker.capacity`). Without the
-    device itself, which only they may ask, long chunks count for a little more than they take; what
-    fits at all is the same.
+    Budget and rates are what its workers have found (`DiffusionWorker.capacity`). Only workers may
+    pass the device; without it, long chunks count for a little more than they take, and what fits
+    at all is equal.
     """
     settings, parallel = settings_of(vllm_config), vllm_config.parallel_config
     shards = settings.sequence_parallel_size
@@ -58,7 +58,7 @@ def make_planner(
 
 
 def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
-    """What a request takes while it runs."""
+    """Return the memory and rows that a request takes while it runs."""
     if params.is_block_causal and params.score is None:
         return _demand_in_blocks(params, num_prompt_tokens)
     length = num_prompt_tokens + params.gen_length
@@ -73,10 +73,11 @@ def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
 
 
 def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
-    """Its forwards end with the block that is decoded; one of exact keys and values begins there.
+    """Return the demand of a block-causal request, whose forwards end with the block being decoded.
 
-    A finished block may be computed once more together with the next one, as any other rows before
-    the block that is decoded: in parts, if need be.
+    With exact keys and values a forward begins there, too. A finished block may be computed once
+    more together with the next one, as any other rows before the block being decoded: in parts, if
+    need be.
     """
     blocks = BlockCausal(params.block_length)
     length = num_positions(blocks, num_prompt_tokens, params.gen_length)
@@ -93,7 +94,9 @@ def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int) -> Demand
 
 
 def _window(params: DiffusionParams, length: int) -> int | None:
-    """Positions of a forward that uses kept keys and values, at most; see `BlockwiseRule`.
+    """Most positions of a forward that uses kept keys and values; None where all may be computed.
+
+    See `BlockwiseRule`.
 
     A delayed cache saves rows only while no block settles, and a frozen one none while masks of the
     prompt are left, so all their forwards may be whole.
@@ -106,11 +109,11 @@ def _window(params: DiffusionParams, length: int) -> int | None:
 
 
 def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> ModelShape:
-    """The sizes of the configured model on each tensor-parallel rank.
+    """Return the sizes of the configured model on each tensor-parallel rank.
 
     Args:
-        vllm_config: of the engine.
-        device: where it runs; None for the configured kind of device.
+        vllm_config: configuration of the engine.
+        device: device that it runs on; None for the configured kind of device.
     """
     model, num_ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
     config: DiffusionConfig = model.hf_config

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A long step that is handed out in slices, with other steps between them.
 
-The generator over its chunks stays here; what it holds of the pool lies in a frame, in front of
-the buffers of the steps that run meanwhile. How much work a slice is comes with the message, in
-seconds as the planner predicts them, so every rank stops after the same chunk. How long slices take
-is measured for the scheduler alone.
+The generator over its chunks stays here; what it holds of the pool lies in a frame, in front of the
+buffers of the steps that run meanwhile. The message gives the work of a slice in seconds as the
+planner predicts them, so every rank stops after the same chunk. How long slices take is measured
+only for the scheduler.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Paused:
-    """A step between its slices; `kept_at` is the generation of the pages that it knows of."""
+    """A step between its slices; `kept_at` is the page store's generation that it knows."""
 
     started: float  # time.perf_counter()
     batch: StepBatch
@@ -51,7 +51,7 @@ class _Paused:
 
 
 class _Stopwatch:
-    """What a device takes from here until `stop`."""
+    """Measures the time that a device takes from construction until `stop`."""
 
     def __init__(self, device: torch.device) -> None:
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -70,17 +70,17 @@ class _Stopwatch:
 
     @property
     def is_over(self) -> bool:
-        """Whether the device has come to the end."""
+        """Whether the device has reached `stop`."""
         return self._events is None or self._events[1].query()
 
     def wait(self) -> None:
-        """Until it has."""
+        """Wait until the device has reached `stop`."""
         if self._events is not None:
             self._events[1].synchronize()
 
     @property
     def taken_s(self) -> float:
-        """Seconds, once it is over."""
+        """Seconds measured, once `is_over`."""
         if self._events is None:
             return self._taken_s
         started, ended = self._events
@@ -91,11 +91,11 @@ class Slices:
     """Runs one long step at a time, slice by slice.
 
     Args:
-        compute: the chunks of a step.
-        ledger: what a step took.
-        pool: of the device.
+        compute: computes the chunks of a step.
+        ledger: account of the memory of a step.
+        pool: the device's pool.
         caches: kept keys and values, in the pool.
-        device: where the pool is.
+        device: device of the pool.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class Slices:
         return None if self._paused is None else self._paused.req_id
 
     def is_of(self, canvas: Canvas) -> bool:
-        """Whether the paused step is this request's, and its keys and values are where they were.
+        """Whether the paused step is this request's and its keys and values have not moved.
 
-        Else it cannot go on: what it was told of them is on the device.
+        Otherwise it cannot continue, as the device holds where they were.
         """
         paused = self._paused
         if paused is None or paused.batch.canvases[0] is not canvas:
@@ -133,7 +133,7 @@ class Slices:
         return None if canvas.cache is None else self._caches.generation
 
     def begin(self, batch: StepBatch, plan: Plan, planner_us: float) -> None:
-        """Take a step of one request, of which nothing is computed yet; there is no other."""
+        """Take a step of one request, of which nothing is computed yet; no other may be paused."""
         self._compute.make_room(batch, plan)
         self._paused = _Paused(
             started=time.perf_counter(),
@@ -146,10 +146,10 @@ class Slices:
         )
 
     def run(self, asked: Slice) -> Step | None:
-        """Launch the next slice of the step that has begun; the step, if that was the last one.
+        """Launch the next slice of the begun step; return the step if that was the last one.
 
         Returns when the slice before it is over. So a GPU has work while the host turns to others,
-        and of its queue no more than this slice is taken.
+        and its queue holds no more than this slice.
         """
         paused = self._paused
         if paused is None:
@@ -169,7 +169,7 @@ class Slices:
         return Step(paused.started, paused.batch, ops.HostCopy(sampled), memory)
 
     def _advance(self, paused: _Paused, seconds: float) -> tuple[float, torch.Tensor | None]:
-        """Chunks of so many predicted seconds, but at least one.
+        """Run chunks of at most `seconds` predicted seconds, but at least one chunk.
 
         Returns:
             the predicted seconds of these chunks, and the samples after the last of all.
@@ -186,7 +186,7 @@ class Slices:
         return done_s, None
 
     def take_worked(self) -> Worked | None:
-        """What slices that are over were, since it was last asked for."""
+        """Sum the slices that have ended since the last call; None if there are none."""
         over = []
         while self._under_way and self._under_way[0][1].is_over:
             over.append(self._under_way.popleft())

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long and short requests share the device: whose steps come in slices, and when one is due.
+"""Sharing of the device between long and short requests: whose steps come in slices, and when.
 
 A request is long while its next step takes longer than the longest pause that others may see. Its
 step is computed slice by slice, half a pause each: the device is given the next one when the one
 before begins, so what arrives meanwhile waits for two at most. While short requests run, a slice is
 due only when the long ones have had less than their share of the time.
 
-The workers only do what they are told here, so that all ranks do the same. They say how long slices
-took; how much longer that was than predicted is learned from it.
+Workers follow these decisions alone, so that all ranks do the same. They report how long slices
+took, from which the ratio to the predictions is learned.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Pace:
-    """How many seconds the device takes for one that the planner predicts."""
+    """Ratio of the seconds that the device takes to those that the planner predicts."""
 
     KEPT = 0.98  # of what was seen, with every new slice
 
@@ -42,19 +42,19 @@ class Pace:
 
     @property
     def factor(self) -> float:
-        """To two digits: chunks of so many seconds are planned, and plans are remembered."""
+        """The ratio, rounded to two digits so that plans for given seconds are found again."""
         return float(f"{self._taken_s / self._predicted_s:.1e}")
 
 
 class Slicing:
-    """Says which requests are long, and names the next slice.
+    """Decides which requests are long, and names the next slice.
 
     Args:
-        settings: what the two kinds may expect of each other.
+        settings: share of the time of long requests, and longest pause of short ones.
 
     Attributes:
-        longest_pause_s: seconds that a short request may see nothing happen; 0 for no bound.
-        pace: of the device.
+        longest_pause_s: seconds that a short request may wait without progress; 0 for no bound.
+        pace: pace of the device.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -67,11 +67,11 @@ class Slicing:
 
     @property
     def slice_s(self) -> float:
-        """Seconds of a slice."""
+        """Seconds of one slice."""
         return self.longest_pause_s / 2
 
     def learn(self, done: DiffusionRunnerOutput) -> None:
-        """Take in what the workers say of slices, and the time that has passed."""
+        """Take in what the workers report of slices, and the time that has passed."""
         now = time.monotonic()
         passed_s, self._seen = now - self._seen, now
         self._paused = done.paused
@@ -86,7 +86,7 @@ class Slicing:
     # ---- who is long ----
 
     def is_long(self, item: Scheduled, rows: int, planner: Planner) -> bool:
-        """Whether a step of so many of its rows takes longer than a pause may."""
+        """Whether a step of `rows` rows of this request takes longer than a pause may."""
         if not self.longest_pause_s:
             return False
         longest_s = self.longest_pause_s / self.pace.factor
@@ -96,11 +96,11 @@ class Slicing:
         return item.predicted_s(min(rows, most), planner) > longest_s
 
     def long(self, running: Mapping[str, Scheduled], planner: Planner | None) -> list[str]:
-        """The long requests, in the order of their turns; one whose step has begun is among them.
+        """Return the long requests, in the order of their turns, and any whose step has begun.
 
         Args:
             running: in the order of their turns.
-            planner: None while it is not known what memory there is.
+            planner: None while the size of the memory is unknown.
         """
         if planner is None:
             return []
@@ -116,11 +116,11 @@ class Slicing:
     def next_slice(
         self, long: Sequence[Scheduled], planner: Planner | None, *, is_shared: bool
     ) -> Slice | None:
-        """The next one of the step that has begun, else the first one of the next step.
+        """Return the next slice of the step that has begun, else the first one of the next step.
 
         Args:
-            long: whose slices there may be, in the order of their turns.
-            planner: of the engine.
+            long: requests that may get a slice, in the order of their turns.
+            planner: planner of the engine.
             is_shared: short requests take part in the same step.
         """
         self._is_shared = is_shared and bool(long)
@@ -138,7 +138,7 @@ class Slicing:
     def fits_beside(
         self, rows: Mapping[str, int], running: Mapping[str, Scheduled], planner: Planner | None
     ) -> bool:
-        """Whether a step of these requests fits into what a paused step leaves of the pool."""
+        """Whether a step of these requests fits beside what a paused step holds of the pool."""
         if self._paused is None or planner is None or not rows:
             return True
         demands = [running[req_id].demand for req_id in rows]

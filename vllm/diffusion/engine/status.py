@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker found on its machine and runs on, as nothing falls back in silence; and what it is
-doing, for the server's status page: plain values, asked for between steps.
+"""Report of what a worker runs on, and of what it is doing.
+
+Nothing falls back in silence: the log says what was found on the machine. The status page of the
+server asks for plain values between steps.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ logger = init_logger(__name__)
 
 
 def status_of(runner: DiffusionModelRunner) -> dict[str, Any]:
-    """Who holds what of a rank's activation pool, in bytes, and how far requests have come.
+    """Return the bytes that parts of a rank's pool take, and the progress of its requests.
 
-    `pages` are of kept keys and values, `used_pages` those of them that somebody has; `graphs` is
-    never given back; `paused` is held by a step between two slices. The rest is for steps.
+    `pages` are those of kept keys and values, `used_pages` those of them that somebody has;
+    `graphs` is never given back; `paused` is held by a step between two slices. The rest is for
+    steps.
     """
     caches = runner.caches
     return {
@@ -61,7 +64,7 @@ def _of_request(canvas: Canvas, page_bytes: int) -> dict[str, Any]:
 def build_info(
     device: torch.device, attention_backends: Sequence[str], pool: ActivationPool, has_graphs: bool
 ) -> dict[str, str]:
-    """Values of the labels of `dllm:build_info`, by label."""
+    """Return the values of the labels of `dllm:build_info`, by label."""
     on_gpu = device.type == "cuda"
     found = {
         room.name: "kernels" if on_gpu and room.is_built else "reference"
@@ -79,7 +82,7 @@ def build_info(
 def log_build_info(
     info: dict[str, str], device: torch.device, budget_bytes: int, why_no_graphs: str | None
 ) -> None:
-    """One line for each; a room that a GPU lacks is a warning with what builds it."""
+    """Log one line for each part; a room that a GPU lacks is a warning with what builds it."""
     on_gpu = device.type == "cuda"
     for room in rooms():
         if on_gpu and not room.is_built:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the device is told of a step: named arrays on the host, and their tensors on the device.
+"""Inputs of a step for the device: named arrays on the host, and their tensors on the device.
 
 Every struct here exists twice, with an array and with a tensor in each of its fields.
-`ops.to_device` and `ops.GraphInputs` make one of the other, so no order of arrays is agreed upon.
+`ops.to_device` and `ops.GraphInputs` make one of the other, so no order of arrays has to be agreed
+on. Letters: T rows of the step, W rows that have slots, S sequences, r sample rows of a part.
 
 Letters: T rows of the step, W rows that have slots, S sequences, r sample rows of a part.
 """
@@ -30,13 +31,13 @@ A = TypeVar("A")  # an array of the host, or a tensor of the device
 
 
 class SequenceBounds(NamedTuple, Generic[A]):
-    """Where the queries and keys of consecutive sequences lie, as `AttentionLayout` has them.
+    """Where the queries and keys of consecutive sequences lie, as in `AttentionLayout`.
 
     Attributes:
         query_ends: [S + 1] int32, the field's cu_seqlens.
         key_starts: [S + 1] int32.
         key_counts: [S] int32.
-        block_lengths, firsts: [S] int32; of no meaning where no sequence is on a grid.
+        block_lengths, firsts: [S] int32; meaningless where no sequence is on a block grid.
     """
 
     query_ends: A
@@ -47,13 +48,13 @@ class SequenceBounds(NamedTuple, Generic[A]):
 
 
 class StepInputs(NamedTuple, Generic[A]):
-    """What the layers want to know of a step.
+    """Inputs of the layers in a step.
 
     Attributes:
         token_ids: [T] int64.
         positions: [T] int64, from 0 in every sequence.
         slot_mapping: [W] int64, the store's row of each of the last W rows; negative for none.
-        bounds: of the sequences in every span group of every chunk of the attend stage.
+        bounds: sequences in every span group of every chunk of the attend stage.
     """
 
     token_ids: A
@@ -63,12 +64,12 @@ class StepInputs(NamedTuple, Generic[A]):
 
 
 class SampleInputs(NamedTuple, Generic[A]):
-    """What the last layer wants to know of a part of the sample rows.
+    """Inputs of the last layer for a part of the sample rows.
 
     Attributes:
-        rows: [r] int64, of the step.
-        positions: [r] int64, on the canvas.
-        bounds: of the sequences in every span group of the part.
+        rows: [r] int64, rows of the step.
+        positions: [r] int64, relative to the canvas.
+        bounds: sequences in every span group of the part.
     """
 
     rows: A
@@ -79,19 +80,19 @@ class SampleInputs(NamedTuple, Generic[A]):
 def pack(
     batch: StepBatch, attend_chunks: Iterable[Sequence[SpanGroup]], rows: slice = _ALL
 ) -> StepInputs[Array]:
-    """The inputs of some rows of a batch whose attend stage runs in these chunks."""
+    """Return the inputs of some rows of a batch whose attend stage runs in these chunks."""
     bounds = tuple(tuple(bounds_of(group) for group in groups) for groups in attend_chunks)
     return StepInputs(batch.token_ids[rows], batch.positions[rows], batch.slot_mapping, bounds)
 
 
 def pack_samples(part: SamplePart) -> SampleInputs[Array]:
-    """The inputs of a part of the sample rows."""
+    """Return the inputs of a part of the sample rows."""
     bounds = tuple(bounds_of(group) for group in part.span_groups)
     return SampleInputs(part.rows, part.positions, bounds)
 
 
 def bounds_of(group: SpanGroup) -> SequenceBounds[Array]:
-    """Where the sequences of a span group lie."""
+    """Return where the sequences of a span group lie."""
     _, query_ends, key_starts, key_ends, blocks, firsts = zip(*group.spans, strict=True)
     counts = [end - start for start, end in zip(key_starts, key_ends, strict=True)]
     return SequenceBounds(
@@ -104,7 +105,7 @@ def bounds_of(group: SpanGroup) -> SequenceBounds[Array]:
 
 
 def empty(num_rows: int, num_slots: int, num_sequences: int) -> StepInputs[Array]:
-    """Inputs of these sizes, in one chunk of one span group, to be filled by `fill`."""
+    """Return inputs of these sizes, in one chunk of one span group, to be filled by `fill`."""
     return StepInputs(
         token_ids=np.zeros(num_rows, dtype=np.int64),
         positions=np.zeros(num_rows, dtype=np.int64),
@@ -124,17 +125,17 @@ def empty(num_rows: int, num_slots: int, num_sequences: int) -> StepInputs[Array
 
 
 def fill(inputs: StepInputs[Array], batch: StepBatch, before: Packing | None = None) -> None:
-    """Write a batch and its padding into inputs that `empty` made; no larger, and of one kind.
+    """Write a batch and its padding into inputs made by `empty`, no smaller and of the same kind.
 
-    The rows that are left are one more sequence, which nothing reads. Of whole sequences it
-    attends to itself, so that no row holds what is no number; of windows it has no keys, and
-    attention to nothing is zero.
+    Rows that are left form one more sequence, which nothing reads. Among whole sequences it attends
+    to itself, so that no row holds NaN; among windows it has no keys, and attention to nothing is
+    zero.
 
     Args:
-        inputs: to be written.
+        inputs: arrays to write to.
         batch: the step.
-        before: of the batch that the inputs hold, if any; of one packed alike only the tokens are
-            other ones.
+        before: packing of the batch that the inputs hold, if any; if it is this batch's, only
+            tokens are written.
     """
     if batch.packing is before:
         inputs.token_ids[: batch.num_rows] = batch.token_ids
@@ -159,7 +160,7 @@ def fill(inputs: StepInputs[Array], batch: StepBatch, before: Packing | None = N
 def layout_of(
     group: SpanGroup, bounds: SequenceBounds[Tensor], pages: PageTable
 ) -> AttentionLayout:
-    """A span group as attention wants it, given its bounds and where the pages of kept keys are."""
+    """Return a span group as attention takes it, given its bounds and the pages of kept keys."""
     has_blocks = any(span.block_length for span in group.spans)
     return AttentionLayout(
         query_ends=bounds.query_ends,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log lines of steps and of their plans."""
+"""Log lines of steps and of their plans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SLOW_STEP_MS = 100.0  # steps from here on are logged at INFO
 
 
 class StepLog:
-    """Writes what one rank of an engine is to tell.
+    """Writes the log lines of one rank.
 
     Args:
         is_on: False writes nothing.
@@ -34,7 +34,7 @@ class StepLog:
         self._last_end = 0.0  # of a step; the next one may have been launched before
 
     def plan(self, num_rows: int, plan: Plan, free_bytes: int) -> None:
-        """A new plan; steps that differ in their sample rows alone are cut alike."""
+        """Log a new plan; steps that differ only in their sample rows are cut alike."""
         if not self._is_on:
             return
         told = (num_rows, plan.sizes)
@@ -44,7 +44,7 @@ class StepLog:
         logger.log(level, "plan for T = %d with %s: %s", num_rows, readable(free_bytes), plan)
 
     def host_layers(self, req_id: str, caches: PageStore) -> None:
-        """A request keeps more keys and values than the device has room for."""
+        """Log that a request keeps more keys and values than the device has room for."""
         if self._is_on:
             logger.info(
                 "request %s: keys and values of %d layers in host memory: %s; on the device: %s",
@@ -57,7 +57,7 @@ class StepLog:
     def step(
         self, started: float, ended: float, batch: StepBatch, usage: StepUsage, plan: Plan
     ) -> None:
-        """A step from `started` to `ended`, of time.perf_counter()."""
+        """Log a step that ran from `started` to `ended`, of `time.perf_counter()`."""
         if not self._is_on:
             return
         elapsed_ms = 1000 * (ended - max(started, self._last_end))

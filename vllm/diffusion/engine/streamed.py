@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forward that needs less of the device than one layer's keys and values and all rows.
+"""Forward that needs less device memory than one layer's keys and values and all rows.
 
 Keys and values exist for one group of heads at a time, and rows of the residual stream may lie in
 host memory and visit the device in chunks. Every group adds its part of a layer's attention to the
 updated rows while other groups still need the rows as they were. So there are two stores of rows,
-which change places from layer to layer; with one group a chunk is updated in its place.
+which change places from layer to layer; with one group a chunk is updated in place.
 
-Where ranks divide the rows, each has its share of the two stores, and of the keys and values all
-rows of its heads.
+Where ranks divide the rows, each has its share of the two stores, and the keys and values of all
+rows for its heads.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 
 class StreamedForward:
-    """The layers of one step, by groups of heads.
+    """Layers of one step, by groups of heads.
 
     Args:
         model: the model.
         plan: head groups, chunks, and where the residual stream lies.
-        inputs: of the rows of this rank, and of the chunks of all.
-        division: which rows these are.
-        cuts: the chunks of every stage.
-        pool: of the device.
-        host: of the host, pinned where there is a GPU.
+        inputs: inputs of this rank's rows, and of the chunks of all ranks.
+        division: shares of the rows.
+        cuts: chunks of every stage.
+        pool: memory of the device.
+        host: memory of the host, pinned where there is a GPU.
         caches: kept keys and values.
     """
 
@@ -81,7 +81,7 @@ class StreamedForward:
         self._last_attending = inputs.attending[count:]
 
     def run(self) -> Chunked[None]:
-        """All layers, for all rows; of the last one for the chunks that hold sample rows."""
+        """Run all layers on all rows; the last one only on the chunks that hold sample rows."""
         yield from self._embed()
         cuts, last = self._cuts, len(self._model.layers) - 1
         for index in range(last + 1):
@@ -98,7 +98,10 @@ class StreamedForward:
             yield from self._feed_forward(index, feed_forward)
 
     def select(self, listed: Buffer, rows: Tensor, host_rows: Array) -> Tensor:
-        """After `run`, rows [r] of this rank's share, as device and host know them: [r, D]."""
+        """After `run`, gather rows [r] of this rank's share into [r, D].
+
+        `rows` on the device and `host_rows` on the host are equal.
+        """
         x = listed.take(self._pool, len(host_rows))
         self._x.select(rows, host_rows, x)
         return x
@@ -128,7 +131,7 @@ class StreamedForward:
         keep(self._k, self._v, index, self._inputs.slot_mapping, self._caches, heads)
 
     def _own(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Where keys and values of this rank's rows go: their place, or what is exchanged."""
+        """Where keys and values of this rank's rows are written: in place, or to be exchanged."""
         if chunk.exchange is None:
             return self._k[chunk.own], self._v[chunk.own]
         model, num_rows = self._model, chunk.own.stop - chunk.own.start
@@ -136,7 +139,7 @@ class StreamedForward:
         return k.take(self._pool, num_rows), v.take(self._pool, num_rows)
 
     def _give(self, x: Tensor, target: Tensor, chunk: Chunk) -> None:
-        """Exchange heads of this rank's rows for all rows of its heads, in their places."""
+        """Exchange heads of this rank's rows for all rows of its heads, and put these in place."""
         if chunk.exchange is None:
             return
         with self._pool.scope("keys-values"):
@@ -169,7 +172,7 @@ class StreamedForward:
     def _visit_both(
         self, ranges: list[slice], *, is_first: bool
     ) -> Generator[tuple[Tensor, Tensor]]:
-        """Chunks as they were before the layer, and as they are with the groups so far."""
+        """Yield chunks as they were before the layer, and as updated by the groups so far."""
         if self._x is self._updated:
             with closing(self._x.visit(ranges, writes=True)) as visits:
                 for x in visits:

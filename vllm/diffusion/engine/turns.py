@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who takes part in a step when not everybody's rows fit into it."""
+"""Choice of the requests that take part in a step when not all their rows fit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 class Wish(NamedTuple):
-    """What a request's next forward is.
+    """Sizes of a request's next forward.
 
     Attributes:
-        rows: that it has.
+        rows: number of rows.
         keeps: whether it keeps keys and values; one graph serves no mixture of both.
-        is_window: whether it computes some positions of many.
-        unit: it may be computed in parts that are multiples of so many rows; None where not.
+        is_window: whether it computes only some of the positions.
+        unit: granularity, in rows, at which it can be cut; None if it cannot be cut.
     """
 
     rows: int
@@ -29,11 +29,13 @@ class Wish(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """From where on a step does not hold all of a kind, but a share of them.
+    """Limits above which a step takes only some of the waiting requests, so that two steps
+    alternate.
 
     Attributes:
-        rows: of windows that one graph serves. More would cost no less each.
-        requests: for more of them the host takes longer than a device for a second step.
+        rows: rows of windows that one graph serves; more would not cost less each.
+        requests: number of requests beyond which the host takes longer than a device for a second
+            step.
     """
 
     rows: int
@@ -43,20 +45,20 @@ class Shares(NamedTuple):
 def step_behind(
     under_way: Collection[str], wishes: Mapping[str, Wish], row_budget: int, shares: Shares
 ) -> dict[str, int]:
-    """The requests of the step that follows those under way, with their rows; maybe none.
+    """Return the requests of the step that follows those under way, with their rows; maybe none.
 
     Requests that keep keys and values share steps, and so do the others; windows have their own
     where a graph does not hold them beside the rest. Where one step does not hold all of a kind, it
     takes a share of them, so that the host can take in the results of one share while the device
-    computes another. Where one does, nobody steps before those under way are back, and all
-    go together.
+    computes another. Where it does, nobody steps before those under way are back, and all go
+    together.
 
     Args:
         under_way: requests whose step has been launched.
-        wishes: of all requests, in the order of their turns; of those under way, the forward that
-            is.
+        wishes: next forwards of all requests, in the order of their turns; for those under way, the
+            launched one.
         row_budget: rows that several requests may share in one step.
-        shares: from where on one step does not hold all.
+        shares: limits above which a step takes a share.
     """
     waiting = {r: wish for r, wish in wishes.items() if wish.rows and r not in under_way}
     if not waiting:
@@ -84,7 +86,7 @@ def step_behind(
 def take_turns(
     next_rows: Mapping[str, int], row_budget: int, units: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """The requests of the next step, with their rows.
+    """Return the requests of the next step, with their rows.
 
     They are taken in order as long as their rows fit; one that does not fit waits, and smaller ones
     behind it may go. The first always goes, alone if its rows are beyond the budget. Whoever took
@@ -94,7 +96,7 @@ def take_turns(
     Args:
         next_rows: rows of the next forward of each request, in the order of their turns.
         row_budget: rows that several requests may share in one step.
-        units: for requests whose forward may be computed in parts: parts are multiples of it.
+        units: granularity, in rows, of each request whose forward may be computed in parts.
     """
     if sum(next_rows.values()) <= row_budget:
         return dict(next_rows)
@@ -111,14 +113,14 @@ def take_turns(
 
 
 def by_priority(turns: Mapping[str, T], priority: Callable[[T], int]) -> Mapping[str, T]:
-    """Those of the lowest number first; of equal ones in the order of their turns."""
+    """Sort by priority, lowest number first; equal ones stay in the order of their turns."""
     if len({priority(item) for item in turns.values()}) < 2:
         return turns
     return dict(sorted(turns.items(), key=lambda turn: priority(turn[1])))
 
 
 def to_the_end(turns: dict[str, T], req_ids: Iterable[str]) -> None:
-    """Put those who took part behind all others, in the order of `req_ids`."""
+    """Move the requests `req_ids` behind all others, in their order."""
     for req_id in req_ids:
         if req_id in turns:
             turns[req_id] = turns.pop(req_id)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that are run before the first request, so that no request waits for kernels or graphs."""
+"""Steps run before the first request, so that no request waits for kernels or graphs."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def warm_up(
     max_requests: int,
     shows_progress: bool,
 ) -> None:
-    """One real step of a lone request and of two, with and without a cache, per graph bucket.
+    """Run a step of a lone request and of two, with and without a cache, per graph bucket.
 
-    Tokens are drawn where there is a cache, and the most likely ones where there is none, as each
-    of them is sampled by kernels of its own.
+    Tokens are drawn where there is a cache, and the most likely ones taken where there is none, as
+    the two are sampled by different kernels.
 
     Args:
         runner: with its model loaded and no request running.
-        model: the facts about it.
+        model: facts about the model.
         row_budget: rows that several requests may share in a step.
-        max_requests: that may run at once.
+        max_requests: requests that may run at once.
         shows_progress: draw a progress bar.
     """
     buckets = buckets_of(runner.model.config, is_fp8=runner.model.is_fp8)
@@ -62,7 +62,7 @@ def warm_up(
 
 @contextmanager
 def _garbage_frozen() -> Iterator[None]:
-    """PyTorch collects garbage before every capture: spare it what has been there before."""
+    """Exempt existing objects from the garbage collection before every capture."""
     gc.collect()
     gc.freeze()
     try:
@@ -78,7 +78,7 @@ def _steps(
     max_requests: int,
     longest_kept: int,
 ) -> Iterator[list[NewCanvas]]:
-    """The requests of each step; large steps first, so that buffers are allocated once."""
+    """Yield the requests of each step; large steps first, so that buffers are allocated once."""
     model = replace(model, defaults={})  # a server's defaults need not fit such canvases
     kept = "exact" if model.family.is_block_causal else "dual"
     served = {"none": buckets.whole, kept: buckets.windows}
@@ -94,13 +94,13 @@ def _steps(
 
 
 def _num_pages(requests: list[NewCanvas]) -> int:
-    """Pages of a store that holds all keys and values of some requests."""
+    """Number of pages of a store that holds all keys and values of these requests."""
     taken = (pages.page_ids for pages in _pages(requests).values())
     return max((max(page_ids) + 1 for page_ids in taken), default=0)
 
 
 def _pages(requests: list[NewCanvas]) -> dict[str, NewPages]:
-    """Pages of the requests whose pages are handed out: from 0 on, one after the other."""
+    """Assign pages, from 0 on, to the requests that get theirs from the scheduler."""
     given, start = {}, 0
     for new in requests:
         if new.params.cache == "exact":
@@ -110,7 +110,7 @@ def _pages(requests: list[NewCanvas]) -> dict[str, NewPages]:
 
 
 def _request(model: ServedModel, req_id: str, length: int, cache: str) -> NewCanvas:
-    """A request whose first forward computes `length` positions."""
+    """Make a request whose first forward computes `length` positions."""
     canvas = min(_CANVAS, length - 1)
     asked: dict[str, object] = {"algorithm": "semi_ar", "block_length": canvas, "steps": canvas}
     if model.family.is_block_causal:  # then the last block is the one that is decoded

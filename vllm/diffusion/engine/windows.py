@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which positions the next forward of a request computes, by what it keeps between forwards.
+"""Windows: the positions that a request's next forward computes, by what it keeps between forwards.
 
 A decoding rule says which rows it works on. Everything before them takes part in the forward too:
-by keys and values that are kept, or by being computed again.
+by kept keys and values, or by being computed again.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ ALL_ROWS = sys.maxsize
 
 
 class Windows(ABC):
-    """The forwards of one request.
+    """Decides what the forwards of one request compute.
 
     Attributes:
         kept: positions from 0 whose keys and values are kept.
-        unit: a forward may be computed in parts that are multiples of so many rows; None where it
-            cannot be cut.
+        unit: granularity, in rows, at which a forward can be cut; None if it cannot be cut.
     """
 
     kept: int = 0
@@ -35,35 +34,38 @@ class Windows(ABC):
 
     @abstractmethod
     def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:
-        """The next forward, where the rule works on positions `rows`.
+        """Return the next forward, where the rule works on positions `rows`.
 
-        It is for the rule only if it reaches the end of these. Else it brings keys and values that
-        the rule's forward will read, and is followed by another one.
+        It serves the rule only if it reaches the end of these. Otherwise it computes keys and
+        values that the rule's forward will read, and another one follows.
 
         Args:
-            rows: first and last + 1 position.
-            room: rows that it may have, at least a unit; what cannot be cut takes no notice.
+            rows: first position and last + 1.
+            room: rows that it may have, at least a unit; ignored where it cannot be cut.
         """
 
     @property
     def least_committed(self) -> int:
-        """Of fewer committed positions `computed` need not hear."""
+        """`computed` has no effect below this number of committed positions.
+
+        Callers may skip it.
+        """
         return ALL_ROWS
 
     def computed(self, forward: Forward, committed: int) -> None:  # noqa: B027 (most keep nothing)
         """Take in that a forward is over.
 
         Args:
-            forward: as `next` gave it.
+            forward: the forward, as returned by `next`.
             committed: positions from 0 whose tokens in it never change again.
         """
 
 
 class Whole(Windows):
-    """Nothing is kept: everything that the rule's rows see is computed anew.
+    """Windows without a cache: everything that the rule's rows see is computed anew.
 
     Args:
-        visibility: of the request.
+        visibility: which positions attend to which.
         length: positions of the sequence.
     """
 
@@ -76,7 +78,7 @@ class Whole(Windows):
 
 
 class Approximate(Windows):
-    """Keys and values of all positions are kept, those outside of the rows as they once were.
+    """Windows with keys and values of all positions kept; those outside the rows may be outdated.
 
     Args:
         length: positions of the sequence.
@@ -92,14 +94,14 @@ class Approximate(Windows):
 
 
 class Frozen(Windows):
-    """Keys and values of the prompt are kept as the first forward that saw all of it had them.
+    """Windows with the prompt's keys and values kept from the first forward that saw all of it.
 
-    That is the first one, but for a prompt with masks to fill. From then on a forward computes the
-    canvas, and the row before it where that predicts its first token.
+    That is the first forward, unless the prompt has masks to fill. From then on a forward computes
+    the canvas, and the row before it where that predicts its first token.
 
     Args:
         prompt_length: positions before the canvas.
-        length: of both.
+        length: positions of prompt and canvas.
         logit_shift: rows before a position that predict its token.
     """
 
@@ -122,14 +124,14 @@ class Frozen(Windows):
 
 
 class Exact(Windows):
-    """Keys and values of whole blocks are kept once they are final.
+    """Windows with keys and values of whole blocks kept once they are final.
 
-    A forward starts where they end. So the prompt, a block that has just been finished and what a
-    request has lost when its pages were taken away are all computed in the same way: together with
-    the rule's rows, or in parts of whole blocks before them.
+    A forward starts where these end. So the prompt, a block that has just been finished and what a
+    request lost when its pages were taken away are all computed in the same way: together with the
+    rule's rows, or in parts of whole blocks before them.
 
     Args:
-        visibility: the blocks of the request.
+        visibility: blocks of the request.
         fuses: a finished block may be computed together with the next one.
     """
 
@@ -156,7 +158,7 @@ class Exact(Windows):
 
 
 def num_positions(visibility: Visibility, prompt_length: int, gen_length: int) -> int:
-    """Positions of a request's row of tokens; where nothing is generated, the prompt's."""
+    """Positions of a request's row of tokens; of the prompt alone where nothing is generated."""
     length = prompt_length + gen_length
     return visibility.in_whole_blocks(length) if gen_length else length
 
@@ -164,7 +166,7 @@ def num_positions(visibility: Visibility, prompt_length: int, gen_length: int) -
 def windows_of(
     params: DiffusionParams, visibility: Visibility, prompt_length: int, length: int
 ) -> Windows:
-    """The forwards of a request of `length` positions, the first of which are its prompt.
+    """Return the windows of a request of `length` positions, the first of which are its prompt.
 
     Raises:
         ValueError: exact keys and values of a family whose keys are never final.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker that upstream's executors run for a diffusion language model, on CPU and CUDA."""
+"""Worker for a diffusion language model, run by upstream's executors on CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# Rows that tensor-parallel ranks sum at a time, at most: twice so much memory is theirs.
+# Most rows that tensor-parallel ranks sum at a time; the memory for it is twice their bytes.
 _SUMMED_ROWS = 8192
 
 
@@ -138,7 +138,7 @@ class DiffusionWorker(WorkerBase):
                 logger.info("kept keys and values: in the pool, else %s of host memory", host)
 
     def _join_ranks(self, model: DiffusionModel) -> Agreement:
-        """Let tensor-parallel ranks sum; how all ranks of the engine agree on failures."""
+        """Let tensor-parallel ranks sum; return how all ranks of the engine agree on failures."""
         tensor, sequence, device = self.ranks.tensor, self.ranks.sequence, self._device()
         # Nobody can end what a card waits for with NCCL, as those that divide rows do.
         may_fail = sequence.size == 1 or device.type == "cpu"
@@ -157,33 +157,34 @@ class DiffusionWorker(WorkerBase):
         return Agreement(*meets, board=board)
 
     def build_info(self) -> dict[str, str]:
-        """What the engine runs on; the API server asks for it."""
+        """Return what the engine runs on; the API server asks for it."""
         runner, device = self.model_runner, self._device()
         backends = runner.model.attention_backends(device)
         return build_info(device, backends, runner.pool, has_graphs=runner.graphs is not None)
 
     def _activation_budget(self) -> int:
-        """Bytes of the activation pool, the same on all ranks."""
+        """Bytes of the activation pool, equal on all ranks."""
         utilization = self.vllm_config.cache_config.gpu_memory_utilization
         return activation_budget(self._device(), utilization, self.ranks.every)
 
     def capacity(self) -> tuple[int, Rates]:
-        """Bytes that steps and kept keys and values may take, and how fast the device is; the API
-        server asks for it.
+        """Return the bytes that steps and caches may take, and the device's rates.
+
+        The API server asks for it.
         """
         runner = self.model_runner
         return runner.budget_bytes - runner.caches.fixed_bytes, runner.planner.rates
 
     def status(self) -> dict[str, Any]:
-        """What this rank is doing; the server's status page asks for it."""
+        """Return what this rank is doing; the server's status page asks for it."""
         return status_of(self.model_runner)
 
     def _graph_memory(self, model: DiffusionModel, pool: ActivationPool) -> GraphMemory | None:
-        """None where the layers run without CUDA graphs."""
+        """Memory of CUDA graphs; None where the layers run without them."""
         return None if self._why_no_graphs(model) else GraphMemory(self._device(), pool)
 
     def _why_no_graphs(self, model: DiffusionModel) -> str | None:
-        """Why the layers run without CUDA graphs, if they do."""
+        """Why the layers run without CUDA graphs; None if they run with them."""
         device = self._device()
         if device.type != "cuda":
             return "none (no GPU)"
@@ -199,7 +200,7 @@ class DiffusionWorker(WorkerBase):
         return self.model_runner.execute(scheduler_output)
 
     def execute_dummy_batch(self) -> None:
-        """A data-parallel replica without requests joins nothing: replicas are independent."""
+        """Do nothing: data-parallel replicas are independent."""
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
@@ -228,7 +229,7 @@ class DiffusionWorker(WorkerBase):
         return [next(iter(KVCacheLayout)).name]
 
     def determine_available_memory(self) -> int:
-        """Bytes of the pages that fit into the part of the pool that is for them."""
+        """Bytes of the pages that fit into the part of the pool that is meant for them."""
         planner = self.model_runner.planner
         return planner.cached_positions * planner.shape.cache_bytes
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an expression to the least deterministic automaton over bytes, as arrays."""
+"""Compilation of an expression to the minimal deterministic automaton over bytes, as arrays."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ MOST_STATES = 16_000  # of the automaton; numbers of states have 16 bits
 
 
 class TooLargeError(ValueError):
-    """A language takes more than it may; the message has the numbers."""
+    """A language exceeds a limit; the message has the numbers."""
 
 
 @dataclass(frozen=True)
 class Automaton:
-    """States 0 to Q - 1 that can all be reached and lead to acceptance; 0 is the first.
+    """Automaton with states 0 to Q - 1, all reachable and leading to acceptance; 0 is initial.
 
     Attributes:
         table: [Q + 1, K] int32: the next state by class of bytes; Q is the dead state.
@@ -43,7 +43,7 @@ class Automaton:
 
 
 def build(node: Node) -> Automaton:
-    """The automaton of an expression.
+    """Compile an expression to its automaton.
 
     Raises:
         TooLargeError: it has too many parts or states.
@@ -59,7 +59,7 @@ def build(node: Node) -> Automaton:
 
 
 class _Nfa:
-    """States with moves over bytes and over nothing; 0 is the first."""
+    """Nondeterministic automaton with moves over bytes and over nothing; state 0 is initial."""
 
     def __init__(self) -> None:
         self.free: list[list[int]] = []
@@ -71,7 +71,7 @@ class _Nfa:
         return len(self.free) - 1
 
     def add(self, node: Node, start: int) -> int:
-        """Lay `node` behind `start`; the state behind it, which no move leaves yet."""
+        """Append `node` behind state `start`; return its end state, which no move leaves yet."""
         if isinstance(node, Byte):
             end = self.new()
             self.moves[start].append((node.mask, end))
@@ -106,7 +106,7 @@ class _Nfa:
         return end
 
     def _sum(self, node: Multiple, start: int) -> int:
-        """One state a remainder."""
+        """Append the multiples of a factor, with one state for each remainder."""
         rests, end = [self.new() for _ in range(node.factor)], self.new()
         self.moves[start].append((1 << ord("0"), end))
         for digit in range(10):
@@ -120,7 +120,7 @@ class _Nfa:
 
 
 def _byte_classes(masks: set[int]) -> tuple[Array, dict[int, tuple[int, ...]]]:
-    """Bytes that no mask tells apart have one class: [256] int64, and the classes of each mask."""
+    """Group bytes that all masks treat alike: [256] int64, and the classes of each mask."""
     ordered = sorted(masks)
     kinds: dict[tuple[int, ...], int] = {}
     found = np.empty(256, dtype=np.int64)
@@ -135,12 +135,12 @@ def _byte_classes(masks: set[int]) -> tuple[Array, dict[int, tuple[int, ...]]]:
 
 
 def _determine(nfa: _Nfa, end: int) -> tuple[Array, Array, Array]:
-    """Subset construction: table [Q + 1, K], accepting [Q + 1], classes of bytes [256]."""
+    """Run the subset construction: table [Q + 1, K], accepting [Q + 1], classes of bytes [256]."""
     classes, of_mask = _byte_classes({mask for moves in nfa.moves for mask, _ in moves})
     closures: dict[int, frozenset[int]] = {}
 
     def closure(state: int) -> frozenset[int]:
-        """States that matter among those that `state` reaches over nothing."""
+        """Return the relevant states that `state` reaches over nothing."""
         if state not in closures:
             seen, waiting = {state}, [state]
             while waiting:
@@ -174,7 +174,7 @@ def _determine(nfa: _Nfa, end: int) -> tuple[Array, Array, Array]:
 
 
 def _useful(table: Array, accepting: Array) -> tuple[Array, Array]:
-    """Without states from which nothing is accepted, but for the first one."""
+    """Remove states from which nothing is accepted, except the first one."""
     alive, num_alive = accepting.copy(), -1
     while num_alive != int(alive.sum()):
         num_alive = int(alive.sum())
@@ -184,7 +184,7 @@ def _useful(table: Array, accepting: Array) -> tuple[Array, Array]:
 
 
 def _least(table: Array, accepting: Array) -> tuple[Array, Array]:
-    """States that nothing tells apart become one (Moore)."""
+    """Merge equivalent states (Moore)."""
     weights = np.random.default_rng(0).integers(1, 2**63, table.shape[1] + 1, dtype=np.uint64)
     group: Array = accepting.astype(np.uint64)
     num_groups = 0
@@ -205,7 +205,7 @@ def _least(table: Array, accepting: Array) -> tuple[Array, Array]:
 def _picked(
     table: Array, accepting: Array, kept: Array, numbers: Array, dead: Array
 ) -> tuple[Array, Array]:
-    """Only the states `kept`; every state [Q + 1] has its new number, or is dead."""
+    """Keep the states `kept`; every state [Q + 1] has its new number, or is dead."""
     new = np.where(dead, len(kept), numbers)
     new[-1] = len(kept)
     rows = [*kept, len(table) - 1]

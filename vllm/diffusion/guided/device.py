@@ -28,7 +28,7 @@ _MOST_BYTES = 32 << 20  # of what is kept of segments
 
 
 class DeviceTables:
-    """Languages on a device, one behind the other.
+    """Languages on a device, one after the other.
 
     Attributes:
         table: int32.
@@ -62,7 +62,7 @@ def _parts(language: Language) -> tuple[ops.Array, ...]:
 
 
 class _Newest:
-    """The languages of the last step, which mostly are those of the next one."""
+    """Cache of the last step's languages, which mostly are those of the next one."""
 
     key: tuple[frozenset[int], str] | None = None
     tables: DeviceTables
@@ -77,11 +77,11 @@ def _tables(languages: Sequence[Language], device: torch.device) -> DeviceTables
 
 
 class DeviceStep:
-    """What the joint choices of one step have read.
+    """State of the joint choices of one step, filled as their logits are read.
 
     Args:
-        joints: of the step, `Joint`s that know of each other.
-        device: where their logits are.
+        joints: all `Joint`s of the step, after `gather`.
+        device: device of their logits.
     """
 
     def __init__(self, joints: Sequence[Any], device: torch.device) -> None:
@@ -108,9 +108,9 @@ class DeviceStep:
         self._tokens = torch.empty(shape, dtype=torch.int32, device=device)
 
     def read(self, logits: torch.Tensor, first_column: int) -> None:
-        """Take in whole rows [r, V], of the step's sample rows from `first_column` on.
+        """Read whole rows [r, V] of logits, the step's sample rows from `first_column` on.
 
-        Those that are none of ours are left out.
+        Rows of other requests are skipped.
         """
         most = max(_MOST_BYTES // (_BYTES_OF_SEGMENT * self._most_segments), 1)
         for start in range(0, len(logits), most):
@@ -141,7 +141,7 @@ class DeviceStep:
         )
 
     def choose(self, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write what is chosen into `sampled` [3 or more, columns] fp64.
+        """Choose, and write the result into `sampled` [3 or more, columns] fp64.
 
         Returns:
             tokens [R] int64 and their log probabilities [R] float64.
@@ -188,7 +188,7 @@ def _aligned(count: int) -> int:
 
 
 def _numbers(joints: Sequence[Any], tables: DeviceTables) -> tuple[ops.Array, int]:
-    """What the kernels want to know of requests [J, 32], and how many values they keep."""
+    """Make the kernels' parameters of requests [J, 32], and count the values they keep."""
     numbers = np.zeros((len(joints), _FIELDS), dtype=np.int64)
     num_positions = num_values = 0
     for own, joint in zip(numbers, joints, strict=True):
@@ -210,7 +210,7 @@ def _numbers(joints: Sequence[Any], tables: DeviceTables) -> tuple[ops.Array, in
 
 
 def _positions(joints: Sequence[Any]) -> tuple[ops.Array, ...]:
-    """Of N positions, R rows and the step's sample rows.
+    """Make the index arrays of N positions, R rows and the step's sample rows.
 
     Returns:
         int32: request of every position, its row (-1 where a token stands, -2 where anything may),

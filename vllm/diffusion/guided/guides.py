@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a request asks for to a language over the model's tokens, compiled once and kept."""
+"""Compilation of a requested format to a language over the model's tokens, with a cache."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Spec:
-    """What an answer must be: `kind` is one of structured_outputs' fields, `value` its JSON."""
+    """Requested format: `kind` is one of structured_outputs' fields, `value` its JSON."""
 
     kind: str
     value: str
@@ -54,11 +54,11 @@ class Spec:
 
 @dataclass(frozen=True)
 class Guide:
-    """A language as requests carry it.
+    """A compiled language, as requests carry it.
 
     Attributes:
-        language: `Language.packed`.
-        least_tokens: of the shortest answer.
+        language: result of `Language.packed`.
+        least_tokens: number of tokens of the shortest answer.
         prefix: tokens with which every answer begins.
     """
 
@@ -68,7 +68,7 @@ class Guide:
 
 
 def spec_of(given: Any) -> Spec | None:
-    """What upstream's `structured_outputs`, a map of its fields, asks for.
+    """Read upstream's `structured_outputs`, a map of its fields.
 
     Raises:
         InvalidParameterError: it asks for nothing, for two things, or for what cannot be had.
@@ -92,7 +92,7 @@ def spec_of(given: Any) -> Spec | None:
 
 
 def spec_of_format(given: Any) -> Spec | None:
-    """What OpenAI's `response_format` asks for; None for text.
+    """Read OpenAI's `response_format`; None for text.
 
     Raises:
         InvalidParameterError: it is none that is known.
@@ -117,7 +117,7 @@ def spec_of_format(given: Any) -> Spec | None:
 
 
 def asked_spec(response_format: Any, structured_outputs: Any) -> Spec | None:
-    """What either of the two fields asks for.
+    """Read the two fields, of which at most one may ask for a format.
 
     Raises:
         InvalidParameterError: both do, or one is none that is known.
@@ -162,7 +162,7 @@ def _spec(kind: str, value: Any, field: str) -> Spec:
 
 
 def expression(spec: Spec) -> Node:
-    """The expression of what is asked for.
+    """Make the expression of a requested format.
 
     Raises:
         SchemaError, UnsupportedPatternError: it cannot be had.
@@ -178,12 +178,12 @@ def expression(spec: Spec) -> Node:
 
 
 class Guides:
-    """Languages of one model; threads may share it.
+    """Cache of one model's compiled languages; threads may share it.
 
     Args:
-        load: makes the vocabulary, at first use.
-        ends: ids that end an answer; None where the checkpoint has none.
-        tokenise: token ids of a text.
+        load: loads the vocabulary, at first use.
+        ends: ids that end an answer; None if the checkpoint has none.
+        tokenise: function of a text that returns its token ids.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Guides:
         self._lock = threading.Lock()
 
     def guide(self, spec: Spec) -> Guide:
-        """The language of what is asked for.
+        """Return the compiled language of a requested format.
 
         Raises:
             InvalidParameterError: naming the field, and the part of it that cannot be had.
@@ -235,9 +235,9 @@ class Guides:
         return Guide(language.packed(), language.least_tokens, prefix)
 
     def _prefix(self, automaton: Automaton, language: Language) -> tuple[int, ...]:
-        """Tokens of the text that every answer begins with, but for the last one.
+        """Return the tokens of the text that every answer begins with, except the last one.
 
-        That one may be the beginning of a longer token which the model likes better.
+        The last one may be the beginning of a longer token that the model prefers.
         """
         text = forced(automaton).decode(errors="ignore")
         state, prefix = 0, []
@@ -250,7 +250,7 @@ class Guides:
 
 
 def forced(automaton: Automaton) -> bytes:
-    """The bytes that all texts of a language begin with."""
+    """Return the bytes that all texts of a language begin with."""
     found, state, dead = bytearray(), 0, automaton.num_states
     while not automaton.accepting[state]:
         kinds = (automaton.table[state] != dead).nonzero()[0]
@@ -263,7 +263,7 @@ def forced(automaton: Automaton) -> bytes:
 
 
 def check_room(guide: Guide, spec: Spec, room: int, name: str) -> None:
-    """Refuse a canvas that no answer of a language fits into.
+    """Refuse a canvas in which no answer of a language fits.
 
     Raises:
         InvalidParameterError: with the least length.
@@ -278,12 +278,12 @@ def check_room(guide: Guide, spec: Spec, room: int, name: str) -> None:
 
 
 def packed(spec: Spec) -> list[str]:
-    """A spec for what passes upstream's hands, under `SPEC`."""
+    """Pack a spec for transport through upstream, under `SPEC`."""
     return [spec.kind, spec.value, spec.field]
 
 
 def unpacked(given: Any) -> Spec:
-    """The inverse of `packed`, of whatever comes under its name.
+    """Invert `packed`, checking a value that anyone may have sent.
 
     Raises:
         InvalidParameterError: nothing of ours has packed it.
@@ -295,7 +295,7 @@ def unpacked(given: Any) -> Spec:
 
 
 def spec_of_tools(tools: Tools) -> Spec:
-    """What calls of functions ask of an answer.
+    """Make the spec of calls of functions.
 
     Raises:
         InvalidParameterError: it is too long.

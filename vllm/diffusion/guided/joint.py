@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's joint choice in one forward: rows are read as their logits come, then it chooses."""
+"""Joint choice of a request's tokens in a forward, after rows of logits are read as they come."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # the GPU's wa
 
 @dataclass(eq=False)
 class Joint:
-    """What one forward of a request chooses together.
+    """Tokens that one forward of a request chooses together.
 
     Attributes:
-        language: what its canvas must be in.
-        window: the positions that are chosen for.
-        temperature: 0 takes the best string, else one is drawn.
-        seed, step: of the request's random numbers.
-        is_tempered: confidences are taken at the temperature.
-        sets_scores: the score of a candidate is the probability of its token; else it stays as
-            sampling has it.
+        language: language of the answer.
+        window: positions to choose for.
+        temperature: 0 takes the best string; else one is drawn.
+        seed, step: keys of the request's random numbers.
+        is_tempered: whether confidences are taken at the temperature.
+        sets_scores: whether a candidate's score is the probability of its token; else sampling's
+            score stays.
         excluded: at most two token ids whose probability counts as zero.
-        num_logprobs: most likely tokens that are told beside log probabilities, None for neither.
-        beside: all joint choices of the same step, itself among them.
-        end: the last of its columns among all sample rows of the step + 1.
-        num_seen: rows that have been read.
-        on_device: where these are made, if not on the host.
+        num_logprobs: number of most likely tokens that the request wants besides log probabilities;
+            None for neither.
+        beside: all joint choices of the step, including this one.
+        end: end (last + 1) of its columns among all sample rows of the step.
+        num_seen: number of rows read so far.
+        on_device: state of the step's choices on a device; None on the host.
     """
 
     language: Language
@@ -67,22 +68,22 @@ class Joint:
 
     @property
     def scales(self) -> tuple[float, float]:
-        """What logits are multiplied by for the draw, and for the score."""
+        """Factors of logits for the draw, and for the score."""
         scale = 1 / self.temperature if self.temperature > 0 else 1.0
         return scale, scale if self.is_tempered else 1.0
 
     @property
     def first_column(self) -> int:
-        """Of the next row that is read, among all sample rows of the step."""
+        """Column, in the step's sampled tensor, of the next row whose logits arrive."""
         return self.end - self.num_rows + self.num_seen
 
     def rows_among(self, positions: Array) -> slice:
-        """Its rows among those of canvas positions, which ascend."""
+        """Return the range of its rows among ascending canvas positions."""
         start, stop = np.searchsorted(positions, [self.window.first, self.window.stop])
         return slice(int(start), int(stop))
 
     def read(self, logits: torch.Tensor, positions: torch.Tensor) -> None:
-        """Take in whole rows of logits [R, V] of canvas `positions` [R], in ascending order."""
+        """Read whole rows of logits [R, V] of canvas `positions` [R], in ascending order."""
         uniform = None
         if self.temperature > 0:
             columns = range(num_uniform(self.language))
@@ -92,7 +93,7 @@ class Joint:
         self._read.append(found)
 
     def device_step(self, logits: torch.Tensor) -> DeviceStep:
-        """Where all choices of the step are on the device of `logits`, from the first read on."""
+        """Return the state of the step's choices on the device of `logits`; made at first use."""
         if self.on_device is None:
             from vllm.diffusion.guided.device import DeviceStep
 
@@ -103,7 +104,7 @@ class Joint:
         return self.on_device
 
     def choose(self) -> tuple[Array, Array]:
-        """Tokens [R] int64 and log probabilities [R] of the rows that were read, on the host."""
+        """Choose, on the host, tokens [R] int64 and log probabilities [R] of the rows read."""
         rows = Rows(*(np.concatenate(parts) for parts in zip(*self._read, strict=True)))
         window, draws = self.window, None
         if self.temperature > 0:
@@ -117,22 +118,22 @@ class Joint:
 
 
 def gather(joints: Sequence[Joint], ends: Sequence[int]) -> None:
-    """Let the choices of one step know of each other.
+    """Link the joint choices of one step.
 
     Args:
-        joints: in the order of their rows.
-        ends: of each, the last of its columns among all sample rows + 1.
+        joints: joint choices in the order of their rows.
+        ends: for each, the end (last + 1) of its columns among all sample rows.
     """
     for joint, end in zip(joints, ends, strict=True):
         joint.beside, joint.end = joints, end
 
 
 def read_all(logits: torch.Tensor, readers: Sequence[tuple[Joint, slice, torch.Tensor]]) -> None:
-    """Show rows to choices of one step.
+    """Let joint choices of one step read rows of logits.
 
     Args:
         logits: [R, V], consecutive sample rows.
-        readers: whose rows they are, with canvas positions; in order, and others between them.
+        readers: choices, their rows, and canvas positions, in order; other rows may lie between.
     """
     lead, rows, _ = readers[0]
     if logits.is_cuda or _IS_INTERPRETED:
@@ -145,10 +146,10 @@ def read_all(logits: torch.Tensor, readers: Sequence[tuple[Joint, slice, torch.T
 
 
 def choose_all(sampled: torch.Tensor, joints: Sequence[Joint]) -> None:
-    """Put what is jointly chosen in place of what was sampled row by row.
+    """Replace tokens sampled row by row by the joint choices, in place.
 
     Args:
-        sampled: as `sample` returns it; changed.
+        sampled: the result of `sample`, which is changed.
         joints: the choices of a step, all of whose rows have been read.
     """
     step = joints[0].on_device
@@ -175,7 +176,7 @@ def _put(
     logprobs: torch.Tensor,
     joint: Joint,
 ) -> None:
-    """Write tokens [R] and what they are scored into `columns` of what was sampled."""
+    """Write tokens [R] and their scores into `columns` of what was sampled."""
     sampled[0, columns] = sampled[2, columns] = tokens.double()
     if joint.sets_scores:
         scores = torch.exp(logprobs)
@@ -187,9 +188,9 @@ def _put(
 def _put_logprobs(
     sampled: torch.Tensor, columns: slice, logprobs: torch.Tensor, num_top: int
 ) -> None:
-    """Write log probabilities [R] where `Logprobs.packed` has them.
+    """Write log probabilities [R] to the places of `Logprobs.packed`.
 
-    Of the rank is known what the most likely tokens tell.
+    The rank is counted among the most likely tokens only.
     """
     top = slice(7 + num_top, 7 + 2 * num_top)
     ranks = 1 + (sampled[top, columns] > logprobs).sum(dim=0)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: ignore-errors
-"""Triton kernels of joint choices; `window.py` says the same with arrays.
+"""Triton kernels of joint choices; `window.py` is their reference with arrays.
 
 Rows of logits are read in the order of `Language.segments`, so every segment, and after that every
 class, is reduced within one program: nothing depends on an order, and nothing is sorted.
@@ -16,7 +16,7 @@ FIELDS = tl.constexpr(32)  # of a request's numbers
 
 @triton.jit
 def _word(purpose, step, position, column, seed_low, seed_high):
-    """[N] uint32, the words of which `flash_sample.uniform` makes numbers."""
+    """Return the random words [N] uint32 from which `flash_sample.uniform` makes numbers."""
     column = column.to(tl.uint32)
     c0 = column * 0 + purpose
     c1 = column * 0 + step.to(tl.uint32)
@@ -43,7 +43,7 @@ def _word(purpose, step, position, column, seed_low, seed_high):
 
 @triton.jit
 def _uniform(step, position, column, seed_low, seed_high, PURPOSE: tl.constexpr):
-    """fp32 numbers in (0, 1) of columns, and what they lack to 1."""
+    """Return fp32 numbers u in (0, 1), one a column, and 1 - u."""
     word = _word(PURPOSE, step, position, column, seed_low, seed_high)
     u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     return u, ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
@@ -51,7 +51,7 @@ def _uniform(step, position, column, seed_low, seed_high, PURPOSE: tl.constexpr)
 
 @triton.jit
 def _gumbel(step, position, column, seed_low, seed_high, PURPOSE: tl.constexpr):
-    """fp32: -log(-log(u)) of the numbers u, with all digits where u is next to 1."""
+    """Return fp32 -log(-log(u)) of uniform numbers u, accurate where u is close to 1."""
     u, missing = _uniform(step, position, column, seed_low, seed_high, PURPOSE)
     series = missing * (1 + missing * (0.5 + missing * (0.3333333333 + 0.25 * missing)))
     return -tl.log(tl.where(missing < 0.01, series, -tl.log(u)))
@@ -59,7 +59,7 @@ def _gumbel(step, position, column, seed_low, seed_high, PURPOSE: tl.constexpr):
 
 @triton.jit
 def _place_of(own, position):
-    """Of a position of the step: its place on the canvas, and the words of its random numbers."""
+    """Return step, canvas position and seed of a position, the keys of its random numbers."""
     at = tl.load(own + 17) + position - tl.load(own + 9)
     return tl.load(own + 16), at, tl.load(own + 14), tl.load(own + 15)
 
@@ -85,7 +85,7 @@ def read_kernel(
     SEGMENTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """What some segments of one row hold."""
+    """Reduce some segments of one row of logits."""
     line = tl.program_id(0)
     column = first_column + line
     row = tl.load(row_at + column, mask=column < num_columns, other=-1)
@@ -134,7 +134,7 @@ def read_kernel(
 
 @triton.jit
 def _sum_of(start, count, BLOCK: tl.constexpr):
-    """Maximum, and log of the sum of exp, of `count` numbers from `start` on."""
+    """Return maximum, and log of the sum of exp, of `count` numbers from `start` on."""
     top = tl.full([BLOCK], NEVER, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, count, BLOCK):
@@ -170,7 +170,7 @@ def class_kernel(
     MEMBERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What some classes of one row hold, of their segments."""
+    """Reduce the segments of some classes of one row."""
     line = tl.program_id(0)
     column = first_column + line
     row = tl.load(row_at + column, mask=column < num_columns, other=-1)
@@ -234,7 +234,7 @@ def set_kernel(
     SETS: tl.constexpr,
     MEMBERS: tl.constexpr,
 ):
-    """What each set weighs at a position."""
+    """Compute the weight of each set at a position."""
     position = tl.program_id(0)
     own = numbers + tl.load(request_of + position) * FIELDS
     starts, members = tl.load(own), tl.load(own + 1)
@@ -287,7 +287,7 @@ def choose_kernel(
     EDGES: tl.constexpr,
     WIDEST: tl.constexpr,
 ):
-    """One request: backward over its positions what a state is worth, forward what they take."""
+    """Choose for one request: backward over positions the states' values, forward the choices."""
     request = tl.program_id(0)
     own = numbers + request * FIELDS
     num_sets = tl.load(own + 2)
@@ -381,7 +381,7 @@ def token_kernel(
     DRAWN: tl.constexpr,
     MEMBERS: tl.constexpr,
 ):
-    """The token of a row's set, and its score; of equal ones the lowest."""
+    """Write the token of a row's set, and its score; the lowest one of equals."""
     row = tl.program_id(0)
     position, column = tl.load(places + 3 * row), tl.load(places + 3 * row + 1)
     own = numbers + tl.load(places + 3 * row + 2) * FIELDS

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A language over tokens: which token leads from which state to which.
+"""Language over tokens: which token leads from which state to which.
 
-Tokens with the same effect in every state are one class. What leads from one state to another is
-a set of classes; few sets are told apart, so what a state allows is a short list of (set, state).
+Tokens with equal effect in every state form one class. The classes that lead from one state to
+another form a set; there are few distinct sets, so the transitions of a state are a short list of
+(set, state).
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Ends(NamedTuple):
     """Token ids that end an answer.
 
     Attributes:
-        eos: fills what follows the answer.
-        others: may stand right behind it.
+        eos: token that fills the canvas behind the answer.
+        others: tokens that may stand right behind it.
     """
 
     eos: int
@@ -48,8 +49,8 @@ class Segments(NamedTuple):
     """All tokens, class by class, cut into about a thousand rows and one more for every class.
 
     Attributes:
-        tokens: [G, W] int32: of one class each, ascending; -1 behind the last one.
-        starts: [C + 2] int32: where each class's begin, and those of tokens that lead nowhere.
+        tokens: [G, W] int32: tokens of one class a row, ascending; -1 behind the last one.
+        starts: [C + 2] int32: first row of each class, then of tokens that lead nowhere, then G.
     """
 
     tokens: Array
@@ -58,15 +59,15 @@ class Segments(NamedTuple):
 
 @dataclass(frozen=True)
 class Language:
-    """States 0 to Q - 1, of which 0 is the first and Q - 1 is behind the end of the answer.
+    """Automaton over tokens with states 0 to Q - 1: 0 is initial, Q - 1 is behind the answer's end.
 
     Attributes:
         class_of_token: [V] int16; the largest classes have the lowest numbers.
-        set_starts: [S + 1] int32: where the classes of every set begin in `set_members`.
+        set_starts: [S + 1] int32: start of every set's classes in `set_members`.
         set_members: [M] int16.
-        edge_sets: [Q, K] int32: what the state allows; S for nothing.
-        edge_targets: [Q, K] int32: where it leads.
-        room: [Q] int32: the least number of tokens to a whole answer; 0 where it is whole.
+        edge_sets: [Q, K] int32: sets that the state allows; S for none.
+        edge_targets: [Q, K] int32: states that these lead to.
+        room: [Q] int32: least number of tokens to a whole answer; 0 where it is whole.
     """
 
     class_of_token: Array
@@ -90,12 +91,12 @@ class Language:
 
     @property
     def least_tokens(self) -> int:
-        """Of the shortest answer."""
+        """Number of tokens of the shortest answer."""
         return int(self.room[0])
 
     @cached_property
     def segments(self) -> Segments:
-        """How rows of logits are read."""
+        """Order in which rows of logits are read."""
         own = np.where(self.class_of_token < 0, self.num_classes, self.class_of_token)
         order = np.argsort(own, kind="stable")
         sizes = np.bincount(own, minlength=self.num_classes + 1)
@@ -108,7 +109,7 @@ class Language:
 
     @cached_property
     def next_state(self) -> Array:
-        """[Q + 1, C + 1] int32 by class, Q for nowhere; the last column is of dead tokens."""
+        """Next states [Q + 1, C + 1] int32 by class, Q for none; the last class is DEAD."""
         shape = (self.num_states + 1, self.num_classes + 1)
         table = np.full(shape, self.num_states, dtype=np.int32)
         starts = self.set_starts.tolist()
@@ -119,18 +120,18 @@ class Language:
         return table
 
     def advance(self, state: int, token: int) -> int:
-        """The state behind a token; `num_states` where it does not belong there."""
+        """Return the state behind a token; `num_states` where the token is not allowed."""
         return int(self.next_state[state, self.class_of_token[token]])
 
     def is_closed(self, state: int) -> bool:
-        """Whether an answer that led to `state` is whole, and only its end may follow."""
+        """Whether an answer that led to `state` is whole and cannot be continued."""
         if state == self.num_states or self.room[state] > 0:
             return False
         alive = self.edge_sets[state] < self.num_sets
         return bool((self.edge_targets[state, alive] == self.num_states - 1).all())
 
     def packed(self) -> bytes:
-        """The language as one string, which `unpacked` takes."""
+        """Pack the language into bytes, for `unpacked`."""
         parts = [(a.dtype.str, a.shape, a.tobytes()) for a in (getattr(self, n) for n in _NAMES)]
         return zlib.compress(msgspec.msgpack.encode(parts), 1)
 
@@ -144,7 +145,7 @@ _NAMES = tuple(field.name for field in fields(Language))
 
 
 def over_tokens(automaton: Automaton, vocabulary: Vocabulary, ends: Ends) -> Language:
-    """The language of an automaton, spelled in tokens, with what stands behind an answer.
+    """Make the language of an automaton, over tokens, with what may follow an answer.
 
     Raises:
         TooLargeError: with the numbers.
@@ -161,10 +162,12 @@ def over_tokens(automaton: Automaton, vocabulary: Vocabulary, ends: Ends) -> Lan
 
 
 def _walk(automaton: Automaton, vocabulary: Vocabulary) -> tuple[Array, Array]:
-    """Classes of tokens [V] int64, and where each leads from every state: [Q, C] int32, Q nowhere.
+    """Return the classes of tokens [V] int64, and their targets from every state: [Q, C] int32.
 
-    The trie is walked from all states at once. Paths that lead alike are one: a `vector` has the
-    state that each state is led to.
+    Q stands for no state.
+
+    The trie is walked from all states at once. Paths with equal effect are merged: a `vector` holds
+    the state that each state is led to.
     """
     table, num_states = automaton.table, automaton.num_states
     num_kinds = table.shape[1]
@@ -189,7 +192,7 @@ def _walk(automaton: Automaton, vocabulary: Vocabulary) -> tuple[Array, Array]:
 
 
 class _Vectors:
-    """Distinct rows of states, numbered; 0 leads nowhere from anywhere."""
+    """Distinct rows of states, numbered; number 0 leads nowhere from anywhere."""
 
     def __init__(self, num_states: int) -> None:
         random = np.random.default_rng(0)
@@ -200,7 +203,7 @@ class _Vectors:
         self.number(np.full((1, num_states + 1), num_states, dtype=np.int32))
 
     def number(self, rows: Array) -> Array:
-        """Numbers [N] int64 of rows [N, Q + 1]."""
+        """Return the numbers [N] int64 of rows [N, Q + 1], adding new ones."""
         keys = (rows.astype(np.uint64) * self._weights).sum(axis=1, dtype=np.uint64)
         numbers, new = np.empty(len(rows), dtype=np.int64), []
         for index, key in enumerate(keys.tolist()):
@@ -221,7 +224,7 @@ class _Vectors:
 
 
 def _useful_states(targets: Array, accepting: Array) -> tuple[Array, Array]:
-    """Only states that whole tokens lead to and from which they lead to acceptance.
+    """Keep states that whole tokens lead to and from which they lead to acceptance.
 
     Returns:
         targets [Q', C] int32, and the least number of tokens to acceptance [Q'] int32.
@@ -243,7 +246,7 @@ def _useful_states(targets: Array, accepting: Array) -> tuple[Array, Array]:
 
 
 def _distances(leads: Array, first: Array) -> Array:
-    """Steps from `first` [Q] bool to every state; `leads` [Q, Q] bool, from row to column."""
+    """Count the steps from `first` [Q] bool to every state; `leads` [Q, Q] bool, row to column."""
     found = np.where(first, 0, _NEVER)
     newest, steps = first, 0
     while newest.any():
@@ -254,7 +257,7 @@ def _distances(leads: Array, first: Array) -> Array:
 
 
 def _by_size(class_of_token: Array, targets: Array) -> tuple[Array, Array]:
-    """Classes that lead alike become one, and those that lead nowhere none; large ones first."""
+    """Merge classes that lead alike, drop those that lead nowhere; number large ones first."""
     num_states = len(targets)
     weights = np.random.default_rng(0).integers(1, 2**63, num_states, dtype=np.uint64)
     keys = (targets.astype(np.uint64) * weights[:, None]).sum(axis=0, dtype=np.uint64)
@@ -276,7 +279,7 @@ def _with_edges(
     eos: list[int],
     other: list[int],
 ) -> Language:
-    """The language with its sets of classes and what every state allows."""
+    """Make the language with its sets of classes and every state's edges."""
     states, classes = (targets < num_states).nonzero()
     order = np.lexsort((classes, targets[states, classes], states))
     states, classes = states[order], classes[order].astype(np.int16)

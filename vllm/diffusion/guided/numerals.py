@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers within bounds, as JSON writes them."""
+"""Expressions of numbers within bounds, as JSON writes them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ NUMBER = regex(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]{1,2})?")
 
 
 class UnsupportedBoundsError(ValueError):
-    """Bounds that cannot be enforced; the message says why."""
+    """Bounds cannot be enforced; the message says why."""
 
 
 def integers(least: int | None, most: int | None, factor: int | None) -> Node:
-    """Whole numbers from `least` to `most` that `factor` divides, None where nothing binds."""
+    """Whole numbers from `least` to `most` that `factor` divides; None for no restriction."""
     if factor is not None and factor != 1:
         return _multiples(least, most, factor)
     if least is None and most is None:
@@ -38,12 +38,12 @@ def integers(least: int | None, most: int | None, factor: int | None) -> Node:
 
 
 def numbers(least: Decimal | None, most: Decimal | None, *, above: bool, below: bool) -> Node:
-    """Decimals between bounds.
+    """Make the expression of decimals between bounds.
 
     Args:
         least, most: the bounds; None where there is none.
-        above: `least` itself is out.
-        below: `most` itself is out.
+        above: whether `least` itself is excluded.
+        below: whether `most` itself is excluded.
     """
     if least is None and most is None:
         return NUMBER
@@ -83,12 +83,12 @@ def _multiples(least: int | None, most: int | None, factor: int) -> Node:
 
 
 def _places(bound: Decimal | None) -> int:
-    """Decimals that a bound has."""
+    """Number of decimals of a bound."""
     return 0 if bound is None else max(-int(bound.normalize().as_tuple().exponent), 0)
 
 
 def _between(least: int | None, most: int | None, places: int) -> Node:
-    """Whole numbers of both signs, written with so many of their digits behind a point."""
+    """Whole numbers of both signs, with the last `places` digits behind a point."""
     options: list[Node] = []
     if most is None or most >= max(least or 0, 0):
         options.append(_digits(max(least or 0, 0), most, places))
@@ -100,7 +100,7 @@ def _between(least: int | None, most: int | None, places: int) -> Node:
 
 
 def _digits(least: int, most: int | None, places: int) -> Node:
-    """The same, none of them negative; None is without bound."""
+    """Non-negative numbers, with the last `places` digits behind a point; None is without bound."""
     if most is None:
         most = 10 ** max(OPEN_DIGITS + places, len(str(least))) - 1
     options, shortest = [], places + 1
@@ -114,7 +114,7 @@ def _digits(least: int, most: int | None, places: int) -> Node:
 
 
 def _of_equal_length(low: str, high: str, before: int) -> Node:
-    """Digits from `low` to `high`, a point behind so many of them, if others follow."""
+    """Digits from `low` to `high`, with a point behind the first `before`, if others follow."""
     if not low:
         return Then()
     point = text("." if before == 0 else "")

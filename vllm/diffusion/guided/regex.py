@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Regular expressions as patterns of Python's `re` are written, without what is not regular."""
+"""Regular expressions in the syntax of Python's `re`, without what is not regular."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ _CATEGORIES: dict[str, list[Range]] = {
 
 
 class UnsupportedPatternError(ValueError):
-    """A pattern is no regular expression, or uses what cannot be had; the message says what."""
+    """A pattern is no regular expression, or uses unsupported syntax, which is named."""
 
 
 def regex(pattern: str, encode: Encode = chars, *, searches: bool = False) -> Node:
-    """What `pattern` matches as a whole.
+    """Make the expression of what `pattern` matches as a whole.
 
     Digits, spaces and word characters are those of ASCII, where characters are asked for; where
     they are excluded, those of Unicode are excluded too.
 
     Args:
         pattern: the expression.
-        encode: how a character of some ranges is written.
-        searches: anything may stand before and behind, where no anchor forbids it.
+        encode: function of ranges of characters that returns how one of them is written.
+        searches: whether anything may stand before and behind, where no anchor forbids it.
 
     Raises:
         UnsupportedPatternError: it cannot be had.
@@ -107,7 +107,7 @@ def _item(op: Any, value: Any, encode: Encode) -> Node:
 
 
 def _members(items: list[Any]) -> list[Range]:
-    """Code points of a set in brackets."""
+    """Return the code points of a set in brackets."""
     is_negated = items[0][0] is ops.NEGATE
     found: list[Range] = []
     for op, value in items[is_negated:]:
@@ -123,7 +123,7 @@ def _members(items: list[Any]) -> list[Range]:
 
 
 def _category(name: str, *, widest: bool) -> list[Range]:
-    """Characters that are of a category whoever is asked, or, `widest`, that may be of it."""
+    """Return the characters of a category by any definition; or, `widest`, by some definition."""
     *_, kind = name.split("_")
     is_other = "NOT" in name
     ranges = _widest(kind) if widest != is_other else _CATEGORIES[kind]
@@ -132,7 +132,7 @@ def _category(name: str, *, widest: bool) -> list[Range]:
 
 @cache
 def _widest(kind: str) -> list[Range]:
-    """All characters of a category by Unicode; of words, all that are not ASCII count."""
+    """Return all characters of a category by Unicode; for words, all that are not ASCII."""
     if kind == "WORD":
         return [*_WORD, (128, LAST_CODE_POINT)]
     belongs = str.isdecimal if kind == "DIGIT" else str.isspace

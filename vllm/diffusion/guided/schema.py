@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of JSON a schema allows, as an expression: every keyword is enforced, or refused by name.
+"""Expression of the JSON that a schema allows; every keyword is enforced, or refused by name.
 
-Answers have one form: members in the order of `properties`, none that it does not name, ", " and
-": " between them and no other space, strings with the short escapes. It is part of what the schema
-allows; nothing outside of it is ever written.
+Answers have one form: members in the order of `properties`, none that it does not name, ", " and ":
+" between them and no other space, strings with the short escapes. This form is a subset of what the
+schema allows.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class SchemaError(ValueError):
     """A schema cannot be enforced.
 
     Attributes:
-        place: where in the schema, as a JSON pointer.
+        place: place in the schema, as a JSON pointer.
         keyword: the keyword at fault.
-        why: in words.
+        why: reason, in words.
     """
 
     def __init__(self, place: str, keyword: str, why: str) -> None:
@@ -82,7 +82,7 @@ class SchemaError(ValueError):
 
 
 def in_json(ranges: Iterable[Range]) -> Node:
-    """A character of `ranges` as it stands in a JSON string."""
+    """Make the expression of a character of `ranges` within a JSON string."""
     ranges = list(ranges)
     wanted = [point for first, last in ranges for point in _escaped_between(first, last)]
     escapes = [_SHORT_ESCAPES.get(chr(point), f"\\u{point:04x}") for point in dict.fromkeys(wanted)]
@@ -136,12 +136,12 @@ FORMATS: dict[str, str] = {
 
 
 def any_object() -> Node:
-    """Any JSON object, as deep as `FREE_DEPTH`."""
+    """Make the expression of any JSON object, as deep as `FREE_DEPTH`."""
     return _Compiler({}).free_object(FREE_DEPTH)
 
 
 def from_schema(schema: Any) -> Node:
-    """What a JSON schema allows.
+    """Make the expression of the JSON that a schema allows.
 
     Raises:
         SchemaError: naming the keyword that cannot be enforced.
@@ -150,7 +150,7 @@ def from_schema(schema: Any) -> Node:
 
 
 class _Compiler:
-    """Makes expressions of the parts of one schema."""
+    """Compiles the parts of one schema to expressions."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -223,12 +223,12 @@ class _Compiler:
         return found
 
     def _are_apart(self, options: list[Any]) -> bool:
-        """Whether no value can be of two of these schemas."""
+        """Whether no value can match two of these schemas."""
         known = [self._signs(option) for option in options]
         return all(_tells_apart(one, other) for i, one in enumerate(known) for other in known[:i])
 
     def _signs(self, schema: Any) -> tuple[set[str], dict[str, list[Any]]]:
-        """Types of a schema, and the constants of properties that must be there."""
+        """Return the types of a schema, and the constants of its required properties."""
         for _ in range(MOST_COPIES):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
@@ -326,7 +326,7 @@ class _Compiler:
 
 
 def _types(schema: dict[str, Any], place: str) -> list[str]:
-    """Types that a schema asks for; where it names none, those that its keywords are about."""
+    """Return the types that a schema names, else those to which its keywords apply."""
     given = schema.get("type")
     if "type" not in schema:
         about = [kind for kind, keywords in _TYPES.items() if keywords & schema.keys()]
@@ -339,7 +339,7 @@ def _types(schema: dict[str, Any], place: str) -> list[str]:
 
 
 def _elements(parts: list[Node], more: Node, least: int, most: int | None) -> Node:
-    """Elements of an array with commas: those of `parts`, then such as `more`."""
+    """Elements of an array with commas: those of `parts`, then any number of `more`."""
     rest = None if most is None else max(most - len(parts), 0)
     start = max(least - len(parts), 0)
     if not parts:
@@ -397,7 +397,7 @@ def _string(schema: dict[str, Any], place: str) -> Node:
 
 
 def _check_format(schema: dict[str, Any], place: str) -> None:
-    """Refuse formats that are not known; those of whole numbers are bounds."""
+    """Refuse unknown formats; those of whole numbers act as bounds."""
     name = schema.get("format", "date")
     if not isinstance(name, str) or name not in (FORMATS.keys() | WHOLE_FORMATS.keys()):
         wanted = ", ".join([*FORMATS, *WHOLE_FORMATS])
@@ -443,20 +443,20 @@ def _number(schema: dict[str, Any], place: str, *, is_whole: bool) -> Node:
 def _tighter(
     bound: Decimal | None, exclusive: Decimal | None, sign: int
 ) -> tuple[Decimal | None, bool]:
-    """The bound that binds, and whether it is itself out."""
+    """Return the tighter bound, and whether it is itself excluded."""
     if exclusive is None or (bound is not None and sign * bound > sign * exclusive):
         return bound, False
     return exclusive, True
 
 
 def _above(bound: Decimal, is_out: bool) -> int:
-    """The least whole number that is not below a bound."""
+    """Return the least whole number that a lower bound allows."""
     least = math.ceil(bound)
     return least + 1 if is_out and least == bound else least
 
 
 def _listed(schema: Mapping[str, Any], keyword: str, place: str) -> Node:
-    """The constants of a schema that what stands beside them allows."""
+    """Expression of the schema's constants that its other keywords allow."""
     values = _constants(schema)
     if not values:
         raise SchemaError(place, keyword, "wanted a list of values")
@@ -471,7 +471,7 @@ def _listed(schema: Mapping[str, Any], keyword: str, place: str) -> Node:
 
 
 def _valid(values: list[Any], schema: dict[str, Any], keyword: str, place: str) -> list[Any]:
-    """Those of `values` that a schema without references allows."""
+    """Return the values that a schema without references allows."""
     from jsonschema import Draft202012Validator, exceptions
 
     checker = Draft202012Validator.FORMAT_CHECKER
@@ -512,7 +512,7 @@ def _tells_apart(
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether it is a number; booleans are none."""
+    """Whether the value is a finite number; booleans are none."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     return is_whole or (isinstance(value, float) and math.isfinite(value))
 

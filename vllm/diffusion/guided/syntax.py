@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expressions over bytes, of which languages are made: all regular, all of UTF-8 text."""
+"""Expressions over bytes that define languages: all regular, all of UTF-8 text."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ Range: TypeAlias = tuple[int, int]  # code points or bytes, both ends included
 
 @dataclass(frozen=True)
 class Byte:
-    """One byte of a set; bit b of `mask` is set where byte b belongs to it."""
+    """One byte of a set; bit b of `mask` is set if byte b belongs to it."""
 
     mask: int
 
 
 @dataclass(frozen=True)
 class Then:
-    """One part after the other; no part is the empty text."""
+    """Parts one after the other; without parts, the empty text."""
 
     parts: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
 class Either:
-    """One of the options; none of them is no text at all."""
+    """One of the options; without options, no text at all."""
 
     options: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """`least` to `most` times the same; None is without bound."""
+    """`least` to `most` repetitions of a node; None is without bound."""
 
     node: Node
     least: int = 0
@@ -48,7 +48,7 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Multiple:
-    """A decimal without sign or leading zeros that `factor` divides; zero is one."""
+    """A decimal without sign or leading zeros that `factor` divides, zero included."""
 
     factor: int
 
@@ -57,17 +57,17 @@ Node: TypeAlias = "Byte | Then | Either | Repeat | Multiple"
 
 
 def text(string: str) -> Node:
-    """Exactly this text."""
+    """Make the expression of exactly this text."""
     return Then(tuple(Byte(1 << byte) for byte in string.encode()))
 
 
 def then(*parts: Node | str) -> Node:
-    """Parts one after the other; strings stand for themselves."""
+    """Concatenate parts; strings stand for themselves."""
     return Then(tuple(text(part) if isinstance(part, str) else part for part in parts))
 
 
 def either(options: Iterable[Node | str]) -> Node:
-    """One of the options; strings stand for themselves."""
+    """Make the alternative of options; strings stand for themselves."""
     found = tuple(text(option) if isinstance(option, str) else option for option in options)
     return found[0] if len(found) == 1 else Either(found)
 
@@ -77,7 +77,7 @@ def maybe(node: Node) -> Node:
 
 
 def chars(ranges: Iterable[Range]) -> Node:
-    """One character of the code points of `ranges`, in UTF-8; surrogates are none."""
+    """Make the expression of one character of `ranges`, in UTF-8; surrogates are left out."""
     mask, longer = 0, []
     for first, last in _without_surrogates(ranges):
         for low, high in _of_equal_length(first, last):
@@ -90,7 +90,7 @@ def chars(ranges: Iterable[Range]) -> Node:
 
 
 def complement(ranges: Iterable[Range]) -> list[Range]:
-    """All code points that are in none of `ranges`."""
+    """Return all code points that are in none of `ranges`."""
     found, start = [], 0
     for first, last in sorted(ranges):
         if first > start:
@@ -111,7 +111,7 @@ def _without_surrogates(ranges: Iterable[Range]) -> Iterable[Range]:
 
 
 def _of_equal_length(first: int, last: int) -> Iterable[Range]:
-    """A range cut where its characters become longer in UTF-8."""
+    """Split a range where its characters become longer in UTF-8."""
     for bound in _LAST_OF_LENGTH:
         if first <= min(last, bound):
             yield first, min(last, bound)
@@ -119,7 +119,7 @@ def _of_equal_length(first: int, last: int) -> Iterable[Range]:
 
 
 def _sequences(low: bytes, high: bytes) -> list[Node]:
-    """Byte sequences from `low` to `high`, which are equally long and start alike or not."""
+    """Expressions of the byte sequences from `low` to `high`, which are equally long."""
     if len(low) == 1:
         return [Byte(_byte_mask(low[0], high[0]))]
     least, most = b"\x80" * (len(low) - 1), b"\xbf" * (len(low) - 1)
@@ -144,7 +144,7 @@ def _one(byte: int) -> Byte:
 
 
 def count_nodes(node: Node) -> int:
-    """States that an automaton of `node` has at most, with repetitions written out."""
+    """Bound the states of an automaton of `node`, with repetitions written out."""
     if isinstance(node, Byte):
         return 1
     if isinstance(node, Multiple):

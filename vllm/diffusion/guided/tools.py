@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers that are calls of functions, as an expression."""
+"""Expression of answers that are calls of functions."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Tools(NamedTuple):
     """Functions that an answer may call.
 
     Attributes:
-        parameters: by name, the schema of the arguments.
-        may_answer: the answer may be text instead.
+        parameters: by name of a function, the schema of its arguments.
+        may_answer: whether the answer may be text instead.
     """
 
     parameters: Mapping[str, Any]
@@ -31,7 +31,9 @@ class Tools(NamedTuple):
 
 
 def calls(tools: Tools) -> Node:
-    """One call of any of the functions; where it may be, or text that does not look like one.
+    """Make the expression of one call of any of the functions.
+
+    Where text is allowed, it must not look like a call.
 
     Raises:
         SchemaError: naming the function and the keyword of its parameters that cannot be had.

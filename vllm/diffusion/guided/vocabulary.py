@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of a tokenizer's tokens, and a trie of them."""
+"""Bytes of a tokenizer's tokens, and a trie of them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _SAMPLE = '{"a": [1, 2.5]} The fox'
 
 
 class VocabularyError(ValueError):
-    """Nobody can tell what bytes a tokenizer's tokens are; the message says why."""
+    """The bytes of a tokenizer's tokens cannot be determined; the message says why."""
 
 
 class Level(NamedTuple):
-    """Nodes of a trie that are equally deep.
+    """Nodes of a trie at equal depth.
 
     Attributes:
         parents: [N] int64, their numbers in the level before.
-        bytes: [N] uint8, what leads to them from there.
-        end_nodes: [E] int64, numbers in this level where tokens end.
+        bytes: [N] uint8, the byte that leads from the parent.
+        end_nodes: [E] int64, numbers of nodes of this level where tokens end.
         end_tokens: [E] int64, these tokens.
     """
 
@@ -41,11 +41,11 @@ class Level(NamedTuple):
 
 
 class Vocabulary:
-    """Tokens that are text.
+    """Text tokens of a tokenizer.
 
     Args:
-        tokens: the bytes of every token id, None of those that are no text.
-        num_columns: of the model's logits; later ones have no token.
+        tokens: bytes of every token id; None for those that are not text.
+        num_columns: columns of the model's logits; later ones have no token.
     """
 
     def __init__(self, tokens: Sequence[bytes | None], num_columns: int) -> None:
@@ -54,7 +54,7 @@ class Vocabulary:
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:
-        """The trie of the tokens, from the first byte on."""
+        """Trie of the tokens, from the first byte on."""
         return tuple(self._levels())
 
     def _levels(self) -> Iterator[Level]:
@@ -73,7 +73,7 @@ class Vocabulary:
 
 
 def vocabulary_of(tokenizer: Any, num_columns: int) -> Vocabulary:
-    """The vocabulary of a tokenizer of transformers; special and added tokens are no text.
+    """Return the vocabulary of a tokenizer of transformers; special and added tokens are not text.
 
     Raises:
         VocabularyError: its tokens are spelled in a way that is not known.
@@ -91,7 +91,7 @@ def vocabulary_of(tokenizer: Any, num_columns: int) -> Vocabulary:
 
 
 def _spelling(tokenizer: Any) -> Any:
-    """What makes bytes of a token's name, by the kind of the tokenizer's decoder."""
+    """Return the function from a token's name to its bytes, by the tokenizer's decoder."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = getattr(backend, "decoder", None)
     if decoder is None:
@@ -105,7 +105,7 @@ def _spelling(tokenizer: Any) -> Any:
 
 
 def _symbols() -> dict[str, int]:
-    """Byte-level BPE writes every byte as a printable character: itself, or one from 256 on."""
+    """Map the characters of byte-level BPE to bytes: printable ones, or characters from 256 on."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     symbols = {chr(byte): byte for byte in plain}
@@ -130,7 +130,7 @@ def _sentence_piece(token: str) -> bytes:
 
 
 def _check(tokenizer: Any, vocabulary: Vocabulary) -> None:
-    """Tokens of a text must be its bytes, but for a space that some put before it."""
+    """Check that the tokens of a text have its bytes, except for a space put before it."""
     ids = tokenizer.encode(_SAMPLE, add_special_tokens=False)
     found = b"".join(vocabulary.tokens[i] or b"" for i in ids)
     if found.removeprefix(b" ") != _SAMPLE.encode():

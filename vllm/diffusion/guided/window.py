@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The jointly best string of a language, or one drawn from it, over a forward's open positions.
+"""Best string of a language over a forward's open positions, or one drawn from it.
 
-The distribution is the product of what the model says of every position, conditioned on the
+The distribution is the product of the model's distributions at every position, conditioned on the
 language (DINGO, Suresh et al., arXiv:2505.23061, finds its most probable string). All candidates
-are of one whole string, so any part of them may be committed and the rest can still be filled.
+come from one whole string, so any part of them may be committed and the rest can still be filled.
+Backward over positions, the value of each state is computed: how well it can be completed. Forward
+from the first state, each position is then chosen.
 
 Backward over positions: how well a state can be completed. Forward: from the first state, what each
 position takes.
@@ -29,11 +31,11 @@ class Window(NamedTuple):
     """Positions of a canvas that a forward chooses for, and those between them.
 
     Attributes:
-        first: the first one, on the canvas.
-        start: the state before it.
+        first: first position, relative to the canvas.
+        start: state before it.
         kinds: [n] int32: OPEN, FREE, or the class of the token that stands there.
-        left: positions behind the last one until the answer must be whole; negative where it must
-            be whole so many positions before the end of the window.
+        left: positions behind the last one by which the answer must be whole; if negative, the
+            answer must be whole that many positions before the end of the window.
     """
 
     first: int
@@ -43,19 +45,19 @@ class Window(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Behind the last one, on the canvas."""
+        """End (last + 1) of the window, relative to the canvas."""
         return self.first + len(self.kinds)
 
 
 class Rows(NamedTuple):
-    """What the logits of R rows say of C classes.
+    """Reduction of the logits of R rows to C classes.
 
     Attributes:
         weights: [R, C] float64: of all tokens of the class, in nats below those of the row; at
-            temperature 0 of its best, below the row's.
-        keys: [R, C] float64: what is largest for the class that is taken, among any.
-        tokens: [R, C] int64: the best token of the class, or one drawn of it.
-        logprobs: [R, C] float64: its log probability, as it is scored.
+            temperature 0 of its best token, below the row's.
+        keys: [R, C] float64: among any classes, the one with the largest key is taken.
+        tokens: [R, C] int64: best token of the class, or one drawn from it.
+        logprobs: [R, C] float64: its log probability for the score.
     """
 
     weights: Array
@@ -65,7 +67,7 @@ class Rows(NamedTuple):
 
 
 def num_uniform(language: Language) -> int:
-    """How many uniform numbers a row wants for a draw."""
+    """Number of uniform numbers that a row needs for a draw."""
     return 2 * len(language.segments.tokens) + language.num_classes
 
 
@@ -77,17 +79,17 @@ def read(
     *,
     is_tempered: bool,
 ) -> Rows:
-    """What rows of logits say of the classes of a language.
+    """Reduce rows of logits to the classes of a language.
 
     A token is drawn in three steps: within its segment, the segment among those of its class, and
     the class among those of a set.
 
     Args:
-        language: of which the classes are.
+        language: the language.
         logits: [R, V] floats.
         uniform: [R, `num_uniform`] numbers in (0, 1), where temperature is above 0.
-        temperature: of the draw.
-        is_tempered: log probabilities are taken at the temperature, too.
+        temperature: temperature of the draw.
+        is_tempered: whether log probabilities are taken at the temperature, too.
     """
     segments, num_classes = language.segments, language.num_classes
     logits = np.nan_to_num(logits.astype(np.float64), nan=-np.inf, posinf=np.inf, neginf=-np.inf)
@@ -121,7 +123,7 @@ def read(
 
 
 def _drawn(own: Array, is_token: Array, uniform: Array) -> tuple[Array, Array]:
-    """Of segments [R, G, W]: the log of their sums of exp [R, G], and where a token is drawn."""
+    """Draw a token within each segment [R, G, W]; return log-sum-exp [R, G], and its place."""
     top = own.max(axis=2)
     shares = np.where(is_token, np.exp(own - top[..., None]), 0.0).cumsum(axis=2)
     total = shares[..., -1]
@@ -130,12 +132,12 @@ def _drawn(own: Array, is_token: Array, uniform: Array) -> tuple[Array, Array]:
 
 
 def choose(language: Language, window: Window, rows: Rows, draws: Array | None) -> Array:
-    """Which class every row takes: [R] int64, in the order of the open positions.
+    """Choose the class of every row: [R] int64, in the order of the open positions.
 
     Args:
-        language: with at least one string of this window.
-        window: its open positions are the rows.
-        rows: what the logits say.
+        language: a language with at least one string for this window.
+        window: the window, whose open positions are the rows.
+        rows: their reduced logits.
         draws: [n] uniform numbers, one per position, for a draw; None for the best string.
     """
     weights = _set_weights(language, window, rows.weights, is_drawn=draws is not None)
@@ -161,7 +163,7 @@ def choose(language: Language, window: Window, rows: Rows, draws: Array | None) 
 
 
 def can_be_completed(language: Language, window: Window) -> bool:
-    """Whether what stands in a window can become part of a whole answer."""
+    """Whether the tokens in a window can become part of a whole answer."""
     nothing = np.empty((np.count_nonzero(window.kinds == OPEN), language.num_classes))
     weights = _set_weights(language, window, nothing * 0, is_drawn=False)
     values = _backward(language, window, weights, is_drawn=False)
@@ -169,7 +171,7 @@ def can_be_completed(language: Language, window: Window) -> bool:
 
 
 def _set_weights(language: Language, window: Window, weights: Array, *, is_drawn: bool) -> Array:
-    """[n, S + 1] float64: what each set weighs at each position; the last column is no set."""
+    """Weight of each set at each position, [n, S + 1] float64; the last column is no set."""
     found = np.zeros((len(window.kinds), language.num_sets + 1))
     members, starts = language.set_members, language.set_starts[:-1]
     kept = weights[:, members]
@@ -187,7 +189,7 @@ def _set_weights(language: Language, window: Window, weights: Array, *, is_drawn
 
 
 def _backward(language: Language, window: Window, weights: Array, *, is_drawn: bool) -> Array:
-    """[n + 1, Q] float64: what the rest of the window is worth behind each position."""
+    """Value of each state behind each position, [n + 1, Q] float64."""
     num = len(window.kinds)
     values = np.empty((num + 1, language.num_states))
     values[num] = np.where(language.room <= max(window.left, 0), 0.0, -np.inf)

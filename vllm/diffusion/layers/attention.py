@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys-values stage and the attend stage of a layer.
+"""Keys-values stage and attend stage of a layer.
 
 Letters: R rows of a chunk, N rows of a key and value buffer, D hidden size, H and KV query and
 key/value heads of this rank, hd head width.
@@ -35,13 +35,12 @@ ALL_HEADS = HeadGroup(0, 1)
 
 @dataclass(frozen=True)
 class SelfAttention:
-    """The keys-values stage and the attend stage of one layer, over weights owned elsewhere.
+    """Keys-values stage and attend stage of one layer, over weights owned elsewhere.
 
-    Both exist for all heads at once, where projections lie side by side in one product, and for
-    one group of heads at a time, where weights can be sliced and no norm spans all heads. `q_norm`
-    and `k_norm` are of one kind, and there both or not at all: `RMSNorm` for a model that norms
-    each head [hd], `AllHeadsRMSNorm` for one that norms all heads together. `clip` bounds the
-    projections' elements, before the norms.
+    Both work on all heads at once, with projections side by side in one product, or on one group of
+    heads at a time, if weights can be sliced and no norm spans all heads. `q_norm` and `k_norm` are
+    both given or both None: `RMSNorm` for a model that norms each head [hd], `AllHeadsRMSNorm` for
+    one that norms all heads together. `clip` bounds the projections' elements, before the norms.
     """
 
     norm: RMSNorm
@@ -56,7 +55,7 @@ class SelfAttention:
 
     @property
     def products(self) -> tuple[ops.Projection, ...]:
-        """In the order of their use."""
+        """Projections in the order of their use."""
         return self.qkv_proj, self.out_proj
 
     def keys_values(
@@ -67,7 +66,7 @@ class SelfAttention:
         buffers: Buffers,
         target: KeyTarget | None = None,
     ) -> None:
-        """Write this layer's projections of the rows of a chunk, queries and keys rotated.
+        """Write this layer's projections of the rows of a chunk, with rotated queries and keys.
 
         Args:
             x: [R, D], the residual stream.
@@ -75,7 +74,7 @@ class SelfAttention:
             out: [R, (H + 2 KV) hd], queries, keys and values side by side; or [R, 2 KV hd],
                 keys and values alone. Written; `split` finds the parts.
             buffers: scratch memory.
-            target: where the keys and values of some rows are kept, besides.
+            target: store for the keys and values of some rows.
         """
         if x.shape[0] == 0:
             return
@@ -86,10 +85,10 @@ class SelfAttention:
             self._rotate(q, k, rotary, None if target is None else ops.Kept(v, *target))
 
     def split(self, product: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Queries [R, H, hd], if they are there, keys and values [R, KV, hd]; views of `product`.
+        """Split `product` into views: queries [R, H, hd] or None, keys and values [R, KV, hd].
 
         Args:
-            product: as `keys_values` writes it.
+            product: product, as `keys_values` writes it.
         """
         heads = product.view(product.shape[0], -1, self.head_dim)
         num_kv_heads = self.num_kv_heads
@@ -100,10 +99,10 @@ class SelfAttention:
     def keys_values_of(
         self, group: HeadGroup, x: Tensor, rotary: Rotary, k: Tensor, v: Tensor, buffers: Buffers
     ) -> None:
-        """Write the keys, rotated, and the values of one group of heads.
+        """Write the rotated keys, and the values, of one group of heads.
 
         Args:
-            group: which heads.
+            group: the heads.
             x: [R, D], the residual stream.
             rotary: the table rows of these rows' positions.
             k, v: [R, KV / groups, hd], contiguous, written.
@@ -133,18 +132,18 @@ class SelfAttention:
         updated: Tensor | None = None,
         exchange: HeadExchange | None = None,
     ) -> None:
-        """updated += Wo attention(q, k, v) of one group of heads, summed over the ranks.
+        """Add Wo attention(q, k, v) of one group of heads, summed over ranks, to `updated`.
 
         Args:
             x: [R, D], the residual stream, not yet updated by this layer.
             rotary: the table rows of these rows' positions.
-            sources: what the rows read; they tile the rows. Keys and values of the group, complete.
-            q: [R, H, hd] as `keys_values` wrote them; None computes them from x.
+            sources: keys and values of the group that the rows read; they tile the rows.
+            q: [R, H, hd] as written by `keys_values`; None computes them from x.
             buffers: scratch memory.
-            group: which heads.
-            updated: [R, D], written; None: x itself, which is right where there is one group.
-            exchange: with ranks that have other rows; `sources` are then of the rows of all, and of
-                the heads of this one.
+            group: the heads.
+            updated: [R, D], written; None for x itself, which is right if there is one group.
+            exchange: exchange with ranks that have other rows; `sources` are then those of all
+                ranks' rows, for this rank's heads.
         """
         if x.shape[0] == 0 and exchange is None:
             return
@@ -159,7 +158,7 @@ class SelfAttention:
             self._add(x if updated is None else updated, heads, group, buffers)
 
     def _queries(self, x: Tensor, rotary: Rotary, group: HeadGroup, buffers: Buffers) -> Tensor:
-        """The rotated queries [R, H / groups, hd] of a chunk of the residual stream."""
+        """Compute the rotated queries [R, H / groups, hd] of a chunk of the residual stream."""
         columns = group.part(self._query_width)
         heads, quantises = (self.num_heads // group.count, self.head_dim), self.qkv_proj.quantises
         queries, rows = stages.querying(x.dtype, x.shape[1], *heads, quantises=quantises)
@@ -174,7 +173,7 @@ class SelfAttention:
     def _rotate(
         self, q: Tensor | None, k: Tensor | None, rotary: Rotary, kept: ops.Kept | None = None
     ) -> None:
-        """Norm queries and keys where the model does so, rotate them, in place, and keep keys.
+        """Norm queries and keys if the model does, rotate them in place, and keep keys.
 
         A norm of each head alone is one pass with the rotation; one over all heads needs its own.
         """
@@ -192,7 +191,7 @@ class SelfAttention:
             ops.norm_rotary(q, k, weights, q_norm.eps, rotary.cos, rotary.sin, kept)
 
     def _add(self, x: Tensor, heads: Tensor, group: HeadGroup, buffers: Buffers) -> None:
-        """x += Wo heads [R, H / groups, hd], of one group of heads."""
+        """Add Wo heads to x, with heads [R, H / groups, hd] of one group."""
         if x.shape[0]:
             features = slice(None) if group.count == 1 else group.part(self._query_width)
             self.out_proj.add_to(x, heads.flatten(1), buffers, features)
@@ -207,24 +206,24 @@ class SelfAttention:
     def _project(
         self, normed: Tensor | ops.QuantisedRows, columns: slice, out: Tensor, buffers: Buffers
     ) -> None:
-        """Columns of the fused product of the normed rows, clipped where the model does so."""
+        """Write columns of the fused product of the normed rows, clipped if the model does so."""
         self.qkv_proj.project(normed, out, buffers, columns)
         if self.clip is not None:
             out.clamp_(-self.clip, self.clip)
 
     @property
     def _query_width(self) -> int:
-        """Columns of the queries in the fused product on this rank."""
+        """Number of columns of the queries in the fused product on this rank."""
         return self.num_heads * self.head_dim
 
     @property
     def _key_width(self) -> int:
-        """Columns of the keys, and as many of the values."""
+        """Number of columns of the keys, and of the values."""
         return self.num_kv_heads * self.head_dim
 
 
 def _attend_all(q: Tensor, sources: Sequence[KeySource], buffers: Buffers) -> Tensor:
-    """Attention [R, H, hd] of the rows of every source to its keys."""
+    """Return the attention [R, H, hd] of the rows of every source to its keys."""
     attended, statistics, collected = stages.attending(q.dtype, *q.shape[1:])
     attended.expect(buffers, len(q))
     statistics.expect(buffers, len(q))

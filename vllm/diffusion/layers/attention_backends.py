@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over packed sequences: one interface, the fastest kernel of each shape.
+"""Attention over packed sequences: one interface, and the fastest kernel for each shape.
 
-It is bidirectional, and for sequences on a grid of blocks block-causal (`Span`).
+Attention is bidirectional, and block-causal for sequences on a grid of blocks (`Span`).
 
 Letters: R query rows, N rows of the keys and values, S sequences, H and KV query and key/value
 heads of this rank, hd head width.
@@ -40,7 +40,7 @@ _CUDA_PRIORITY = [
 
 
 class Backend(enum.Enum):
-    """A way to compute attention; `choose_backend` says which serves what."""
+    """A way to compute attention; `choose_backend` takes the fastest."""
 
     SDPA = "torch's scaled_dot_product_attention, a call a sequence; cuDNN where it is there"
     FLASH = "torch's variable-length flash kernel, one launch for all sequences"
@@ -75,7 +75,7 @@ def attend(
     *,
     backend: Backend | None = None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(hd)) v of every sequence; softmax statistics in fp32.
+    """Compute softmax(q k^T / sqrt(hd)) v of every sequence; softmax statistics in fp32.
 
     Args:
         q: [R, H, hd]; rows may be strided, as views into a fused product are.
@@ -83,7 +83,7 @@ def attend(
             h // (H / KV).
         layout: the sequences.
         out: [R, H, hd] contiguous, written.
-        backend: one that `can_serve`, instead of the fastest.
+        backend: a backend that `can_serve`, instead of the fastest.
 
     Returns:
         [R, H, hd] contiguous, the dtype of q; `out` where given.
@@ -106,15 +106,15 @@ def can_be_captured(dtype: torch.dtype, head_dim: int, device: torch.device) -> 
 
 
 def reads_pages(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
-    """Whether `attend` reads keys in pages where they lie, and needs no host spans for it.
+    """Whether `attend` reads keys in their pages, without host spans.
 
-    Else it copies the keys and values of a sequence to one range of rows before it reads them.
+    Otherwise it copies the keys and values of a sequence to one range of rows first.
     """
     return can_be_captured(dtype, head_dim, device) and can_split(dtype, head_dim, device)
 
 
 def _is_in_pages_or_blocks(layout: AttentionLayout) -> bool:
-    """Of layouts that a kernel cannot be told of, but for ours."""
+    """Whether a layout has pages or block grids, which only our kernels read."""
     return layout.pages is not None or layout.block_lengths is not None
 
 
@@ -137,7 +137,7 @@ def can_serve(backend: Backend, q: Tensor, layout: AttentionLayout) -> bool:
 def available_backends(
     dtype: torch.dtype, head_dim: int, device: torch.device
 ) -> tuple[Backend, ...]:
-    """Those that serve heads of this kind in some shape."""
+    """Return the backends that serve such heads in some shape."""
     if not can_be_captured(dtype, head_dim, device):
         return (Backend.SDPA,)
     found = [Backend.SDPA]
@@ -150,7 +150,7 @@ def available_backends(
 
 
 def choose_backend(q: Tensor, layout: AttentionLayout) -> Backend:
-    """The fastest backend that serves these tensors."""
+    """Return the fastest backend that serves these tensors."""
     if not can_be_captured(q.dtype, q.shape[2], q.device):
         return Backend.SDPA
     ours = Backend.TILED if _fills_card(q, layout) else Backend.SPLIT
@@ -166,7 +166,7 @@ def choose_backend(q: Tensor, layout: AttentionLayout) -> Backend:
 
 
 def _fills_card(q: Tensor, layout: AttentionLayout) -> bool:
-    """Whether there are queries for every multiprocessor, and the kernel that wants so many."""
+    """Whether the tiled kernel serves, and there are queries for every multiprocessor."""
     if not can_serve(Backend.TILED, q, layout):
         return False
     return q.shape[0] * q.shape[1] >= _ROWS_OF_HEADS * num_multiprocessors(q.device)
@@ -179,7 +179,7 @@ def _is_worth_a_plan(span: Span) -> bool:
 
 @functools.cache
 def _flash3(device: torch.device) -> Callable[..., Tensor] | None:
-    """Upstream's FlashAttention, of version 3; None without its binary or a Hopper GPU."""
+    """Return upstream's FlashAttention 3; None without its binary or a Hopper GPU."""
     if capability(device)[0] != 9:
         return None
     try:
@@ -194,7 +194,7 @@ def _flash3(device: torch.device) -> Callable[..., Tensor] | None:
 def _attend_each(
     q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, out: Tensor | None
 ) -> Tensor:
-    """Attention, a sequence at a time."""
+    """Attend one sequence at a time."""
     if layout.spans is None:
         raise ValueError(
             f"layout.spans: wanted the host's spans, for {q.dtype} heads of width {q.shape[2]} on"
@@ -219,9 +219,9 @@ def _attend_span(
     pages: PageTable | None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one sequence; grouped heads are read in place, never repeated.
+    """Attend within one sequence; grouped heads are read in place, never repeated.
 
-    `mask` [queries, keys] says which query reads which key; None: every one reads all.
+    `mask` [queries, keys] is True where a query reads a key; None: every one reads all.
     """
     q, start, end = q[span.q_start : span.q_end], span.kv_start, span.kv_end
     if start == end:
@@ -242,7 +242,7 @@ def _attend_span(
 
 
 def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, span: Span, pages: PageTable | None) -> Tensor:
-    """Attention of one sequence on a grid: of as many blocks at once as read nearly the same."""
+    """Attend within one sequence on a grid, several blocks at once that read nearly equal keys."""
     parts, start = [], 0
     while start < span.num_queries:
         # What lies behind a query's own block is computed in vain, and then masked.
@@ -261,7 +261,7 @@ def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, span: Span, pages: PageTable
 def _attend_packed(
     q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, out: Tensor | None
 ) -> Tensor:
-    """Attention of all sequences in one launch.
+    """Attend in all sequences by one launch of the flash kernel.
 
     The kernel takes the first key of a sequence from `cum_seq_k` and their number from
     `seqused_k`, so the ranges need not follow one another.
@@ -285,7 +285,7 @@ def _attend_packed(
 def _attend_flash3(
     q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, out: Tensor | None
 ) -> Tensor:
-    """Attention of one sequence by upstream's kernel, which wants its keys from row 0 on."""
+    """Attend in one sequence by upstream's kernel, which takes keys from row 0 on."""
     attention = _flash3(q.device)
     assert attention is not None and layout.spans is not None
     check_tiling(layout.spans, q.shape[0])
@@ -311,7 +311,7 @@ def _fits_tiles(q: Tensor, layout: AttentionLayout) -> bool:
 def _attend_tiled(
     q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, out: Tensor | None
 ) -> Tensor:
-    """Attention of all sequences in one launch, tiles of queries by turns."""
+    """Attend in all sequences by one launch, with tiles of queries in turn."""
     page_rows = None if layout.pages is None else layout.pages.rows
     attended = ops.Attended(*layout[:3], layout.block_lengths, layout.firsts, page_rows)
     return ops.attention(q, k, v, attended, out)

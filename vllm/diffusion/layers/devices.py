@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a GPU is, asked once."""
+"""Properties of a GPU, looked up once."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a GPU."""
+    """Return the compute capability of a GPU."""
     return torch.cuda.get_device_capability(device)
 
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 on the CPU."""
+    """Return the number of multiprocessors of a GPU; 1 on the CPU."""
     if device.type != "cuda":
         return 1
     count: int = torch.cuda.get_device_properties(device).multi_processor_count

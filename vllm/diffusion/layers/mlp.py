@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The feed-forward stage: a gated MLP (SwiGLU, Shazeer 2020)."""
+"""Feed-forward stage: a gated MLP (SwiGLU, Shazeer 2020)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """The feed-forward stage of one layer, of this width on this rank."""
+    """Feed-forward stage of one layer, of this width on this rank."""
 
     norm: RMSNorm
     gate_up_proj: ops.Projection
@@ -28,11 +28,11 @@ class GatedMLP:
 
     @property
     def products(self) -> tuple[ops.Projection, ...]:
-        """In the order of their use."""
+        """Projections in the order of their use."""
         return self.gate_up_proj, self.down_proj
 
     def feed_forward(self, x: Tensor, buffers: Buffers) -> None:
-        """x += Wdown (silu(Wgate h) * Wup h), h = norm(x); x [R, D], in place."""
+        """Add Wdown (silu(Wgate h) * Wup h) to x [R, D] in place, with h = norm(x)."""
         if x.shape[0] == 0:
             return
         with buffers.scope("feed-forward"):
@@ -55,7 +55,7 @@ class GatedMLP:
     def _activated(
         self, listed: Buffer, num_rows: int, buffers: Buffers
     ) -> Tensor | ops.QuantisedRows:
-        """Where silu(gate) * up goes: as the second product takes it, if the first can write it."""
+        """Take memory for silu(gate) * up, quantised if the products allow it."""
         if self.gate_up_proj.quantises:
             return self.down_proj.rows(listed, num_rows, buffers)
         return listed.take(buffers, num_rows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The feed-forward stage with experts (Shazeer et al. 2017, arXiv:1701.06538)."""
+"""Feed-forward stage with experts (Shazeer et al. 2017, arXiv:1701.06538)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExpertsMLP:
-    """The feed-forward stage of a layer with experts, over weights owned elsewhere.
+    """Feed-forward stage of a layer with experts, over weights owned elsewhere.
 
     `gate` is the router [E, D]; `w1` [E, 2I, D] and `w2` [E, D, I] hold this rank's part of every
-    expert's width; `bias` [E] shifts the choice where the model has it. An expert of all rows, if
-    there is one, is `shared`, or the first of E + 1 in `w1` and `w2`.
+    expert's width; `bias` [E] shifts the choice where the model has it. A shared expert, if there
+    is one, is `shared`, or the first of E + 1 in `w1` and `w2`.
     """
 
     norm: RMSNorm
@@ -37,18 +37,18 @@ class ExpertsMLP:
 
     @property
     def _has_joined(self) -> bool:
-        """Whether the expert of all rows lies with the others."""
+        """Whether the shared expert is stored with the others."""
         return self.w1.num_experts > len(self.gate)
 
     @property
     def products(self) -> tuple[ops.Projection, ...]:
-        """None: which experts are read is not known before."""
+        """Empty: which experts are read is not known before."""
         return ()
 
     def feed_forward(self, x: Tensor, buffers: Buffers) -> None:
-        """x += shared(h) + sum over the chosen experts of weight * expert(h), h = norm(x).
+        """Add shared(h) + sum of weight * expert(h) over the chosen experts, h = norm(x).
 
-        x [R, D], in place.
+        x [R, D] is updated in place.
         """
         if x.shape[0] == 0:
             return
@@ -85,7 +85,7 @@ class ExpertsMLP:
         )
 
     def _route(self, normed: Tensor) -> ops.Routing:
-        """The experts of every row."""
+        """Choose the experts of every row."""
         return ops.route_rows(
             normed, self.gate, self.num_chosen, self.bias, self.scoring, has_shared=self._has_joined
         )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(nn.Module):
-    """weight * cast(x / rms(x)) over the last dimension.
+    """Computes weight * cast(x / rms(x)) over the last dimension.
 
     Args:
         width: size of the last dimension.
@@ -33,15 +33,15 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width), requires_grad=False)
 
     def forward(self, x: Tensor, out: Any = None) -> Any:
-        """Normalise x [..., width], into `out` where it is given; returns the result."""
+        """Normalise x [..., width], into `out` if given; return the result."""
         return ops.rms_norm(x, self.weight, self.eps, out=out)
 
 
 class AllHeadsRMSNorm(RMSNorm):
-    """Norm of a query or key projection over all heads at once, before they are split.
+    """Norm of a query or key projection over all heads at once.
 
-    The heads are spread over the tensor-parallel ranks, so the mean square crosses the ranks:
-    one all-reduce of a number per row. Each rank keeps the gains of its heads.
+    The heads are spread over the tensor-parallel ranks, so the mean square needs one all-reduce of
+    a number per row. Each rank keeps the gains of its heads.
 
     Args:
         num_heads: heads of the whole model; where there are more ranks than heads, a head is
@@ -64,7 +64,7 @@ class AllHeadsRMSNorm(RMSNorm):
         param.data.copy_(gains[start : start + param.shape[0]])
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Normalise x [R, heads of this rank, hd], into `out` where it is given."""
+        """Normalise x [R, heads of this rank, hd], into `out` if given."""
         flat = x.flatten(-2)
         if self.num_ranks == 1:
             into = None if out is None else out.view(flat.shape)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's parallel layers as the stages want them."""
+"""Upstream's parallel layers, adapted to the stages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def keep_plain(layer: LayerT) -> LayerT:
 
 
 def embed_rows(table: VocabParallelEmbedding, ids: Tensor, out: Tensor) -> Tensor:
-    """Write the embeddings of ids [T] to out [T, D], and return out; each is of one rank."""
+    """Write the embeddings of ids [T] to out [T, D], and return out.
+
+    Each row comes from the one rank that holds it.
+    """
     if not isinstance(table.quant_method, UnquantizedEmbeddingMethod):
         return out.copy_(table(ids))
     if table.tp_size == 1:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class Rotary(NamedTuple):
-    """Table rows of the positions in use, one row per row of the batch.
+    """Rotary table rows, one for each row of the batch.
 
-    The dtype of the tables says how to rotate: fp32 tables rotate in fp32 and cast back, tables
+    The dtype of the tables decides the arithmetic: fp32 tables rotate in fp32 and cast back, tables
     in the model's dtype rotate in that dtype.
     """
 
@@ -27,11 +27,11 @@ class Rotary(NamedTuple):
     sin: Tensor  # [R, rd]
 
     def rows(self, chunk: slice) -> Rotary:
-        """The rows of a chunk."""
+        """Return the rows of a chunk."""
         return Rotary(self.cos[chunk], self.sin[chunk])
 
     def select(self, rows: Tensor, buffers: Buffers) -> Rotary:
-        """Copies of single rows [R] int64, in `buffers`."""
+        """Copy single rows [R] int64 into `buffers`."""
         listed = stages.rotary(self.cos.dtype, self.cos.shape[1], is_read=True)
         copies = Rotary(*(table.take(buffers, rows.numel()) for table in listed))
         for table, out in zip(self, copies, strict=True):
@@ -40,7 +40,7 @@ class Rotary(NamedTuple):
 
 
 def inverse_frequencies(theta: float, rotary_dim: int) -> Tensor:
-    """theta^(-2j/rd), [rd / 2] fp32 on the default device, in radians a position.
+    """Return theta^(-2j/rd), [rd / 2] fp32 on the default device, in radians a position.
 
     A model makes them once, with its weights: the last bit of a power depends on the device.
 
@@ -59,15 +59,15 @@ def rotary_rows(
     dtype: torch.dtype = torch.float32,
     buffers: Buffers | None = None,
 ) -> Rotary:
-    """cos and sin of position * frequency, twice side by side.
+    """Compute cos and sin of position * frequency, each twice side by side.
 
     Only the given positions are computed: nothing of the size of the longest sequence is stored.
 
     Args:
         positions: [R] integers, from 0.
         frequencies: [rd / 2] fp32, of `inverse_frequencies`.
-        dtype: of the tables; they are computed in fp32 and cast.
-        buffers: where the tables are to lie; None allocates.
+        dtype: dtype of the tables, which are computed in fp32 and cast.
+        buffers: memory for the tables; None allocates.
 
     Returns:
         tables of shape [R, rd].

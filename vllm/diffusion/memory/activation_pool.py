@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a step: named buffers one after the other in one address range, one budget.
+"""The memory of a step: named buffers laid out one after the other in one address range.
 
-Buffers are placed like frames of a stack. A scope ends with everything taken in it, so buffers of
-stages that do not run at the same time share memory, and what a step needs is the largest sum along
-the stages, not the sum of all. The next step lays out its own buffers over the same physical
-memory: no sequence of request lengths can fragment it.
+Buffers are placed like frames of a stack, within one budget. A scope ends with everything taken in
+it, so buffers of stages that do not run at the same time share memory, and a step needs the largest
+sum along the stages, not the sum of all. The next step lays out its own buffers over the same
+physical memory, so no sequence of request lengths can fragment it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _FRAME = "frame"  # the outermost scope of a frame
 
 
 class PoolExhaustedError(DiffusionError):
-    """A step wants more memory than the pool's budget, or the card, has.
+    """A step needs more memory than the pool's budget, or the card, has.
 
     Attributes:
-        required_bytes: bytes in use had the buffer been given.
-        available_bytes: bytes that there are.
+        required_bytes: bytes that would be in use with the buffer.
+        available_bytes: bytes of the budget or card.
     """
 
     def __init__(self, what: str, required_bytes: int, available_bytes: int) -> None:
@@ -50,7 +50,7 @@ class PoolExhaustedError(DiffusionError):
 
 
 class Backing:
-    """Where a pool's bytes come from; here from PyTorch's allocator, a tensor for every buffer."""
+    """Source of a pool's bytes; this one is PyTorch's allocator, with a tensor for every buffer."""
 
     name = "torch"  # as metrics have it
     keeps_places = False  # the same offset is the same memory for as long as it is held
@@ -63,29 +63,29 @@ class Backing:
     def reserve(self, num_bytes: int) -> None:
         """Have the first `num_bytes` ready. Raises PoolExhaustedError.
 
-        Here nothing: PyTorch's allocator keeps freed memory itself.
+        PyTorch's allocator keeps freed memory itself, so this one does nothing.
         """
 
     def memory(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """Bytes [num_bytes] at an offset, uninitialised. Raises PoolExhaustedError."""
+        """Return bytes [num_bytes] at an offset, uninitialised. Raises PoolExhaustedError."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def keep(self, name: str, num_bytes: int) -> torch.Tensor:
-        """Bytes [num_bytes] that stay, in the place of what was kept under this name before."""
+        """Return bytes [num_bytes] that stay, replacing those kept under this name before."""
         self._kept[name] = num_bytes
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def temporaries(self) -> AbstractContextManager[None]:
-        """Within it, PyTorch's own allocations count against the budget where that can be."""
+        """Context in which PyTorch's own allocations count against the budget, where possible."""
         return nullcontext()
 
     def drop_unused(self) -> None:
-        """Give back what PyTorch caches for nobody."""
+        """Give back memory that PyTorch caches unused."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def graph_pool(self) -> tuple[int, int] | None:
-        """The `pool` argument of a graph's capture; None leaves the choice to PyTorch."""
+        """Argument `pool` of a graph's capture; None leaves the choice to PyTorch."""
         return None
 
     @property
@@ -94,22 +94,22 @@ class Backing:
         return None
 
     def trim(self, num_bytes: int) -> None:
-        """Give back what lies beyond the first `num_bytes`, and what nothing refers to."""
+        """Give back memory beyond the first `num_bytes`, and all that nothing refers to."""
         self.drop_unused()
 
     def close(self) -> None:
-        """Give everything back, what tensors and graphs refer to when they are gone."""
+        """Give everything back; memory of tensors and graphs when these are gone."""
         self._kept.clear()
         self.trim(0)
 
     @property
     def held_bytes(self) -> int:
-        """Physical memory that is taken from the device; 0 where PyTorch counts it."""
+        """Physical memory taken from the device; 0 where PyTorch counts it."""
         return 0
 
     @property
     def temporary_bytes(self) -> int:
-        """Memory of what is kept, and, where the backing sees them, of temporaries and graphs."""
+        """Bytes of kept tensors and, where the backing sees them, of temporaries and graphs."""
         return sum(self._kept.values())
 
 
@@ -207,7 +207,7 @@ class ArenaBacking(Backing):
 
 
 class _Place:
-    """A buffer's bytes, and the tensors that have been made of them."""
+    """A buffer's bytes, with the tensors made of them so far."""
 
     def __init__(self, offset: int, memory: torch.Tensor) -> None:
         self.offset = offset
@@ -229,7 +229,7 @@ class _Place:
 
 
 class _Scope:
-    """What has been taken since a stage began."""
+    """Buffers taken since a stage began."""
 
     __slots__ = ("places", "stage", "start")
 
@@ -284,7 +284,7 @@ class ActivationPool:
 
     Args:
         budget_bytes: most bytes in use at a time.
-        backing: where the bytes come from.
+        backing: source of the bytes.
     """
 
     def __init__(self, budget_bytes: int, backing: Backing) -> None:
@@ -302,10 +302,10 @@ class ActivationPool:
         self._frame: Frame | None = None  # of the step that is not run at once
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor [shape], contiguous, at a multiple of 512 bytes.
+        """Return an uninitialised tensor [shape], contiguous, at a multiple of 512 bytes.
 
-        A second take of `name` in this scope, or one inside it, reuses the memory where it is
-        large enough.
+        A second take of `name` in this scope, or one inside it, reuses the memory if it is large
+        enough.
 
         Raises:
             PoolExhaustedError: the budget or the card has no room; the pool is as before.
@@ -338,7 +338,7 @@ class ActivationPool:
         self._high_water = max(self._high_water, in_use)
 
     def _room_until(self, name: str, end: int) -> int:
-        """Bytes in use when the buffers end there."""
+        """Return the bytes in use if the buffers end at `end`. Raises PoolExhaustedError."""
         if len(self._scopes) == 1:
             self._elsewhere = self._backing.temporary_bytes
         if end + self._elsewhere > self.budget_bytes:
@@ -361,9 +361,9 @@ class ActivationPool:
         return place
 
     def expect(self, name: str, num_bytes: int) -> None:
-        """PyTorch itself will allocate so much before the scope ends.
+        """Announce that PyTorch itself will allocate `num_bytes` before the scope ends.
 
-        It is counted here where the backing does not see PyTorch's memory.
+        They are counted here only where the backing does not see PyTorch's memory.
 
         Raises:
             PoolExhaustedError: the budget has no room.
@@ -375,9 +375,9 @@ class ActivationPool:
         self._end = end
 
     def keep(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor [shape] that outlives steps, for one owner.
+        """Return an uninitialised tensor [shape] that outlives steps, for one owner.
 
-        It replaces what was kept under this name, which the owner may still copy from.
+        It replaces the one kept under this name, which the owner may still copy from.
 
         Raises:
             PoolExhaustedError: the budget has no room for both; nothing has changed.
@@ -390,7 +390,7 @@ class ActivationPool:
         return kept
 
     def scope(self, stage: str = "") -> AbstractContextManager[None]:
-        """What is taken within it is given back at its end."""
+        """Context whose buffers are given back at its end."""
         return _Guard(self, stage)
 
     def _begin(self, stage: str) -> None:
@@ -410,7 +410,7 @@ class ActivationPool:
             self._peak = self._end + self._elsewhere
 
     def new_frame(self) -> Frame:
-        """Room for one step that is not run at once, until `end_frame`.
+        """Make room, until `end_frame`, for one step that is interrupted by others.
 
         Its scopes stay open between the blocks of `within`, and steps that run meanwhile lay out
         their buffers behind its own. Nothing may be taken outside all scopes before it ends.
@@ -425,7 +425,7 @@ class ActivationPool:
 
     @contextmanager
     def within(self, frame: Frame) -> Iterator[None]:
-        """Scopes and buffers of the block are those of the frame."""
+        """Use the frame's scopes and buffers in the block."""
         others, self._scopes = self._scopes, frame.scopes
         try:
             yield
@@ -433,7 +433,7 @@ class ActivationPool:
             frame.end, self._scopes = self._end, others
 
     def end_frame(self) -> None:
-        """Give back the frame's buffers; outside all scopes, and `within` is over."""
+        """Give back the frame's buffers; only outside all scopes and after `within`."""
         if self._frame is not None:
             self._end = self._frame.start
             self._frame = None
@@ -444,23 +444,23 @@ class ActivationPool:
 
     @property
     def frame_bytes(self) -> int:
-        """Bytes of the frame's buffers, which other steps cannot have."""
+        """Bytes of the frame's buffers, which other steps cannot use."""
         return 0 if self._frame is None else self._frame.num_bytes
 
     def _look_elsewhere(self) -> None:
-        """See how much there is besides the buffers. It takes time, so not with every buffer."""
+        """Update the bytes in use besides the buffers. Too slow to do with every buffer."""
         self._elsewhere = self._backing.temporary_bytes
         self._count(self._end + self._elsewhere)
 
     def temporaries(self) -> AbstractContextManager[None]:
-        """Within it, what PyTorch allocates counts against the budget, where the backing can.
+        """Context in which PyTorch's allocations count against the budget, where possible.
 
         Beyond the budget PyTorch raises `torch.OutOfMemoryError`.
         """
         return self._backing.temporaries()
 
     def graph_pool(self) -> tuple[int, int] | None:
-        """The `pool` argument of `torch.cuda.graph`, so that graphs count against the budget."""
+        """Argument `pool` of `torch.cuda.graph`, so that graphs count against the budget."""
         return self._backing.graph_pool()
 
     def reserve(self, num_bytes: int) -> None:
@@ -473,11 +473,11 @@ class ActivationPool:
         self._backing.reserve(num_bytes)
 
     def drop_unused(self) -> None:
-        """Give back what PyTorch caches for nobody; a step with other buffers may need it."""
+        """Give back memory that PyTorch caches unused; a step with other buffers may need it."""
         self._backing.drop_unused()
 
     def trim(self) -> None:
-        """Give back what no buffer, tensor or graph refers to. Waits for the device."""
+        """Give back memory that no buffer, tensor or graph refers to. Waits for the device."""
         self._known.clear()
         self._backing.trim(self._end)
 
@@ -489,7 +489,7 @@ class ActivationPool:
         self._backing.close()
 
     def measure(self, meter: UsageMeter | None) -> None:
-        """Tell a meter the bytes in use whenever a scope begins or ends; None ends that."""
+        """Report the bytes in use to a meter at every begin and end of a scope; None stops."""
         self._meter = meter
         self._peak = self.used_bytes
         if meter is not None:
@@ -508,29 +508,29 @@ class ActivationPool:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes in use since `reset_peak`."""
+        """Most bytes in use since `reset_peak`."""
         return self._high_water
 
     def reset_peak(self) -> None:
-        """Let the peak start again from the present bytes."""
+        """Let the peak start again from the bytes in use now."""
         self._elsewhere = self._backing.temporary_bytes
         self._high_water = self._end + self._elsewhere
 
     @property
     def graph_bytes(self) -> int | None:
-        """Memory of graphs, as part of `used_bytes`; None where that does not hold it."""
+        """Bytes of graphs within `used_bytes`; None where these are not counted there."""
         return self._backing.graph_bytes
 
     @property
     def outermost_bytes(self) -> int:
-        """Bytes of what was taken outside all scopes, which stays."""
+        """Bytes of buffers taken outside all scopes, which stay."""
         if self._frame is not None:
             return self._frame.start
         return self._scopes[1].start if len(self._scopes) > 1 else self._end
 
     @property
     def backing_name(self) -> str:
-        """Where its bytes come from: "vmm" or "torch"."""
+        """Source of the pool's bytes: "vmm" or "torch"."""
         return self._backing.name
 
     @property
@@ -542,12 +542,12 @@ class ActivationPool:
 def activation_pool(
     budget_bytes: int, device: torch.device, *, use_vmm: bool, chunk_bytes: int | None = None
 ) -> ActivationPool:
-    """A pool over virtual memory where that is wanted and built and the device is CUDA's.
+    """Make a pool, on virtual memory if that is wanted, built and the device is CUDA's.
 
     Args:
         budget_bytes: most bytes in use at a time.
-        device: of the buffers.
-        use_vmm: False takes PyTorch's allocator everywhere.
+        device: device of the buffers.
+        use_vmm: False uses PyTorch's allocator everywhere.
         chunk_bytes: unit of physical memory; None for the allocator's default.
     """
     backing = None

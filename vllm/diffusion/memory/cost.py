@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a step takes under a plan: good enough to choose among plans and to cut slices.
+"""Predicted time of a step under a plan: good enough to choose among plans and to cut slices.
 
-Products compute and read weights at once; where neither is much the longer, each holds the other
-up (`_together`). Attention gives every multiprocessor a tile of queries of one head at a time, so
-its chunks take whole waves of tiles. Rates are those of the device at hand (`rates.py`).
+Products compute and read weights at once; where both take about as long, each slows the other down
+(`_together`). Attention gives every multiprocessor a tile of queries of one head at a time, so its
+chunks take whole waves of tiles. Rates are those of the device at hand (`rates.py`).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ EXPERTS_SHARE = 0.65  # of the rate of large products that those of experts reac
 
 
 class Rates(NamedTuple):
-    """What a device does in a second, and what is lost with every launch.
+    """Rates of a device, per second, and fixed costs of launches and exchanges.
 
     Attributes:
-        product_flops: of large products.
-        attention_flops: of long sequences.
-        memory_bytes: of its own memory, read and written.
-        host_bytes: each way between the device and pinned host memory.
-        launch_seconds: of a kernel, beside what it does.
-        multiprocessors: that compute a tile of queries of one head each at a time.
-        link_bytes: to other ranks, with the copies before and after; out of one, as much in.
-        exchange_seconds: of every exchange with other ranks, whatever its size.
+        product_flops: operations of large products.
+        attention_flops: operations of attention on long sequences.
+        memory_bytes: bytes of the device's memory, read and written.
+        host_bytes: bytes each way between the device and pinned host memory.
+        launch_seconds: seconds of a kernel launch, besides its work.
+        multiprocessors: number of them; each computes a tile of queries of one head at a time.
+        link_bytes: bytes to other ranks, with the copies before and after; as much comes in.
+        exchange_seconds: seconds of every exchange with other ranks, whatever its size.
     """
 
     product_flops: float
@@ -59,7 +59,7 @@ CPU = Rates(20e9, 10e9, 5e9, 5e9, 20e-6, 1, 1e9, 500e-6)
 
 
 class Work(NamedTuple):
-    """A stage of one layer: `rows` in all, `chunk` of them at a time."""
+    """Rows of a stage of one layer: `rows` in all, `chunk` of them at a time."""
 
     rows: int
     chunk: int
@@ -70,7 +70,7 @@ class Work(NamedTuple):
 
 
 class Costs:
-    """Seconds of the stages of one model, of a step or of one layer."""
+    """Predicted seconds of one model's stages, for a step or for one layer."""
 
     def __init__(self, shape: ModelShape, rates: Rates = H200) -> None:
         self._shape, self._rates = shape, rates
@@ -81,8 +81,9 @@ class Costs:
     def attend_chunk(self, rows: int, most: int, groups: int) -> int:
         """Rows of a chunk, up to `most`, with which attention of all rows takes fewest waves.
 
-        All tiles take alike, so what counts is how few multiprocessors are without one. Of equal
-        chunks the longest; either all of one size, or the longest that some waves hold.
+        All tiles take equally long, so what counts is how few multiprocessors are idle. Of equally
+        good chunks the longest is taken; either all have one size, or the longest that a number of
+        waves holds.
         """
         heads, units = self._shape.num_heads // groups, self._rates.multiprocessors
         even = even_chunk(rows, most)
@@ -97,11 +98,14 @@ class Costs:
         return min({even} | held, key=total)
 
     def _waves(self, rows: int, heads: int) -> int:
-        """How often every multiprocessor has a tile of so many query rows, at most."""
+        """Number of tiles that the busiest multiprocessor computes for `rows` query rows."""
         return -(-(-(-rows // QUERY_TILE) * heads) // self._rates.multiprocessors)
 
     def step(self, step: StepShape, layout: Layout, sizes: Sizes) -> StageSeconds:
-        """Of all layers; the rows that are read may lie in all chunks of a streamed one."""
+        """Return the seconds of a step's stages, summed over all layers.
+
+        In a streamed step the sample rows may lie in any chunk, so the last layer counts in full.
+        """
         works = (Work(step.rows, chunk) for chunk in sizes[:3])
         keys_values, attend, feed_forward = self._layer(step, layout, *works)
         layers = self._shape.num_layers
@@ -114,7 +118,7 @@ class Costs:
         )
 
     def longest_chunks(self, step: StepShape, layout: Layout, sizes: Sizes) -> StageSeconds:
-        """Of the longest chunk of each stage, for one group of heads of one layer."""
+        """Return the seconds of each stage's longest chunk, for one group of heads of one layer."""
         groups = layout.head_groups
         *works, read = (Work(rows, rows) for rows in sizes)
         keys_values, attend, feed_forward = self._layer(step, layout, *works)
@@ -124,7 +128,7 @@ class Costs:
     def _layer(
         self, step: StepShape, layout: Layout, keys_values: Work, attend: Work, feed_forward: Work
     ) -> tuple[float, float, float]:
-        """The stages of one layer, for all groups of heads."""
+        """Return the seconds of the stages of one layer, for all groups of heads."""
         shape, groups, shards = self._shape, layout.head_groups, layout.shards
         keep = layout.keep_queries
         keys_values_s = self._keys_values(keys_values, with_queries=keep, groups=groups)
@@ -144,12 +148,12 @@ class Costs:
         return keys_values_s, attend_s, feed_s
 
     def _keys_values(self, work: Work, *, with_queries: bool, groups: int) -> float:
-        """Projections of all rows, by groups of heads."""
+        """Return the seconds of the projections of all rows, by groups of heads."""
         weights = self._key_value_weights + with_queries * self._query_weights
         return self._product(work, weights // groups, LAUNCHES_KEYS_VALUES) * groups
 
     def _attend(self, work: Work, step: StepShape, *, with_queries: bool, groups: int) -> float:
-        """Attention to the longest sequence's keys, and the projections around it."""
+        """Return the seconds of attention to the longest sequence's keys, with its projections."""
         if not work.rows:
             return 0.0
         shape, rates = self._shape, self._rates
@@ -162,7 +166,7 @@ class Costs:
         return groups * (attention + self._product(work, weights // groups, num_launches))
 
     def _queries(self, work: Work, groups: int) -> int:
-        """Queries of one head in the tiles of all chunks and heads, of the idle ones too."""
+        """Number of queries of one head in the tiles of all chunks and heads, with idle ones."""
         whole, rest = divmod(work.rows, work.chunk)
         heads, wave = self._shape.num_heads // groups, QUERY_TILE * self._rates.multiprocessors
 
@@ -173,7 +177,7 @@ class Costs:
         return whole * computed(work.chunk) + computed(rest)
 
     def _feed_forward(self, work: Work) -> float:
-        """The MLP that takes longest, for all rows."""
+        """Return the seconds of the slowest MLP of the model, for all rows."""
         shape, experts = self._shape, self._shape.experts
         dense = 3 * shape.hidden_size * shape.mlp_width
         seconds = self._product(work, dense, LAUNCHES_FEED_FORWARD)
@@ -191,7 +195,10 @@ class Costs:
         return max(seconds, mixed)
 
     def _read(self, step: StepShape, layout: Layout, work: Work) -> float:
-        """The rows that are read: the rest of the last layer, unless it is over, and the head."""
+        """Return the seconds of the sample rows: the output head, and the rest of the last layer.
+
+        In a streamed step the last layer is already over.
+        """
         weights = self._shape.num_columns * self._shape.hidden_size
         seconds = self._product(work, weights, LAUNCHES_LOGITS, is_head=True)
         if not layout.is_streamed:
@@ -200,11 +207,11 @@ class Costs:
         return seconds
 
     def _visit(self, rows: int) -> float:
-        """Rows of the residual stream between host and device, one way."""
+        """Return the seconds of moving residual rows between host and device, one way."""
         return rows * self._shape.row_bytes / self._rates.host_bytes
 
     def _exchange(self, work: Work, row_bytes: int, *, shards: int) -> float:
-        """Two exchanges of `row_bytes` of each row with other ranks."""
+        """Return the seconds of two exchanges of `row_bytes` of each row with other ranks."""
         if shards == 1:
             return 0.0
         given = work.rows * row_bytes * (shards - 1) / shards
@@ -220,7 +227,10 @@ class Costs:
         *,
         is_head: bool = False,
     ) -> float:
-        """Products of the rows with `weights` numbers each; of `stored` ones in every chunk."""
+        """Return the seconds of products of the rows with `weights` numbers each.
+
+        Every chunk reads `stored` numbers, as many as `weights` by default.
+        """
         if not work.rows or not weights:
             return 0.0
         shape, rates, stored = self._shape, self._rates, weights if stored is None else stored
@@ -234,5 +244,5 @@ class Costs:
 
 
 def _together(one: float, other: float) -> float:
-    """Seconds of two things that overlap, but not where they take alike."""
+    """Return the seconds of two overlapping activities, which slow each other if equally long."""
     return math.hypot(one, other)

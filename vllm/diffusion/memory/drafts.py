@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps whose chunks are still open: what a row of every stage takes, and how many rows fit."""
+"""Steps whose chunks are not chosen yet: bytes of a row in every stage, and rows that fit."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ ATTEND_PARTS = (1, 2, 4)  # of its longest chunks that are tried
 
 
 class StageBytes(NamedTuple):
-    """What a row of a stage's chunk takes.
+    """Bytes of a row in a stage's chunk.
 
     Attributes:
-        buffers: of the pool; all that it takes, where the pool is not split.
-        temporaries: that PyTorch allocates, where the pool is split.
-        few_buffers, few_rows: what it takes of the pool in a chunk of at most so many rows, where
-            that is more.
+        buffers: bytes of the pool; all bytes, where the pool is not split.
+        temporaries: bytes that PyTorch allocates, where the pool is split.
+        few_buffers, few_rows: bytes of the pool in a chunk of at most `few_rows` rows, if more.
     """
 
     buffers: int
@@ -57,20 +56,20 @@ class StageBytes(NamedTuple):
         return many._replace(few_buffers=few.buffers, few_rows=few_rows)
 
     def buffers_in(self, rows: int) -> int:
-        """Buffers of a chunk of so many rows, which the last of several may not have."""
+        """Bytes of the pool for a chunk of `rows` rows, or for a shorter last one, if more."""
         return max(rows * self.buffers, min(rows, self.few_rows) * self.few_buffers)
 
     def rows_in(self, buffers: int, temporaries: int) -> int:
-        """Rows that fit into so many bytes of each."""
+        """Number of rows that fit into these bytes of the pool and of temporaries."""
         is_few = buffers < self.few_rows * self.few_buffers
         rows = buffers // (self.few_buffers if is_few else self.buffers)
         return min(rows, temporaries // self.temporaries) if self.temporaries else rows
 
 
 class RowBytes(NamedTuple):
-    """What a row takes: of the step, of those that are read, and of a chunk of every stage.
+    """Bytes of a row: for the step, for a sample row, and for a chunk of every stage.
 
-    `collected` is what a kept key takes, and `split` what some attention does, whatever the rows.
+    `collected` counts per kept key; `split` is what attention of few rows takes in all.
     """
 
     resident: int
@@ -103,15 +102,16 @@ class RowBytes(NamedTuple):
 
 
 class Draft:
-    """One way to keep a step's rows, its chunks still open.
+    """A way to keep a step's rows, with its chunks not chosen yet.
 
     Args:
-        layout: the way.
+        layout: the way to keep them.
         step: the step.
-        row_bytes: of this layout.
+        row_bytes: bytes of a row in this layout.
         most_read: rows that may have logits at a time.
-        longest: rows that a chunk of every stage may have, however much memory there is.
-        attend_chunk: of so many rows that attend, those of a chunk of at most so many.
+        longest: most rows of a chunk of every stage, however much memory there is.
+        attend_chunk: function of the rows that attend and the most rows of a chunk that returns the
+            rows of a chunk.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Draft:
         return self.bytes_with(MIN_CHUNK_ROWS)
 
     def bytes_with(self, chunk_rows: int) -> int:
-        """Bytes with chunks of at most so many rows, or the smallest that there are."""
+        """Bytes of the step with chunks of at most `chunk_rows` rows, or the smallest allowed."""
         return max(self.peaks(self._at_most(max(chunk_rows, MIN_CHUNK_ROWS))))
 
     @property
@@ -145,25 +145,25 @@ class Draft:
         return max(self.peaks(self._at_most(self.step.rows)))
 
     def _at_most(self, rows: int) -> Sizes:
-        """Chunks of at most so many rows in every stage."""
+        """Chunks of at most `rows` rows in every stage."""
         return self._longest.at_most(Sizes.equal(rows))
 
     def ways_to_cut(self, available: int) -> Iterator[Sizes]:
-        """Chunks that fit into `available` bytes.
+        """Yield chunks that fit into `available` bytes.
 
-        In a split pool long chunks of attention may leave the others too little of one kind.
+        In a split pool, long chunks of attention may leave other stages too few bytes of one kind.
         """
         parts = ATTEND_PARTS if self._of_row.attend.temporaries else (1,)
         return (self.sizes(available, part) for part in parts)
 
     def sizes(self, available: int, attend_part: int = 1) -> Sizes:
-        """The longest chunks that fit into `available` bytes; attention comes first.
+        """Return the longest chunks that fit into `available` bytes; attention comes first.
 
-        What attention leaves, buffers or temporaries, the other stages share.
+        The other stages use the buffers and temporaries that attention leaves.
 
         Args:
             available: bytes.
-            attend_part: attention takes one of so many parts of what it could.
+            attend_part: divisor of the rows that attention could take.
         """
         rows, of_row, free = self.step.rows, self._of_row, available - self._resident
         longest = self._longest
@@ -190,7 +190,7 @@ class Draft:
         )
 
     def peaks(self, sizes: Sizes) -> tuple[int, int, int, int]:
-        """Bytes of each stage while it runs, with what is resident."""
+        """Bytes in use during each stage, with what is resident."""
         rows = Sizes.equal(self.step.rows)._replace(read=self.step.sample_rows)
         stages = list(zip(sizes.at_most(rows), self._of_row.stages, strict=True))
         stays = self._resident + max(count * stage.temporaries for count, stage in stages)
@@ -201,7 +201,7 @@ class Draft:
 
 
 def even_chunk(num_rows: int, most: int) -> int:
-    """Rows of as few chunks as possible, of equal size, in whole tiles where that fits."""
+    """Rows of a chunk: rows are cut into the fewest equal chunks, in whole tiles if they fit."""
     if most >= num_rows:
         return max(num_rows, 1)
     most = max(most, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step takes, in bytes: every buffer of every stage, by name.
+"""Bytes that a step takes: every buffer of every stage, by name.
 
 A step has memory that stays from its first to its last stage, and memory of the stage that runs.
 The first grows with the rows of the step, the second with the rows of the stage's chunk, so
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.buffers import Buffer
 
-ROUNDING_BYTES = 16 * 512  # of a step's buffers, each of which starts at a multiple of 512 bytes
+ROUNDING_BYTES = 16 * 512  # rounding of a step's buffers: each starts at a multiple of 512 bytes
 
 Phases = tuple[Listed, ...]  # of a stage, one after the other: what ended is given back
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: E of them, k for a row, each of this width on this rank.
+    """A mixture of E experts, k of them for a row, each of this width on this rank.
 
     Attributes:
-        shared_width: of an expert of all rows that is apart; one that is stored with the others is
-            one of E, and of k.
-        in_fp32: logits of the router, and weights, are fp32.
-        quantises: their matrices are fp8, and multiplied by rows that become it.
+        shared_width: width of a separate expert of all rows; one that is stored with the others
+            counts in E and in k.
+        in_fp32: whether router logits and weights are fp32.
+        quantises: whether matrices are fp8, multiplied by rows quantised to fp8.
     """
 
     count: int
@@ -50,18 +50,18 @@ class Experts:
 
 
 class Products(NamedTuple):
-    """What the products of a layer take besides their results, where weights are of one kind.
+    """Scratch buffers of a layer's products for one kind of weights, besides their results.
 
-    The three of them take it where rows come as the products want them (`rows`).
+    `project`, `gated` and `add_to` assume rows in the products' dtype (`rows`).
 
     Attributes:
-        project: of the fused product of queries, keys and values.
-        gated: of gate and up, and silu(gate) * up, in the widest MLP.
-        add_to: of the products that are added to the residual stream.
-        most_gated_rows: chunks of more rows take `gated_beyond` instead; None for no end.
-        quantises: they take rows that are quantised already.
-        weight_bytes: of a stored number of a weight; None: e, as of one of a row.
-        speed: of large products, over those of 16-bit weights.
+        project: for the fused product of queries, keys and values.
+        gated: for gate and up, and silu(gate) * up, in the widest MLP.
+        add_to: for the products that are added to the residual stream.
+        most_gated_rows: rows above which chunks take `gated_beyond` instead; None for no limit.
+        quantises: whether they take rows that are quantised already.
+        weight_bytes: bytes of a stored weight; None for e, as of an activation.
+        speed: rate of large products relative to those of 16-bit weights.
     """
 
     project: Listed
@@ -74,34 +74,35 @@ class Products(NamedTuple):
     speed: float = 1.0
 
     def rows(self, buffer: Buffer) -> Listed:
-        """Rows as the products want them: in fp8 with a scale each where they quantise."""
+        """Buffers for rows in the products' dtype: fp8 with a scale each where they quantise."""
         return buffer.quantised if self.quantises else (buffer,)
 
     def made_of(self, buffer: Buffer) -> Listed:
-        """The same, made of rows that come as they are."""
+        """Buffers for quantising rows that arrive in the model dtype; none for plain weights."""
         made = stages.QUANTISED_ROWS.of(buffer.dtype, *buffer.shape)
         return made.quantised if self.quantises else ()
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model on one rank that its memory and its time follow from.
+    """Sizes of a model on one rank that determine its memory and time.
 
     Attributes:
         num_layers: L.
         hidden_size: D.
         num_heads, num_kv_heads, head_dim: H, KV, hd.
         mlp_width: M of the widest dense MLP; 0 where every layer has experts.
-        experts: of the layers that have them, if any do.
+        experts: the experts of the layers that have them, if any do.
         num_columns: C.
-        dtype: of the model, with elements of e bytes.
-        rotary_dim, rotary_dtype: of the cosines and sines of one position.
-        products: of every kind of weight that a layer may have.
-        can_group_heads: they can be sliced, and no norm spans all heads.
-        collects_keys: kept keys and values of a sequence are copied out of their pages to be read.
+        dtype: dtype of the model, with elements of e bytes.
+        rotary_dim, rotary_dtype: numbers, and their dtype, of the cosines and of the sines of one
+            position.
+        products: for every kind of weight that a layer may have.
+        can_group_heads: whether projections can be sliced by heads and no norm spans all heads.
+        collects_keys: whether kept keys and values are copied out of their pages to be read.
         num_ranks: tensor-parallel ranks, whose products are summed.
-        head: of the logits' product, besides the logits.
-        split_bytes: that attention of few rows takes besides, whatever the rows.
+        head: buffers of the output head, besides the logits.
+        split_bytes: bytes that attention of few rows takes besides, whatever the rows.
     """
 
     num_layers: int
@@ -124,48 +125,48 @@ class ModelShape:
 
     @property
     def element_bytes(self) -> int:
-        """e."""
+        """Bytes e of an element of the model dtype."""
         return self.dtype.itemsize
 
     @property
     def most_gated_rows(self) -> int | None:
-        """Chunks of more rows store no gate and up together; None where any may."""
+        """Rows above which a chunk never stores gate and up together; None for no limit."""
         most = [products.most_gated_rows for products in self.products]
         return None if None in most else max(filter(None, most), default=0)
 
     @property
     def weight_bytes(self) -> float:
-        """Of a stored number of a layer's weights, at most."""
+        """Most bytes of a stored weight of a layer."""
         return max(products.weight_bytes or self.element_bytes for products in self.products)
 
     @property
     def speed(self) -> float:
-        """Of a layer's large products, at least, over those of 16-bit weights."""
+        """Least rate of a layer's large products relative to those of 16-bit weights."""
         return min(products.speed for products in self.products)
 
     @property
     def row_bytes(self) -> int:
-        """D e: one row of the residual stream."""
+        """Bytes D e of one row of the residual stream."""
         return self.hidden_size * self.element_bytes
 
     @property
     def query_bytes(self) -> int:
-        """H hd e: the queries of one row."""
+        """Bytes H hd e of the queries of one row."""
         return self.num_heads * self.head_dim * self.element_bytes
 
     @property
     def key_value_bytes(self) -> int:
-        """2 KV hd e: keys and values of one row in one layer."""
+        """Bytes 2 KV hd e of keys and values of one row in one layer."""
         return 2 * self.num_kv_heads * self.head_dim * self.element_bytes
 
     @property
     def cache_bytes(self) -> int:
-        """Keys and values of one position in all layers."""
+        """Bytes of keys and values of one position in all layers."""
         return self.num_layers * self.key_value_bytes
 
     @property
     def head_groups(self) -> tuple[int, ...]:
-        """Into how many groups the heads can be cut: powers of two that divide KV."""
+        """Possible numbers of head groups: powers of two that divide KV."""
         if not self.can_group_heads:
             return (1,)
         powers = (1 << exponent for exponent in range(self.num_kv_heads.bit_length()))
@@ -173,15 +174,15 @@ class ModelShape:
 
 
 class StepShape(NamedTuple):
-    """The sizes of a step.
+    """Sizes of a step.
 
     Attributes:
-        rows: T of all sequences together.
+        rows: T, rows of all sequences together.
         sample_rows: rows whose hidden states are sampled, or guide the sampling of others.
         longest: keys of the longest sequence.
         num_sequences: sequences.
         kept_keys: keys of the longest sequence whose keys are kept from earlier steps.
-        keeps: it writes keys and values that are kept.
+        keeps: whether it writes keys and values that are kept.
     """
 
     rows: int
@@ -192,12 +193,12 @@ class StepShape(NamedTuple):
     keeps: bool = False
 
     def share(self, count: int) -> StepShape:
-        """What one of so many ranks has of it: rows, but all keys of its heads."""
+        """Return the part of one of `count` ranks: its rows, but all keys of its heads."""
         rows, sample_rows = -(-self.rows // count), -(-self.sample_rows // count)
         return self._replace(rows=rows, sample_rows=sample_rows)
 
     def scaled(self, rows: int) -> StepShape:
-        """A step of fewer rows of the same kind."""
+        """Return a step of the same kind with fewer rows."""
         part = rows / self.rows
         return self._replace(
             rows=rows,
@@ -208,15 +209,15 @@ class StepShape(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What stays on the device for a whole step.
+    """Data that stays on the device for a whole step.
 
     Attributes:
-        keep_queries: queries, and tables of the rotary embedding, are computed once for all rows,
-            else by every chunk for itself.
+        keep_queries: queries and rotary tables are computed once for all rows, else by every chunk
+            for itself.
         head_groups: G; keys and values of one group of heads exist at a time.
         host_residual: the residual stream lies in host memory and visits the device in chunks.
-        shards: N; so many ranks divide the rows, and each has all keys and values of its part of
-            the heads of a group. Rows are those of a rank.
+        shards: N ranks divide the rows, and each has all keys and values of its part of the heads
+            of a group. Row counts are then those of one rank.
     """
 
     keep_queries: bool
@@ -231,9 +232,9 @@ class Layout(NamedTuple):
 
 
 class Footprint:
-    """Bytes of the stages of one model.
+    """Buffers of the stages of one model.
 
-    Every stage method gives what a row of its chunk takes, phase by phase.
+    Every stage method returns the buffers of a row of its chunk, phase by phase.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -241,7 +242,7 @@ class Footprint:
         self._tables = stages.rotary(shape.rotary_dtype, shape.rotary_dim)
 
     def resident(self, layout: Layout) -> Listed:
-        """What a row of the step takes on the device from its first to its last stage."""
+        """Buffers of a row that stay on the device from the first to the last stage."""
         shape = self.shape
         rows = () if layout.host_residual else self._stores(layout)
         if layout.is_streamed:
@@ -252,7 +253,7 @@ class Footprint:
         return stages.INPUTS, *rows, fused, *(self._tables if layout.keep_queries else ())
 
     def collected_keys(self, layout: Layout) -> int:
-        """Bytes that a key of `StepShape.kept_keys` takes, in the stages that attend."""
+        """Bytes of a key of `StepShape.kept_keys` in the stages that attend."""
         shape = self.shape
         if not shape.collects_keys:
             return 0
@@ -260,7 +261,7 @@ class Footprint:
         return stages.collected_keys(*heads).row_bytes
 
     def keys_values(self, layout: Layout) -> Phases:
-        """The norm of the rows; their projections are resident."""
+        """Buffers of the keys-values stage: the norm of the rows; projections are resident."""
         shape = self.shape
         visiting = (*self._visiting(layout, 1), *self._rotary(layout))
         normed = stages.normed(shape.dtype, shape.hidden_size)
@@ -273,10 +274,10 @@ class Footprint:
         return *((*own, *phase) for phase in phases), (*visiting, *own, *exchanged)
 
     def attend(self, layout: Layout, *, is_packed: bool) -> Phases:
-        """Queries, then attention and its projection.
+        """Buffers of the attend stage: queries, then attention and its projection.
 
         Args:
-            layout: of the step.
+            layout: layout of the step.
             is_packed: a chunk may hold rows of several sequences, whose results are collected.
         """
         visiting = (*self._visiting(layout, 2), *self._rotary(layout))
@@ -300,11 +301,11 @@ class Footprint:
         return tuple((*exchanged, *phase) for phase in phases)
 
     def feed_forward(self, layout: Layout, *, is_long: bool = False) -> Phases:
-        """Each kind of MLP of the model.
+        """Buffers of the feed-forward stage, for each kind of MLP of the model.
 
         Args:
-            layout: of the step.
-            is_long: in chunks of more than `ModelShape.most_gated_rows` rows.
+            layout: layout of the step.
+            is_long: whether chunks have more than `ModelShape.most_gated_rows` rows.
         """
         visiting = self._visiting(layout, 1)
         dense = (self._mlp(products, is_long) for products in self.shape.products)
@@ -313,9 +314,9 @@ class Footprint:
         )
 
     def read(self, layout: Layout, *, is_packed: bool) -> Phases:
-        """Rows that are read after the last layer: the rest of that layer, then their logits.
+        """Buffers of sample rows after the body: the rest of the last layer, then logits.
 
-        With head groups or a host residual the last layer is over by then.
+        In a streamed layout the last layer is over by then.
         """
         shape = self.shape
         sampled, given = stages.read_rows(shape.dtype, shape.hidden_size)
@@ -332,11 +333,11 @@ class Footprint:
         return tuple((sampled, *self._tables, *phase) for phase in phases)
 
     def read_results(self, layout: Layout) -> Listed:
-        """What a row that is read takes for the rest of the step; of other ranks', too."""
+        """Buffers of a sample row for the rest of the step; for those of other ranks, too."""
         return (stages.RESULTS,) * layout.shards
 
     def _heads(self, count: int) -> tuple[torch.dtype, int, int]:
-        """Of so many heads, as stages want to know them."""
+        """Arguments (dtype, heads, head width) of the functions of `stages`."""
         return self.shape.dtype, count, self.shape.head_dim
 
     def _querying(self, heads: tuple[torch.dtype, int, int], products: Products) -> Listed:
@@ -353,14 +354,14 @@ class Footprint:
         return stages.residual(self.shape.dtype, self.shape.hidden_size, layout.head_groups)
 
     def _visiting(self, layout: Layout, most: int) -> Listed:
-        """Chunks of so many stores at most, where they come from the host."""
+        """Buffers of chunks of at most `most` stores, where rows come from the host."""
         if not layout.host_residual:
             return ()
         stores = self._stores(layout)[:most]
         return tuple(chunk for store in stores for chunk in stages.visiting(store))
 
     def _mlp(self, products: Products, is_long: bool) -> Phases:
-        """Where a layer may have products of several kinds, the second may find plain rows."""
+        """Buffers of a dense MLP; with several kinds of products, the second may get plain rows."""
         shape = self.shape
         if not shape.mlp_width:
             return ()
@@ -391,8 +392,8 @@ class Footprint:
 
 
 def device_layers(num_layers: int, host_layers: int) -> int:
-    """Layers of kept keys and values that the device has room for.
+    """Number of layers of kept keys and values that take memory of the device.
 
-    Layers in host memory visit it in turn, so many at a time.
+    Layers in host memory visit it in turn, `NUM_STREAM_BUFFERS` at a time.
     """
     return num_layers - host_layers + (stages.NUM_STREAM_BUFFERS if host_layers else 0)

@@ -18,17 +18,17 @@ POOL_SHARE = 1 / 16  # and of the activation pool
 
 
 class GraphMemory:
-    """One allocator pool for all captured graphs, and the bytes that they take.
+    """Allocator pool shared by all captured graphs, with a count of its bytes.
 
     Graphs are replayed one at a time, so their temporaries may share addresses.
 
     Args:
         device: a CUDA device.
-        pool: whose memory the graphs take, where it has some of its own for them.
+        pool: activation pool; graphs take their memory from it, where it has some for them.
 
     Attributes:
-        budget_bytes: what the graphs may take: a share of the device's memory and of the pool,
-            whichever is less.
+        budget_bytes: most bytes of graphs: a share of the device's memory or of the pool, whichever
+            is less.
     """
 
     def __init__(self, device: torch.device, pool: ActivationPool) -> None:
@@ -41,25 +41,25 @@ class GraphMemory:
 
     @property
     def used_bytes(self) -> int:
-        """What the graphs have taken."""
+        """Bytes that the graphs have taken."""
         counted = self._activation_pool.graph_bytes
         return max(self._measured_bytes if counted is None else counted, self._settled_bytes)
 
     def settle(self, num_bytes: int) -> None:
-        """What all ranks count, as their plans must be the same."""
+        """Set the bytes that all ranks count, as their plans must be equal."""
         self._settled_bytes = num_bytes
 
     def has_room_for(self, num_bytes: int) -> bool:
-        """Whether another graph may be captured, of a step that takes so many bytes at once.
+        """Whether another graph may be captured, of a step that takes `num_bytes` at once.
 
-        They share their memory, so what counts is whether there is any left; but one that needs
-        more than all may take would leave nothing to those of fewer rows.
+        Graphs share their memory, so what counts is whether any is left; but one that needs more
+        than all may take would leave nothing to graphs of fewer rows.
         """
         return self.used_bytes < self.budget_bytes and num_bytes <= self.budget_bytes
 
     @contextmanager
     def capture(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Capture what the block launches into `graph`, and count the memory it took."""
+        """Capture the launches of the block into `graph`, and count the memory taken."""
         # Asked anew each time: after trimming, the pool's memory for graphs is another one.
         pool: Any = self._activation_pool.graph_pool() or self._own_pool
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):

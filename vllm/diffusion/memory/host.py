@@ -21,7 +21,7 @@ class HostBuffers:
     The contents are undefined when a buffer is taken: whoever takes it writes it first.
 
     Args:
-        is_pinned: copies from and to a GPU need not wait for the host.
+        is_pinned: pin the memory, so that copies from and to a GPU are asynchronous.
     """
 
     def __init__(self, *, is_pinned: bool) -> None:
@@ -29,7 +29,7 @@ class HostBuffers:
         self._storage: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor of `shape`; a second take of `name` reuses its memory."""
+        """Return an uninitialised tensor [shape]; a second take of `name` reuses its memory."""
         count = math.prod(shape)
         storage = self._storage.get((name, dtype))
         if storage is None or storage.numel() < count:
@@ -45,14 +45,14 @@ class HostBuffers:
 
 
 class HostLayers:
-    """The rows of some layers, one range of host memory each, and their places on the device.
+    """Rows of some layers in host memory, one range each, with places on the device.
 
-    Layers take turns. Layer i has place i % NUM_STREAM_BUFFERS from when the layer that had it
-    before was left, so its rows come while the layer before it is computed. What a layer's turn has
-    written goes back when it is left. On the CPU copies are plain ones.
+    Layers take turns. Layer i gets place i % NUM_STREAM_BUFFERS when the layer that had it before
+    is left, so its rows come while the layer before it is computed. Rows written in a layer's turn
+    go back when it is left. On the CPU copies are plain ones.
 
     Args:
-        num_layers: that lie here.
+        num_layers: layers in host memory.
         places: rows [N, ...] on the device, NUM_STREAM_BUFFERS of them.
 
     Raises:
@@ -78,7 +78,7 @@ class HostLayers:
             ) from error
 
     def _host_rows(self, like: torch.Tensor) -> torch.Tensor:
-        """Rows in host memory, pinned as they are: PyTorch would round their number up."""
+        """Allocate rows in host memory; pinned here, as PyTorch would round their number up."""
         rows = torch.empty(like.shape, dtype=like.dtype)
         if self._is_pinned and rows.nbytes:
             torch.cuda.check_error(
@@ -92,11 +92,11 @@ class HostLayers:
         return sum(rows.nbytes for rows in self._layers)
 
     def begin(self, *, reads: bool, written: Sequence[slice]) -> None:
-        """A forward begins, at a layer that is not here or with the first that is.
+        """Begin a forward, whose first layer may lie on the device or here.
 
         Args:
-            reads: it reads rows that it does not write.
-            written: the rows that it writes, of every layer.
+            reads: whether it reads rows that it does not write.
+            written: rows that it writes, of every layer.
         """
         self._turn, self._reads, self._written = None, reads, list(written)
         self._copies.begin()
@@ -105,7 +105,7 @@ class HostLayers:
                 self._fetch(index)
 
     def turn_to(self, index: int) -> None:
-        """A layer's rows are in its place from here on; the layer before it is left."""
+        """Leave the layer before, and wait until this layer's rows are in their place."""
         self.leave()
         self._turn, place = index, index % NUM_STREAM_BUFFERS
         if self._reads:
@@ -114,7 +114,7 @@ class HostLayers:
             self._copies.claim(place)
 
     def leave(self) -> None:
-        """What has been written to the layer whose turn it is goes back, and another one comes."""
+        """Store what the current layer's turn has written; fetch a later layer into its place."""
         index, self._turn = self._turn, None
         if index is None:
             return
@@ -132,7 +132,7 @@ class HostLayers:
         self._copies.fetch(self._layers[index], self._places[place], place)
 
     def close(self) -> None:
-        """Give the memory back; waits for copies that are under way."""
+        """Give the memory back, after copies under way."""
         self._copies.finish()
         for rows in self._layers:
             if self._is_pinned and rows.nbytes:

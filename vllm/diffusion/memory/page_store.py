@@ -30,14 +30,14 @@ _PAGE_ROWS = 2 * PAGE_SIZE  # of one layer: keys, then values
 
 @dataclass
 class KeptSequence:
-    """Where a sequence's keys and values lie; the store may change it between steps.
+    """Location of a sequence's keys and values; the store may change it between steps.
 
     Attributes:
         length: positions that have a place.
         pages: [ceil(length / PAGE_SIZE)] int64, in the order of the positions.
         slots: [length] int64, the store's row of every position.
-        start: position 0 by the store's table, where the page of entry e holds the positions
-            e * PAGE_SIZE to (e + 1) * PAGE_SIZE.
+        start: index of position 0 by the store's table, where the page of entry e holds the
+            positions e * PAGE_SIZE to (e + 1) * PAGE_SIZE.
     """
 
     length: int
@@ -47,12 +47,12 @@ class KeptSequence:
 
     @property
     def keys(self) -> slice:
-        """All positions by the store's table."""
+        """Indices of all positions by the store's table."""
         return slice(self.start, self.start + self.length)
 
 
 class PageStore:
-    """The keys and values of all requests that keep them, in one buffer of equal pages.
+    """Keys and values of all requests that keep them, in one buffer of equal pages.
 
     A page holds PAGE_SIZE consecutive positions of one sequence, in all layers. The pages of one
     layer lie side by side, in each of them the keys, then the values: a row of the buffer is one
@@ -63,18 +63,18 @@ class PageStore:
     says when it turns to a layer.
 
     The store itself gives pages to requests that keep all their positions (`allocate`), and grows
-    when too few are free. Or it has a fixed number of pages (`fix`), and somebody else says who has
-    which (`assign`): then several requests may have the same page.
+    when too few are free. Or it has a fixed number of pages (`fix`), and the scheduler decides who
+    has which (`assign`): then several requests may have the same page.
 
     Args:
         num_layers, num_kv_heads, head_dim: L, KV and hd of the model on this rank.
         dtype: the model dtype.
-        pool: where the memory comes from.
+        pool: source of the memory.
 
     Attributes:
         host_layers: layers whose keys and values lie in host memory.
-        generation: counts how often the pages have moved; addresses and slots of an older one are
-            stale.
+        generation: number of times that the pages have moved; addresses and slots of an older one
+            are stale.
         table: the row of the first key of every page in use, sequence after sequence; never written
             again, but replaced when requests get pages.
     """
@@ -102,26 +102,26 @@ class PageStore:
         self.generation = 0
 
     def keys(self, layer: int) -> torch.Tensor:
-        """[N, KV, hd]: the rows of a layer's keys after rotation, model dtype.
+        """Rows of a layer's keys after rotation, [N, KV, hd] in the model dtype.
 
-        Only rows that slots or the table name are the layer's.
+        Only rows named by slots or by the table belong to the layer.
         """
         return self._rows_of(layer)[: max(self._layer_rows - PAGE_SIZE, 0)]
 
     def values(self, layer: int) -> torch.Tensor:
-        """[N, KV, hd]: the rows of a layer's values; else as `keys`."""
+        """Rows of a layer's values, [N, KV, hd]; else as `keys`."""
         return self._rows_of(layer)[PAGE_SIZE:]
 
     def allocate(
         self, req_id: str, length: int, host_layers: int = 0, spare: int = 0
     ) -> KeptSequence:
-        """Pages for a request of `length` positions, in place of what it had, not initialised.
+        """Give a request uninitialised pages for `length` positions, replacing those it had.
 
         Args:
             req_id: the request.
             length: positions.
-            host_layers: of so many layers they lie in host memory; the same for all requests.
-            spare: positions of free pages that there shall be besides, for `share`.
+            host_layers: number of layers whose pages lie in host memory; equal for all requests.
+            spare: positions of free pages to provide besides, for `share`.
 
         Raises:
             PoolExhaustedError: the pool has no room for them.
@@ -138,16 +138,16 @@ class PageStore:
         return self._hold(req_id, length, pages)
 
     def share(self, req_id: str, owner: str, length: int, shared: Sequence[range]) -> KeptSequence:
-        """Pages for a request that reads what another one keeps at some positions.
+        """Give a request pages, and let it read what another one keeps at some positions.
 
-        Pages that hold nothing else are the same for both; those that hold something else are
-        copied. The others are not initialised.
+        Pages that hold only these positions are shared; pages that hold others, too, are copied.
+        The remaining pages are not initialised.
 
         Args:
             req_id: the request.
             owner: the other one; it writes none of these positions any more.
             length: positions.
-            shared: those that it reads.
+            shared: positions that it reads.
 
         Raises:
             PoolExhaustedError: as `allocate`.
@@ -166,17 +166,17 @@ class PageStore:
         return self._hold(req_id, length, pages)
 
     def copy(self, req_id: str, owner: str) -> None:
-        """Let a request keep what another one of its length keeps now."""
+        """Copy everything that a request of equal length keeps now to this one's pages."""
         self._copy(self._sequences[owner].pages, self._sequences[req_id].pages)
 
     def _copy(self, sources: Array, targets: Array) -> None:
-        """Pages [n] to pages [n], in all layers."""
+        """Copy pages [n] to pages [n], in all layers."""
         by_number = self._by_page(self._rows, self._num_pages)
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             by_number[:, target].copy_(by_number[:, source])
 
     def _provide(self, wanted: int) -> None:
-        """So many pages are free from here on."""
+        """Have `wanted` free pages."""
         missing = wanted - len(self._free)
         if missing > 0:
             self._grow(missing)
@@ -189,10 +189,10 @@ class PageStore:
         return kept
 
     def fix(self, num_pages: int, most_entries: int) -> None:
-        """Have so many pages from now on; `assign` names them from 0 on.
+        """Replace all pages by a fixed number of them; `assign` names them from 0 on.
 
         Args:
-            num_pages: in place of those that the store has had.
+            num_pages: number of pages.
             most_entries: pages of all requests together, a page counted once for each of them.
 
         Raises:
@@ -203,16 +203,16 @@ class PageStore:
         self._free, self._most_entries = [], most_entries
 
     def kept(self, req_id: str) -> KeptSequence | None:
-        """Where a request's keys and values lie, if it has pages."""
+        """Return the location of a request's keys and values; None if it has no pages."""
         return self._sequences.get(req_id)
 
     def assign(self, req_id: str, pages: Sequence[int], *, behind: bool = False) -> None:
-        """Pages of a fixed store for a request; `renew_table` must follow before they are read.
+        """Give a request pages of a fixed store; call `renew_table` before they are read.
 
         Args:
             req_id: the request.
             pages: their numbers.
-            behind: they come behind those that it has, not in their place.
+            behind: whether they extend those that it has, instead of replacing them.
         """
         had = self._sequences.get(req_id) if behind else None
         if had is None:
@@ -226,7 +226,7 @@ class PageStore:
         self._sequences[req_id] = KeptSequence(len(slots), new, slots, start=0)
 
     def renew_table(self) -> None:
-        """Name the pages of all sequences; steps that are under way have the table before."""
+        """Name the pages of all sequences; steps under way have the table before."""
         if not self._sequences:
             return
         start, pages = 0, []
@@ -249,7 +249,7 @@ class PageStore:
 
     @property
     def _is_large(self) -> bool:
-        """Whether the pages are for one request alone: there is no room to move them."""
+        """Whether the pages leave no room to move them, and so serve one request alone."""
         return self.host_layers > 0 or 2 * self.reserved_bytes > self._pool.budget_bytes
 
     @property
@@ -257,7 +257,7 @@ class PageStore:
         return self._is_large and bool(self._sequences)
 
     def _begin_anew(self, host_layers: int) -> None:
-        """Without a page; nobody has any."""
+        """Begin again without pages; no request may have any."""
         if self._sequences:
             raise RuntimeError(
                 f"page store: host_layers: wanted {self.host_layers}, as other requests have, "
@@ -271,11 +271,11 @@ class PageStore:
     # ---- layers in host memory ----
 
     def begin_step(self, slots: Array, *, reads: bool) -> None:
-        """A forward begins that visits the layers in order.
+        """Begin a forward, which visits the layers in order.
 
         Args:
-            slots: [W] int64, rows that it writes; negative ones are none.
-            reads: it reads rows that it does not write.
+            slots: [W] int64, rows that it writes; negative for none.
+            reads: whether it reads rows that it does not write.
         """
         if self._host is None or not slots.size:
             return
@@ -285,23 +285,23 @@ class PageStore:
         self._host.begin(reads=reads, written=written)
 
     def turn_to(self, layer: int) -> None:
-        """From here on the forward uses `keys` and `values` of a layer, and no longer of others."""
+        """Make `keys` and `values` of a layer usable, and no longer those of others."""
         first = self._num_layers - self.host_layers
         if self._host is not None and layer >= first:
             self._host.turn_to(layer - first)
 
     def end_step(self) -> None:
-        """The forward uses no layer any more."""
+        """End the forward, which uses no layer any more."""
         if self._host is not None:
             self._host.leave()
 
     def _places(self) -> list[torch.Tensor]:
-        """Where layers visit the device that lie in host memory."""
+        """Rows on the device where layers in host memory visit it."""
         first = self._num_layers - self.host_layers
         return [self._rows_of(first + index) for index in range(NUM_STREAM_BUFFERS)]
 
     def trim(self) -> None:
-        """Give back the memory of pages that nobody uses; the others move together."""
+        """Give back the memory of unused pages; the others move together."""
         if self._free and not self._cannot_move:
             self._move_to(self.used_pages)
             self.renew_table()
@@ -317,7 +317,7 @@ class PageStore:
 
     @property
     def reserved_pages(self) -> int:
-        """Pages of the buffer."""
+        """Number of pages of the buffer."""
         return self._num_pages
 
     @property
@@ -331,7 +331,7 @@ class PageStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the pages in use; of a fixed store, of all."""
+        """Bytes of the pages in use; in a fixed store, of all pages."""
         return self.used_pages * self.page_bytes
 
     @property
@@ -341,12 +341,12 @@ class PageStore:
 
     @property
     def unused_bytes(self) -> int:
-        """Of these, what `trim` gives back."""
+        """Bytes of the buffer that `trim` gives back."""
         return 0 if self._cannot_move else len(self._free) * self.page_bytes
 
     @property
     def fixed_bytes(self) -> int:
-        """Of these, what is never given back."""
+        """Bytes of the buffer that are never given back."""
         return self.reserved_bytes if self.is_fixed else 0
 
     @property
@@ -368,7 +368,7 @@ class PageStore:
         return self._num_pages * _PAGE_ROWS
 
     def _rows_of(self, layer: int) -> torch.Tensor:
-        """The buffer's rows of a layer, or of the place where it visits the device."""
+        """Rows of a layer, or of the place where it visits the device."""
         beyond = layer - (self._num_layers - self.host_layers)
         if beyond >= 0:
             layer -= beyond - beyond % NUM_STREAM_BUFFERS
@@ -379,7 +379,7 @@ class PageStore:
         return rows.reshape(-1)[:length]
 
     def _grow(self, missing: int) -> None:
-        """Free so many more pages; the buffer at least doubles, so that it moves rarely."""
+        """Get `missing` more free pages; the buffer at least doubles, so that it moves rarely."""
         wanted, doubled = self._num_pages + missing, 2 * self._num_pages
         if self._num_pages and not self._sequences:
             self._move_to(0)  # nothing to move: what there was goes first
@@ -392,7 +392,7 @@ class PageStore:
         self._move_to(wanted)
 
     def _move_to(self, count: int) -> None:
-        """Let a new buffer of `count` pages replace the old one, those in use first."""
+        """Replace the buffer by one of `count` pages, those in use first."""
         rows = self._new_rows(count)
         targets, sources = self._by_page(rows, count), self._by_page(self._rows, self._num_pages)
         pages = [kept.pages for kept in self._sequences.values()]
@@ -412,10 +412,10 @@ class PageStore:
         self.generation += 1
 
     def _by_page(self, rows: torch.Tensor, count: int) -> torch.Tensor:
-        """[layers, pages, rows of a page, KV, hd]: a buffer of so many pages."""
+        """View of a buffer of `count` pages: [layers, pages, rows of a page, KV, hd]."""
         return rows.view(self._device_layers, count, _PAGE_ROWS, *self._row_shape)
 
     def _new_rows(self, count: int) -> torch.Tensor:
-        """The rows of so many pages."""
+        """Allocate the rows of `count` pages."""
         shape = (self._device_layers * count * _PAGE_ROWS, *self._row_shape)
         return self._pool.keep("kept keys and values", shape, self._dtype)

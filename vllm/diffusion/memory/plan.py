@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Sizes(NamedTuple):
-    """Rows of a chunk of every stage."""
+    """Rows per chunk of every stage."""
 
     keys_values: int
     attend: int
@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
 
 
 class StageSeconds(NamedTuple):
-    """Predicted seconds of every stage; of the stages of a layer, of one layer or a part of it."""
+    """Predicted seconds of every stage, for a step, for one layer or for one chunk."""
 
     keys_values: float = 0.0
     attend: float = 0.0
@@ -42,15 +42,16 @@ _NO_SECONDS = StageSeconds()
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows per chunk of every stage of one step, and what stays on the device.
+    """Rows per chunk of every stage of one step, and the data that stays on the device.
 
     Attributes:
-        layout: what stays; where it divides the rows over ranks, all else is that of a rank.
-        rows: of a chunk of every stage; of what is read after the last layer, too.
-        predicted_peak_bytes: of the device, with what requests keep between steps.
-        predicted_average_bytes: weighted by predicted time.
-        predicted_seconds: of the step.
-        chunk_seconds: of one chunk of every stage.
+        layout: data that stays; where it divides the rows between ranks, all else is that of a
+            rank.
+        rows: rows per chunk of every stage, sample rows included.
+        predicted_peak_bytes: bytes on the device, with what requests keep between steps.
+        predicted_average_bytes: average bytes, weighted by predicted time.
+        predicted_seconds: seconds of the step.
+        chunk_seconds: seconds of one chunk of every stage.
     """
 
     layout: Layout
@@ -62,7 +63,7 @@ class Plan:
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """What the sizes of a layer's buffers follow from, besides the rows of the step."""
+        """Key of the sizes of a layer's buffers, besides the rows of the step."""
         return self.layout, *self.rows[:3]
 
     def is_whole(self, num_rows: int) -> bool:
@@ -70,11 +71,11 @@ class Plan:
         return self.layout.keep_queries and min(self.rows[:3]) >= num_rows
 
     def resized(self, num_rows: int) -> Plan:
-        """The same plan for a whole step of `num_rows` rows."""
+        """Return this plan with whole stages of `num_rows` rows."""
         return replace(self, rows=Sizes.equal(num_rows)._replace(read=self.rows.read))
 
     def __str__(self) -> str:
-        """The plan in words and numbers, on one line."""
+        """Describe the plan on one line."""
         names, layout = ("keys-values", "attend", "feed-forward", "logits"), self.layout
         rows = (f"{name} {size}" for name, size in zip(names, self.rows, strict=True))
         extras = [f"{layout.head_groups} head groups"] if layout.head_groups > 1 else []
@@ -88,13 +89,13 @@ class Plan:
 
 
 def chunks(num_rows: int, rows_per_chunk: int) -> Iterator[slice]:
-    """Consecutive slices of at most `rows_per_chunk` rows that cover `num_rows` rows."""
+    """Yield consecutive slices of at most `rows_per_chunk` rows that cover `num_rows` rows."""
     for start in range(0, num_rows, rows_per_chunk):
         yield slice(start, min(start + rows_per_chunk, num_rows))
 
 
 def readable(num_bytes: int) -> str:
-    """Bytes for people."""
+    """Format a number of bytes for people."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
         if num_bytes >= size:
             return f"{num_bytes / size:.2f} {unit}"

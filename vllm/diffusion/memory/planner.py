@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests may run together, and what they keep between steps: admission by plans.
+"""Admission by plans: which requests may run together, and what they keep between steps.
 
 Nothing here computes with torch, or imports upstream.
 """
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from vllm.diffusion.memory.demand import Demand
     from vllm.diffusion.memory.plan import Plan
 
-FEW_CHUNKS = 64  # of a stage: a step in so many is hardly slower than in few
-RESERVED_PART = 8  # of the budget one part in so many is left to short steps, at most
+FEW_CHUNKS = 64  # of a stage: with this many a step is hardly slower than with fewer
+RESERVED_PART = 8  # at most 1 / RESERVED_PART of the budget is left to short steps
 
 
 Obstacle = Literal["rows", "memory"]
@@ -34,28 +34,29 @@ class Planner(Plans):
 
     @cached_property
     def _placed(self) -> dict[Demand, Demand]:
-        """Of requests that have been checked, where they keep what they keep."""
+        """Memory places of the requests checked so far, by their demand."""
         return {}
 
     @property
     def cached_positions(self) -> int:
-        """Positions whose keys and values several requests may keep: of the whole pages in half of
-        the budget, as pages may have to move to where there is room for more of them.
+        """Positions that several requests may keep: whole pages in half of the budget.
+
+        Pages may have to move to where there is room for more of them.
         """
         page_bytes = PAGE_SIZE * self.shape.cache_bytes
         return self.budget_bytes // 2 // page_bytes * PAGE_SIZE
 
     @cached_property
     def reserved_bytes(self) -> int:
-        """What a long step leaves to the steps that run between its slices, where it can."""
+        """Bytes that a long step leaves, if it can, to steps between its slices."""
         rows = self.row_budget
         shared = self._draft(Layout(keep_queries=True), StepShape(rows, rows, rows, 2))
         return min(shared.whole_bytes, self.budget_bytes // RESERVED_PART)
 
     def plan_beside_others(self, step: StepShape, kept_bytes: int, longest_chunk_s: float) -> Plan:
-        """The plan of a step that others run beside: it leaves them a reserve, where it can.
+        """Return the plan of a step beside others, for which it leaves a reserve if it can.
 
-        Args and errors as of `plan`.
+        Arguments and errors are those of `plan`.
         """
         reserved = self.reserved_bytes
         try:
@@ -71,17 +72,17 @@ class Planner(Plans):
     def obstacle(
         self, running: Sequence[Demand], new: Demand, long: Collection[Demand] = ()
     ) -> Obstacle | None:
-        """What keeps a request from joining those that run: the row budget, or memory.
+        """Return what keeps a request from joining those that run: the row budget, or memory.
 
-        In most steps all of them fit together. When the larger forwards of several meet, they are
-        spread over steps (`engine/turns.py`), so no shared step is beyond the row budget. Alone, a
-        request may have any number of rows, and the only one that keeps keys and values any number
-        of them.
+        In most steps all of them fit together. When larger forwards of several requests meet, they
+        are spread over steps (`engine/turns.py`), so no shared step is beyond the row budget. A
+        lone request may have any number of rows, and one that alone keeps keys and values any
+        number of positions.
 
         Args:
-            running: those that run.
-            new: who may join them.
-            long: of all these, whose steps come in slices: they share none.
+            running: the requests that run.
+            new: the request that may join them.
+            long: those of these requests whose steps come in slices: they share none.
         """
         together = [*running, new]
         sharing = [demand for demand in together if demand not in long]
@@ -99,7 +100,7 @@ class Planner(Plans):
         return None
 
     def kept_bytes(self, demands: Iterable[Demand]) -> int:
-        """Of the device, what requests keep between steps."""
+        """Bytes of the device that requests keep between steps."""
         return sum(
             d.cached_positions
             * self.shape.key_value_bytes
@@ -132,9 +133,7 @@ class Planner(Plans):
         raise self._refusal_of(new)
 
     def _placements(self, demand: Demand) -> Iterator[Demand]:
-        """The request without room for others, then with more and more of what it keeps in host
-        memory, as far as that goes.
-        """
+        """Yield the demand without spare room, then with more and more layers in host memory."""
         yield demand
         if demand.spare:
             demand = replace(demand, spare=0)
@@ -148,13 +147,13 @@ class Planner(Plans):
                 yield replace(demand, host_layers=host_layers)
 
     def _smallest_alone(self, demand: Demand, num_chunks: int) -> int:
-        """Bytes that it takes with what it keeps, its stages in at most so many chunks."""
+        """Bytes of a lone request, with what it keeps and at most `num_chunks` chunks a stage."""
         step = self._step_of([demand])
         rows = -(-step.rows // num_chunks)
         return self._smallest_bytes(step, rows) + self.kept_bytes([demand])
 
     def _refusal_of(self, demand: Demand) -> ActivationBudgetError:
-        """With the numbers of the way to place what it keeps that takes least."""
+        """Make the error of a request that does not fit, for its smallest placement."""
 
         def smallest(length: int) -> int:
             sampled = -(-demand.sample_positions * length // demand.length)
@@ -167,11 +166,11 @@ class Planner(Plans):
         return ActivationBudgetError(demand.length, required, self.budget_bytes, fits)
 
     def plan_of(self, demands: Sequence[Demand], kept_bytes: int = 0) -> Plan:
-        """The plan of a step in which all of them take part. Raises as `plan` does."""
+        """Return the plan of a step in which all of them take part. Raises as `plan` does."""
         return self.plan(self._step_of(demands), kept_bytes)
 
     def seconds_of(self, demand: Demand, rows: int) -> float:
-        """Predicted seconds of a step of this request alone, in an empty pool.
+        """Return the predicted seconds of a step of a lone request, in an empty pool.
 
         Raises as `plan` does.
         """
@@ -182,7 +181,10 @@ class Planner(Plans):
     def _largest_steps(
         self, demands: Sequence[Demand], sharing: Sequence[Demand]
     ) -> Iterator[StepShape]:
-        """Every step of these requests, some of which share steps, needs at most what these do."""
+        """Yield steps that need at least as much as any step of these requests.
+
+        Those in `sharing` may share steps.
+        """
         if len(sharing) > 1:
             shared = self._step_of(sharing)
             rows = min(shared.rows, self.row_budget)
@@ -192,7 +194,7 @@ class Planner(Plans):
                 yield self._step_of([demand])
 
     def _step_of(self, demands: Sequence[Demand]) -> StepShape:
-        """A step in which all of them take part."""
+        """Return the sizes of a step in which all of them take part."""
         return StepShape(
             rows=sum(d.largest_rows(self.row_budget) for d in demands),
             sample_rows=sum(d.sample_rows for d in demands),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the rows of a step are cut into chunks, so that the step stays within a budget of bytes.
+"""Plans: how the rows of a step are cut into chunks, so that it stays within a budget of bytes.
 
 A plan is found when a step of its shape first comes: nothing is measured or stored beforehand. A
-step that fits as a whole runs as a whole. Else every way to keep its rows (`Layout`) is tried; each
-stage takes the longest chunks that fit beside what is resident, and of the plans that fit the one
-with the least predicted time is taken. Nothing here computes with torch, or imports upstream.
+step that fits as a whole runs as a whole. Otherwise every way to keep its rows (`Layout`) is tried;
+each stage takes the longest chunks that fit beside what is resident, and of the plans that fit the
+one with the least predicted time is taken. Nothing here computes with torch, or imports upstream.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 LOGITS_CHUNK_BYTES = 256 << 20  # more rows at a time would not be faster
 MAX_KNOWN_PLANS = 4_096
-# Steps may have one plan that differ in the rows that are read by less than one part in so many of
-READ_UNITS = 16  # their rows,
-LEAST_READ_UNIT = 32  # or by less than so many;
-KEYS_UNIT = 256  # in the keys of the longest sequence by less than so many,
-SEQUENCES_UNIT = 16  # and in the sequences, if there are several.
-WORTH_DIVIDING = 0.8  # of the time of one rank, as which several take no more
+# Steps share a plan if these sizes round up to equal multiples of a unit: sample rows,
+READ_UNITS = 16  # of a unit of 1 / READ_UNITS of the step's rows,
+LEAST_READ_UNIT = 32  # but at least this;
+KEYS_UNIT = 256  # keys of the longest sequence, and kept keys;
+SEQUENCES_UNIT = 16  # sequences, if there are several.
+WORTH_DIVIDING = 0.8  # of one rank's time: several ranks must take less
 MOST_MIN_ROWS = 65_536  # rows that are divided in any case
 
 
 def planned_as(step: StepShape) -> StepShape:
-    """The largest of the steps that may have one plan with this one."""
+    """Return the largest of the steps that share one plan with this one."""
     is_alone = step.num_sequences == 1
     unit = max(step.rows // READ_UNITS, LEAST_READ_UNIT)
     return step._replace(
@@ -61,18 +61,19 @@ class Plans:
 
     Args:
         shape: the model's sizes on one rank.
-        budget_bytes: of the activation pool: buffers of a step, kept keys and values, graphs.
+        budget_bytes: bytes of the activation pool, for buffers of a step, kept keys and values,
+            graphs.
         row_budget: rows that several requests may share in one step.
-        uses_host: the residual stream may lie in host memory where nothing else fits as well.
-        host_bytes: of host memory, for keys and values that the device has no room for.
-        is_split: memory that PyTorch's temporaries have had in one stage does not serve the buffers
-            of another before the step ends, as it is in a pool on virtual memory.
-        rates: of the device.
+        uses_host: whether the residual stream may lie in host memory if nothing else fits as well.
+        host_bytes: bytes of host memory for keys and values that the device has no room for.
+        is_split: whether memory of PyTorch's temporaries in one stage cannot serve another stage's
+            buffers before the step ends, as in a pool on virtual memory.
+        rates: rates of the device.
         shards: sequence-parallel ranks, which may divide the rows of a step.
-        min_rows: rows of a step from which they do; None for where that pays.
+        min_rows: rows from which they divide a step; None for where that pays.
 
     Attributes:
-        num_found: plans that were not known.
+        num_found: number of plans computed, not looked up.
     """
 
     def __init__(
@@ -112,13 +113,13 @@ class Plans:
         self.num_found = 0
 
     def plan(self, step: StepShape, kept_bytes: int = 0, longest_chunk_s: float = math.inf) -> Plan:
-        """The plan of a step.
+        """Return the plan of a step.
 
         Args:
             step: its sizes.
-            kept_bytes: of the budget, taken by what outlives the step.
-            longest_chunk_s: predicted seconds of a chunk, at most, where `MIN_CHUNK_ROWS` take
-                less; a step can be paused between chunks only.
+            kept_bytes: bytes of the budget taken by what outlives the step.
+            longest_chunk_s: most predicted seconds of a chunk, where `MIN_CHUNK_ROWS` take less; a
+                step can be paused between chunks only.
 
         Raises:
             ActivationBudgetError: no plan fits.
@@ -135,11 +136,12 @@ class Plans:
     def plan_alike(
         self, step: StepShape, kept_bytes: int = 0, longest_chunk_s: float = math.inf
     ) -> Plan:
-        """The same, or, where that is whole, the plan of a step that is a little larger.
+        """Plan of the step rounded up if that needs no chunks, else of the exact step.
 
-        As tokens are committed, every step reads fewer rows than the one before, and sequences
-        become longer; to find a plan takes the host as long as to look up a hundred. Arguments and
-        errors as of `plan`.
+        Steps are rounded up by `planned_as`, which keeps the search off the hot path: as tokens are
+        committed, every step reads fewer rows than the one before, and sequences become longer;
+        finding a plan takes the host as long as a hundred look-ups. Arguments and errors are those
+        of `plan`.
         """
         try:
             plan = self.plan(planned_as(step), kept_bytes, longest_chunk_s)
@@ -148,7 +150,7 @@ class Plans:
         return plan if plan.is_whole(step.rows) else self.plan(step, kept_bytes, longest_chunk_s)
 
     def runs_whole(self, num_rows: int, kept_bytes: int = 0) -> bool:
-        """Whether a step of so many rows, whatever is read of them, needs no chunks."""
+        """Whether a step of `num_rows` rows, whatever is sampled, needs no chunks."""
         step = StepShape(num_rows, num_rows, num_rows)
         try:
             return self.plan(step, kept_bytes).is_whole(num_rows)
@@ -156,12 +158,12 @@ class Plans:
             return False
 
     def divides(self, step: StepShape) -> bool:
-        """Whether ranks divide the rows of a step; what is kept of one is kept by every rank."""
+        """Whether ranks divide the rows of a step; a step that keeps is computed by every rank."""
         return self._shards > 1 and step.rows >= self.min_rows and not step.keeps
 
     @cached_property
     def min_rows(self) -> int:
-        """Rows of a step from which ranks divide them: as set, else where it saves a fifth."""
+        """Rows of a step from which ranks divide it: as set, else where that saves a fifth."""
         if self._min_rows is not None:
             return self._min_rows
         rows = MIN_CHUNK_ROWS
@@ -176,7 +178,7 @@ class Plans:
         return sum(divided) < WORTH_DIVIDING * sum(alone)
 
     def _as_computed(self, step: StepShape) -> tuple[StepShape, list[Layout]]:
-        """What one rank has of a step, and the ways in which it can be cut."""
+        """Return the part of a step that one rank computes, and the layouts to try."""
         if self.divides(step):
             return step.share(self._shards), self._layouts[self._shards]
         return step, self._layouts[1]
@@ -212,7 +214,7 @@ class Plans:
         return Draft(layout, step, row_bytes, self._most_read, longest, attend_chunk)
 
     def _longest_chunks(self, layout: Layout, step: StepShape, seconds: float) -> Sizes:
-        """Rows of a chunk of every stage that take so long, at most."""
+        """Return the most rows of a chunk of every stage that take at most `seconds`."""
         if seconds == math.inf:
             return Sizes.equal(step.rows)
 
@@ -229,7 +231,7 @@ class Plans:
         )
 
     def _finish(self, draft: Draft, sizes: Sizes, kept_bytes: int) -> Plan:
-        """The plan of chosen chunks, with what it costs."""
+        """Make the plan of chosen chunks, with its predicted costs."""
         peaks = draft.peaks(sizes)
         times = self._costs.step(draft.step, draft.layout, sizes)
         seconds = sum(times)
@@ -256,6 +258,6 @@ class Plans:
         )
 
     def _smallest_bytes(self, step: StepShape, chunk_rows: int = MIN_CHUNK_ROWS) -> int:
-        """Of all layouts, with chunks of so many rows at least."""
+        """Fewest bytes of the step in any layout, with chunks of `chunk_rows` rows if possible."""
         step, layouts = self._as_computed(step)
         return min(self._draft(layout, step).bytes_with(chunk_rows) for layout in layouts)

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rates of the device at hand: measured when an engine starts, and remembered on disk.
+"""Rates of the device at hand: measured when an engine starts, and remembered on disk.
 
-A large product, attention of a long sequence and large copies run for a moment each. Products come
-first, for as long as it takes the card to meet its limit of power, as a long step does (for a fifth
-of a second an H200 that was idle multiplies by a tenth faster), and of them and of attention, which
-follows at once, the median round counts. Copies meet no such limit, and the fastest counts: a round
-is shorter than the turn of another process on the same card. Beside others, what is far below what
-the card's clocks and widths promise is not believed; neither that nor what was measured beside
-others is remembered.
+A large product, attention of a long sequence and large copies run for a moment each. Products run
+first, until the card meets its power limit, as in a long step (an idle H200 multiplies a tenth
+faster for a fifth of a second); of products and of attention, which follows at once, the median
+round counts. Copies meet no such limit, and the fastest counts: a round is shorter than the turn of
+another process on the card. Where other processes use the card, rates far below what its clocks and
+widths promise are replaced by these; nothing of either kind is remembered.
 """
 
 from __future__ import annotations
@@ -56,9 +55,9 @@ _QUERIES = 8448  # 66 tiles of 128 in each of 32 heads: whole waves on 132 multi
 
 
 def rates_of(device: torch.device, ranks: Peers) -> Rates:
-    """What plans go by: the least that any rank has, as all of them follow the same plans.
+    """Return the least rates of any rank, as all of them follow the same plans.
 
-    On a CPU nothing is measured, as its cores may be anybody's in the next moment.
+    On a CPU nothing is measured, as other processes may use its cores at any moment.
     """
     if device.type != "cuda":
         return CPU
@@ -79,7 +78,7 @@ def rates_of(device: torch.device, ranks: Peers) -> Rates:
 
 
 def _rates_here(device: torch.device) -> tuple[Rates, str]:
-    """Of this rank's device, and where they are from."""
+    """Return the rates of this rank's device, and a description of their source."""
     path, started = _path_of(device), time.perf_counter()
     rates, source = _remembered(path), f"remembered in {path}"
     if rates is None:
@@ -98,9 +97,9 @@ def _rates_here(device: torch.device) -> tuple[Rates, str]:
 
 
 def promised_rates(device: torch.device) -> Rates:
-    """Those of an H200, by what the card has of its clocks and widths.
+    """Return the rates of an H200, scaled by the card's clocks and widths.
 
-    A clock or a width that is not known counts as that of an H200.
+    An unknown clock or width counts as that of an H200.
     """
     card = torch.cuda.get_device_properties(device)
 
@@ -121,9 +120,9 @@ def promised_rates(device: torch.device) -> Rates:
 
 
 def believed(measured: Rates, promised: Rates) -> Rates:
-    """What is measured where it is near what is promised, else that.
+    """Return measured rates, with promised ones in place of those that are far too low.
 
-    Nothing promises how fast the link to the host is.
+    No property promises the speed of the link to the host.
     """
     slow = {
         name: getattr(promised, name)
@@ -134,7 +133,7 @@ def believed(measured: Rates, promised: Rates) -> Rates:
 
 
 def measured_rates(device: torch.device, promised: Rates) -> Rates:
-    """What the card does now, where it can be measured; else what is promised.
+    """Measure the card; rates that are not measured are the promised ones.
 
     Raises:
         RuntimeError: it cannot be used, or hardly a gigabyte is free.
@@ -148,7 +147,7 @@ def measured_rates(device: torch.device, promised: Rates) -> Rates:
 
 
 def _normal(*shape: int, device: torch.device) -> torch.Tensor:
-    """Numbers as activations are: on zeros a card takes less power, and runs faster."""
+    """Return normal random numbers: on zeros a card takes less power, and runs faster."""
     return torch.randn(shape, dtype=torch.bfloat16, device=device)
 
 
@@ -185,7 +184,7 @@ def _host_bytes(device: torch.device) -> float:
 
 
 def _rounds(run: Callable[[], object], seconds: float) -> list[float]:
-    """Seconds of every round within so many seconds, after one that is not counted."""
+    """Return the seconds of every round within `seconds`, after one that is not counted."""
     run()
     torch.cuda.synchronize()
     rounds, end = list[float](), time.perf_counter() + seconds
@@ -200,20 +199,20 @@ def _rounds(run: Callable[[], object], seconds: float) -> list[float]:
 
 
 def _has_company(device: torch.device) -> bool:
-    """Whether other processes have memory of the card."""
+    """Whether other processes hold memory of the card."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device) > OTHERS_BYTES
 
 
 def _path_of(device: torch.device) -> Path:
-    """Where the rates of such a card are remembered."""
+    """Return the file in which the rates of such a card are remembered."""
     parts = (torch.cuda.get_device_name(device), torch.__version__, str(torch.version.cuda))
     name = re.sub(r"[^\w.+]+", "-", "-".join(parts))
     return Path(envs.VLLM_CACHE_ROOT) / "diffusion_rates" / f"{name}.json"
 
 
 def _remembered(path: Path) -> Rates | None:
-    """The rates in a file; None where it holds no such thing."""
+    """Read rates from a file; None if it holds none."""
     try:
         found = json.loads(path.read_text())
         rates = Rates(**found)
@@ -223,7 +222,7 @@ def _remembered(path: Path) -> Rates | None:
 
 
 def _remember(path: Path, rates: Rates) -> None:
-    """Write a file that is there as a whole or not at all; nothing where that cannot be."""
+    """Write the file as a whole, or not at all where that is impossible."""
     written = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -28,15 +28,15 @@ class Rows:
     def visit(
         self, chunks: Chunks, *, reads: bool = True, writes: bool = False
     ) -> Generator[torch.Tensor]:
-        """Each chunk of rows in turn, [R, D] on the device.
+        """Yield each chunk of rows in turn, [R, D] on the device.
 
-        A chunk is good until the next one is asked for, and the last one's changes are lost unless
-        the generator is used up. Closing it lets the device's memory be used for something else.
+        A chunk is valid until the next one is asked for, and the last one's changes are lost unless
+        the generator is exhausted. Closing it frees the device's memory for other uses.
 
         Args:
             chunks: ranges of rows.
-            reads: what the rows hold is wanted; else they come uninitialised.
-            writes: what is written into a chunk stays.
+            reads: whether the contents are wanted; else chunks come uninitialised.
+            writes: whether what is written into a chunk stays.
         """
         for rows in chunks:
             yield self._x[rows]
@@ -54,9 +54,9 @@ class HostRows(Rows):
 
     Args:
         x: [T, D] on the host; pinned where there is a GPU.
-        pool: of the device, for the chunks.
-        store: what the chunks are of.
-        device: where the pool is.
+        pool: memory of the device, for the chunks.
+        store: buffer whose rows the chunks are.
+        device: device of the pool.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class HostRows(Rows):
 
 
 class CopyStreams:
-    """Streams for copies between host and device, and who must wait for whom.
+    """Streams for copies between host and device, with the events that order them.
 
     A buffer is fetched into, worked on, stored from, and then free again.
     """
@@ -127,7 +127,7 @@ class CopyStreams:
             self._free = [next(events) for _ in range(NUM_STREAM_BUFFERS)]
 
     def begin(self) -> None:
-        """What has been computed and stored so far comes before anything that is fetched."""
+        """Order everything computed and stored so far before later fetches."""
         if self._is_async:
             self._inward.wait_stream(torch.cuda.current_stream())
             self._inward.wait_stream(self._outward)
@@ -135,7 +135,7 @@ class CopyStreams:
                 event.record(self._inward)
 
     def fetch(self, source: torch.Tensor, chunk: torch.Tensor, buffer: int) -> None:
-        """Start to copy rows to the device, into a buffer that is free."""
+        """Start to copy rows to the device, into a free buffer."""
         if not self._is_async:
             chunk.copy_(source)
             return
@@ -144,17 +144,17 @@ class CopyStreams:
             self._fetched[buffer].record(self._inward)
 
     def claim(self, buffer: int) -> None:
-        """What is launched from here on may write a buffer that nothing is fetched into."""
+        """Let later launches write a free buffer into which nothing is fetched."""
         if self._is_async:
             torch.cuda.current_stream().wait_event(self._free[buffer])
 
     def wait_until_fetched(self, buffer: int) -> None:
-        """What is launched from here on sees the rows in a buffer."""
+        """Let later launches wait for the rows in a buffer."""
         if self._is_async:
             torch.cuda.current_stream().wait_event(self._fetched[buffer])
 
     def store(self, chunk: torch.Tensor, target: torch.Tensor, buffer: int) -> None:
-        """Copy rows back when what was launched so far is done; then their buffer is free."""
+        """Copy rows back after all launches so far; their buffer is then free."""
         if not self._is_async:
             target.copy_(chunk)
             return
@@ -164,28 +164,28 @@ class CopyStreams:
             self._free[buffer].record(self._outward)
 
     def release(self, buffer: int) -> None:
-        """A buffer is free when what was launched so far is done."""
+        """Mark a buffer as free after all launches so far."""
         if self._is_async:
             self._free[buffer].record(torch.cuda.current_stream())
 
     def wait_until_free(self, buffer: int) -> None:
-        """What is fetched from here on finds a buffer free."""
+        """Let later fetches wait until a buffer is free."""
         if self._is_async:
             self._inward.wait_event(self._free[buffer])
 
     def end(self) -> None:
-        """What is launched from here on may reuse the buffers, also those fetched in vain."""
+        """Let later launches reuse the buffers, also those fetched in vain."""
         if self._is_async:
             torch.cuda.current_stream().wait_stream(self._inward)
             torch.cuda.current_stream().wait_stream(self._outward)
 
     def finish(self) -> None:
-        """Wait, on the host, until nothing is on its way."""
+        """Wait, on the host, for all copies."""
         if self._is_async:
             self._inward.synchronize()
             self._outward.synchronize()
 
     def finish_stores(self) -> None:
-        """Wait, on the host, until all rows that were stored are there."""
+        """Wait, on the host, for all stores."""
         if self._is_async:
             self._outward.synchronize()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The average of the bytes in use over the stages of a step, weighted by time."""
+"""Average of the bytes in use over the stages of a step, weighted by time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class Mark(NamedTuple):
-    """The end of a stage, or of a part of one."""
+    """End of a stage, or of a part of one."""
 
     stage: str
     peak_bytes: int  # the most that it had in use
@@ -19,11 +19,11 @@ class Mark(NamedTuple):
 
 
 class UsageMeter:
-    """Collects marks; between two marks a stage ran.
+    """Collects marks; a stage ran between any two.
 
     Args:
-        device: where the stages run. On a CUDA device times are those of events on the current
-            stream, so marks cost no synchronisation; the average waits for the last one.
+        device: device of the stages. On CUDA, times are those of events on the current stream, so
+            marks cost no synchronisation; the average waits for the last one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,15 +31,15 @@ class UsageMeter:
         self.start()
 
     def start(self) -> None:
-        """Forget all marks; time runs from here."""
+        """Forget all marks, and start the clock."""
         self.marks = [Mark("", 0, self._now())]
 
     def mark(self, stage: str, peak_bytes: int) -> None:
-        """A stage, or a part of one, ends here; `peak_bytes` is the most it had in use."""
+        """End a stage, or a part of one, that had at most `peak_bytes` in use."""
         self.marks.append(Mark(stage, peak_bytes, self._now()))
 
     def average_bytes(self) -> float:
-        """Of all stages since `start`; each counts with its own peak throughout."""
+        """Average over all stages since `start`; each counts with its own peak throughout."""
         weighted = seconds = 0.0
         for before, mark in pairwise(self.marks):
             elapsed = _seconds_between(before.time, mark.time)

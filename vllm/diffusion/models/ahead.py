@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's kernels are compiled side by side before the steps that would compile one after another.
+"""Compiles Triton's kernels in parallel, before steps would compile them one after another.
 
-Triton compiles a kernel when it is first called, a second or two each where its cache on disk
-(`TRITON_CACHE_DIR`) has none. Its compiler lets other threads run, so a thread calls each.
+Triton compiles a kernel when it is first called, a second or two each unless its cache on disk
+(`TRITON_CACHE_DIR`) has it. Its compiler lets other threads run, so each call gets a thread.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _ATTENDED_KEYS = (64, 4096)  # at most: of few a sequence is not split
 
 
 def compile_ahead(model: DiffusionModel, device: torch.device) -> None:
-    """Call what steps of few rows call, so that Triton has compiled it.
+    """Compile the Triton kernels of steps of few rows, by calling them.
 
-    What fails is left to the step that needs it, whose error is told.
+    A failure is left to the step that needs the kernel, which reports it.
 
     Args:
-        model: loaded, on a GPU.
-        device: that GPU.
+        model: the loaded model, on a GPU.
+        device: GPU to compile for.
     """
     calls = list(kernel_calls(model, device))
     if not calls:
@@ -66,7 +66,7 @@ def _run(call: Callable[[], object], device: torch.device) -> None:
 
 
 def kernel_calls(model: DiffusionModel, device: torch.device) -> Iterator[Callable[[], object]]:
-    """Calls on zeros, each of which needs other kernels of Triton's than the rest."""
+    """Yield calls on zeros, each of which needs Triton kernels that the others do not."""
     if model.reads_pages(device):
         for is_paged in (False, True):
             for max_keys in _ATTENDED_KEYS:
@@ -90,7 +90,7 @@ def kernel_calls(model: DiffusionModel, device: torch.device) -> Iterator[Callab
 def _attend(
     model: DiffusionModel, device: torch.device, max_keys: int, *, is_paged: bool
 ) -> Tensor:
-    """Attention of one sequence of a page, whose keys are split where it may have many."""
+    """Attend to one sequence of a page; keys are split where `max_keys` is large."""
     heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads)
     rows = torch.zeros(PAGE_SIZE, sum(heads), model.head_dim, dtype=model.dtype, device=device)
 

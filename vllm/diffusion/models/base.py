@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A diffusion language model: one transformer, as its configuration describes it.
 
-Llama's layers without a mask; what differs between families are facts of their configurations
-(`config.py`). Modules bear Llama's names whatever the checkpoint's are. Letters: T rows of the
+Layers are Llama's without a mask; differences between families are facts of their configurations
+(`config.py`). Modules have Llama's names whatever the checkpoint's are. Letters: T rows of the
 packed batch, R rows of a chunk, D hidden size, H and KV query and key/value heads of this rank, hd
 head width, V logit columns.
 """
@@ -57,10 +57,10 @@ if TYPE_CHECKING:
 
 
 class DiffusionLayer(nn.Module):
-    """One layer as three stages; all but the attention between rows is row-wise.
+    """One layer as three stages; everything but attention is row-wise.
 
-    Every stage accepts any chunk of rows, also none. Under tensor parallelism the attend and the
-    feed-forward stage end in one all-reduce each, so all ranks must use the same chunks.
+    Every stage accepts any chunk of rows, also an empty one. Under tensor parallelism the attend
+    and the feed-forward stage end in one all-reduce each, so all ranks must use the same chunks.
     """
 
     def __init__(
@@ -79,16 +79,16 @@ class DiffusionLayer(nn.Module):
 
     @functools.cached_property
     def attention(self) -> SelfAttention:
-        """The keys-values and attend stages; not to be asked for before the weights are loaded."""
+        """The keys-values and attend stages; only once the weights are loaded."""
         return self.self_attn.stage(self.input_layernorm)
 
     @functools.cached_property
     def mlp_stage(self) -> GatedMLP | ExpertsMLP:
-        """The feed-forward stage; not to be asked for before the weights are loaded."""
+        """The feed-forward stage; only once the weights are loaded."""
         return self.mlp.stage(self.post_attention_layernorm)
 
     def destinations(self, path: str) -> dict[str, Destination]:
-        """Each module of a checkpoint's layer `path`, by Llama's names, and where it goes."""
+        """Return the destination of each module of a checkpoint's layer, by Llama's names."""
         norms = ("input_layernorm", "post_attention_layernorm")
         width = tuple(self.input_layernorm.weight.shape)
         return {
@@ -124,10 +124,10 @@ class DiffusionModel(nn.Module, SupportsQuant):
     """A checkpoint as a vLLM model: stages for the engine, and upstream's model interface.
 
     Attributes:
-        family: facts that hold for all checkpoints of the family.
+        family: facts common to all checkpoints of the family.
         hidden_size, num_heads, num_kv_heads, head_dim: D, H, KV, hd (heads of this rank).
         vocab_size: V of the whole model, the rows of its embedding and of its head.
-        vocab_start, num_columns: the first logit column of this rank, and how many it has.
+        vocab_start, num_columns: first logit column of this rank, and number of its columns.
     """
 
     rotary_frequencies: Tensor
@@ -178,21 +178,21 @@ class DiffusionModel(nn.Module, SupportsQuant):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model dtype: of the residual stream, the keys and values and the logits."""
+        """Dtype of the residual stream, of keys and values, and of logits."""
         return self.model.norm.weight.dtype
 
     @property
     def is_fp8(self) -> bool:
-        """Whether its products take rows of fp8; not to be asked for before weights are loaded."""
+        """Whether its products take rows of fp8; only once the weights are loaded."""
         return self.layers[0].attention.qkv_proj.quantises
 
     def attention_backends(self, device: torch.device) -> list[str]:
-        """Names of what may compute its attention on a device."""
+        """Return the names of the backends that may compute its attention on a device."""
         backends = available_backends(self.dtype, self.head_dim, device)
         return [backend.name.lower() for backend in backends]
 
     def can_be_captured(self, device: torch.device) -> bool:
-        """Whether a CUDA graph can hold the layers: attention needs nothing of the host."""
+        """Whether a CUDA graph can hold the layers: attention needs no data of the host."""
         return can_be_captured(self.dtype, self.head_dim, device)
 
     def reads_pages(self, device: torch.device) -> bool:
@@ -206,20 +206,20 @@ class DiffusionModel(nn.Module, SupportsQuant):
         return out if scale == 1.0 else out.mul_(scale)
 
     def rotary(self, positions: Tensor, buffers: Buffers | None = None) -> Rotary:
-        """Rotary table rows of positions [T], in `buffers` where they are given.
+        """Return rotary table rows of positions [T], in `buffers` if given.
 
-        A position counts from its sequence's start.
+        Positions count from their sequence's start.
         """
         dtype = torch.float32 if self.architecture.rotates_in_fp32 else self.dtype
         return rotary_rows(positions, self.rotary_frequencies, dtype=dtype, buffers=buffers)
 
     def final_norm(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """The last norm of x [R, D], into `out` where it is given."""
+        """Apply the last norm to x [R, D], into `out` if given."""
         normed: Tensor = self.model.norm(x, out=out)
         return normed
 
     def order_products(self) -> None:
-        """Tell projections whose weight is read after theirs, once all are loaded."""
+        """Announce to each projection which weight is read next; once all are loaded."""
         before: ops.Projection | None = None
         for layer in self.layers:
             products = layer.mlp_stage.products
@@ -232,13 +232,15 @@ class DiffusionModel(nn.Module, SupportsQuant):
 
     @functools.cached_property
     def head(self) -> ops.Projection:
-        """The output head; not to be asked for before the weights are loaded."""
+        """The output head; only once the weights are loaded."""
         return ops.projection_of(self.lm_head)
 
     @property
     def head_matrix(self) -> Tensor | None:
-        """[V, D] where the logits are its product with normed hidden states; None where more is
-        done, or where this rank has not all columns."""
+        """Output matrix [V, D] if logits are its product with normed hidden states.
+
+        None where logits are also scaled, or where this rank does not have all columns.
+        """
         if self.num_columns < self.vocab_size or self.architecture.logits_scale != 1.0:
             return None
         return self.head.matrix(slice(0, self.num_columns))
@@ -246,12 +248,12 @@ class DiffusionModel(nn.Module, SupportsQuant):
     def compute_logits(
         self, hidden_states: Tensor, out: Tensor | None = None, scratch: Buffers | None = None
     ) -> Tensor:
-        """Logits of this rank's columns.
+        """Compute the logits of this rank's columns.
 
         Args:
             hidden_states: [R, D], normed.
             out: [R, columns of this rank], contiguous; None allocates.
-            scratch: memory for the while; None allocates.
+            scratch: memory for the computation; None allocates.
 
         Returns:
             [R, columns of this rank], the model dtype; column j is token `vocab_start` + j.
@@ -265,7 +267,7 @@ class DiffusionModel(nn.Module, SupportsQuant):
         return out if scale == 1.0 else out.mul_(scale)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load a checkpoint; returns the names of the parameters that were filled.
+        """Load a checkpoint; return the names of the parameters that were filled.
 
         Raises:
             CheckpointError: naming the tensors that are missing or not part of the model.
@@ -281,7 +283,7 @@ class DiffusionModel(nn.Module, SupportsQuant):
         return load_checkpoint(self, weights, destinations, ignored={head})
 
     def _destinations(self) -> dict[str, Destination]:
-        """Each module of a checkpoint, by its names, and where its tensors go."""
+        """Return the destination of each module of a checkpoint, by its names."""
         names, width = self.architecture.module_names, (self.hidden_size,)
         vocabulary = (self.vocab_size, self.hidden_size)
         shapes = {"model.embed_tokens": vocabulary, "model.norm": width, "lm_head": vocabulary}
@@ -296,7 +298,7 @@ class DiffusionModel(nn.Module, SupportsQuant):
         return destinations
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Embeddings [T, D] of ids [T], in a new tensor."""
+        """Return the embeddings [T, D] of ids [T], in a new tensor."""
         shape = (*input_ids.shape, self.hidden_size)
         return self.embed(input_ids, self.model.norm.weight.new_empty(shape))
 
@@ -307,9 +309,9 @@ class DiffusionModel(nn.Module, SupportsQuant):
         intermediate_tensors: None = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """The final, normed hidden states [T, D] of one sequence, every stage in one chunk.
+        """Return the final, normed hidden states [T, D] of one sequence, in one chunk a stage.
 
-        Who sees whom is the family's, in blocks of the configuration's length.
+        The family's visibility applies, in blocks of the configuration's length.
 
         Args:
             input_ids: [T] token ids; unused where `inputs_embeds` is given.

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""nf4 checkpoints as bitsandbytes writes them (QLoRA, arXiv:2305.14314), made plain as they come.
+"""nf4 checkpoints of bitsandbytes (QLoRA, arXiv:2305.14314), dequantised as they are read.
 
-A matrix is `weight` [N K / 2, 1], two numbers a byte, the first in the high half; beside it
-`weight.absmax`, the scales of blocks of neighbours, `weight.quant_map` [16], what numbers stand
-for, and JSON in `weight.quant_state.bitsandbytes__nf4`. Scales may be bytes themselves: then they
-stand for entries of `weight.nested_quant_map` [256] times `weight.nested_absmax`, one for each
+A matrix is `weight` [N K / 2, 1], two numbers a byte, the first in the high half; beside it are
+`weight.absmax`, the scales of blocks of neighbours, `weight.quant_map` [16], the values of the 16
+codes, and JSON in `weight.quant_state.bitsandbytes__nf4`. Scales may be bytes themselves: then they
+are indices into `weight.nested_quant_map` [256], times `weight.nested_absmax`, one for each
 `nested_blocksize` of them, plus `nested_offset`.
 
-The largest number of a block is 1 or -1, so the layers, which quantise what comes in groups of a
-block, find the same scales and the same numbers.
+The largest number of a block is 1 or -1, so layers that quantise again in groups of a block find
+equal scales and numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STATE = "quant_state.bitsandbytes__nf4"
 
 
 def widened(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The same tensors, with one [N, K] fp32 for all of a matrix as soon as they are there.
+    """Yield the tensors, with each nf4 matrix as one [N, K] fp32 once all its parts have come.
 
     Raises:
         CheckpointError: some tensors of a matrix never come, or say what cannot be.
@@ -63,7 +63,7 @@ def _is_complete(parts: dict[str, Tensor]) -> bool:
 
 
 def _matrix(path: str, parts: dict[str, Tensor]) -> Tensor:
-    """[N, K] fp32."""
+    """Dequantise a matrix to [N, K] fp32."""
     state: dict[str, Any] = json.loads(bytes(parts[_STATE].tolist()))
     (num_rows, depth), block = state["shape"], state["blocksize"]
     data, scales = parts[""].contiguous().view(torch.uint8).flatten(), parts["absmax"]

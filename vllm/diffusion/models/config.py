@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config.json of a diffusion language model, checked and completed, and the facts that follow.
+"""config.json of a diffusion language model, checked and completed, and facts derived from it.
 
-Of each family there is one class. The model that is built and the plan of its memory both ask it
-for its `Architecture`. Releases of different families share
-a model type (released LLaDA-MoE configurations say "llada"), so `from_dict` of every class
-dispatches on `architectures` first.
+Each family has one class. The model that is built and the plan of its memory both use its
+`Architecture`. Releases of different families share a model type (released LLaDA-MoE configurations
+say "llada"), so `from_dict` of every class dispatches on `architectures` first.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ USUAL_BLOCK = 32
 
 
 class ExpertScoring(NamedTuple):
-    """How experts are chosen and weighted: the attributes of `gather_gemm.Scoring`."""
+    """Choice and weighting of experts: the attributes of `gather_gemm.Scoring`."""
 
     is_sigmoid: bool = False
     num_groups: int = 1
@@ -38,29 +37,29 @@ class ExpertScoring(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """What differs between families; the default is as in Llama.
+    """Facts in which families differ; the defaults are Llama's.
 
     Attributes:
         num_embeddings: rows of the embedding and of the head.
-        rotary_dim: rotated channels of a head, the first ones.
+        rotary_dim: number of rotated channels of a head, the first ones.
         rotates_in_fp32: queries and keys are rotated in fp32, else in the model dtype.
-        has_qkv_bias, has_bias: the projections of queries, keys and values have biases; all other
-            products have.
-        norms_each_head, norms_all_heads: queries and keys are normed, every head alone or all heads
-            together.
-        max_qkv: most that an element of queries, keys and values may be, either way.
-        embedding_scale, logits_scale: what these are multiplied by.
-        dense_width: of the MLPs that are no experts; 0 where every layer has experts.
-        expert_layers: the layers, counted from 0, that have experts, `num_experts` of them and
+        has_qkv_bias, has_bias: whether the projections of queries, keys and values have biases;
+            whether all other products have.
+        norms_each_head, norms_all_heads: whether queries and keys are normed, each head alone or
+            all heads together.
+        max_qkv: bound of the magnitude of elements of queries, keys and values; None for none.
+        embedding_scale, logits_scale: factors of the embeddings and of the logits.
+        dense_width: width of the MLPs without experts; 0 where every layer has experts.
+        expert_layers: indices of the layers with experts, `num_experts` of them and
             `num_experts_per_tok` for a row.
-        expert_width, shared_expert_width: of an expert, and of the one of all rows, if any.
-        scoring: how experts are chosen and weighted.
+        expert_width, shared_expert_width: width of an expert, and of the shared expert, if any.
+        scoring: choice and weighting of experts.
         expert_bias_of: the module whose tensor `expert_bias` shifts the choice of experts, if any:
             "mlp" or "mlp.gate".
-        has_fused_qkv: `self_attn.qkv_proj` is one tensor of the checkpoint.
-        layer_names: of every layer in the checkpoint.
-        module_names: of modules in the checkpoint where they are not Llama's, by Llama's: of the
-            whole model first, then within a layer.
+        has_fused_qkv: whether `self_attn.qkv_proj` is one tensor of the checkpoint.
+        layer_names: name of every layer in the checkpoint.
+        module_names: names of modules in the checkpoint where they are not Llama's, by Llama's: of
+            the whole model first, then within a layer.
     """
 
     num_embeddings: int
@@ -84,13 +83,15 @@ class Architecture(NamedTuple):
     module_names: Mapping[str, str] = MappingProxyType({})
 
     def joins_shared_expert(self, *, is_quantised: bool) -> bool:
-        """Whether the expert of all rows is stored with the others, as one of the same width can
-        be."""
+        """Whether the shared expert is stored with the others.
+
+        This needs a width equal to theirs, and no quantisation.
+        """
         return not is_quantised and 0 < self.shared_expert_width == self.expert_width
 
 
 class DiffusionConfig(PreTrainedConfig):
-    """Base of the configuration classes: what they have in common, under one name."""
+    """Base of the configuration classes, with their common facts under one name."""
 
     has_no_defaults_at_init: ClassVar[bool] = True
     block_length_key: ClassVar[str] = "block_size"
@@ -110,7 +111,7 @@ class DiffusionConfig(PreTrainedConfig):
         num_experts_per_tok: int
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Inherit `__init__`, in whose place transformers puts one that knows no checks."""
+        """Inherit `__init__`, which transformers would replace by one without checks."""
         has_own = "__init__" in vars(cls)
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
         if not has_own:
@@ -140,12 +141,12 @@ class DiffusionConfig(PreTrainedConfig):
 
     @property
     def block_length(self) -> int:
-        """Positions of a block where a request does not say; of block-causal families."""
+        """Positions of a block if a request gives none; in block-causal families."""
         return int(getattr(self, self.block_length_key, None) or USUAL_BLOCK)
 
     @property
     def architecture(self) -> Architecture:
-        """What the model is, and what the plan of its memory follows from."""
+        """Facts that determine the model and the plan of its memory."""
         return Architecture(
             num_embeddings=self.vocab_size,
             rotary_dim=self.head_dim,
@@ -155,7 +156,10 @@ class DiffusionConfig(PreTrainedConfig):
 
 
 def config_classes() -> dict[str, type[DiffusionConfig]]:
-    """The configuration class to register for each `model_type`; of two families the first's."""
+    """Return the configuration class to register for each `model_type`.
+
+    Where two families share a type, the first family's class is taken.
+    """
     classes: dict[str, type[DiffusionConfig]] = {}
     for family in FAMILIES:
         config_class = config_class_of(family)
@@ -171,7 +175,7 @@ def config_classes() -> dict[str, type[DiffusionConfig]]:
 
 
 def config_class_of(family: Family) -> type[DiffusionConfig]:
-    """The configuration class that a family's record names."""
+    """Return the configuration class that a family's record names."""
     module, _, name = family.config_class.partition(":")
     config_class: type[DiffusionConfig] = getattr(import_module(module), name)
     return config_class
@@ -180,7 +184,7 @@ def config_class_of(family: Family) -> type[DiffusionConfig]:
 def _class_of(
     architectures: Sequence[str] | None, model_type: str | None, default: type[DiffusionConfig]
 ) -> type[DiffusionConfig]:
-    """The configuration class of the first architecture that we run."""
+    """Return the configuration class of the first supported architecture."""
     if not architectures:
         return default
     family = family_of(architectures, model_type)

@@ -18,7 +18,7 @@ def refuse(values: Mapping[str, Any], key: str, wanted: str) -> NoReturn:
 
 
 def check_positive(values: Mapping[str, Any], key: str, whole: bool = True) -> None:
-    """The value must be a number above 0, and an integer where `whole` is true."""
+    """Check that the value is a number above 0, and an integer where `whole` is true."""
     value: Any = values.get(key)
     is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     if not is_number or value <= 0:
@@ -26,14 +26,14 @@ def check_positive(values: Mapping[str, Any], key: str, whole: bool = True) -> N
 
 
 def check_only(values: Mapping[str, Any], only: Mapping[str, bool | str]) -> None:
-    """Every key of `only` must have the value given there, the one that the forward has."""
+    """Check that every key of `only` has the value given there, the only supported one."""
     for key, wanted in only.items():
         if values[key] != wanted:
             refuse(values, key, f"only {_json(wanted)} is supported")
 
 
 def check_mask_id(values: Mapping[str, Any], size_key: str = "vocab_size") -> None:
-    """The mask token must be a row of the embedding, whose rows `size_key` counts."""
+    """Check that the mask token is a row of the embedding, whose rows `size_key` counts."""
     key = "mask_token_id"
     token, size = values[key], values[size_key]
     if not isinstance(token, int) or not 0 <= token < size:
@@ -46,9 +46,9 @@ def head_width(
     heads_key: str = "num_attention_heads",
     kv_heads_key: str = "num_key_value_heads",
 ) -> int:
-    """The width of a head: `head_dim`, and where that is null the heads' share of the hidden size.
+    """Return the width of a head: `head_dim`, or if null the hidden size over the heads.
 
-    It must be even, and key/value heads must divide the heads.
+    It must be even, and the number of key/value heads must divide that of heads.
     """
     width, heads, head_dim = values[width_key], values[heads_key], values.get("head_dim")
     if head_dim is None:
@@ -64,7 +64,7 @@ def head_width(
 
 
 def check_rotary_share(values: Mapping[str, Any]) -> None:
-    """The share of a head's channels that are rotated, `partial_rotary_factor` of `head_dim`."""
+    """Check the share of a head's rotated channels, `partial_rotary_factor` of `head_dim`."""
     check_positive(values, "partial_rotary_factor", whole=False)
     head_dim = values["head_dim"]
     rotary_dim = int(head_dim * values["partial_rotary_factor"])
@@ -74,7 +74,7 @@ def check_rotary_share(values: Mapping[str, Any]) -> None:
 
 
 def plain_rope_theta(values: dict[str, Any]) -> float | None:
-    """Take the descriptions of scaled rotary embeddings out of `values`; none may be in use.
+    """Remove the descriptions of scaled rotary embeddings from `values`; refuse any in use.
 
     Returns:
         the base of the frequencies that such a description gives: newer configurations hold it

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DiffuLLaMA (Gong et al. 2024, arXiv:2410.17891), whose checkpoints say that they are Llama's.
+"""DiffuLLaMA (Gong et al. 2024, arXiv:2410.17891), whose checkpoints claim to be Llama's.
 
-Llama without its causal mask. The logits of row i predict the token at position i + 1, as in the
-model that it was trained from. What tells a checkpoint from Llama's is a mask token, of config.json
-or of the tokenizer; any other llama stays upstream's.
+The model is Llama without its causal mask. The logits of row i predict the token at position i + 1,
+as in the model that it was trained from. A mask token, of config.json or of the tokenizer,
+distinguishes a checkpoint from Llama's; any other llama is left to upstream.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ class DiffuLlamaConfig(StandardConfig):
 
 
 def adopt(model: ModelConfig) -> None:
-    """Make a llama checkpoint that is DiffuLLaMA ours; leave any other as it is.
+    """Turn the configuration of a DiffuLLaMA checkpoint into ours; leave any other llama as it is.
 
-    It is where its architecture says so (`--hf-overrides`), or where it has a mask token.
+    A checkpoint is DiffuLLaMA's if its architecture says so (`--hf-overrides`), or if it has a mask
+    token.
 
     Raises:
         ModelConfigError: it is, and asks for what its forward does not have.

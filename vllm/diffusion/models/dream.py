@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dream (Ye et al. 2025, arXiv:2508.15487), and checkpoints of the same architecture.
+"""Dream (Ye et al. 2025, arXiv:2508.15487), and checkpoints of its architecture.
 
-A Qwen2 transformer without its causal mask: grouped heads, biases on queries, keys and values,
-and rotary tables in the model dtype. The logits of row i predict the token at position i + 1;
-they are computed as they are, and whoever reads them reads the row before (`Family.logit_shift`).
+A Qwen2 transformer without its causal mask: grouped heads, biases on queries, keys and values, and
+rotary tables in the model dtype. The logits of row i predict the token at position i + 1; they are
+computed unshifted, and readers take the row before (`Family.logit_shift`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The matrices of all experts of a layer, stacked, in each way to store them."""
+"""Stacked matrices of all experts of a layer, for each way to store them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class ExpertMatrices(nn.Module):
         num_experts: E.
         num_parts: matrices stacked by rows.
         shape: [out, in] of a matrix of the whole model.
-        sharded_dim: which of the two is the experts' width.
-        scheme: how they are stored; None for the model dtype.
+        sharded_dim: index of the experts' width in `shape`.
+        scheme: how matrices are stored; None for the model dtype.
 
     Raises:
         ServerConfigError: the tensor-parallel size does not divide the width, or leaves one that
@@ -71,12 +71,12 @@ class ExpertMatrices(nn.Module):
         self._make()
 
     def _make(self) -> None:
-        """Make the parameters."""
+        """Create the parameters."""
         self._add_weight(torch.empty(self.size))
 
     @property
     def matrices(self) -> ops.ExpertWeights:
-        """As products take them."""
+        """The matrices in the type that products take."""
         return ops.Matrices(self.weight.data)
 
     def _put(self, expert: int, rows: slice, matrix: Tensor) -> None:
@@ -98,7 +98,7 @@ class ExpertMatrices(nn.Module):
         return expert, slice(part * self.rows, (part + 1) * self.rows)
 
     def _add_quantised(self, values: Tensor) -> None:
-        """The weight where fewer bytes stand for it."""
+        """Add a quantised weight, which fewer bytes represent."""
         self._add_weight(values)
         num_experts, num_rows, depth = self.size
 
@@ -111,7 +111,7 @@ class ExpertMatrices(nn.Module):
 
 
 class Fp8Matrices(ExpertMatrices):
-    """fp8 with a scale a row."""
+    """Experts' matrices in fp8, with a scale a row."""
 
     def _make(self) -> None:
         assert isinstance(self.scheme, Fp8Scheme)
@@ -135,7 +135,7 @@ class Fp8Matrices(ExpertMatrices):
         ops.quantise_weight(matrix, values[expert, rows], scales[expert, rows])
 
     def _load_scales(self, param: nn.Parameter, scales: Tensor, place: tuple[int, int]) -> None:
-        """Of a matrix [out, in] one number, or [out] or [out, 1]."""
+        """Load the scales of a matrix [out, in]: one number, [out] or [out, 1]."""
         expert, rows = self._rows(place)
         if scales.numel() > 1 and self.sharded_dim == 0:
             start = get_tensor_model_parallel_rank() * self.width
@@ -144,7 +144,7 @@ class Fp8Matrices(ExpertMatrices):
 
 
 class PackedMatrices(ExpertMatrices):
-    """4 bits in groups along the depth, with memory to unpack all of a layer's."""
+    """Experts' matrices in 4 bits, grouped along the depth, with memory to unpack a layer's."""
 
     def _make(self) -> None:
         assert isinstance(self.scheme, PackedScheme)
@@ -176,7 +176,7 @@ def expert_matrices(
     sharded_dim: int,
     scheme: ExpertScheme | None,
 ) -> ExpertMatrices:
-    """Matrices that are stored as a scheme says; the other arguments as of `ExpertMatrices`."""
+    """Make matrices stored by a scheme; the other arguments are those of `ExpertMatrices`."""
     kind = ExpertMatrices
     if scheme is not None:
         kind = Fp8Matrices if isinstance(scheme, Fp8Scheme) else PackedMatrices
@@ -184,7 +184,7 @@ def expert_matrices(
 
 
 def scheme_of_experts(quant_config: QuantizationConfig | None, prefix: str) -> ExpertScheme | None:
-    """How the matrices of the experts of a module are stored; None for the model dtype.
+    """Return how the expert matrices of a module are stored; None for the model dtype.
 
     Raises:
         ServerConfigError: in a way that experts have not.

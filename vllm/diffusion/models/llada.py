@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLaDA (Nie et al. 2025, arXiv:2502.09992), and checkpoints of the same architecture.
+"""LLaDA (Nie et al. 2025, arXiv:2502.09992), and checkpoints of its architecture.
 
 A Llama-like transformer without a causal mask, with names of its own in config.json and in the
 checkpoint. Logits at a position predict the token at that position.

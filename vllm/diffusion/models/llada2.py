@@ -2,7 +2,7 @@
 """LLaDA2.0 and 2.1 (Bie et al. 2025, arXiv:2512.15745), mini and flash.
 
 Llama's layers under a block-causal mask: queries, keys and values in one matrix, a norm of each
-query and key head, a part of whose channels is rotated, and experts in all layers but the first
+query and key head, of whose channels only some are rotated, and experts in all layers but the first
 ones. A router in fp32 chooses among groups of experts; one more expert takes every row. Logits at a
 position predict the token at that position.
 """
@@ -31,7 +31,7 @@ class LLaDA2Config(StandardConfig):
     """config.json of LLaDA2; see `StandardConfig`.
 
     Sizes must be written out; options that are absent or null take the value of the released
-    models. The tokenizer says which token is the mask.
+    models. The mask token is the tokenizer's.
     """
 
     model_type: ClassVar[str] = "llada2_moe"
@@ -136,7 +136,7 @@ MODULE_NAMES = MappingProxyType(
 
 
 def _check_groups(values: Mapping[str, Any]) -> None:
-    """The groups that are kept must have experts enough."""
+    """Check that the kept groups have enough experts."""
     experts, chosen = values["num_experts"], values["num_experts_per_tok"]
     groups, kept = values["n_group"], values["topk_group"]
     if chosen > experts:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLaDA-MoE (Zhu et al. 2025, arXiv:2509.24389), and checkpoints of the same architecture.
+"""LLaDA-MoE (Zhu et al. 2025, arXiv:2509.24389), and checkpoints of its architecture.
 
 Llama's layers without a causal mask, with a norm of each query and key head and with experts in
 the place of most MLPs. Logits at a position predict the token at that position.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a mixture of experts, by the names of Qwen3-MoE's checkpoints."""
+"""Weights of a mixture of experts, by the names of Qwen3-MoE's checkpoints."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _PART = {"gate_proj": 0, "up_proj": 1}
 
 
 class MixtureMLP(nn.Module):
-    """Router and experts of one layer, and the expert of all rows where there is one.
+    """Router and experts of one layer, with the shared expert if there is one.
 
-    The experts' matrices are stacked, so that one grouped product multiplies by all of them. That
-    of all rows is the first of them where it is as wide and nothing is quantised: what it computes
-    is computed while the others are read.
+    The experts' matrices are stacked, so that one grouped product multiplies by all of them. The
+    shared expert is the first of them if it is as wide and nothing is quantised: it is then
+    computed while the others are read.
 
     Raises:
         ServerConfigError: the model is to be quantised in a way that experts have not.
@@ -72,12 +72,12 @@ class MixtureMLP(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """[E] fp32, added to the scores for the choice of experts; None where nothing is."""
+        """Bias [E] fp32 of the scores for the choice of experts; None if there is none."""
         bias: Tensor | None = getattr(self, "expert_bias", None)
         return getattr(self.gate, "expert_bias", None) if bias is None else bias
 
     def stage(self, norm: RMSNorm) -> ExpertsMLP:
-        """The stage over these weights, once they are loaded."""
+        """Make the stage over these weights, once they are loaded."""
         return ExpertsMLP(
             norm,
             self.gate.weight,
@@ -90,7 +90,7 @@ class MixtureMLP(nn.Module):
         )
 
     def destinations(self, path: str) -> dict[str, Destination]:
-        """Each module of a checkpoint below `path`, and where its tensors go."""
+        """Return the destination of each module of a checkpoint below `path`."""
         inward, outward = self.shape, self.shape[::-1]
         destinations = {f"{path}.gate": Destination(f"{path}.gate", (self.num_experts, inward[1]))}
         if self.expert_bias_of == "mlp":

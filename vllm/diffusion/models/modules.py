@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a layer, by Llama's names, as a configuration describes them.
+"""Weights of a layer, by Llama's names, as a configuration describes them.
 
-Only q, k, v are fused, and gate, up; whatever a checkpoint calls its tensors, `destinations` says
-by Llama's names where they go.
+Only q, k, v are fused, and gate, up; whatever a checkpoint calls its tensors, `destinations` gives
+their places by Llama's names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class AttentionWeights(nn.Module):
-    """The projections of attention, and the norms of queries and keys where there are any."""
+    """Projections of attention, with the norms of queries and keys if there are any."""
 
     def __init__(
         self, config: DiffusionConfig, quant_config: QuantizationConfig | None, prefix: str
@@ -67,7 +67,7 @@ class AttentionWeights(nn.Module):
             self.k_norm = AllHeadsRMSNorm(kv_heads, config.head_dim, config.rms_norm_eps)
 
     def stage(self, norm: RMSNorm) -> SelfAttention:
-        """The stages over these weights, once they are loaded."""
+        """Make the stages over these weights, once they are loaded."""
         return SelfAttention(
             norm,
             ops.projection_of(self.qkv_proj),
@@ -81,7 +81,7 @@ class AttentionWeights(nn.Module):
         )
 
     def destinations(self, path: str) -> dict[str, Destination]:
-        """Each module of a checkpoint below `path`, and where its tensors go."""
+        """Return the destination of each module of a checkpoint below `path`."""
         config, fused = self.config, f"{path}.qkv_proj"
         width, head_dim = config.hidden_size, config.head_dim
         q_width = config.num_attention_heads * head_dim
@@ -102,7 +102,7 @@ class AttentionWeights(nn.Module):
 
 
 class DenseMLP(nn.Module):
-    """The matrices of a gated MLP, of the width `inner` or that of dense layers."""
+    """Matrices of a gated MLP, of the width `inner` or that of dense layers."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class DenseMLP(nn.Module):
         )
 
     def stage(self, norm: RMSNorm) -> GatedMLP:
-        """The stage over these weights, once they are loaded."""
+        """Make the stage over these weights, once they are loaded."""
         return GatedMLP(
             norm,
             ops.projection_of(self.gate_up_proj),
@@ -144,7 +144,7 @@ class DenseMLP(nn.Module):
         )
 
     def destinations(self, path: str) -> dict[str, Destination]:
-        """Each module of a checkpoint below `path`, and where its tensors go."""
+        """Return the destination of each module of a checkpoint below `path`."""
         fused = f"{path}.gate_up_proj"
         return {
             f"{path}.gate_proj": Destination(fused, self.shape, 0),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class SDARMoeConfig(SDARConfig):
     """config.json of SDAR with experts; see `StandardConfig`.
 
-    Every `decoder_sparse_step`-th layer has experts, but for those of `mlp_only_layers`.
+    Every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`.
     """
 
     model_type: ClassVar[str] = "sdar_moe"

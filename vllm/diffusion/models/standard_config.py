@@ -33,14 +33,14 @@ QWEN_DEFAULTS: dict[str, Any] = {
 
 
 class StandardConfig(DiffusionConfig):
-    """A configuration whose family says only its defaults and what its forward does not have.
+    """Configuration whose family gives only its defaults and what its forward lacks.
 
-    A key that is absent takes its value in `DEFAULTS`. After construction `num_key_value_heads`
-    and `head_dim` are integers, and `sliding_window` is null, as it is never in use.
+    An absent key takes its value in `DEFAULTS`. After construction `num_key_value_heads` and
+    `head_dim` are integers, and `sliding_window` is null, as it is never in use.
 
     Attributes:
-        DEFAULTS: of the family's public configuration class.
-        ONLY: options that have one value, the one that the forward has.
+        DEFAULTS: defaults of the family's public configuration class.
+        ONLY: options with a single supported value.
         SIZES: keys whose values are whole numbers of at least 1.
 
     Raises:
@@ -72,7 +72,7 @@ class StandardConfig(DiffusionConfig):
         super().__init__(**complete)
 
     def check_more(self, values: dict[str, Any]) -> None:
-        """Refuse, or complete, what only this family has; the rest of `values` is complete."""
+        """Check, or complete, the keys of this family; the rest of `values` is complete."""
         if values.get(self.block_length_key) is not None:
             check_positive(values, self.block_length_key)
         if values.get("mask_token_id") is not None:  # else the tokenizer has it

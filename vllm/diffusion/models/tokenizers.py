@@ -20,8 +20,8 @@ class DreamTokenizer(Qwen2Tokenizer):
 def register() -> None:
     """Make transformers find our classes by name, with and without `trust_remote_code`.
 
-    transformers wants a configuration class to go with a tokenizer. It lets a registered class
-    win over the checkpoint's own code only where the checkpoint's configuration class has no
-    tokenizer of its own, so the name of the base class is given, which no checkpoint has.
+    transformers requires a configuration class for a tokenizer. It prefers a registered class to
+    the checkpoint's own code only where the checkpoint's configuration class has no tokenizer of
+    its own, so the base class is given, whose name no checkpoint has.
     """
     AutoTokenizer.register(DiffusionConfig, tokenizer_class=DreamTokenizer, exist_ok=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint tensors into a model's parameters, with nothing left over on either side."""
+"""Loading of checkpoint tensors into a model's parameters, with none left over on either side."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 def quantised_sizes(model: nn.Module, dtype: torch.dtype) -> tuple[int, int, int]:
-    """What the matrices that our schemes store take on this rank; see `StreamedParameter`.
+    """Return the sizes of the matrices on this rank that our schemes store.
+
+    See `StreamedParameter`.
 
     Returns:
         how many they are, of experts stacks of them; their bytes, with scales; and those of the
@@ -41,7 +43,7 @@ def quantised_sizes(model: nn.Module, dtype: torch.dtype) -> tuple[int, int, int
 
 
 class Destination(NamedTuple):
-    """Where the tensors of one checkpoint module go."""
+    """Destination of the tensors of one checkpoint module."""
 
     module: str  # path of the model's module
     shape: tuple[int, ...]  # of the checkpoint's unquantised weight: [out, in], or [width]
@@ -51,7 +53,7 @@ class Destination(NamedTuple):
 
 
 def module_names(architecture: Architecture) -> WeightsMapper:
-    """From the checkpoint's names of modules, with or without their layers', to the model's."""
+    """Map the checkpoint's names of modules, with or without a layer's, to the model's."""
     names = {theirs: ours for ours, theirs in architecture.module_names.items()}
     whole = {theirs: ours for theirs, ours in names.items() if "." in theirs}
     layers = {name: f"model.layers.{i}" for i, name in enumerate(architecture.layer_names)}
@@ -64,7 +66,7 @@ def module_names(architecture: Architecture) -> WeightsMapper:
 
 
 def checkpoint_name(architecture: Architecture, path: str) -> str:
-    """What the checkpoint calls a module of the model, given by its path."""
+    """Return the checkpoint's name of a module of the model, given by its path."""
     names = architecture.module_names
     within = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", path)
     if within is None:
@@ -140,7 +142,7 @@ def _load(
 
 
 def _check_shape(name: str, tensor: Tensor, wanted: tuple[int, ...]) -> None:
-    """Upstream's loaders cut their part out of a tensor, and would take it of a larger one too."""
+    """Check a tensor's shape, as upstream's loaders would cut their part out of a larger one."""
     if tuple(tensor.shape) != wanted:
         raise CheckpointError(
             f"{name}: given shape {list(tensor.shape)}; config.json wants {list(wanted)}"
@@ -156,9 +158,9 @@ def _is_quantised(module: nn.Module) -> bool:
 def _missing(
     model: nn.Module, destinations: Mapping[str, Destination], seen: Set[str]
 ) -> list[str]:
-    """Names of the tensors that should have come.
+    """Return the names of the tensors that did not come.
 
-    What a layer of upstream's methods stores is their affair: there any tensor of it counts.
+    For a layer that upstream's quantisation stores, any tensor of it counts.
     """
     seen_paths = {name.rpartition(".")[0] for name in seen}
     missing: list[str] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only way to the native rooms, and the products with upstream's matrices."""
+"""Operations of the engine: the only way to the native rooms, and to upstream's weights."""
 
 from flash_sample import Rows, Sampled, Score
 from vllm.diffusion.ops.collectives import Collectives, align_ranks, join_ranks, tensor_parallel

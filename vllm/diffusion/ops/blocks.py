@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8 weights of a checkpoint that have a scale for every block, of 128 x 128 as published.
+"""fp8 weights of a checkpoint with a scale for every block, 128 x 128 as published.
 
-They are read exactly and multiplied by rows as they are, unpacked part by part as 4-bit ones: a
-scale for each row and block of the depth is kept, which is a group's.
+They are read exactly and multiplied by rows in the model dtype, unpacked part by part like 4-bit
+weights: each row keeps a scale for every block of the depth, as for a group.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm.model_executor.layers.linear import register_weight_loader_v2_supporte
 
 @register_weight_loader_v2_supported_method
 class BlockMethod(StreamedMethod[BlockScheme]):
-    """How upstream's linear layers take such weights; `PackedProjection` multiplies by them."""
+    """Loads block-scaled weights in upstream's linear layers, for `PackedProjection`."""
 
     def make_parameters(self, layer: torch.nn.Module, matrix: RankMatrix) -> None:
         """Make `weight` [N, K] fp8 and the scales of its blocks."""
@@ -57,7 +57,7 @@ class BlockMethod(StreamedMethod[BlockScheme]):
         reserve_unpacked(values.device, num_rows, depth, matrix.dtype)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Give every row its scales."""
+        """Expand the scales of blocks to scales of rows."""
         scales: Tensor = getattr(layer, self._scheme.scale_name).data
         delattr(layer, self._scheme.scale_name)
         for name, tensor in (

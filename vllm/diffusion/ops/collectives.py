@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What crosses tensor-parallel ranks within a step: sums with the residual, and records.
+"""Communication of tensor-parallel ranks within a step: sums with the residual, and gathers.
 
-On the cards of one host ranks read each other's memory, in kernels of ours that a CUDA graph can
-hold; elsewhere, and beyond that memory, PyTorch's process group does it (NCCL, gloo). All ranks
-come to the same bits.
+On the cards of one host ranks read each other's memory, in our own kernels, which a CUDA graph can
+hold; elsewhere, and beyond that memory, PyTorch's process group is used (NCCL, gloo). All ranks
+compute equal bits.
 
-A rank that fails in a step would leave the others waiting for it. On one host they hear of it on
-their board, stop waiting, and all begin anew with the next step (`engine/agreement.py`).
+A rank that fails in a step would leave the others waiting for it. On one host they see it on their
+board, stop waiting, and all begin anew with the next step (`engine/agreement.py`).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _ALIGNMENT = 16  # bytes of what the kernels read at a time
 
 
 class Collectives:
-    """Sums over the ranks of a process group, and gathers.
+    """Sums and gathers over the ranks of a process group.
 
     Args:
-        group: of the ranks, for tensors of the device.
-        board: of the ranks, if they are on one host.
+        group: group of the ranks, for tensors of the device.
+        board: shared counters of the ranks, if they are on one host.
     """
 
     def __init__(self, group: distributed.ProcessGroup, board: Board | None = None) -> None:
@@ -48,11 +48,11 @@ class Collectives:
         self.num_ranks = group.size()
 
     def add_sum(self, x: Tensor, write: Callable[[slice, Tensor], None], scratch: Buffers) -> None:
-        """x += the sum over the ranks of what `write` writes, in place.
+        """Add to x, in place, the sum over the ranks of what `write` writes.
 
         Args:
-            x: [R, D], contiguous; the same on all ranks.
-            write: (rows, out) writes this rank's part of these rows of x, like them.
+            x: [R, D], contiguous; equal on all ranks.
+            write: (rows, out) writes this rank's part for these rows of x, in their shape.
             scratch: memory for the part.
         """
         part = PROJECTED.of(x.dtype, x.shape[1]).take(scratch, len(x))
@@ -60,12 +60,12 @@ class Collectives:
         x.add_(self.sum(part))
 
     def sum(self, x: Tensor) -> Tensor:
-        """x = the sum over the ranks of x, contiguous, in place; returns it."""
+        """Replace x, contiguous, by its sum over the ranks; return it."""
         self._wait(distributed.all_reduce(x, group=self._group, async_op=True))
         return x
 
     def gather(self, part: Tensor) -> Tensor:
-        """The parts of all ranks [ranks, ...], each like this rank's [N, ...]."""
+        """Return the parts of all ranks, [ranks, ...], each of the shape [N, ...] of `part`."""
         out = part.new_empty(self.num_ranks * part.shape[0], *part.shape[1:])
         self._wait(
             distributed.all_gather_into_tensor(
@@ -75,7 +75,7 @@ class Collectives:
         return out.view(self.num_ranks, *part.shape)
 
     def align(self) -> None:
-        """To be called before and after what a CUDA graph captures, and before its replay."""
+        """Prepare for a CUDA graph; to be called around a capture, and before a replay."""
 
     @property
     def can_begin_anew(self) -> bool:
@@ -83,15 +83,15 @@ class Collectives:
         return self._board is not None and distributed.get_backend(self._group) == "gloo"
 
     def stop_waiting(self) -> None:
-        """This rank makes no more calls; others hear so at their next look at the board."""
+        """Announce that this rank makes no more calls; others see it on the board."""
 
     def begin_anew(self) -> None:
-        """Forget calls that not all ranks have made; all of them come here."""
+        """Forget calls that not all ranks have made; every rank must call this."""
         ranks = distributed.get_process_group_ranks(self._group)
         self._group = distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
     def _wait(self, work: distributed.Work) -> None:
-        """Until it is done; on the host no longer than all ranks are well."""
+        """Wait for work; on the host only as long as all ranks are well."""
         if self.can_begin_anew and self._board is not None:
             self._board.wait(work)
         else:
@@ -99,18 +99,18 @@ class Collectives:
 
 
 class CardCollectives(Collectives):
-    """The same of cards that read each other's memory.
+    """Sums and gathers of cards that read each other's memory.
 
     Each rank has two buffers that all can read, and writes them in turn: when it writes one again,
     all have met for the other, so nobody reads the first any more. A graph begins and ends with the
     first of the two.
 
     Args:
-        group: of the ranks; all are processes of one host.
-        board: of the ranks.
-        device: of this rank.
-        buffer_bytes: of each of the two buffers; larger sums go through them in parts, and larger
-            gathers through the process group.
+        group: group of the ranks; all are processes of one host.
+        board: shared counters of the ranks.
+        device: this rank's device.
+        buffer_bytes: bytes of each of the two buffers; larger sums go through them in parts, and
+            larger gathers through the process group.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class CardCollectives(Collectives):
         self._all.exchange(0)
 
     def _pieces(self, x: Tensor) -> Iterator[slice]:
-        """Rows that fit into a buffer."""
+        """Yield ranges of rows that fit into a buffer."""
         most = max(self._buffer_bytes // (x.shape[1] * x.element_size()), 1)
         return (slice(start, start + most) for start in range(0, len(x), most))
 
@@ -201,7 +201,7 @@ class CardCollectives(Collectives):
         return self._buffer(like.nbytes).view(like.dtype).view(like.shape)
 
     def _buffer(self, num_bytes: int) -> Tensor:
-        """What the next call reads of this rank."""
+        """Return the memory of this rank that the next call reads."""
         start = self._turn * self._buffer_bytes
         return self._memory[start : start + num_bytes]
 
@@ -223,23 +223,23 @@ _current: Collectives | None = None
 
 
 def tensor_parallel() -> Collectives:
-    """Of this process's tensor-parallel ranks."""
+    """Return the collectives of this process's tensor-parallel ranks."""
     return _current or Collectives(get_tp_group().device_group)
 
 
 def align_ranks() -> None:
-    """To be called before and after what a CUDA graph captures, and before its replay."""
+    """Prepare for a CUDA graph; to be called before and after a capture, and before a replay."""
     if _current is not None:
         _current.align()
 
 
 def join_ranks(device: torch.device, buffer_bytes: int, board: Board | None) -> None:
-    """Make what `tensor_parallel` gives; all tensor-parallel ranks call it.
+    """Set up the collectives that `tensor_parallel` returns; every tensor-parallel rank calls it.
 
     Args:
-        device: of this rank.
-        buffer_bytes: of what the ranks of several cards sum at a time.
-        board: of these ranks, if they are on one host.
+        device: this rank's device.
+        buffer_bytes: bytes that the ranks of several cards sum at a time.
+        board: shared counters of these ranks, if they are on one host.
     """
     global _current
     _current = None
@@ -256,7 +256,7 @@ def join_ranks(device: torch.device, buffer_bytes: int, board: Board | None) -> 
 
 
 def _reads_others(device: torch.device, board: Board) -> bool:
-    """Whether every rank's card reads those of all others."""
+    """Whether every rank's card can read the memory of all others."""
     cards = board.exchange(device.index)
     sees_all = len(set(cards)) == len(cards) and all(
         torch.cuda.can_device_access_peer(device.index, card)

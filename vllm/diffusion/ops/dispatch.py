@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel an op runs, by its rows, its shape and the card. Nothing else chooses.
+"""Choice of the kernel that an op runs, by its rows, its shape and the card. Nothing else chooses.
 
-All numbers were measured on an H200; docs/performance.md has them ("Which kernel runs").
+All numbers were measured on an H200; docs/performance.md lists them ("Which kernel runs").
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm_add_llada.cuda_kernels.fused_ops import Tiling, is_built
 
 @dataclass(frozen=True)
 class _Skinny:
-    """A tiling of few rows, and of how many it is the fastest."""
+    """A tiling for few rows, with the numbers of rows for which it is the fastest."""
 
     tiling: Tiling
     max_rows: int
@@ -76,9 +76,9 @@ _GATED_ROWS = 32  # a group: up to which Triton's gated product is the faster on
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors that the compiled products run on; 0 where they do not run.
+    """Number of multiprocessors that the compiled products run on; 0 where they cannot run.
 
-    They do on a card of compute capability 9.0, once they are built.
+    They run on a card of compute capability 9.0, once they are built.
     """
     if device.type != "cuda" or not is_built():
         return 0
@@ -93,9 +93,9 @@ def linear_tiling(
     """Tiling of `fused_linear` that keeps (nearly) every multiprocessor busy; None for cuBLAS.
 
     Args:
-        num_rows, num_columns, depth: of the product.
-        gated: silu(gate) * up is wanted.
-        multiprocessors: of the card, as of the function of that name.
+        num_rows, num_columns, depth: sizes of the product.
+        gated: whether silu(gate) * up is computed.
+        multiprocessors: number of the card, as returned by `multiprocessors`.
     """
     skinny = _SKINNY_GATED if gated else _SKINNY
     return _tiling(skinny, num_rows, num_columns, depth, multiprocessors, gated=gated)
@@ -104,7 +104,10 @@ def linear_tiling(
 def fp8_tiling(
     num_rows: int, num_columns: int, depth: int, *, gated: bool, multiprocessors: int
 ) -> Tiling | None:
-    """The same of `fused_linear_fp8`, whose stages are twice as deep; None for cuBLAS."""
+    """Tiling of `fused_linear_fp8`, whose stages are twice as deep; None for cuBLAS.
+
+    Arguments are those of `linear_tiling`.
+    """
     skinny = _SKINNY_GATED_FP8 if gated else _SKINNY_FP8
     return _tiling(skinny, num_rows, num_columns, depth // 2, multiprocessors, gated=gated)
 
@@ -118,7 +121,7 @@ def _tiling(
     *,
     gated: bool,
 ) -> Tiling | None:
-    """Of few rows, or of a gated product of any number; the depth as for bf16."""
+    """Tiling for few rows, or for any number in a gated product; depth counts as in bf16."""
     tiling = _skinny_tiling(skinny, num_rows, num_columns, depth, multiprocessors)
     if tiling is None and gated:
         return gated_tiling(num_rows, num_columns, depth, multiprocessors=multiprocessors)
@@ -128,7 +131,7 @@ def _tiling(
 def gated_tiling(
     num_rows: int, num_columns: int, depth: int, *, multiprocessors: int
 ) -> Tiling | None:
-    """The first tiling of a gated product of any number of rows whose tiles fill the card."""
+    """First tiling of a gated product of any number of rows whose tiles fill the card."""
     if num_columns % 16 != 0 or depth % _STEP_DEPTH != 0 or multiprocessors == 0:
         return None
     for tiling in _GATED:
@@ -145,14 +148,14 @@ def packed_tiling(
 ) -> Tiling | None:
     """Tiling of `fused_linear_packed`; None to unpack the matrix first.
 
-    Few rows: the fewest blocks that keep (nearly) the whole card busy, or else as much of it as one
-    can; whatever their number the same. More: what takes least time, as a multiprocessor computes
-    one tile after the other, or None where unpacking and cuBLAS take less.
+    For few rows: the fewest blocks that keep (nearly) the whole card busy, or else as much of it as
+    possible, independent of their number. For more: the fastest, if a multiprocessor computes one
+    tile after the other, or None where unpacking and cuBLAS are faster.
 
     Args:
-        num_rows, num_columns, depth: of the product.
-        group: of numbers that share a scale.
-        multiprocessors: of the card, as of the function of that name.
+        num_rows, num_columns, depth: sizes of the product.
+        group: numbers that share a scale.
+        multiprocessors: number of the card, as returned by `multiprocessors`.
     """
     if num_rows == 0 or multiprocessors == 0:
         return None
@@ -168,7 +171,7 @@ def packed_tiling(
     ]
 
     def turns(tiling: Tiling) -> tuple[int, int]:
-        """Blocks, and how many a multiprocessor has."""
+        """Return the number of blocks, and the most of any multiprocessor."""
         blocks = num_columns // tiling.columns * tiling.split
         blocks *= ceil(num_rows / tiling.rows) if tiling.rows else 1
         return blocks, ceil(blocks / multiprocessors)
@@ -194,15 +197,15 @@ def packed_tiling(
 def slice_columns(
     num_rows: int, num_columns: int, depth: int, most: int, tiling: Tiling, *, multiprocessors: int
 ) -> int:
-    """Of how many columns slices of a product of many rows are to be, multiplied one by one.
+    """Columns of a slice when a product is computed slice by slice.
 
-    The more the fewer starts; and such that a slice's tiles are whole turns of the multiprocessors.
+    It is chosen for the fewest launches that leave no multiprocessor idle.
 
     Args:
-        num_rows, num_columns, depth: of the product.
-        most: columns that a slice may have.
-        tiling: of the kernel that multiplies.
-        multiprocessors: of the card, as of the function of that name.
+        num_rows, num_columns, depth: sizes of the product.
+        most: most columns of a slice.
+        tiling: tiling of the kernel that multiplies.
+        multiprocessors: number of the card, as returned by `multiprocessors`.
     """
     tiles, row_tiles = ceil(num_columns / tiling.columns), ceil(num_rows / tiling.rows)
     tile_us = tiling.columns * tiling.rows * depth * multiprocessors / _MULTIPLIED_PER_US
@@ -225,14 +228,14 @@ def scales_gated_apart(num_rows: int) -> bool:
 
 
 def adds_fp8(num_rows: int) -> bool:
-    """Whether cuBLAS is to add an fp8 product to what is there, rather than a pass after it."""
+    """Whether cuBLAS should add an fp8 product to its target, instead of a pass after it."""
     return num_rows >= _ADDED_ROWS
 
 
 def _skinny_tiling(
     skinny: tuple[_Skinny, ...], num_rows: int, num_columns: int, depth: int, multiprocessors: int
 ) -> Tiling | None:
-    """The first tiling for so many rows that divides the matrix and keeps the card busy."""
+    """First tiling for `num_rows` rows that divides the matrix and keeps the card busy."""
     for candidate in skinny:
         tiling = candidate.tiling
         blocks = num_columns // tiling.columns * tiling.split
@@ -253,17 +256,17 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def multiplies_head(num_rows: int, num_columns: int, device: torch.device) -> bool:
-    """Whether Triton's product of sample rows and an output matrix is not slower than cuBLAS's."""
+    """Whether Triton's product of sample rows and an output matrix is as fast as cuBLAS's."""
     return _is_head(num_columns, device) and 0 < num_rows <= _HEAD_ROWS
 
 
 def samples_in_head(num_rows: int, num_columns: int, device: torch.device) -> bool:
-    """Whether sampling in that product is faster than storing the logits and reading them."""
+    """Whether sampling within the output product is faster than storing logits and reading them."""
     return _is_head(num_columns, device) and 0 < num_rows <= _TOP_ROWS
 
 
 def _is_head(num_columns: int, device: torch.device) -> bool:
-    """Whether this is what was measured: an output matrix, on such a card."""
+    """Whether the product is one that was measured: with an output matrix, on such a card."""
     return num_columns >= _HEAD_COLUMNS and is_hopper(device)
 
 

@@ -3,8 +3,8 @@
 
 The rows are sorted by expert and each expert multiplies its rows alone, without padding. A row's
 terms are added in ascending order of the expert. Every product and sum is rounded to the model
-dtype, as in the public code of LLaDA-MoE, or the sum is one in fp32 (`Scoring.in_fp32`). Matrices
-of fp8 are multiplied by rows of fp8, each with a scale of its own; those of 4 bits are unpacked
+dtype, as in the public code of LLaDA-MoE, or the sum is computed in fp32 (`Scoring.in_fp32`).
+Matrices of fp8 are multiplied by rows of fp8, each with its own scale; those of 4 bits are unpacked
 first, all of a layer, into memory that the layers share.
 """
 
@@ -56,8 +56,8 @@ def route_rows(
         gate: [E, D], model dtype; no kernel of a step writes it.
         num_chosen: k, from 1 to E.
         bias: [E] fp32, added to the scores for the choice only.
-        scoring: how logits become a choice and weights.
-        has_shared: all rows have one more expert, as `Routing` says.
+        scoring: conversion of logits to a choice and weights.
+        has_shared: whether all rows have one more expert, as `Routing` says.
     """
     is_compiled = dispatch.routes_compiled(len(x), len(gate)) and not has_shared
     if is_compiled and fused_ops.has_router(x, gate):
@@ -69,11 +69,11 @@ def route_rows(
 
 
 class Matrices(NamedTuple):
-    """A matrix of every expert.
+    """Matrices of all experts, one each, not packed.
 
     Attributes:
         values: [E, N, K], model dtype or fp8.
-        scales: [E, N] fp32, what the rows of an fp8 matrix are multiplied by.
+        scales: [E, N] fp32, factors of the rows of an fp8 matrix.
     """
 
     values: Tensor
@@ -81,26 +81,26 @@ class Matrices(NamedTuple):
 
     @property
     def num_experts(self) -> int:
-        """E."""
+        """Number of experts E."""
         return len(self.values)
 
     @property
     def depth(self) -> int:
-        """K."""
+        """Depth K of a matrix."""
         return self.values.shape[2]
 
     @property
     def quantises(self) -> bool:
-        """Whether the rows that they are multiplied by become fp8."""
+        """Whether the rows that they multiply are quantised to fp8."""
         return self.scales is not None
 
 
 class PackedMatrices(NamedTuple):
-    """The same of 4 bits.
+    """Matrices of all experts, one each, in 4 bits.
 
     Attributes:
         packed: [E * N, K].
-        num_experts: E.
+        num_experts: number of experts E.
     """
 
     packed: Packed
@@ -108,12 +108,12 @@ class PackedMatrices(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """K."""
+        """Depth K of a matrix."""
         return self.packed.shape[1]
 
     @property
     def quantises(self) -> bool:
-        """As for `Matrices`: they are multiplied by rows as they are."""
+        """False: rows are multiplied in the model dtype."""
         return False
 
 
@@ -121,14 +121,17 @@ ExpertWeights: TypeAlias = Matrices | PackedMatrices
 
 
 def _matrices(weights: ExpertWeights, like: Tensor) -> Matrices:
-    """As grouped products take them; of 4 bits in memory that the next such call writes to."""
+    """Return the matrices in a dtype that products take; 4-bit ones are unpacked.
+
+    The memory is overwritten by the next call that unpacks.
+    """
     if isinstance(weights, Matrices):
         return weights
     return Matrices(unpacked((weights.packed,), like.dtype).unflatten(0, (weights.num_experts, -1)))
 
 
 def gated_products(x: Tensor, w1: Matrices, routing: Routing) -> Tensor:
-    """silu(gate) * up [R * k, I] of each row x [R, D] with its experts w1 [E, 2I, D], in order."""
+    """Compute silu(gate) * up [R * k, I] of each row x [R, D] with its experts w1 [E, 2I, D]."""
     (matrices, scales), (weights, slots, ends) = w1, routing
     rows = _rows_for(w1, x)
     args = slots, weights.shape[1], matrices, ends, scales
@@ -146,15 +149,15 @@ def weighted_terms(
     is_weighted: bool = True,
     early: bool = True,
 ) -> Tensor:
-    """Each row's terms [R, k, D]: the experts' second products, and weighted.
+    """Compute the terms [R, k, D] of each row: the experts' second products, weighted.
 
     Args:
-        inner: [R * k, I], what `gated_products` gave.
+        inner: [R * k, I], the result of `gated_products`.
         w2: [E, D, I].
         routing: the rows' experts.
-        is_weighted: else the products are as they are.
-        early: `gated_products` was the last before this, and no kernel of a step writes w2: it and
-            the routing are read while that runs out.
+        is_weighted: whether products are multiplied by the rows' weights.
+        early: `gated_products` ran right before this, and no kernel of a step writes w2: w2 and the
+            routing may be read while it ends.
     """
     (matrices, scales), (weights, slots, ends) = w2, routing
     rows = _rows_for(w2, inner)
@@ -170,7 +173,7 @@ def weighted_terms(
 
 
 def _rows_for(matrices: Matrices, x: Tensor) -> Tensor | QuantisedRows:
-    """Rows x as the matrices are multiplied by."""
+    """Return the rows x in the dtype of the matrices' products."""
     if not matrices.quantises:
         return x
     values = torch.empty(x.shape, dtype=fused_ops.FP8, device=x.device)
@@ -180,7 +183,7 @@ def _rows_for(matrices: Matrices, x: Tensor) -> Tensor | QuantisedRows:
 
 
 def _widened(rows: Tensor | QuantisedRows, like: Tensor) -> Tensor:
-    """The same numbers where no kernel takes fp8."""
+    """Convert quantised rows to the dtype of `like`, where no kernel takes fp8."""
     if not isinstance(rows, QuantisedRows):
         return rows
     return (rows.values.float() * rows.scales[:, None]).to(like.dtype)
@@ -198,10 +201,10 @@ def add_experts(
     in_fp32: bool = False,
     has_shared: bool = False,
 ) -> None:
-    """x += sum over the chosen experts of weight * expert(normed), in place.
+    """Add, in place, the sum of weight * expert(normed) over the chosen experts to x.
 
-    Summed over the ranks where the experts' width is sharded. Launched from shapes alone, so a
-    CUDA graph of it holds for any routing.
+    It is summed over the ranks where the experts' width is sharded. Launches depend on shapes
+    alone, so a captured CUDA graph holds for any routing.
 
     Args:
         x: [R, D], model dtype.
@@ -209,10 +212,10 @@ def add_experts(
         routing: the rows' experts, from `route_rows`.
         w1: [E, 2I, D], the gate's rows first.
         w2: [E, D, I].
-        scratch: memory for this rank's part of a sum over several.
-        addend: [R, D], model dtype, contiguous: this rank's part of what is added to that sum.
-        in_fp32: the terms are weighted, by fp32 weights, and added in fp32, and rounded once.
-        has_shared: what is added to that sum is the term of an expert of all rows.
+        scratch: memory for this rank's part of a sum over several ranks.
+        addend: [R, D], model dtype, contiguous: this rank's part of an addend of that sum.
+        in_fp32: whether terms are weighted by fp32 weights, added in fp32, and rounded once.
+        has_shared: whether the addend is the last term, of a shared expert.
     """
     weights = routing.weights
     inner = gated_products(normed, _matrices(w1, x), routing)

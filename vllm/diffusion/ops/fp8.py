@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """fp8 weights (e4m3) with a scale a channel, times rows of fp8 with a scale each.
 
-Rows become fp8 in the kernel that makes them (norm, silu(gate) * up), or in one of their own where
-that is not ours (attention). Few rows go through our own kernel, which gives sums their scales;
-more through PyTorch's. A product that a kernel of ours reads next is left without its scales, which
-that kernel gives it.
+Rows are quantised in the kernel that makes them (norm, silu(gate) * up), or in a separate one where
+that is not ours (attention). Few rows go through our own kernel, which applies the scales to sums;
+more through PyTorch's. A product that our kernel reads next is left without scales, which that
+kernel applies.
 
-Off the GPU the same numbers are multiplied in fp32.
+Off the GPU these numbers are multiplied in fp32.
 """
 
 from __future__ import annotations
@@ -61,11 +61,13 @@ def quantise_weight(part: Tensor, values: Tensor, scales: Tensor) -> None:
 
 @register_weight_loader_v2_supported_method
 class Fp8Method(StreamedMethod[Fp8Scheme]):
-    """How upstream's linear layers store fp8 weights; `Fp8Projection` multiplies by them."""
+    """Stores fp8 weights in upstream's linear layers, for `Fp8Projection`."""
 
     def make_parameters(self, layer: torch.nn.Module, matrix: RankMatrix) -> None:
-        """Make `weight` [N, K] fp8 and `weight_scale` [N], and `input_scale` [1] where rows do
-        not have their own."""
+        """Make `weight` [N, K] fp8 and `weight_scale` [N].
+
+        Where rows do not have scales of their own, also `input_scale` [1].
+        """
         loader, num_rows = matrix.loader, matrix.num_rows
         values = torch.empty(num_rows, matrix.depth, dtype=FP8)
         if values.is_cuda and any(size % _ALIGNMENT for size in values.shape):
@@ -108,10 +110,10 @@ class Fp8Method(StreamedMethod[Fp8Scheme]):
 
 
 class Fp8HeadMethod(Fp8Method):
-    """The same of an output head, of which a rank has some rows and padding."""
+    """Stores an output head in fp8; a rank has some of its rows, and padding."""
 
     def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None:
-        """Upstream's way to ask for parameters."""
+        """Create the parameters; called by upstream's layer."""
         shard = layer.shard_indices
 
         def load(parameter: StreamedParameter, tensor: Tensor) -> None:
@@ -127,7 +129,7 @@ class Fp8HeadMethod(Fp8Method):
 
 
 class Fp8Projection(Projection):
-    """An fp8 matrix; see the module."""
+    """Projection with an fp8 matrix; see the module."""
 
     can_slice = True
     quantises = True
@@ -196,7 +198,7 @@ class Fp8Projection(Projection):
     def gated(
         self, x: Tensor | QuantisedRows, out: Tensor | QuantisedRows, scratch: Buffers
     ) -> None:
-        """One kernel, and one more to make rows fp8; else the product is stored."""
+        """Run one kernel, and one more to quantise; without a tiling store the product."""
         x = self._quantised(x, scratch)
         num_rows, num_columns = len(x.values), len(self._weight)
         tiling = None if self._bias is not None else self._tiling(num_rows, is_gated=True)
@@ -258,11 +260,11 @@ class Fp8Projection(Projection):
             fused_linear_fp8(h, weight, self._scales, x, bias=bias, epilogue=epilogue)
 
     def _part(self, features: slice) -> tuple[Tensor, Tensor | None]:
-        """Columns of the weight, and the bias if these are its first."""
+        """Return columns of the weight, and the bias if these begin with its first."""
         return self._weight[:, features], None if features.start else self._bias
 
     def _is_added(self, h: QuantisedRows, weight: Tensor, x: Tensor) -> bool:
-        """Whether cuBLAS adds a product to x itself, and no pass over memory follows it."""
+        """Whether cuBLAS adds a product to x itself, without a pass over memory after it."""
         return dispatch.adds_fp8(len(x)) and has_add_linear_fp8(h, weight, self._scales, x)
 
     def _quantised(self, x: Tensor | QuantisedRows, scratch: Buffers) -> QuantisedRows:
@@ -277,7 +279,7 @@ class Fp8Projection(Projection):
 
     @staticmethod
     def _tiling_of(weight: Tensor, num_rows: int, *, is_gated: bool = False) -> Tiling | None:
-        """How our kernel multiplies so many rows; None where PyTorch's product is to be used."""
+        """Return the tiling of our kernel; None where PyTorch's product is to be used."""
         multiprocessors = dispatch.multiprocessors(weight.device)
         return dispatch.fp8_tiling(
             num_rows, *weight.shape, gated=is_gated, multiprocessors=multiprocessors
@@ -298,7 +300,7 @@ class Fp8Projection(Projection):
         )
 
     def _multiply(self, x: QuantisedRows, weight: Tensor, out: Tensor) -> None:
-        """The numbers' product, without scales: bf16 holds its range."""
+        """Multiply the stored numbers, without scales: bf16 has enough range."""
         torch._scaled_mm(
             x.values,
             weight.t(),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The element-wise ops of a layer, each in one pass over its rows.
+"""Element-wise ops of a layer, each in one pass over its rows.
 
-The room runs its CUDA kernel where it is built, and its PyTorch reference elsewhere; which one is
-logged once per kind of device. Both round where the public modelling code of the models does.
+`fused_ops` runs its CUDA kernel where it is built, and its PyTorch reference elsewhere; which one
+is logged once per kind of device. Both round where the public modelling code of the models does.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, out: Tensor | QuantisedRows | None = None
 ) -> Tensor | QuantisedRows:
-    """weight * cast(x / rms(x)): statistics in fp32, cast back, and only then the gain.
+    """Compute weight * cast(x / rms(x)): statistics in fp32, cast back, and only then the gain.
 
     Args:
         x: [..., D], model dtype.
         weight: [D], model dtype.
         eps: added to the mean square.
-        out: the shape of x, written, and quantised at once where it is of such rows; None
-            allocates.
+        out: in the shape of x, written; quantised at once if it has quantised rows; None allocates.
 
     Returns:
         the shape of x: `out`, or a new tensor.
@@ -38,7 +37,7 @@ def rms_norm(
 
 
 def rotary_tables(positions: Tensor, inverse_frequencies: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """cos and sin of position * inverse frequency in fp32, cast, twice side by side.
+    """Write cos and sin of position * inverse frequency in fp32, cast, twice side by side.
 
     Args:
         positions: [R] int32 or int64, contiguous.
@@ -58,7 +57,7 @@ def apply_rotary(
         k: [R, KV, hd], model dtype.
         cos, sin: [R, rd], rd <= hd even; fp32 tables rotate in fp32 and cast back, tables in the
             model dtype rotate in it. Channels from rd on stay as they are.
-        kept: where keys and values of some rows go, besides.
+        kept: store for keys and values of some rows.
     """
     present = q if q is not None else k
     if present is None:
@@ -78,7 +77,7 @@ def norm_rotary(
     sin: Tensor,
     kept: Kept | None = None,
 ) -> None:
-    """`rms_norm` of every head of q and k, then `apply_rotary`, in place and in one pass.
+    """Apply `rms_norm` to every head of q and k, then `apply_rotary`, in place, in one pass.
 
     Args:
         q, k, cos, sin, kept: as for `apply_rotary`; either of q and k may be absent.
@@ -101,7 +100,7 @@ def norm_rotary(
 
 
 def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """silu(gate) * up.
+    """Compute silu(gate) * up.
 
     Args:
         gate_up: [R, 2M], the gate's columns first, model dtype.
@@ -120,7 +119,7 @@ def store_keys_values(
 
     Args:
         k, v: [R, KV, hd], model dtype; rows may be strided.
-        key_cache, value_cache: [N, KV, hd], the same dtype, written; rows may be strided.
+        key_cache, value_cache: [N, KV, hd], model dtype, written; rows may be strided.
         slots: [R] int32 or int64, the cache row of each row; rows with a negative one are skipped.
     """
     fused_ops.store_keys_values(k, v, key_cache, value_cache, slots)

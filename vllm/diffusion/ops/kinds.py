@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which projection multiplies by a layer's weight, and what upstream is told of our schemes."""
+"""Choice of the projection for a layer's weight, and of upstream's method for our schemes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _FP8_CAPABILITY = (9, 0)
 
 
 class SchemeConfig(QuantizationConfig):
-    """A scheme as upstream's layers ask for it: all linear layers follow it but those ignored."""
+    """Quantisation config of one of our schemes: all linear layers follow it but those ignored."""
 
     def __init__(self, scheme: Scheme, *, has_fp8_head: bool = False) -> None:
         super().__init__()
@@ -81,11 +81,11 @@ class SchemeConfig(QuantizationConfig):
         return cls(scheme)
 
     def use_names(self, name_of: Callable[[str], str]) -> None:
-        """Say what the checkpoint, by whose names modules are ignored, calls a module."""
+        """Set the function that gives the checkpoint's name of a module, used by `ignores`."""
         self._name_of = name_of
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """What a layer follows; None for an embedding, and a head where that is not asked for."""
+        """Return a layer's method; None for an embedding, and for a head kept plain."""
         if not isinstance(layer, LinearBase):
             is_fp8 = self.has_fp8_head and isinstance(layer, ParallelLMHead)
             return Fp8HeadMethod(Fp8Scheme(is_online=True)) if is_fp8 else None
@@ -103,7 +103,7 @@ class SchemeConfig(QuantizationConfig):
         return OrderedMethod(scheme) if scheme.has_order else PackedCheckpointMethod(scheme)
 
     def ignores(self, path: str) -> bool:
-        """Whether a module of the model stays as it is; of a fused one, whether all parts do.
+        """Whether a module of the model stays plain; of a fused one, whether all parts do.
 
         Raises:
             ServerConfigError: some parts do, and others do not.
@@ -125,7 +125,7 @@ class SchemeConfig(QuantizationConfig):
 
 
 def _is_meant(entry: str, path: str) -> bool:
-    """Whether an entry of such a list is of a module: its path or end, a pattern of either."""
+    """Whether an entry of the ignore list matches a module: by path, its end, or a pattern."""
     if entry.startswith("re:"):
         return re.match(entry.removeprefix("re:"), path) is not None
     pattern = re.escape(entry).replace(re.escape("*"), ".*")
@@ -133,11 +133,11 @@ def _is_meant(entry: str, path: str) -> bool:
 
 
 def adopt_scheme(vllm_config: VllmConfig, *, has_fp8_head: bool) -> None:
-    """Let our methods run a quantisation that is one of ours, before upstream's are asked.
+    """Let our methods run a quantisation of our schemes, before upstream's are asked.
 
     Args:
-        vllm_config: of the engine.
-        has_fp8_head: the output head is to be quantised too.
+        vllm_config: configuration of the engine.
+        has_fp8_head: whether the output head is quantised, too.
 
     Raises:
         ServerConfigError: the device, the dtype or the model cannot run it.
@@ -165,7 +165,7 @@ def adopt_scheme(vllm_config: VllmConfig, *, has_fp8_head: bool) -> None:
 
 
 def _check_upstreams(name: str | None) -> None:
-    """Refuse a method of upstream's where its kernels are missing; registered ones may run."""
+    """Refuse a method of upstream's whose kernels are missing; registered ones may run."""
     is_there = getattr(current_platform, "has_compiled_kernels", True)
     is_there = is_there or name == "torchao"  # whose kernels are another package's
     if name in get_args(QuantizationMethods) and not is_there:
@@ -186,24 +186,24 @@ def _check_head(scheme: Scheme | None, *, is_tied: bool) -> None:
 
 
 def projection_of(layer: ParallelLayer) -> Projection:
-    """The projection over a layer's weight, once that is loaded and processed."""
+    """Make the projection over a layer's weight, once that is loaded and processed."""
     return kind_of(layer)(layer)
 
 
 def kind_of(layer: ParallelLayer) -> type[Projection]:
-    """How a layer stores its weight, known before that is loaded."""
+    """Return the class of a layer's projection, known before its weight is loaded."""
     methods = type(layer.quant_method).__mro__
     return next((_KIND_OF_METHOD[m] for m in methods if m in _KIND_OF_METHOD), QuantisedProjection)
 
 
 def kind_of_head(quantisation: object | None) -> type[Projection]:
-    """How the output head is stored, by the same."""
+    """Return the class of the output head's projection."""
     is_fp8 = isinstance(quantisation, SchemeConfig) and quantisation.has_fp8_head
     return Fp8Projection if is_fp8 else PlainProjection
 
 
 def kinds_of(quantisation: object | None) -> tuple[type[Projection], ...]:
-    """All kinds that a model may have, by upstream's configuration of its quantisation."""
+    """Return all classes of projections that a model may have, by its quantisation config."""
     if quantisation is None:
         return (PlainProjection,)
     if not isinstance(quantisation, SchemeConfig):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters whose parts are worked on as they come from a checkpoint, and methods that make them.
+"""Parameters whose parts are processed as they are read, and methods that make them.
 
-Upstream's layers say which part of a parameter a tensor of the checkpoint is; here that part, cut
-to this rank, is handed to a function. So a weight can be quantised tensor by tensor, and the whole
-of it exists nowhere.
+Upstream's layers determine which part of a parameter a tensor of the checkpoint is; here that part,
+cut to this rank, is passed to a function. So a weight can be quantised tensor by tensor, and is
+nowhere held as a whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUMBERS_AT_ONCE = 1 << 22
 
 
 def wide_rows(part: Tensor, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-    """Some rows of a matrix [N, K] after the other, [some, K] fp32 on a device: never all of it."""
+    """Yield a matrix [N, K] some rows at a time, as [some, K] fp32 on a device."""
     step = max(1, NUMBERS_AT_ONCE // part.shape[1])
     for start in range(0, len(part), step):
         rows = slice(start, start + step)
@@ -35,22 +35,22 @@ def wide_rows(part: Tensor, device: torch.device) -> Iterator[tuple[slice, Tenso
 
 
 class TakePart(Protocol):
-    """What takes a part."""
+    """Function that takes a part of a parameter."""
 
     def __call__(self, rows: slice, part: Tensor) -> None:
-        """Take the part of these rows of the parameter; of one number it is for all of them."""
+        """Take the part of these rows; a single number is for all of them."""
 
 
 class StreamedParameter(BasevLLMParameter):
-    """A parameter [rows, ...] of a linear layer, whose parts go to `take_part`.
+    """Parameter [rows, ...] of a linear layer, whose parts go to `take_part`.
 
     Args:
         data: the parameter.
-        loader: upstream's, of the layer.
+        loader: upstream's weight loader of the layer.
         take_part: takes the parts.
         unit: rows of the layer's weight for each row of the parameter.
-        is_per_column: the second dimension goes with the layer's features, which may be sharded.
-        num_weights: elements of the matrix that it stores; 0 for what stands beside a matrix.
+        is_per_column: whether the second dimension is that of the features, which may be sharded.
+        num_weights: elements of the matrix that it stores; 0 for scales and the like.
     """
 
     output_dim = 0
@@ -82,20 +82,20 @@ class StreamedParameter(BasevLLMParameter):
         return load
 
     def load_column_parallel_weight(self, loaded_weight: Tensor) -> None:
-        """All rows of this rank."""
+        """Load all rows of this rank."""
         self._put_rows(0, len(self.data), self.tp_rank, loaded_weight)
 
     def load_merged_column_weight(self, loaded_weight: Tensor, **place: Any) -> None:
-        """One of several matrices side by side."""
+        """Load one of several matrices side by side."""
         self._put_rows(*self._rows(place), self.tp_rank, loaded_weight)
 
     def load_qkv_weight(self, loaded_weight: Tensor, **place: Any) -> None:
-        """Queries, keys or values, of which ranks may share heads."""
+        """Load queries, keys or values, whose heads ranks may share."""
         rank = self.tp_rank if place["shard_id"] == "q" else self.tp_rank // place["num_heads"]
         self._put_rows(*self._rows(place), rank, loaded_weight)
 
     def load_row_parallel_weight(self, loaded_weight: Tensor) -> None:
-        """All rows, and of the columns those of this rank."""
+        """Load all rows, with the columns of this rank."""
         part = loaded_weight
         if self.is_per_column and part.dim() > 1 and part.shape[1] >= self.tp_size:
             width = part.shape[1] // self.tp_size
@@ -111,13 +111,13 @@ class StreamedParameter(BasevLLMParameter):
 
 
 class RankMatrix(NamedTuple):
-    """What a rank has of a linear layer's weight.
+    """A rank's part of a linear layer's weight.
 
     Attributes:
-        num_rows, depth: of the rank's part.
-        full_depth: of all ranks together.
-        dtype: of the model.
-        loader: upstream's, of the layer.
+        num_rows, depth: sizes of the rank's part.
+        full_depth: depth of all ranks together.
+        dtype: dtype of the model.
+        loader: upstream's weight loader of the layer.
     """
 
     num_rows: int
@@ -128,9 +128,9 @@ class RankMatrix(NamedTuple):
 
 
 class StreamedMethod(LinearMethodBase, Generic[S]):
-    """How upstream's linear layers store weights of a scheme of ours.
+    """Stores weights of one of our schemes in upstream's linear layers.
 
-    A projection of the same kind multiplies by them.
+    The projection of the scheme multiplies by them.
     """
 
     def __init__(self, scheme: S) -> None:
@@ -146,7 +146,7 @@ class StreamedMethod(LinearMethodBase, Generic[S]):
         params_dtype: torch.dtype,
         **attributes: Any,
     ) -> None:
-        """Upstream's way to ask for parameters."""
+        """Create the parameters; called by upstream's layer."""
         num_rows, loader = sum(output_partition_sizes), attributes["weight_loader"]
         matrix = RankMatrix(num_rows, input_size_per_partition, input_size, params_dtype, loader)
         self.make_parameters(layer, matrix)
@@ -156,5 +156,5 @@ class StreamedMethod(LinearMethodBase, Generic[S]):
         """Give a layer the parameters of its weight."""
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Upstream's way to multiply, which no stage goes."""
+        """Refuse to multiply as upstream's layers would, since no stage does so."""
         raise NotImplementedError("quantised weights are multiplied by their projections")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""4-bit weights in groups along the depth, times rows as they are.
+"""4-bit weights in groups along the depth, times rows in the model dtype.
 
 Up to some thousand rows are multiplied by our own kernel, which reads the numbers as they are
 stored. For more, a matrix is unpacked slice by slice of its columns into scratch memory that all
-layers share, which is made with the weights and so counts beside them. A slice is then multiplied
-as a plain matrix is: gate and up, where their tiles fill the card, by the kernel that also computes
-silu(gate) * up, of some columns of both; all others by cuBLAS.
+layers share, which is allocated with the weights and so counted with them. A slice is then
+multiplied as a plain matrix is: gate and up, where their tiles fill the card, by the kernel that
+also computes silu(gate) * up, of some columns of both; all others by cuBLAS.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _scratch: dict[torch.device, Tensor] = {}
 
 
 def group_of(depth: int, largest: int) -> int:
-    """The largest group of at most `largest`, a power of two, that divides the depth.
+    """Return the largest group, at most `largest`, a power of two, that divides the depth.
 
     Raises:
         ServerConfigError: it would be too small to be worth its scale.
@@ -80,7 +80,7 @@ def group_of(depth: int, largest: int) -> int:
 
 
 def empty_packed(num_rows: int, depth: int, scheme: PackedScheme) -> Packed:
-    """Room for a matrix of a scheme.
+    """Allocate a matrix of a scheme.
 
     Raises:
         ServerConfigError: its depth cannot be cut into groups, or not into those of a checkpoint.
@@ -101,7 +101,7 @@ def empty_packed(num_rows: int, depth: int, scheme: PackedScheme) -> Packed:
 
 
 def quantise_packed(part: Tensor, packed: Packed) -> None:
-    """Quantise rows of a matrix, the numbers of each group by what loses least.
+    """Quantise rows of a matrix, each group with the parameters that lose least.
 
     Args:
         part: [N, K], any float dtype, on any device.
@@ -121,7 +121,7 @@ def quantise_packed(part: Tensor, packed: Packed) -> None:
 
 
 def _nearest(groups: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers of the nearest entries of the table, and scales: the largest magnitudes."""
+    """Return the codes of the nearest table entries, and scales: the largest magnitudes."""
     scales = groups.abs().amax(dim=2)
     unit = groups / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, :, None]
     ascending, numbers = table.sort()
@@ -130,9 +130,11 @@ def _nearest(groups: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rounded(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers, scales and zero points of groups [N, groups, G]: of six ways the one of the smallest
-    squared error. Two are symmetric around 8, the third spans least to largest; and each with a
-    tenth less, which cuts the ends off and tells the many in the middle better apart."""
+    """Return codes, scales and zero points of groups [N, groups, G] with least squared error.
+
+    Of six candidates, two are symmetric around 8, and a third spans least to largest; the others
+    are these with a tenth smaller scale, which clips the ends and resolves the middle better.
+    """
     least, largest = groups.amin(dim=2), groups.amax(dim=2)
     magnitude = torch.maximum(-least, largest)
     signed = torch.where(largest >= -least, largest, least)
@@ -163,7 +165,7 @@ def _not_zero(scales: Tensor) -> Tensor:
 
 @register_weight_loader_v2_supported_method
 class PackedMethod(StreamedMethod[PackedScheme]):
-    """How upstream's linear layers store 4-bit weights; `PackedProjection` multiplies by them."""
+    """Stores 4-bit weights in upstream's linear layers, for `PackedProjection`."""
 
     def make_parameters(self, layer: torch.nn.Module, matrix: RankMatrix) -> None:
         """Make `weight` [N, K / 2], `weight_scale` [N, K / G] and `weight_zero`, or `table`."""
@@ -187,7 +189,7 @@ class PackedMethod(StreamedMethod[PackedScheme]):
 
 
 class PackedProjection(Projection):
-    """A matrix of 4-bit numbers; see the module."""
+    """Projection with a matrix of 4-bit numbers; see the module."""
 
     can_slice = True
     weight_bytes = 0.53
@@ -253,7 +255,7 @@ class PackedProjection(Projection):
             x.add_(self._bias)
 
     def _multiply_packed(self, x: Tensor, out: Tensor, columns: slice, epilogue: Epilogue) -> bool:
-        """Run our own kernel where it is the faster one; whether it was."""
+        """Run our own kernel where it is the faster one; return whether it ran."""
         some = self._packed.rows(columns)
         multiprocessors = dispatch.multiprocessors(x.device)
         tiling = dispatch.packed_tiling(
@@ -276,13 +278,13 @@ class PackedProjection(Projection):
         return True
 
     def _slices(self, x: Tensor, columns: slice) -> Iterator[tuple[slice, Tensor]]:
-        """Some of some columns, counted from the first of these, and their matrices unpacked."""
+        """Yield slices of some columns, counted from the first of these, each unpacked."""
         packed = self._packed.rows(columns)
         for part in _slices_of(x, packed.shape[0], self._packed, dispatch.UNPACKED):
             yield part, unpacked((packed.rows(part),), x.dtype)
 
     def _gated_slices(self, x: Tensor, tiling: Tiling) -> Iterator[tuple[slice, Tensor]]:
-        """Some columns of silu(gate) * up, and their gates and ups unpacked."""
+        """Yield slices of columns of silu(gate) * up, with their gates and ups unpacked."""
         num_columns = self._packed.shape[0]
         for both in _slices_of(x, num_columns, self._packed, tiling):
             gate = slice(both.start // 2, both.stop // 2)
@@ -290,7 +292,7 @@ class PackedProjection(Projection):
             yield gate, unpacked((self._packed.rows(gate), self._packed.rows(up)), x.dtype)
 
     def _gated_tiling(self, x: Tensor, out: Tensor) -> Tiling | None:
-        """How one kernel multiplies by slices of gate and up; None where it does not."""
+        """Tiling with which one kernel multiplies slices of gate and up; None for none."""
         if self._bias is not None or not has_fused_linear(x, out):
             return None
         multiprocessors = dispatch.multiprocessors(x.device)
@@ -298,7 +300,7 @@ class PackedProjection(Projection):
 
 
 def _slices_of(x: Tensor, num_columns: int, packed: Packed, tiling: Tiling) -> Iterator[slice]:
-    """So many columns slice by slice, each of a matrix that there is room for to unpack."""
+    """Yield `num_columns` columns slice by slice, as far as there is room to unpack them."""
     depth = packed.shape[1]
     step = dispatch.slice_columns(
         *(len(x), num_columns, depth, _most_columns(depth), tiling),
@@ -309,17 +311,17 @@ def _slices_of(x: Tensor, num_columns: int, packed: Packed, tiling: Tiling) -> I
 
 
 def _most_columns(depth: int) -> int:
-    """Columns that are unpacked at a time."""
+    """Number of columns that are unpacked at a time."""
     return max(_UNPACKED // depth, _LEAST_COLUMNS)
 
 
 def reserve_unpacked(device: torch.device, num_rows: int, depth: int, dtype: torch.dtype) -> None:
-    """See to it that slices of a matrix can be unpacked on a GPU without asking for memory."""
+    """Reserve memory of a GPU for unpacking slices of a matrix."""
     reserve(device, min(num_rows, _most_columns(depth)) * depth, dtype)
 
 
 def reserve(device: torch.device, count: int, dtype: torch.dtype) -> None:
-    """See to it that so many numbers can be unpacked on a GPU without asking for memory."""
+    """Reserve memory of a GPU for `count` unpacked numbers."""
     if device.type != "cuda":
         return
     there = _scratch.get(device)
@@ -328,10 +330,10 @@ def reserve(device: torch.device, count: int, dtype: torch.dtype) -> None:
 
 
 def unpacked(parts: Sequence[Packed], dtype: torch.dtype) -> Tensor:
-    """Matrices of one depth made plain, one below the other, on a GPU in memory that all layers
-    share: the next ones take their place.
+    """Unpack matrices of one depth, one below the other.
 
-    So much must have been reserved.
+    On a GPU the result lies in memory that all layers share, which must have been reserved; the
+    next call overwrites it.
     """
     depth, device = parts[0].shape[1], parts[0].values.device
     rows = [0, *accumulate(part.shape[0] for part in parts)]

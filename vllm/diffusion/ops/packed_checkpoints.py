@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""4-bit weights as checkpoints hold them, turned into ours once a layer is loaded.
+"""4-bit weights of checkpoints, converted to our packing once a layer is loaded.
 
-GPTQ (Frantar et al. 2022, arXiv:2210.17323): `qweight` int32 [K / 8, N], `qzeros` int32
-[groups, N / 8], `scales` [groups, N] and `g_idx` int32 [K], which group a column belongs to. Where
-columns were quantised in the order of their importance (desc_act) groups are no neighbours: then
+GPTQ (Frantar et al. 2022, arXiv:2210.17323): `qweight` int32 [K / 8, N], `qzeros` int32 [groups, N
+/ 8], `scales` [groups, N] and `g_idx` int32 [K], the group of each column. Where columns were
+quantised in the order of their importance (desc_act), a group's columns are not neighbours: then
 the columns are stored group by group here, and rows are put into that order before a product.
 
 AWQ (Lin et al. 2023, arXiv:2306.00978): `qweight` int32 [K, N / 8], `qzeros` int32 [groups, N / 8]
@@ -44,17 +44,17 @@ _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # where a word has its columns
 
 
 def numbers_in(words: Tensor) -> Tensor:
-    """The 4-bit numbers [..., 8 n], uint8, of int32 [..., n]."""
+    """Unpack int32 [..., n] to 4-bit numbers [..., 8 n], uint8."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
     return (words[..., None] >> shifts & 15).flatten(-2).to(torch.uint8)
 
 
 @register_weight_loader_v2_supported_method
 class PackedCheckpointMethod(StreamedMethod[PackedScheme]):
-    """How upstream's linear layers take 4-bit weights of a checkpoint."""
+    """Loads a checkpoint's 4-bit weights in upstream's linear layers."""
 
     def make_parameters(self, layer: torch.nn.Module, matrix: RankMatrix) -> None:
-        """Make a parameter for each tensor, and what `process_weights_after_loading` fills."""
+        """Make a parameter for each tensor, and buffers for the converted weight."""
         scheme, num_rows, depth = self._scheme, matrix.num_rows, matrix.depth
         input_size = matrix.full_depth
         group = scheme.group if scheme.group > 0 else input_size
@@ -112,7 +112,7 @@ class PackedCheckpointMethod(StreamedMethod[PackedScheme]):
         layer.register_parameter("g_idx", order)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack the numbers as ours, in groups of neighbours."""
+        """Pack the numbers our way, in groups of neighbours."""
         is_gptq = self._scheme.layout == "gptq"
         words: Tensor = (layer.qweight if is_gptq else layer.weight_packed).data
         numbers, depth = numbers_in(words), words.shape[1] * _IN_WORD
@@ -125,7 +125,7 @@ class PackedCheckpointMethod(StreamedMethod[PackedScheme]):
         layer.register_buffer("order", order, persistent=False)
 
     def _order(self, layer: Any, depth: int, num_groups: int) -> Tensor | None:
-        """The columns group by group; None where they lie so.
+        """Return the columns group by group; None where they lie so already.
 
         Raises:
             CheckpointError: groups are of several sizes, or unexpectedly no neighbours.
@@ -144,7 +144,7 @@ class PackedCheckpointMethod(StreamedMethod[PackedScheme]):
 
 @register_weight_loader_v2_supported_method
 class AwqMethod(StreamedMethod[PackedScheme]):
-    """The same of AWQ's, which are packed as they come."""
+    """Loads AWQ's 4-bit weights, which are packed as they are read."""
 
     def make_parameters(self, layer: torch.nn.Module, matrix: RankMatrix) -> None:
         """Make a parameter for each tensor."""
@@ -173,7 +173,7 @@ class AwqMethod(StreamedMethod[PackedScheme]):
         reserve_unpacked(values.device, num_rows, depth, matrix.dtype)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Give the tensors our names."""
+        """Rename the tensors to our names."""
         _finish(layer, layer.qweight.data, layer.scales.data, layer.qzeros.data)
 
 
@@ -211,11 +211,11 @@ def _finish(layer: Any, values: Tensor, scales: Tensor, zeros: Tensor) -> None:
 
 @register_weight_loader_v2_supported_method
 class OrderedMethod(PackedCheckpointMethod):
-    """The same with the columns of a matrix in an order of their own."""
+    """Loads GPTQ weights whose columns have an order of their own (desc_act)."""
 
 
 class OrderedProjection(PackedProjection):
-    """A matrix whose groups are no neighbours: rows are put into its order first."""
+    """Projection with a matrix whose groups are not neighbours: rows are reordered first."""
 
     can_slice = False
 
@@ -248,10 +248,10 @@ class OrderedProjection(PackedProjection):
 
 
 def _load_order(param: Any, tensor: Tensor, *_shard: Any) -> None:
-    """One order serves all parts of a matrix.
+    """Load the order of the columns, which all parts of a matrix must share.
 
     Raises:
-        CheckpointError: they have several.
+        CheckpointError: the parts have several orders.
     """
     known = param.data
     if known[0] >= 0 and not torch.equal(known, tensor.to(known)):
@@ -260,8 +260,8 @@ def _load_order(param: Any, tensor: Tensor, *_shard: Any) -> None:
 
 
 def _ignore(rows: slice, part: Tensor) -> None:
-    """Nothing comes in parts."""
+    """Do nothing, as these tensors do not come in parts."""
 
 
 def _ignore_tensor(*_: Any) -> None:
-    """The shape of a matrix is known."""
+    """Do nothing, as the shape of the matrix is known."""

@@ -2,9 +2,9 @@
 """Products with the weights that upstream's parallel layers own: one object a weight.
 
 A projection is made once, when its weight is loaded and processed, and it alone knows how the
-weight is stored, which kernel multiplies by it, in which form it takes rows, and what scratch
+weight is stored, which kernel multiplies by it, in which dtype it takes rows, and which scratch
 memory that takes. Another way to store weights is a class and a line in `kinds.py`; layers and
-plans ask as they do now.
+plans need no change.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _RETURNED = Kind("quantised product", is_temporary=True)  # by a method of upstr
 
 
 class Use(Enum):
-    """What is asked of a projection, by its methods' names."""
+    """Uses of a projection, by its methods' names."""
 
     PROJECT = "project"
     GATED = "gated"
@@ -56,14 +56,14 @@ class Use(Enum):
 
 
 class Matrix(NamedTuple):
-    """What is known of a weight [columns, depth] of one rank before it is loaded.
+    """Facts about a weight [columns, depth] of one rank, before it is loaded.
 
     Attributes:
-        columns, depth: of the product, and what is summed.
-        dtype: of the rows that are multiplied, and of the product.
-        has_bias: a bias is added.
-        device: where it will be; without an index where nothing may be asked of the card.
-        is_summed: the products of several ranks are summed.
+        columns, depth: columns of the product, and the size of the sum.
+        dtype: dtype of the rows that are multiplied, and of the product.
+        has_bias: whether a bias is added.
+        device: device of the weight; without an index where the card may not be asked.
+        is_summed: whether the products of several ranks are summed.
     """
 
     columns: int
@@ -78,10 +78,9 @@ class Workspace(NamedTuple):
     """Scratch memory of one use of a projection.
 
     Attributes:
-        buffers: that it takes.
-        most_rows: where more rows are multiplied at a time it takes those of `beyond` instead; None
-            for no end.
-        beyond: the buffers there.
+        buffers: buffers that it takes.
+        most_rows: rows above which it takes those of `beyond` instead; None for no limit.
+        beyond: the buffers for more rows.
     """
 
     buffers: tuple[Buffer, ...] = ()
@@ -90,16 +89,16 @@ class Workspace(NamedTuple):
 
 
 class Projection(ABC):
-    """x -> x W^T + b with this rank's part of a weight W [columns, depth]; never gathers.
+    """Computes x W^T + b with this rank's part of a weight W [columns, depth]; never gathers.
 
     Args:
         layer: an upstream parallel layer (column or row parallel, or a head), loaded.
 
     Attributes:
-        can_slice: some columns, or features, can be had for less than all of them.
-        quantises: its methods take rows that are quantised already, and `gated` writes such.
-        weight_bytes: of a stored number of W, with its part of the scales; None: as in a row.
-        speed: of products of many rows, over those of plain weights.
+        can_slice: whether some columns, or features, cost less than all of them.
+        quantises: whether methods take quantised rows, and `gated` writes such.
+        weight_bytes: bytes of a stored number of W, with its part of the scales; None: as in a row.
+        speed: rate of products of many rows relative to plain weights.
     """
 
     can_slice: ClassVar[bool]
@@ -116,14 +115,14 @@ class Projection(ABC):
 
     @property
     def stored(self) -> Tensor | None:
-        """The weight as it is stored, contiguous; None where that is not ours to say."""
+        """The weight as it is stored, contiguous; None where upstream stores it."""
         return None
 
     def precedes(self, following: Projection) -> None:
-        """Say which projection's weight is read after this one's, in every step.
+        """Note the projection whose weight is read after this one's, in every step.
 
-        A kernel of few rows brings the start of it to the cache, which it would do nothing for
-        between its own weight and the next.
+        A kernel of few rows brings the start of that weight to the cache, in time that it would
+        otherwise spend idle.
         """
         stored = following.stored
         if stored is not None and stored.is_cuda:
@@ -131,19 +130,22 @@ class Projection(ABC):
             self._ahead = flat[: dispatch.AHEAD_BYTES // flat.element_size()]
 
     def matrix(self, columns: slice) -> Tensor | None:
-        """Rows of the weight, where the product is just with these; None where it is not."""
+        """Return rows of the weight if the product is with just these; else None."""
         return None
 
     @classmethod
     @abstractmethod
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
-        """What a use of rows as `rows` gives them takes besides on one rank, from shapes alone."""
+        """Return the scratch memory of a use on one rank, from shapes alone.
+
+        Rows are those that `rows` returns.
+        """
 
     def rows(self, buffer: Buffer, num_rows: int, scratch: Buffers) -> Tensor | QuantisedRows:
-        """Where rows that are to be multiplied are best written, uninitialised.
+        """Take memory for rows to be multiplied, in the best dtype, uninitialised.
 
         Args:
-            buffer: of rows [depth], model dtype.
+            buffer: buffer of rows [depth], model dtype.
             num_rows: R.
             scratch: memory for them.
         """
@@ -151,13 +153,13 @@ class Projection(ABC):
 
     @abstractmethod
     def project(self, x: Any, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
-        """Write some columns, all by default.
+        """Write some columns of the product, by default all.
 
         Args:
-            x: [R, depth], model dtype, or as `rows` gave them; so for the other methods.
+            x: [R, depth], model dtype, or as returned by `rows`; also in the other methods.
             out: [R, columns] contiguous, the dtype of x; written.
-            scratch: memory for the while.
-            columns: of the product, that is rows of the weight.
+            scratch: memory for the computation.
+            columns: columns of the product, that is rows of the weight.
         """
 
     @abstractmethod
@@ -168,7 +170,7 @@ class Projection(ABC):
             x: [R, depth], model dtype.
             out: [R, columns / 2] contiguous, written; of `rows` of another projection where both
                 are of a kind that quantises.
-            scratch: memory for the while.
+            scratch: memory for the computation.
         """
 
     @abstractmethod
@@ -176,15 +178,15 @@ class Projection(ABC):
         """Write the product of some features.
 
         Args:
-            h: [R, features], model dtype, or as `rows` gave them.
+            h: [R, features], model dtype, or as returned by `rows`.
             out: [R, columns] contiguous, model dtype; written.
-            scratch: memory for the while.
+            scratch: memory for the computation.
             features: of `depth`; fewer than all only where `can_slice`. The bias comes with the
                 first.
         """
 
     def add_to(self, x: Tensor, h: Any, scratch: Buffers, features: slice = ALL) -> None:
-        """x += h W^T + b in place, summed over the ranks where the layer is row parallel.
+        """Add h W^T + b to x in place, summed over the ranks if the layer is row parallel.
 
         Args:
             x: [R, columns], model dtype, contiguous; written.
@@ -203,7 +205,7 @@ class Projection(ABC):
 
 
 class PlainProjection(Projection):
-    """An unquantised matrix: few rows by our own kernel where it was measured faster, else cuBLAS.
+    """Projection with an unquantised matrix, by our kernel for few rows where faster, else cuBLAS.
 
     On a GPU of its own a product without a bias is added to x in its epilogue: one rounding to the
     model dtype instead of two, and a pass over x less.
@@ -245,7 +247,7 @@ class PlainProjection(Projection):
             torch.mm(x, weight.t(), out=out)
 
     def gated(self, x: Tensor, out: Tensor, scratch: Buffers) -> None:
-        """One kernel does it all where that was measured faster; it rounds where the two do."""
+        """Compute in one kernel where that is faster; it rounds where two kernels would."""
         weight = self._weight
         tiling = None if self._bias is not None else _tiling(x, weight, gated=True)
         if tiling is not None:
@@ -277,7 +279,7 @@ class PlainProjection(Projection):
 
 
 class QuantisedProjection(Projection):
-    """A weight of one of upstream's quantisation methods, which compute all of its columns."""
+    """Projection by one of upstream's quantisation methods, which compute all columns."""
 
     can_slice = False
 
@@ -315,14 +317,14 @@ class QuantisedProjection(Projection):
 
 
 def _rows_of(h: Any, rows: slice) -> Any:
-    """Some rows of what a projection multiplies."""
+    """Return some rows of a projection's input."""
     if not isinstance(h, QuantisedRows):
         return h[rows]
     return h._replace(values=h.values[rows], scales=h.scales[rows])
 
 
 def _tiling(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tiling | None:
-    """How `fused_linear` multiplies these; None where PyTorch's product is to be used."""
+    """Tiling of `fused_linear` for this product; None where PyTorch's is to be used."""
     if not has_fused_linear(x, weight):
         return None
     multiprocessors = dispatch.multiprocessors(x.device)
@@ -334,12 +336,12 @@ def _tiling(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tiling | None:
 def most_stored_rows(matrix: Matrix, tiling_of: Callable[..., Tiling | None]) -> int | None:
     """Rows beyond which one kernel always serves `gated`; None where that is not known.
 
-    It serves where its tiles fill the card, as those of many rows do. Whether they do is looked up
-    row by row as far as partly filled ones may still matter.
+    It serves where its tiles fill the card, as those of many rows do. This is looked up row by row
+    as far as partly filled tiles may still matter.
 
     Args:
-        matrix: gate and up.
-        tiling_of: that kernel's, as `dispatch.gated_tiling`.
+        matrix: matrix of gate and up.
+        tiling_of: function of that kernel's tiling, such as `dispatch.gated_tiling`.
     """
     is_served = matrix.dtype == torch.bfloat16 and not matrix.has_bias
     if not is_served or matrix.device.type != "cuda" or matrix.device.index is None:

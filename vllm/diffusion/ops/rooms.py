@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which native rooms are built, and how to get those that are not."""
+"""Native rooms: which are built, and how to build the others."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Room(NamedTuple):
     """A native room.
 
     Attributes:
-        name: its package.
-        is_built: its kernels are there for a GPU to run.
+        name: name of its package.
+        is_built: whether a GPU can run its kernels.
         remedy: the command that builds it.
     """
 
@@ -34,7 +34,7 @@ class Room(NamedTuple):
 
 
 def rooms() -> tuple[Room, ...]:
-    """All of them, as they are now."""
+    """Return all native rooms, as they are now."""
     return (
         Room("flash_sample", flash_sample.is_built()),
         Room("fused_ops", fused_ops.is_built()),

@@ -24,11 +24,12 @@ def philox_uniform(
     positions: torch.Tensor,
     columns: range,
 ) -> torch.Tensor:
-    """Uniform numbers [R, len(columns)] float64 in (0, 1) for canvas `positions` [R] int64.
+    """Return uniform numbers [R, len(columns)] float64 in (0, 1) for `positions` [R] int64.
 
-    Of the counter-based generator Philox4x32-10 (Salmon et al., SC 2011). A number is a function of
-    its five arguments alone, so it does not depend on batch neighbours, chunks, device or rank.
-    Seed and step may be int64 [R], for rows of different requests.
+    They come from the counter-based generator Philox4x32-10 (Salmon et al., SC 2011). A number is a
+    function of its five arguments alone, so it does not depend on batch neighbours, chunks, device
+    or rank. Positions are relative to the canvas. Seed and step may be int64 [R], for rows of
+    different requests.
     """
     return flash_sample.uniform(seed, purpose, step, positions, (columns.start, columns.stop))
 
@@ -36,11 +37,11 @@ def philox_uniform(
 def candidates(
     logits: torch.Tensor, rows: Rows, score: Score, *, first_column: int, vocab_size: int
 ) -> Sampled:
-    """Token, fp32 score and greedy token of rows of many requests, in one launch.
+    """Return token, fp32 score and greedy token of rows of many requests, in one launch.
 
     Args:
         logits: [R, C] logits of this rank's columns.
-        rows: what is asked of each row; see `flash_sample.Rows`.
+        rows: sampling parameters of each row; see `flash_sample.Rows`.
         score: "confidence", "entropy" (nats) or "margin".
         first_column: token id of the first column.
         vocab_size: columns of all ranks; only 64 bytes a row cross the ranks.
@@ -65,12 +66,12 @@ def samples_in_head(x: torch.Tensor, matrix: torch.Tensor) -> bool:
 
 
 def most_likely_in_head(x: torch.Tensor, matrix: torch.Tensor, rows: Rows) -> Sampled:
-    """Token and fp32 confidence of rows of many requests, whose logits are not stored.
+    """Return token and fp32 confidence of rows, without storing their logits.
 
     Args:
         x: [R, D] normed hidden states.
         matrix: [V, D], the output matrix.
-        rows: what is asked of each row; without noise, and with at most 4 special columns.
+        rows: sampling parameters of each row; without noise, and with at most 4 special columns.
     """
     top = gather_gemm.gather_top(
         x, None, matrix, columns=rows.columns, forbidden=rows.forbidden, excluded=rows.excluded
@@ -79,7 +80,10 @@ def most_likely_in_head(x: torch.Tensor, matrix: torch.Tensor, rows: Rows) -> Sa
 
 
 def gather_columns(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Whole rows [R, vocab_size] from every rank's columns [R, C]; for what cannot be merged."""
+    """Gather whole rows [R, vocab_size] from the columns [R, C] of every rank.
+
+    For results that cannot be merged from parts.
+    """
     if logits.shape[1] == vocab_size or get_tensor_model_parallel_world_size() == 1:
         return logits
     # Ranks own equal shares of the vocabulary rounded up; the last ones may have fewer columns.
@@ -98,15 +102,15 @@ def most_likely(
     excluded: tuple[int, ...],
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token with the largest noisy logit, and its probability under the noise-free logits.
+    """Return the token with the largest noisy logit, and its noise-free probability.
 
-    In PyTorch, for what `candidates` does not do: float64, and noise given as numbers.
+    Written in PyTorch, for what `candidates` does not do: float64, and noise given as numbers.
 
     Args:
         logits: [R, C] noise-free logits of this rank's columns.
-        noisy: [R, C] what the token is chosen by; `logits` itself when there is no noise.
+        noisy: [R, C] logits that choose the token; `logits` itself when there is no noise.
         first_column: token id of the first column.
-        whole_rows: the columns are those of all ranks.
+        whole_rows: whether the columns are those of all ranks.
         excluded: token ids whose probability is zero although they may be chosen.
         dtype: precision of the softmax.
 
@@ -130,7 +134,7 @@ def negative_entropy(
     excluded: tuple[int, ...],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """sum p log(p + epsilon) of every row, [R] in `dtype`; arguments as `most_likely`."""
+    """Return sum p log(p + epsilon) of every row, [R] in `dtype`; arguments as `most_likely`."""
     kept = _without(logits, _local_columns(excluded, first_column, logits.shape[1])).to(dtype)
     if whole_rows:
         p = torch.softmax(kept, dim=-1)
@@ -144,7 +148,7 @@ def negative_entropy(
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, *, first_column: int, vocab_size: int
 ) -> torch.Tensor:
-    """Log probabilities [R, k] float64 of `token_ids` [R, k] int64 in rows of logits.
+    """Return log probabilities [R, k] float64 of `token_ids` [R, k] int64 in rows of logits.
 
     Args:
         logits: [R, C] logits of this rank's columns.
@@ -180,7 +184,7 @@ def _without(logits: torch.Tensor, columns: tuple[int, ...]) -> torch.Tensor:
 
 
 def _whole_softmax(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Maximum and sum of exp [R, 1] over the columns of all ranks, from this rank's [R, C]."""
+    """Return maximum and sum of exp [R, 1] over all ranks' columns, from this rank's [R, C]."""
     top = kept.amax(dim=-1, keepdim=True)
     total = torch.exp(kept - top).sum(dim=-1, keepdim=True).nan_to_num(0.0)
     tops, totals = tensor_parallel().gather(torch.stack([top, total])).unbind(dim=1)
@@ -195,7 +199,10 @@ def _most_likely_sharded(
     excluded: tuple[int, ...],
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Five numbers per row cross the ranks: noisy maximum, token and its logit, maximum, sum."""
+    """Choose over several ranks.
+
+    Five numbers per row cross the ranks: noisy maximum, token and its logit, maximum, sum.
+    """
     best, token = noisy.double().max(dim=-1)
     kept = _without(logits, excluded).double()
     chosen = kept.gather(1, token[:, None])[:, 0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small arrays on their way between host and device."""
+"""Transfer of small arrays between host and device."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _ALIGNMENT = 16  # bytes; every array starts on its own dtype's boundary
 
 
 class Staging:
-    """Host arrays that are copied to a GPU side by side, always to the same addresses.
+    """Host arrays that are copied to a GPU side by side, always to fixed addresses.
 
     Args:
         like: arrays of the wanted shapes and dtypes, in tuples and named tuples.
         device: a CUDA device.
 
     Attributes:
-        arrays: to be written: nested as `tensors`, in pinned memory, at first uninitialised. They
-            stay as they are until the device has copied them.
-        tensors: where `upload` copies to: of those shapes and dtypes, nested alike.
+        arrays: arrays to write to, nested as `tensors`, in pinned memory, uninitialised at first.
+            They must not change until the device has copied them.
+        tensors: target of `upload`: equal shapes and dtypes, nested alike.
     """
 
     def __init__(self, like: Any, device: torch.device) -> None:
@@ -52,7 +52,7 @@ class Staging:
         self.tensors: Any = _nested(like, iter(tensors))
 
     def write(self, values: Any) -> None:
-        """Write arrays of the same shapes, nested alike."""
+        """Write arrays of equal shapes, nested alike."""
         for staged, array in zip(self._flat, _leaves(values), strict=True):
             staged[...] = array
 
@@ -64,16 +64,17 @@ class Staging:
 class GraphInputs:
     """Host arrays that a CUDA graph copies to the device itself, whenever it is replayed.
 
-    A copy among the graph's nodes costs the host nothing, but leaves no event behind that says when
-    it is over. So a number goes with the arrays, and the graph brings it back: as long as that of
-    the newest replay is not there, the arrays may still be read.
+    A copy among the graph's nodes costs the host nothing, but leaves no event that says when it is
+    over. So a number goes with the arrays, and the graph returns it: until that of the newest
+    replay is back, the arrays may still be read.
 
     Args:
         like: arrays of the wanted shapes and dtypes, in tuples and named tuples.
         device: a CUDA device.
 
     Attributes:
-        tensors: what the graph may read behind `upload`: of those shapes and dtypes, nested alike.
+        tensors: tensors that the graph may read after `upload`: equal shapes and dtypes, nested
+            alike.
     """
 
     def __init__(self, like: Any, device: torch.device) -> None:
@@ -85,9 +86,9 @@ class GraphInputs:
         self._sent[0] = 0
 
     def wait(self) -> None:
-        """Wait until the device has copied what it was last given.
+        """Wait until the device has copied the newest arrays.
 
-        That is for the number, and not for the end of the graph, unless it takes too long.
+        Waits for the number alone, not for the end of the graph, unless it takes too long.
         """
         patience = time.perf_counter() + _PATIENCE_S
         while self._returned[0] != self._sent[0]:
@@ -96,26 +97,26 @@ class GraphInputs:
                 return
 
     def to_write(self) -> Any:
-        """The arrays, nested as `tensors`, for one replay; at first uninitialised.
+        """Return the arrays, nested as `tensors`, for one replay; uninitialised at first.
 
-        Waits until the device has copied what they hold, which it most often has long since.
+        Waits until the device has copied their old contents, which it mostly has long since.
         """
         self.wait()
         self._sent[0] += 1
         return self._arrays
 
     def upload(self) -> None:
-        """Copy the arrays; to be captured as the first that a graph does."""
+        """Copy the arrays; must be captured as the first node of the graph."""
         self._staging.upload()
         self._back.copy_(self._there, non_blocking=True)
 
 
 def to_device(arrays: Any, device: torch.device) -> Any:
-    """Arrays on `device`, by one copy that the host does not wait for.
+    """Copy arrays to `device`, in one transfer that the host does not wait for.
 
     Args:
-        arrays: contiguous ones, in tuples and named tuples.
-        device: where they are wanted; on CPU the tensors share the arrays' memory.
+        arrays: contiguous arrays, in tuples and named tuples.
+        device: target device; on CPU the tensors share the arrays' memory.
 
     Returns:
         the same tuples, with tensors of the same shapes and dtypes; on a GPU they are views of one
@@ -131,13 +132,13 @@ def to_device(arrays: Any, device: torch.device) -> Any:
 
 
 class HostCopy:
-    """A tensor's copy on the host, which the device makes when it gets there.
+    """Copy of a tensor on the host, made by the device when it gets there.
 
     Args:
         source: any tensor; one on the host is its own copy.
 
     Attributes:
-        host: the copy, of no meaning before `wait`.
+        host: the copy, undefined before `wait`.
     """
 
     def __init__(self, source: torch.Tensor) -> None:
@@ -150,7 +151,7 @@ class HostCopy:
             self._copied.record()
 
     def wait(self) -> torch.Tensor:
-        """The copy, once it is complete."""
+        """Wait for the copy and return it."""
         if self._copied is not None:
             self._copied.synchronize()
         return self.host
@@ -161,14 +162,14 @@ def _padded(array: Array) -> int:
 
 
 def _leaves(nested: Any) -> list[Array]:
-    """The arrays of a tuple of arrays and of such tuples, in order."""
+    """Return the arrays of nested tuples of arrays, in order."""
     if isinstance(nested, np.ndarray):
         return [nested]
     return [array for part in nested for array in _leaves(part)]
 
 
 def _nested(like: Any, values: Iterator[Any]) -> Any:
-    """`like` with the next of `values` in the place of every array."""
+    """Return `like` with every array replaced by the next of `values`."""
     if isinstance(like, np.ndarray):
         return next(values)
     parts = [_nested(part, values) for part in like]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of many requests sampled by one launch.
+"""Sampling of many requests' rows by one launch.
 
 Requests differ in temperature, seed, step and special tokens; these become parameters of each row.
-What a launch cannot mix, its rows have in common: the `LaunchKey`.
+All rows of a launch have one `LaunchKey` in common: the settings that a launch cannot mix.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _SCORES: dict[str, ops.Score] = {
 
 
 class LaunchKey(NamedTuple):
-    """What all rows of a launch share.
+    """Settings that all rows of a launch share.
 
     Attributes:
-        score: as `ops.candidates` names it.
-        epsilon: of the entropy.
-        purpose: of the noise.
+        score: name of the score, as in `ops.candidates`.
+        epsilon: added to probabilities in the logarithm of the entropy.
+        purpose: purpose of the noise, for its random stream.
         is_tempered: scores are taken at the temperature.
-        has_greedy: the argmax of the noise-free logits is wanted.
-        dtype: of the scores.
+        has_greedy: whether the argmax of the noise-free logits is wanted.
+        dtype: dtype of the scores.
     """
 
     score: ops.Score
@@ -49,9 +49,9 @@ class LaunchKey(NamedTuple):
 
 
 def launch_key(group: RowGroup, logits: torch.Tensor) -> LaunchKey | None:
-    """What `group` has in common with others, or None where it needs more than a launch does.
+    """Return the key of a group's launch; None where the group needs more than a launch does.
 
-    That is: float64, scores that each operation rounds to a narrow dtype, or top-p and top-k.
+    More is: float64, scores that each operation rounds to a narrow dtype, or top-p and top-k.
     Dream's draw on CPU stays as its reference rounds it, where probabilities that are equal in fp32
     compete.
     """
@@ -84,12 +84,12 @@ def sample_fused(
     first_column: int,
     vocab_size: int,
 ) -> ops.Sampled:
-    """Token, score (larger is more certain) and greedy token of the rows of `groups`.
+    """Return token, score (larger is more certain) and greedy token of the rows of `groups`.
 
     Args:
         logits: [R, C], the groups' rows one after another; this rank's columns.
-        groups: requests of one key.
-        key: what they have in common.
+        groups: requests whose key is `key`.
+        key: the settings that they share.
         first_column: token id of the first column.
         vocab_size: columns of all ranks.
     """
@@ -103,11 +103,11 @@ def sample_fused(
 def sample_in_head(
     normed: torch.Tensor, groups: Sequence[RowGroup], matrix: torch.Tensor
 ) -> ops.Sampled | None:
-    """`sample_fused` of groups that all take their most likely tokens, without storing logits.
+    """Sample groups that all take their most likely tokens, without storing logits.
 
     Args:
         normed: [R, D], the groups' rows one after another.
-        groups: requests.
+        groups: the requests.
         matrix: [V, D], the output matrix.
 
     Returns:
@@ -133,7 +133,7 @@ def sample_in_head(
 def _scored(
     found: ops.Sampled, rows: ops.Rows, is_random: bool | torch.Tensor, key: LaunchKey
 ) -> ops.Sampled:
-    """What was found, with scores as the key has them: larger is more certain, some at random."""
+    """Convert scores to the key's dtype and order (larger is more certain), some to random ones."""
     sign = -1 if key.score == "entropy" else 1
     scores = (sign * found.score).to(key.dtype)
     if is_random is not False and rows.positions is not None:
@@ -146,7 +146,7 @@ def _scored(
 def _parameters(
     groups: Sequence[RowGroup], key: LaunchKey, device: torch.device
 ) -> tuple[ops.Rows, bool | torch.Tensor]:
-    """Parameters of the rows, and which are scored at random; one copy to the device at most."""
+    """Return the rows' parameters, and whether scores are random; at most one copy is made."""
     forbidden, excluded = [g.forbidden for g in groups], [g.excluded for g in groups]
     columns = tuple(sorted({token for tokens in (*forbidden, *excluded) for token in tokens}))
     is_random = [g.params.remasking == "random" and not key.is_tempered for g in groups]
@@ -190,7 +190,7 @@ def _parameters(
 def _spread(
     values: dict[str, tuple[list[Any], type[np.generic]]], counts: list[int], device: torch.device
 ) -> dict[str, Any]:
-    """Values of requests as values of their rows: one number where all agree, else [R]."""
+    """Spread values of requests over their rows: one number where all agree, else [R]."""
     found: dict[str, Any] = {}
     on_host = {}
     for name, (numbers, dtype) in values.items():
@@ -208,5 +208,5 @@ def _bits(tokens: tuple[int, ...], columns: tuple[int, ...]) -> int:
 
 
 def _signed(seed: int) -> int:
-    """The bit pattern of a seed as int64."""
+    """Return the bit pattern of a seed as int64."""
     return seed - 2**SEED_BITS if seed >> (SEED_BITS - 1) else seed

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log probabilities of candidates, for requests that ask for them.
 
-They are the model's own: of its logits, after guidance and without the tokens that must not be
+They are those of the model's logits, after guidance and without the tokens that must not be
 proposed, but before anything that an algorithm does to choose (noise, temperature, top-p, credit).
 """
 
@@ -13,13 +13,13 @@ import torch
 
 
 class Logprobs(NamedTuple):
-    """What R candidates are worth to the model. Ranks count from 1; equals share the best one.
+    """Log probabilities and ranks of R candidates. Ranks count from 1; ties share the best one.
 
     Attributes:
-        token, token_rank: [R] of the proposed token.
-        greedy, greedy_rank: [R] of the argmax of the noise-free logits.
-        top_tokens: [k, R] the k most likely tokens, the likeliest first; or those that were named.
-        top: [k, R] their log probabilities.
+        token, token_rank: [R], of the proposed token.
+        greedy, greedy_rank: [R], of the argmax of the noise-free logits.
+        top_tokens: [k, R], the k most likely tokens, the likeliest first; or the named ones.
+        top: [k, R], their log probabilities.
     """
 
     token: torch.Tensor
@@ -41,7 +41,7 @@ class Logprobs(NamedTuple):
         """Look up candidates in log probabilities [R, V].
 
         Args:
-            distribution: of the rows.
+            distribution: log probabilities of the rows.
             tokens, greedy: [R] int64.
             num_top: k.
             named: [k] int64, tokens to look up in place of the most likely ones.
@@ -59,19 +59,19 @@ class Logprobs(NamedTuple):
         )
 
     def packed(self) -> torch.Tensor:
-        """[4 + 2 k, R] float64; token ids are exact in it."""
+        """Pack into [4 + 2 k, R] float64, in which token ids are exact."""
         return torch.cat([x.double().reshape(-1, self.token.numel()) for x in self])
 
     @classmethod
     def unpack(cls, rows: torch.Tensor, num_top: int) -> Logprobs:
-        """The inverse of `packed`; rows beyond what it returned are left out."""
+        """Invert `packed`; rows beyond its own are ignored."""
         token, token_rank, greedy, greedy_rank = rows[:4]
         top_tokens, top = rows[4 : 4 + 2 * num_top].chunk(2) if num_top else (rows[:0], rows[:0])
         return cls(token, token_rank, greedy, greedy_rank, top_tokens, top)
 
 
 def distribution_of(logits: torch.Tensor, forbidden: tuple[int, ...]) -> torch.Tensor:
-    """[R, V] fp32 log probabilities of whole rows of logits, without the `forbidden` columns."""
+    """Return log probabilities [R, V] fp32 of whole rows of logits, without `forbidden` columns."""
     kept = logits.to(torch.float32, copy=True)
     for token in forbidden:  # a list as an index would make the host wait for the device
         kept[:, token] = -torch.inf

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of one request in PyTorch's arithmetic, at any precision.
+"""Sampling of one request's rows in PyTorch's arithmetic, at any precision.
 
 A token is the argmax of noisy logits, or drawn from its distribution and scored by what is left:
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 def sample_plain(
     logits: torch.Tensor, group: RowGroup, first_column: int, vocab_size: int
 ) -> ops.Sampled:
-    """Token, score (larger is more certain) and greedy token of every row.
+    """Return token, score (larger is more certain) and greedy token of every row.
 
     Args:
-        logits: [R, C] of this rank's columns; may be overwritten.
-        group: whose rows they are.
+        logits: [R, C], of this rank's columns; may be overwritten.
+        group: the request whose rows they are.
         first_column: token id of the first column.
         vocab_size: columns of all ranks.
     """
@@ -77,7 +77,7 @@ def sample_plain(
 
 
 def draw_categorical(logits: torch.Tensor, group: RowGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token [R] int64 and score [R] of every row of `logits` [R, V].
+    """Return token [R] int64 and score [R] of every row of `logits` [R, V].
 
     At temperature 0 the token is the argmax of the probabilities (the lowest id among those that
     round to the same number). Otherwise it is drawn by the Gumbel-max method.
@@ -98,7 +98,7 @@ def draw_categorical(logits: torch.Tensor, group: RowGroup) -> tuple[torch.Tenso
 
 
 def _scores(probabilities: torch.Tensor, tokens: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """[R], of tokens [R] in `probabilities` [R, V]; larger is more certain."""
+    """Return the scores [R] of tokens [R] in `probabilities` [R, V]; larger is more certain."""
     if scoring.score == "margin":
         best = probabilities.topk(2, dim=-1).values
         return best[:, 0] - best[:, 1]
@@ -108,7 +108,7 @@ def _scores(probabilities: torch.Tensor, tokens: torch.Tensor, scoring: Scoring)
 
 
 def _filtered(logits: torch.Tensor, group: RowGroup) -> torch.Tensor:
-    """What top-p and top-k leave of `logits` [R, V]."""
+    """Apply top-p and top-k to `logits` [R, V]."""
     keep = {"top_p": _keep_top_p, "top_k": _keep_top_k}
     names = ("top_k", "top_p") if group.scoring.draw == "filtered" else ("top_p", "top_k")
     for name in names:
@@ -118,7 +118,7 @@ def _filtered(logits: torch.Tensor, group: RowGroup) -> torch.Tensor:
 
 
 def _keep_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Remove what lies beyond the first entry whose cumulative probability exceeds `top_p`."""
+    """Remove the entries beyond the first one whose cumulative probability exceeds `top_p`."""
     ordered, columns = torch.sort(logits, descending=True, stable=True)
     beyond = torch.softmax(ordered, dim=-1).cumsum(dim=-1) > top_p
     beyond = torch.cat([torch.zeros_like(beyond[:, :1]), beyond[:, :-1]], dim=1)
@@ -127,6 +127,6 @@ def _keep_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def _keep_top_k(logits: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Remove what is below the k-th largest; ties with it stay."""
+    """Remove the entries below the k-th largest; ties with it stay."""
     least = logits.topk(min(top_k, logits.shape[1]), dim=-1).values[:, -1:]
     return logits.masked_fill(logits < least, torch.finfo(logits.dtype).min)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sampling is given: rows of requests, and the end of a model that makes logits of them."""
+"""Input of sampling: rows of requests, and the part of a model that makes logits of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LogitsModel(Protocol):
 
     @property
     def head_matrix(self) -> torch.Tensor | None:
-        """[V, D] where the logits are just its product with normed hidden states; else None."""
+        """Output matrix [V, D] if logits are its product with normed hidden states; else None."""
         ...
 
     def final_norm(self, x: torch.Tensor) -> torch.Tensor: ...
@@ -39,16 +39,16 @@ class RowGroup:
 
     Attributes:
         params: the request's parameters, seed included.
-        scoring: what its decoding rule wants to know.
+        scoring: scores that its decoding rule needs.
         step: number of the request's forward, from 0.
         forbid_mask: the mask token must not be proposed.
         rows: R consecutive rows of the hidden states, which predict the masked positions.
-        unconditional_rows: the same positions in the prompt-masked sequence, when guidance is on.
+        unconditional_rows: rows of these positions in the prompt-masked sequence, with guidance.
         positions: [R] int64, positions relative to the canvas.
-        adjust: replaces logits [R, V] of canvas positions [R] by what the request makes of them.
+        adjust: function of logits [R, V] and canvas positions [R] that returns changed logits.
         token_ids: [R, k] int64 on the host: tokens whose log probabilities are wanted.
-        joints: choices that bind several rows, and which of the rows; they read whole rows of
-            logits, and are made when all parts of the step have been read.
+        joints: choices that bind several rows, each with its rows; they read whole rows of logits,
+            and are made when all parts of the step have been read.
     """
 
     params: DiffusionParams
@@ -64,12 +64,12 @@ class RowGroup:
 
     @property
     def num_top(self) -> int:
-        """How many of the most likely tokens are wanted beside those of `token_ids`."""
+        """Number of most likely tokens wanted besides those of `token_ids`."""
         return 0 if self.params.score is None else self.params.score.num_top
 
     @property
     def has_extras(self) -> bool:
-        """Whether more is wanted of the logits than candidates."""
+        """Whether more than candidates is wanted of the logits."""
         wants_logprobs = self.params.num_logprobs is not None or self.token_ids is not None
         return self.adjust is not None or wants_logprobs
 
@@ -82,7 +82,7 @@ class RowGroup:
 
     @property
     def excluded(self) -> tuple[int, ...]:
-        """Token ids whose probability is zero although they may be chosen.
+        """Token ids that count as probability zero although they may be chosen.
 
         In the reference the noisy and the noise-free logits are one tensor at temperature 0, and
         its end-of-sequence column is masked in the noisy one: so both ids at temperature 0, else
@@ -95,7 +95,7 @@ class RowGroup:
 
     @property
     def filters(self) -> tuple[str, ...]:
-        """Which of top_p and top_k cut the distribution that tokens are drawn from."""
+        """Names of the filters, top_p and top_k, that cut the distribution before a draw."""
         params, draw = self.params, self.scoring.draw
         if draw == "gumbel" or (draw == "filtered" and params.temperature == 0):
             return ()
@@ -110,12 +110,12 @@ class RowGroup:
         return self.params.seed
 
     def confidence_dtype(self, logits: torch.Tensor) -> torch.dtype:
-        """Precision that the scores are asked in."""
+        """Dtype in which scores are computed."""
         dtypes = {"float32": torch.float32, "float64": torch.float64}
         return dtypes.get(self.params.confidence_dtype, logits.dtype)
 
     def piece(self, rows: slice) -> RowGroup:
-        """What is asked of some of its rows, counted from its first one."""
+        """Return the group of some of its rows, counted from its first one."""
         token_ids = None if self.token_ids is None else self.token_ids[rows]
         joints = []
         for joint, own in self.joints:

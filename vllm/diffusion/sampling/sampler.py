@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From hidden states of sample rows to candidates: a token and a score per row.
+"""Sampling: from hidden states of sample rows to candidates, a token and a score per row.
 
-Logits exist for one chunk of rows at a time. The order of operations is that of the LLaDA
-reference loop: guidance, forbidden columns, noise, choice of the token, score from the noise-free
-logits; and for Dream's that of `diffusion_generate`: temperature, top-p, top-k, draw. Rows of
-requests that want alike are sampled by one launch (`fused`), others in PyTorch (`plain`).
+Logits exist for one chunk of rows at a time. The order of operations is that of the LLaDA reference
+loop: guidance, forbidden columns, noise, choice of the token, score from the noise-free logits; and
+for Dream's that of `diffusion_generate`: temperature, top-p, top-k, draw. Rows of requests with one
+`LaunchKey` are sampled by one launch (`fused`), others in PyTorch (`plain`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def sample(
     model: LogitsModel,
     parts: Iterable[tuple[torch.Tensor, Sequence[RowGroup]]],
 ) -> torch.Tensor:
-    """Candidates of all groups, concatenated.
+    """Sample all groups and return their candidates, concatenated.
 
     Args:
         model: final norm and output head.
@@ -63,7 +63,7 @@ def sample(
 
 
 def joined(found: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What `sample` returned for several parts, as it returns it for all of them."""
+    """Join what `sample` returned for several parts, as if it had sampled all of them."""
     if not found:
         return torch.empty(3, 0, dtype=torch.float64)
     if len(found) == 1:
@@ -73,15 +73,15 @@ def joined(found: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def sample_group(logits: torch.Tensor, group: RowGroup, model: LogitsModel) -> ops.Sampled:
-    """Token, score (larger is more certain) and greedy token of every row of one group.
+    """Return token, score (larger is more certain) and greedy token of every row of one group.
 
     The greedy token is the argmax of the noise-free logits where the scoring wants it, else the
     token. Ties go to the lowest token id.
 
     Args:
         logits: [R, columns of this rank]; may be overwritten.
-        group: whose rows they are; guidance has been applied.
-        model: whose columns they are.
+        group: the request whose rows they are; guidance has been applied.
+        model: the model whose columns they are.
     """
     first_column = model.vocab_start
     if group.adjust is not None:  # works on whole rows, so ranks exchange their columns
@@ -97,9 +97,9 @@ def sample_group(logits: torch.Tensor, group: RowGroup, model: LogitsModel) -> o
 def _runs(
     groups: Sequence[RowGroup], logits: torch.Tensor
 ) -> Iterator[tuple[list[RowGroup], LaunchKey | None]]:
-    """Neighbouring groups that one launch serves, and its key.
+    """Yield neighbouring groups that one launch serves, with its key.
 
-    Guided groups, those with extras and those without a key have a run of their own.
+    Guided groups, those with extras and those without a key form runs of their own.
     """
     run: list[RowGroup] = []
     key: LaunchKey | None = None
@@ -123,7 +123,7 @@ def _sample_run(
     key: LaunchKey | None,
     model: LogitsModel,
 ) -> torch.Tensor:
-    """What `sample` returns for a run of groups, whose rows are among those of `logits`."""
+    """Sample a run of groups whose rows are among those of `logits`; result as of `sample`."""
     lead = run[0]
     own = logits[lead.rows.start : run[-1].rows.stop]
     if lead.unconditional_rows is not None:
@@ -145,8 +145,8 @@ def _read_jointly(logits: torch.Tensor, groups: Sequence[RowGroup], first: int) 
 
     Args:
         logits: [R, V].
-        groups: whose rows they are; those of others may stand between them.
-        first: the hidden states' row that is the first of them.
+        groups: requests whose rows they are; rows of others may stand between them.
+        first: index of the first of these rows in the hidden states.
     """
     found = []
     for group in groups:
@@ -159,7 +159,7 @@ def _read_jointly(logits: torch.Tensor, groups: Sequence[RowGroup], first: int) 
 
 
 def _sample_alone(logits: torch.Tensor, group: RowGroup, model: LogitsModel) -> torch.Tensor:
-    """What `sample` returns for a group without a key; arguments as for `sample_group`."""
+    """Sample a group without a key; arguments as for `sample_group`, result as of `sample`."""
     if not group.has_extras:
         return _packed(sample_plain(logits, group, model.vocab_start, model.vocab_size))
     # Log probabilities before the choice, which may overwrite the logits.
@@ -191,7 +191,7 @@ def _sample_alone(logits: torch.Tensor, group: RowGroup, model: LogitsModel) -> 
 
 
 def _packed(found: ops.Sampled) -> torch.Tensor:
-    """[3, R] float64; token ids are exact in it."""
+    """Pack into [3, R] float64, in which token ids are exact."""
     return torch.stack([x.double() for x in found])
 
 

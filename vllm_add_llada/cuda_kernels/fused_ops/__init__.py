@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations of a transformer layer: row-wise ones, each in one launch, and products of few rows
-in one kernel with what follows them, of bf16, fp8 (`QuantisedRows`) or 4 bits (`Packed`).
+"""Fused operations of a transformer layer.
 
-Importing never fails: without the compiled module (`is_built`) everything runs in PyTorch, but for
-attention and the operations on experts and 4-bit weights, which say so (`has_attention`,
-`has_router`, `has_grouped_gemm`, `has_packed_linear`).
+Row-wise operations take one launch each; products of few rows run in one kernel with what follows
+them, in bf16, fp8 (`QuantisedRows`) or 4 bits (`Packed`).
+
+Importing never fails: without the compiled module (`is_built`) everything runs in PyTorch, except
+attention and the operations on experts and 4-bit weights, which report whether they can run
+(`has_attention`, `has_router`, `has_grouped_gemm`, `has_packed_linear`).
 """
 
 from ._attention import ATTENTION_PAGE, Attended, attention, has_attention

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of packed sequences to keys that may lie in pages.
 
-It has no reference here: ask `has_attention`.
+There is no reference here: ask `has_attention` first.
 """
 
 import math
@@ -16,7 +16,7 @@ ATTENTION_PAGE = 64  # keys
 
 
 class Attended(NamedTuple):
-    """Which rows attend to which keys: S sequences, all of it int32 on the device.
+    """Assignment of rows to the keys they attend to: S sequences, all int32 on the device.
 
     Attributes:
         query_ends: [S + 1], 0 and then the end of each sequence's query rows.
@@ -36,7 +36,7 @@ class Attended(NamedTuple):
 
 
 def has_attention(heads: Tensor, num_sequences: int) -> bool:
-    """Whether `attention` has a kernel for heads [R, H, hd] like these of so many sequences."""
+    """Whether `attention` has a kernel for such heads [R, H, hd] and this many sequences."""
     if native is None or not heads.is_cuda or hopper_multiprocessors(heads.device.index) == 0:
         return False
     is_taken = heads.dtype == torch.bfloat16 and heads.shape[2] == native.ATTENTION_WIDTH
@@ -50,10 +50,11 @@ def attention(
     attended: Attended,
     out: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(hd)) v of every sequence; sums and statistics in fp32.
+    """Compute softmax(q k^T / sqrt(hd)) v of every sequence; sums and statistics in fp32.
 
-    Launched from shapes alone. Fast where sequences have, together, as many tiles of 128 rows (of
-    queries times the query heads of a head of the keys) as the card has multiprocessors.
+    Launches depend on shapes alone. Fast where sequences have, together, at least as many tiles of
+    128 rows (of queries times the query heads of a head of the keys) as the card has
+    multiprocessors.
 
     Args:
         q: [R, H, hd] bf16, hd = 128; rows and heads may be strided.
@@ -66,7 +67,8 @@ def attention(
         [R, H, hd], contiguous; zeros where a sequence has no keys.
 
     Raises:
-        ValueError: There is no kernel for these (`has_attention`), or an argument is not as above.
+        ValueError: There is no kernel for these tensors (`has_attention`), or an argument is not as
+            above.
     """
     _check(q, k, v, attended)
     if out is None:

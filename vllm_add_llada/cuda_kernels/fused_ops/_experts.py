@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router of a mixture of experts, for few rows, and the experts' products.
+"""Router of a mixture of experts, for few rows, and the experts' products.
 
 Unlike the other operations they have no reference here: ask `has_router` and `has_grouped_gemm`.
 """
@@ -48,7 +48,7 @@ def route_rows(
     scale: float = 1.0,
     in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits ``x @ gate.T``, the choice of experts and the order of the rows, in one launch.
+    """Compute logits ``x @ gate.T``, choose experts and order the rows, in one launch.
 
     The choice is by scores in fp32, by default a softmax over all experts; among equals the lowest
     expert, or group of them, is chosen.
@@ -59,12 +59,12 @@ def route_rows(
             which must not write them.
         num_chosen: k, from 1 to E.
         bias: fp32 [E], added to the scores for the choice only.
-        is_sigmoid: the score of an expert is the sigmoid of its logit.
+        is_sigmoid: whether the score of an expert is the sigmoid of its logit.
         num_groups, num_kept_groups: experts lie in groups of equal size, at most 32, one after the
             other; only those of the groups whose two best have the largest sums can be chosen.
-        is_normalised: the weights of a row are divided by their sum.
-        scale: of the weights, after that.
-        in_fp32: logits are not rounded to bf16, and weights are fp32.
+        is_normalised: whether the weights of a row are divided by their sum.
+        scale: factor of the weights, after that.
+        in_fp32: whether logits stay unrounded and weights are fp32.
 
     Returns:
         weights: [R, k] bf16 or fp32, the scores of a row's experts in ascending order.
@@ -72,7 +72,8 @@ def route_rows(
         ends: int32 [E], the end of each expert's part of ``slots``.
 
     Raises:
-        ValueError: There is no kernel for these (`has_router`), or an argument is not as above.
+        ValueError: There is no kernel for these tensors (`has_router`), or an argument is not as
+            above.
     """
     _check_route(x, gate, num_chosen, bias, num_groups, num_kept_groups)
     assert native is not None
@@ -154,24 +155,24 @@ def gated_gemm(
     ends: Tensor,
     weight_scales: Tensor | None = None,
 ) -> Tensor:
-    """silu(gate) * up of the products of gathered rows with their groups' matrices.
+    """Compute silu(gate) * up of the products of gathered rows with their groups' matrices.
 
     Args:
         x: [R, D] bf16, where rows may be strided, or fp8 with scales.
         slots: int32 [S]: row * k + any place below k, sorted by group. Not checked.
         num_chosen: k.
-        weight: [E, 2I, D] of the same kind, the gate's rows first.
+        weight: [E, 2I, D] of the dtype of x, the gate's rows first.
         ends: int32 [E], the end of each group's rows: never falling, the last one S. Not checked.
-        weight_scales: [E, 2I] fp32 of an fp8 weight, by which its products are multiplied, as by
-            the scales of x, before they are rounded.
+        weight_scales: [E, 2I] fp32 of an fp8 weight, factors of its products, as are the scales of
+            x, before they are rounded.
 
     Returns:
         [S, I] bf16, in the order of ``slots``: both products are rounded, then silu, and then
         the result.
 
     Raises:
-        ValueError: There is no kernel for these (`has_grouped_gemm`), or an argument is not as
-            above.
+        ValueError: There is no kernel for these tensors (`has_grouped_gemm`), or an argument is not
+            as above.
     """
     name = "gated_gemm"
     values, scales = _check_groups(name, x, weight, ends, weight_scales)
@@ -194,15 +195,16 @@ def weighted_gemm(
     early: bool = False,
     weight_scales: Tensor | None = None,
 ) -> Tensor:
-    """Each group of rows times its own matrix, transposed; weighted, and put into its slots.
+    """Multiply each group of rows by its own matrix, transposed, into weighted terms in slots.
 
     Args:
         x: [S, D] bf16, where rows may be strided, or fp8 with scales; the rows of group 0 first.
-        weight: [E, N, D] of the same kind, a matrix for each group.
+        weight: [E, N, D] of the dtype of x, a matrix for each group.
         ends: int32 [E], the end of each group's rows: never falling, the last one S. Not checked.
         slots: int32 [S], a permutation of the slots. Not checked.
         weights: [R, k] bf16, R * k = S, contiguous.
-        is_weighted: else the weights, bf16 or fp32, give their shape alone.
+        is_weighted: whether products are weighted; else the weights, bf16 or fp32, give only the
+            shape.
         early: let the kernel read `ends` and start to fetch `weight` while the one before it in the
             stream ends: only where that kernel writes neither, and starts when `ends` is written.
         weight_scales: [E, N] fp32 of an fp8 weight, as for `gated_gemm`.
@@ -211,8 +213,8 @@ def weighted_gemm(
         [R, k, N] bf16: the products rounded to bf16, and rounded again after the weight.
 
     Raises:
-        ValueError: There is no kernel for these (`has_grouped_gemm`), or an argument is not as
-            above.
+        ValueError: There is no kernel for these tensors (`has_grouped_gemm`), or an argument is not
+            as above.
     """
     name = "weighted_gemm"
     values, x_scales = _check_groups(name, x, weight, ends, weight_scales)
@@ -237,7 +239,7 @@ def _check_groups(
     ends: Tensor,
     weight_scales: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The numbers of x, and their scales."""
+    """Check the arguments; return the numbers of x, and their scales."""
     values, scales = x[:2] if isinstance(x, QuantisedRows) else (x, None)
     if not has_grouped_gemm(x, weight):
         raise ValueError(
@@ -266,7 +268,7 @@ def _launch_groups(
 ) -> None:
     """Enqueue the product of x and weight, both with scales if they have any.
 
-    It is of the gated kind if `num_chosen` is given, else the weighted one.
+    It is the gated product if `num_chosen` is given, else the weighted one.
     """
     if out.numel() == 0:
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products in one kernel with what follows them: of few rows, and gated ones."""
+"""Products fused with what follows them: of few rows, and gated ones."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -12,7 +12,7 @@ from ._support import ahead_of, feeds_tensor_cores, launch, native
 
 
 class Epilogue(Enum):
-    """What a product does before it is written."""
+    """Operation on a product before it is written."""
 
     STORE = "store"  # out = x W^T + b
     RESIDUAL = "residual"  # out += x W^T + b, rounded once
@@ -21,12 +21,12 @@ class Epilogue(Enum):
 
 @dataclass(frozen=True)
 class Tiling:
-    """What one block of the kernel computes, or a cluster of blocks that share the depth.
+    """Tile of one block of the kernel, or of a cluster of blocks that share the depth.
 
-    The kernels there are: for at most 64 rows 96 columns, or 32 split in two, for at most 128 rows
-    96 split in two, for at most 192 rows 64 split in two; for SILU_MUL 192 columns, of at most 128
-    rows, or in tiles of 128 or 256 rows. Of fp8: 64 columns for at most 256 rows, 96 not split for
-    129 to 256 too, 96 split in two and 192 for 64, or in the same tiles.
+    Kernels exist: for at most 64 rows with 96 columns, or 32 split in two, for at most 128 rows
+    with 96 split in two, for at most 192 rows with 64 split in two; for SILU_MUL with 192 columns,
+    for at most 128 rows, or in tiles of 128 or 256 rows. For fp8: 64 columns for at most 256 rows,
+    96 not split also for 129 to 256, 96 split in two and 192 for 64, and tiles of 128 or 256 rows.
     """
 
     columns: int  # rows of the weight; of a gated product half of them from each part
@@ -50,25 +50,25 @@ def fused_linear(
     early: bool = False,
     ahead: Tensor | None = None,
 ) -> Tensor:
-    """x W^T in one kernel with what follows it, bf16, on a card of compute capability 9.0.
+    """Compute x W^T fused with what follows it, in bf16 on a card of compute capability 9.0.
 
-    Sums in fp32, in an order that neither the number of rows (of those a tiling serves) nor the
-    rows beside a row change. Without a tiling, and wherever there is no kernel for the tensors (see
-    `has_fused_linear`), PyTorch computes the same.
+    Sums are fp32, in an order that depends neither on the number of rows (of those a tiling serves)
+    nor on the other rows. Without a tiling, and wherever there is no kernel for the tensors (see
+    `has_fused_linear`), PyTorch computes the product.
 
     Args:
         x: [R, D]; rows may be strided.
         weight: [N, D], of the dtype of x; rows may be strided.
         out: [R, N], or [R, N / 2] for SILU_MUL; rows may be strided. Allocated when not given; for
             RESIDUAL it must be.
-        tiling: of the kernel. Its columns must divide N (but for tiles of rows), and its split
-            times 64 the depth.
+        tiling: tiling of the kernel. Its columns must divide N (except for tiles of rows), and its
+            split times 64 the depth.
         bias: [N]; not with SILU_MUL.
-        epilogue: what the product does before it is written. For SILU_MUL both halves, silu and
+        epilogue: operation on the product before it is written. For SILU_MUL both halves, silu and
             the result are rounded as they would be one by one.
         early: let the kernel start to read the weight while the one before it in the stream ends:
             only where that kernel does not write the weight.
-        ahead: contiguous; what the next kernel reads first, which the kernel brings to the cache
+        ahead: contiguous; data that the next kernel reads first, which this one brings to the cache
             once all of the weight is on its way. Not by tiles of rows.
 
     Returns:
@@ -101,7 +101,7 @@ def launch_linear(
     ahead: Tensor | None,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Enqueue the kernel of checked tensors; fp8 ones with the `scales` of x and of the weight."""
+    """Enqueue the kernel on checked tensors; fp8 ones with the `scales` of x and of the weight."""
     assert native is not None
     of_x, of_weight = (0, 0) if scales is None else (scales[0].data_ptr(), scales[1].data_ptr())
     launch(
@@ -129,7 +129,7 @@ def launch_linear(
 def _reference(
     x: Tensor, weight: Tensor, out: Tensor | None, bias: Tensor | None, epilogue: Epilogue
 ) -> Tensor:
-    """The same in PyTorch."""
+    """Compute `fused_linear` in PyTorch."""
     if epilogue is Epilogue.RESIDUAL:
         assert out is not None
         if bias is not None:
@@ -143,13 +143,13 @@ def _reference(
 
 
 def gated(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """silu(gate) * up of their products side by side."""
+    """Compute silu(gate) * up, given gate and up side by side."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.mul(silu(gate), up, out=out)
 
 
 def _has_kernel(x: Tensor, weight: Tensor, out: Tensor | None, tiling: Tiling) -> bool:
-    """Whether the kernel reads these, and writes rows that lie as those of `out`."""
+    """Whether the kernel reads these tensors, and writes rows that lie as those of `out`."""
     if len(x) == 0 or not feeds_tensor_cores(x, weight):
         return False
     if out is None:

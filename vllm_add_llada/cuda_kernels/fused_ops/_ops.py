@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row-wise operations: check the arguments, then launch the kernel or run the reference."""
+"""Row-wise operations: check the arguments, then launch the kernel or run the reference."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def is_built() -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """RMSNorm (Zhang, Sennrich, arXiv:1910.07467) of each row.
+    """Apply RMSNorm (Zhang, Sennrich, arXiv:1910.07467) to each row.
 
     Statistics in fp32; the normalised row is cast to the model dtype and only then multiplied by
     the weight, as in the public code of LLaDA and Dream.
@@ -68,9 +68,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
 
 
 def rotary_tables(positions: Tensor, inverse_frequencies: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Tables for `apply_rotary`: cos and sin of position * inverse frequency, twice side by side.
+    """Write the tables of `apply_rotary`: cos and sin of the angles, twice side by side.
 
-    The position and the angle are rounded to fp32, and so are cos and sin before they are cast.
+    An angle is position * inverse frequency. The position and the angle are rounded to fp32, and so
+    are cos and sin before they are cast.
 
     Args:
         positions: [T] int32 or int64.
@@ -111,7 +112,7 @@ def rotary_tables(positions: Tensor, inverse_frequencies: Tensor, cos: Tensor, s
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kept: Kept | None = None) -> None:
-    """Rotary embedding (Su et al., arXiv:2104.09864), half-split form, of q and k in place.
+    """Apply the rotary embedding (Su et al., arXiv:2104.09864), half-split form, in place.
 
     ``u' = u * cos + concat(-u[rd/2:], u[:rd/2]) * sin`` on the first rd channels of every head; the
     others stay. With fp32 tables the arithmetic is fp32 and the result rounded once (LLaDA);
@@ -122,8 +123,8 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kept: Kept | No
         k: [T, KV, hd], likewise.
         cos: [T, rd], rd even and at most hd, fp32 or the dtype of q; rows may be strided.
         sin: Like ``cos``.
-        kept: Where the rotated keys, and values, are stored as `store_keys_values` does it, in the
-            same launch if rd = hd.
+        kept: Caches in which the rotated keys, and values, are also stored as by
+            `store_keys_values`, in the same launch if rd = hd.
 
     Raises:
         ValueError: A shape, dtype or stride is not as above.
@@ -148,7 +149,7 @@ def norm_rotary(
     sin: Tensor,
     kept: Kept | None = None,
 ) -> None:
-    """`rms_norm` of every head of q and k, then `apply_rotary`, in place and in one pass.
+    """Apply `rms_norm` to every head of q and k, then `apply_rotary`, in place, in one pass.
 
     The rounding is that of the two operations one after the other.
 
@@ -181,7 +182,7 @@ def norm_rotary(
 
 
 def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """Gate of a gated MLP ("SwiGLU", Shazeer, arXiv:2002.05202): ``silu(gate) * up``.
+    """Compute the gate of a gated MLP ("SwiGLU", Shazeer, arXiv:2002.05202): ``silu(gate) * up``.
 
     silu is rounded to the model dtype before the product, as separate operations would.
 
@@ -222,10 +223,10 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
 def store_keys_values(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
 ) -> None:
-    """``k_cache[slots[r]] = k[r]`` and the same of v, for every row r, in one launch.
+    """Set ``k_cache[slots[r]] = k[r]``, and likewise v, for every row r, in one launch.
 
-    Rows whose slot is not in 0..N-1 are left out; -1 marks padding. Where two rows name the same
-    slot, one of them is kept.
+    Rows whose slot is not in 0..N-1 are skipped; -1 marks padding. If two rows have one slot,
+    either may be stored.
 
     Args:
         k: [R, KV, hd] bf16, fp16 or fp32; leading strides are free, hd is contiguous.

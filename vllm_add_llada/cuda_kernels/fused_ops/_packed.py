@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices of 4-bit numbers, or fp8, in groups: how they are packed, and made plain again.
+"""Matrices of 4-bit numbers, or fp8, in groups: their packing, and unpacking.
 
 Neighbours along the depth form groups with a scale, and maybe a zero point, of their own. Two
 numbers lie in a byte, the first in its low half: in their order, or, where the depth is made of
@@ -32,11 +32,11 @@ class Packed(NamedTuple):
     """A matrix [N, K] of numbers q in groups of G along K.
 
     Attributes:
-        values: uint8 [N, K / 2], packed numbers of 4 bits; or fp8 (e4m3) [N, K], which mean
-            q * scale.
+        values: uint8 [N, K / 2], packed numbers of 4 bits; or fp8 (e4m3) [N, K], which stand for q
+            * scale.
         scales: fp32 [N, K / G].
-        zeros: uint8 [N, K / G]: 4-bit numbers mean (q - zero) * scale; None: table[q] * scale.
-        table: fp32 [16], where there are no zeros.
+        zeros: uint8 [N, K / G]: 4-bit numbers stand for (q - zero) * scale; None: table[q] * scale.
+        table: fp32 [16], if there are no zeros.
     """
 
     values: Tensor
@@ -46,23 +46,23 @@ class Packed(NamedTuple):
 
     @property
     def group(self) -> int:
-        """G."""
+        """Numbers G of a group."""
         return self.shape[1] // self.scales.shape[1]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """N and K."""
+        """Rows N and depth K."""
         num_rows, num_bytes = self.values.shape
         return num_rows, num_bytes if self.values.dtype == _FP8 else 2 * num_bytes
 
     def rows(self, rows: slice) -> "Packed":
-        """Some rows of the matrix."""
+        """Return some rows of the matrix."""
         zeros = None if self.zeros is None else self.zeros[rows]
         return Packed(self.values[rows], self.scales[rows], zeros, self.table)
 
 
 def pack(numbers: Tensor) -> Tensor:
-    """4-bit numbers [N, K], any integer dtype, as bytes [N, K / 2]; K is even."""
+    """Pack 4-bit numbers [N, K], any integer dtype, into bytes [N, K / 2]; K is even."""
     numbers = numbers.to(torch.uint8)
     if _has_strips(numbers.shape[1]):
         numbers = numbers.unflatten(1, (-1, len(STRIP)))[:, :, list(STRIP)].flatten(1)
@@ -75,7 +75,7 @@ def _has_strips(depth: int) -> bool:
 
 
 def _numbers_in(values: Tensor) -> Tensor:
-    """What was packed, uint8 [N, K]."""
+    """Return the numbers that were packed, uint8 [N, K]."""
     numbers = torch.stack((values & 15, values >> 4), dim=2).flatten(1)
     if _has_strips(numbers.shape[1]):
         places = torch.tensor(STRIP, device=values.device).argsort()
@@ -84,7 +84,7 @@ def _numbers_in(values: Tensor) -> Tensor:
 
 
 def unpack(packed: Packed, out: Tensor) -> None:
-    """Write the matrix that is meant.
+    """Write the matrix that a packed one stands for.
 
     Args:
         packed: [N, K]; rows may be strided.
@@ -128,7 +128,7 @@ def unpack(packed: Packed, out: Tensor) -> None:
 
 
 def _has_unpack(packed: Packed, out: Tensor) -> bool:
-    """Whether the kernel reads and writes these."""
+    """Whether the kernel reads and writes these tensors."""
     values, scales, zeros, _ = packed
     return (
         has_kernel(out)
@@ -144,7 +144,7 @@ def _has_unpack(packed: Packed, out: Tensor) -> bool:
 
 
 def _meant(packed: Packed) -> Tensor:
-    """The same in PyTorch, fp32."""
+    """Unpack in PyTorch, to fp32."""
     values, scales, zeros, table = packed
     if values.dtype == _FP8:
         groups = values.float().unflatten(1, (scales.shape[1], -1))

@@ -16,10 +16,10 @@ _STRIP = 128
 
 
 def look_up_table(table: Sequence[float]) -> tuple[int, ...]:
-    """16 numbers, rounded to bf16, as the kernel looks them up; with zeros of G = 64 only.
+    """Convert 16 numbers, rounded to bf16, for the kernel's look-up; for G = 64 only.
 
     Raises:
-        ValueError: of two numbers eight apart, the signs differ or the parities of the exponents.
+        ValueError: of two numbers eight apart, the signs or the parities of the exponents differ.
     """
     wide = [struct.unpack("<I", struct.pack("<f", number))[0] for number in table]
     halves = [(bits + 0x7FFF + (bits >> 16 & 1)) >> 16 for bits in wide]  # nearest, ties to even
@@ -40,7 +40,7 @@ def look_up_table(table: Sequence[float]) -> tuple[int, ...]:
 def has_packed_linear(x: Tensor, weight: Packed) -> bool:
     """Whether `fused_linear_packed` has kernels for rows x [R, K] and a matrix [N, K].
 
-    That is: bf16 rows on a card of compute capability 9.0.
+    It takes bf16 rows on a card of compute capability 9.0.
     """
     values, depth = weight.values, weight.shape[1]
     return (
@@ -66,11 +66,11 @@ def fused_linear_packed(
     early: bool = False,
     ahead: Tensor | None = None,
 ) -> None:
-    """`fused_linear` of a matrix of 4-bit numbers, for such as `has_packed_linear`.
+    """Compute `fused_linear` with a matrix of 4-bit numbers, where `has_packed_linear`.
 
-    Products of few rows are those of the numbers as they are meant, but for entries of a table,
-    which are rounded to bf16; of more, numbers are rounded as by `unpack`. Sums are fp32, in an
-    order that the tiling alone decides.
+    Products of few rows use the unrounded numbers, except entries of a table, which are rounded to
+    bf16; for more rows numbers are rounded as by `unpack`. Sums are fp32, in an order that the
+    tiling alone determines.
 
     Args:
         x: [R, K] bf16; rows may be strided.
@@ -80,7 +80,7 @@ def fused_linear_packed(
             of 128, of 128 for blocks of 256; columns must divide N. Its split, at most K / 256, is
             one that a quarter of them is a multiple of, and such as clusters of the card may have.
             Every block reads its columns anew, and has room for some 16,000 scales.
-        look_up: what `look_up_table` made of the weight's table.
+        look_up: result of `look_up_table` for the weight's table.
         bias: [N] bf16; not with SILU_MUL.
         epilogue, early, ahead: as for `fused_linear`.
 

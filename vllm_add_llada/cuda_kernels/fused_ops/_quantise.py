@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """fp8 rows with a scale each, made in one pass with what comes before, and their products.
 
-e4m3, as `torch.float8_e4m3fn` has it; the scale of a row is its largest magnitude over 448.
+The format is e4m3, `torch.float8_e4m3fn`; the scale of a row is its largest magnitude over 448.
 """
 
 from typing import NamedTuple
@@ -27,12 +27,12 @@ _ALIGNMENT = 16  # elements of a row's width
 
 
 class QuantisedRows(NamedTuple):
-    """Numbers [R, D] and what each row of them is to be multiplied by.
+    """Quantised numbers [R, D], with a factor for each row.
 
     Attributes:
         values: fp8, contiguous.
         scales: [R] fp32.
-        fixed_scale: [1] fp32, the scale of all rows where it does not follow from them.
+        fixed_scale: [1] fp32, the scale of all rows, if it is given in advance.
     """
 
     values: Tensor
@@ -41,7 +41,7 @@ class QuantisedRows(NamedTuple):
 
 
 def has_quantise(x: Tensor) -> bool:
-    """Whether the kernels take rows like these: bf16 on a card of compute capability 9.0.
+    """Whether the kernels take such rows: bf16 on a card of compute capability 9.0.
 
     Their width must be a multiple of 16, and rows must start on 16 bytes.
     """
@@ -58,11 +58,12 @@ def has_quantise(x: Tensor) -> bool:
 
 
 def quantise_rows(x: Tensor, out: QuantisedRows) -> None:
-    """Write x as fp8.
+    """Quantise x to fp8.
 
     Args:
         x: [R, D] bf16, fp16 or fp32; rows may be strided.
-        out: of these rows, written; with its `fixed_scale`, numbers beyond it become the largest.
+        out: the quantised rows, written; with its `fixed_scale`, numbers beyond it become the
+            largest.
 
     Raises:
         ValueError: A shape, dtype or stride is not as above.
@@ -75,7 +76,7 @@ def quantise_rows(x: Tensor, out: QuantisedRows) -> None:
 
 
 def rms_norm_quantised(x: Tensor, weight: Tensor, eps: float, out: QuantisedRows) -> None:
-    """`rms_norm` of rows [R, D], rounded to their dtype, then `quantise_rows`; in one pass.
+    """Apply `rms_norm` to rows [R, D], rounded to their dtype, then `quantise_rows`; in one pass.
 
     Raises:
         ValueError: A shape, dtype or stride is not as for either.
@@ -95,13 +96,13 @@ def silu_mul_quantised(
     row_scales: Tensor | None = None,
     column_scales: Tensor | None = None,
 ) -> None:
-    """silu(gate) * up, each rounded to the dtype of the rows, then `quantise_rows`; in one pass.
+    """Compute silu(gate) * up, each rounded to the rows' dtype, then `quantise_rows`; in one pass.
 
     Args:
         gate_up: [R, 2M], the gate's columns first; rows may be strided.
-        out: of rows [R, M], written.
-        row_scales, column_scales: [R] and [2M] fp32, of a product of fp8 numbers that has not been
-            multiplied by them; both or neither.
+        out: the quantised rows [R, M], written.
+        row_scales, column_scales: [R] and [2M] fp32, factors of a product of fp8 numbers that are
+            still to be applied; both or neither.
 
     Raises:
         ValueError: A shape, dtype or stride is not as above.
@@ -136,7 +137,7 @@ def rescale(
         row_scales, column_scales: [R] and [N] fp32.
         out: like `product`, may be it; written.
         bias: [N], of the dtype of the product.
-        adds: the result is added to `out`.
+        adds: whether the result is added to `out`.
 
     Raises:
         ValueError: A shape, dtype or stride is not as above.
@@ -178,16 +179,16 @@ def fused_linear_fp8(
     early: bool = False,
     ahead: Tensor | None = None,
 ) -> None:
-    """`fused_linear` of fp8 rows and an fp8 weight, whose sums are multiplied by their scales.
+    """Compute `fused_linear` with fp8 rows and an fp8 weight, with sums multiplied by the scales.
 
     Args:
         x: rows [R, D].
         weight: [N, D] fp8; rows may be strided.
-        scales: [N] fp32, of its rows.
+        scales: [N] fp32, of the weight's rows.
         out: [R, N], or [R, N / 2] for SILU_MUL; the model dtype, written.
-        tiling: of the kernel. Its columns must divide N (but for tiles of rows), and its split
-            times 128 the depth. None, and wherever there is no kernel for these, computes the same
-            in PyTorch.
+        tiling: tiling of the kernel. Its columns must divide N (except for tiles of rows), and its
+            split times 128 the depth. Without one, and wherever there is no kernel for the tensors,
+            PyTorch computes the product.
         bias: [N], of the dtype of `out`; not with SILU_MUL.
         epilogue, early, ahead: as for `fused_linear`.
 
@@ -212,14 +213,15 @@ def fused_linear_fp8(
 
 
 def add_linear_fp8(x: QuantisedRows, weight: Tensor, scales: Tensor, out: Tensor) -> None:
-    """out += x W^T of many fp8 rows, whose sums are multiplied by their scales; rounded once.
+    """Add x W^T of many fp8 rows to out, with sums multiplied by the scales; rounded once.
 
-    By cuBLAS on a card of compute capability 9.0 (see `has_add_linear_fp8`), else in PyTorch.
+    It runs in cuBLAS on a card of compute capability 9.0 (see `has_add_linear_fp8`), else in
+    PyTorch.
 
     Args:
         x: rows [R, D].
         weight: [N, D] fp8; rows may be strided.
-        scales: [N] fp32, of its rows.
+        scales: [N] fp32, of the weight's rows.
         out: [R, N], the model dtype, written.
 
     Raises:
@@ -249,10 +251,10 @@ def add_linear_fp8(x: QuantisedRows, weight: Tensor, scales: Tensor, out: Tensor
 
 
 def has_add_linear_fp8(x: QuantisedRows, weight: Tensor, scales: Tensor, out: Tensor) -> bool:
-    """Whether cuBLAS takes these for `add_linear_fp8`.
+    """Whether cuBLAS takes these tensors for `add_linear_fp8`.
 
-    `out` is bf16 on a card of compute capability 9.0, all rows lie on whole 16 bytes, and PyTorch
-    has loaded the library, of CUDA 12.9 or later.
+    It does if `out` is bf16 on a card of compute capability 9.0, all rows lie on whole 16 bytes,
+    and PyTorch has loaded the library of CUDA 12.9 or later.
     """
     is_there = native is not None and bool(native.HAS_ADD_LINEAR)
     return is_there and _has_linear(x, weight, scales, out) and feeds_tensor_cores(out)
@@ -278,7 +280,7 @@ def _linear(
     bias: Tensor | None,
     epilogue: Epilogue,
 ) -> None:
-    """The same in PyTorch."""
+    """Compute `fused_linear_fp8` in PyTorch."""
     product = reference.rescaled(reference.fp8_linear(x.values, weight), x.scales, scales)
     if epilogue is Epilogue.SILU_MUL:
         out.copy_(gated(product.to(out.dtype)))
@@ -288,7 +290,7 @@ def _linear(
 
 
 def _has_linear(x: QuantisedRows, weight: Tensor, scales: Tensor, out: Tensor) -> bool:
-    """Whether the kernel reads these, and writes rows that lie as those of `out`."""
+    """Whether the kernel reads these tensors, and writes rows that lie as those of `out`."""
     if len(out) == 0 or native is None or not out.is_cuda or out.dtype != torch.bfloat16:
         return False
     matrices = (x.values, weight)

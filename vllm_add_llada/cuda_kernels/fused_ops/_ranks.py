@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What crosses the cards of one host within a kernel: sums over ranks, and parts side by side."""
+"""Communication between the cards of one host within a kernel: sums over ranks, and gathers."""
 
 from typing import NamedTuple
 
@@ -13,17 +13,17 @@ _THREADS = 512  # of a block, each with a vector at a time
 
 
 class Meeting(NamedTuple):
-    """Memory of every rank as this card addresses it, and how ranks wait for each other in it.
+    """Memory of every rank as this card addresses it, with the flags by which ranks wait.
 
-    All ranks make the same calls in the same order. A call returns what the others had written
-    before theirs; what it reads may be written again only after the call that follows it.
+    All ranks make equal calls in equal order. A call returns what the others had written before
+    theirs; what it reads may be written again only after the call that follows it.
 
     Attributes:
-        parts: address of what is read of each rank, on 16 bytes.
+        parts: address of each rank's part, on 16 bytes.
         flags: address of [`MAX_RANK_BLOCKS`, `MAX_RANKS`] uint32 of each rank, zero at first.
         calls: [`MAX_RANK_BLOCKS`] int32 on this card, zero at first.
         is_over: an integer in pinned memory; while it is not zero nobody waits for others.
-        rank: this one.
+        rank: number of this rank.
     """
 
     parts: tuple[int, ...]
@@ -34,18 +34,18 @@ class Meeting(NamedTuple):
 
 
 def has_sum_ranks(num_ranks: int) -> bool:
-    """Whether the kernels are built, and for so many ranks."""
+    """Whether the kernels are built, and support `num_ranks` ranks."""
     return native is not None and num_ranks in (2, 4, 8)
 
 
 def flag_bytes() -> int:
-    """Bytes of the flags of a rank."""
+    """Return the bytes of the flags of a rank."""
     assert native is not None
     return 4 * int(native.MAX_RANK_BLOCKS) * int(native.MAX_RANKS)
 
 
 def call_counts(device: torch.device) -> Tensor:
-    """The calls of a rank that has made none."""
+    """Make the call counters of a rank, at zero."""
     assert native is not None
     return torch.zeros(int(native.MAX_RANK_BLOCKS), dtype=torch.int32, device=device)
 
@@ -53,13 +53,13 @@ def call_counts(device: torch.device) -> Tensor:
 def sum_ranks(
     meeting: Meeting, out: Tensor, residual: Tensor | None = None, *, most_blocks: int
 ) -> None:
-    """out = residual + the parts of all ranks, added in fp32 in their order and rounded once.
+    """Write residual + the parts of all ranks, added in fp32 by rank and rounded once, to out.
 
     Args:
-        meeting: with a part of out's shape and dtype at every rank.
+        meeting: the memory, with a part of out's shape and dtype at every rank.
         out: bf16, fp16 or fp32, contiguous, whole vectors of 16 bytes; written.
         residual: like out; may be out.
-        most_blocks: of the launch.
+        most_blocks: most blocks of the launch.
 
     Raises:
         ValueError: a shape, dtype or stride is not as above.
@@ -87,9 +87,9 @@ def gather_ranks(meeting: Meeting, out: Tensor, *, most_blocks: int) -> None:
     """Write the parts of all ranks one after the other.
 
     Args:
-        meeting: with a part of the dtype at every rank.
+        meeting: the memory, with a part of out's dtype at every rank.
         out: [ranks, ...], contiguous, whole vectors of 16 bytes a rank; written.
-        most_blocks: of the launch.
+        most_blocks: most blocks of the launch.
 
     Raises:
         ValueError: a shape or stride is not as above.
@@ -111,7 +111,7 @@ def gather_ranks(meeting: Meeting, out: Tensor, *, most_blocks: int) -> None:
 def _members(
     meeting: Meeting, num_bytes: int, most_blocks: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], int, int, int, int]:
-    """A meeting as the kernels see it."""
+    """Convert a meeting for the kernels."""
     parts, flags, calls, is_over, rank = meeting
     blocks = -(-num_bytes // (_THREADS * _VECTOR_BYTES))
     num_blocks = max(min(blocks, most_blocks), 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operations share: the compiled module, its arguments, and checks of tensors."""
+"""Base of the operations: the compiled module, its arguments, and checks of tensors."""
 
 import warnings
 from collections.abc import Callable
@@ -28,13 +28,13 @@ _KERNEL_DTYPES = {
 
 
 def launch(function: Callable[..., None], tensor: Tensor, **arguments: Any) -> None:
-    """Run a launch on the device of ``tensor`` and its current stream."""
+    """Call a launcher on the device of ``tensor`` and its current stream."""
     stream = torch.cuda.current_stream(tensor.device).cuda_stream
     function(**arguments, device=tensor.device.index, stream=stream)
 
 
 def rows_of(tensor: Tensor) -> tuple[int, int, int, int]:
-    """A tensor [R, D] or [R, H, D] as the kernels see it: address, H, strides of R and H."""
+    """Convert a tensor [R, D] or [R, H, D] for the kernels: address, H, strides of R and H."""
     if tensor.dim() == 2:
         return tensor.data_ptr(), 1, tensor.stride(0), 0
     return tensor.data_ptr(), tensor.shape[1], tensor.stride(0), tensor.stride(1)
@@ -45,7 +45,7 @@ def dtype_of(tensor: Tensor) -> int:
 
 
 def integers_of(tensor: Tensor) -> tuple[int, bool]:
-    """A tensor of int32 or int64 as the kernels see it."""
+    """Convert a tensor of int32 or int64 for the kernels."""
     return tensor.data_ptr(), tensor.dtype == torch.int64
 
 
@@ -54,23 +54,23 @@ def has_kernel(tensor: Tensor) -> bool:
 
 
 def ahead_of(tensor: Tensor | None) -> tuple[int, int]:
-    """What is read next as the kernels see it: address and bytes."""
+    """Convert the tensor that is read next for the kernels: address and bytes."""
     return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.nbytes)
 
 
 @cache
 def hopper_multiprocessors(device: int) -> int:
-    """Multiprocessors of a card of compute capability 9.0; 0 of any other."""
+    """Number of multiprocessors of a card of compute capability 9.0; 0 for any other."""
     properties = torch.cuda.get_device_properties(device)
     is_hopper = (properties.major, properties.minor) == (9, 0)
     return int(properties.multi_processor_count) if is_hopper else 0
 
 
 def feeds_tensor_cores(*matrices: Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether the copy engine can bring tiles of these to the tensor cores of their card.
+    """Whether the copy engine can bring tiles of these matrices to the tensor cores.
 
-    That is: matrices of `dtype` (bf16, or fp8) on a card of compute capability 9.0, whose rows lie
-    on whole 16 bytes.
+    The matrices must have `dtype` (bf16, or fp8), lie on a card of compute capability 9.0, and have
+    rows on whole 16 bytes.
     """
     first = matrices[0]
     if native is None or not first.is_cuda or hopper_multiprocessors(first.device.index) == 0:
@@ -117,7 +117,7 @@ def check_vector(
     shape: tuple[int, ...],
     device: torch.device,
 ) -> None:
-    """A contiguous tensor of one of `dtypes` on `device`; -1 in `shape` is any size."""
+    """Check for a contiguous tensor of one of `dtypes` on `device`; -1 in `shape` is any size."""
     fits = tensor.dim() == len(shape) and all(
         wanted in (-1, given) for wanted, given in zip(shape, tensor.shape, strict=True)
     )

@@ -10,7 +10,7 @@ SMALLEST = 1e-30  # largest number of a row: its reciprocal must be finite
 
 
 def quantise_rows(x: Tensor, out: Tensor, scales: Tensor, fixed_scale: Tensor | None) -> None:
-    """Rows over their scales, cast; see `fused_ops.quantise_rows`."""
+    """Divide rows by their scales, and cast; see `fused_ops.quantise_rows`."""
     wide = x.float()
     if fixed_scale is None:
         largest = wide.abs().amax(dim=1).clamp(min=SMALLEST)
@@ -23,10 +23,10 @@ def quantise_rows(x: Tensor, out: Tensor, scales: Tensor, fixed_scale: Tensor | 
 
 
 def rescaled(product: Tensor, row_scales: Tensor, column_scales: Tensor) -> Tensor:
-    """A product of fp8 numbers as it is meant, fp32."""
+    """Multiply a product of fp8 numbers by its scales, in fp32."""
     return product.float() * (row_scales[:, None] * column_scales)
 
 
 def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T of the numbers alone, fp32."""
+    """Compute x W^T of the numbers alone, in fp32."""
     return torch.mm(x.float(), weight.float().t())

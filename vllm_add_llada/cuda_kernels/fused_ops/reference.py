@@ -14,27 +14,27 @@ from torch.nn.functional import silu
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """``weight * cast(x32 * rsqrt(mean(x32^2) + eps))``; see `fused_ops.rms_norm`."""
+    """Compute ``weight * cast(x32 * rsqrt(mean(x32^2) + eps))``; see `fused_ops.rms_norm`."""
     x32 = x.float()
     scale = torch.rsqrt(x32.pow(2).mean(dim=-1, keepdim=True) + eps)
     return _written(weight * (x32 * scale).to(x.dtype), out)
 
 
 def rotary_tables(positions: Tensor, inverse_frequencies: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Both halves of the tables of some positions; see `fused_ops.rotary_tables`."""
+    """Write both halves of the tables of some positions; see `fused_ops.rotary_tables`."""
     angles = positions[:, None] * inverse_frequencies
     for function, table in ((torch.cos, cos), (torch.sin, sin)):
         table.unflatten(1, (2, -1)).copy_(function(angles)[:, None])
 
 
 class Kept(NamedTuple):
-    """Where keys and values of the last S rows go, besides.
+    """Caches in which keys and values of the last S rows are also stored.
 
     Attributes:
         v: [T, KV, hd], the values of all rows; leading strides are free, hd is contiguous.
         k_cache, v_cache: [N, KV, hd], strided likewise; written.
-        slots: [S] int32 or int64, the cache row of each of them; one that is not in 0..N-1 leaves
-            its row out. Where two rows name the same slot, one of them is kept.
+        slots: [S] int32 or int64, the cache row of each of these rows; one that is not in 0..N-1
+            skips its row. If two rows have one slot, either may be stored.
     """
 
     v: Tensor
@@ -44,7 +44,7 @@ class Kept(NamedTuple):
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kept: Kept | None = None) -> None:
-    """Half-split rotation of q and k in place; see `fused_ops.apply_rotary`."""
+    """Rotate q and k in place, half-split; see `fused_ops.apply_rotary`."""
     for heads in (q, k):
         rotated = heads[..., : cos.shape[-1]]
         # fp32 tables promote the product to fp32; tables in the model dtype keep it there.
@@ -67,14 +67,14 @@ def norm_rotary(
     sin: Tensor,
     kept: Kept | None = None,
 ) -> None:
-    """`rms_norm` of the heads, then `apply_rotary`; see `fused_ops.norm_rotary`."""
+    """Apply `rms_norm` to the heads, then `apply_rotary`; see `fused_ops.norm_rotary`."""
     rms_norm(q, q_weight, eps, out=q)
     rms_norm(k, k_weight, eps, out=k)
     apply_rotary(q, k, cos, sin, kept)
 
 
 def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """``silu(gate) * up`` in the model dtype; see `fused_ops.silu_mul`."""
+    """Compute ``silu(gate) * up`` in the model dtype; see `fused_ops.silu_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return _written(silu(gate) * up, out)
 
@@ -82,10 +82,10 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
 def store_keys_values(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
 ) -> None:
-    """Rows of k and v to the rows `slots` of the caches; see `fused_ops.store_keys_values`.
+    """Copy rows of k and v to the rows `slots` of the caches; see `fused_ops.store_keys_values`.
 
-    Rows that are left out repeat the first one that is kept (or a row of the cache, where there is
-    none), so the host need not know which they are.
+    Skipped rows repeat the first one that is stored (or a row of the cache, if none is), so the
+    host need not know which they are.
     """
     if len(slots) == 0 or len(k_cache) == 0:
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that the page at `/docs` offers to send. They suit every family.
+"""Example requests of the page at `/docs`. They suit every family.
 
 None of them has a null: FastAPI leaves those out of its document.
 """
@@ -64,6 +64,6 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def shown(route: str) -> dict[str, Any]:
-    """The requests of a route, as FastAPI's `openapi_extra` takes them."""
+    """Return the requests of a route for FastAPI's `openapi_extra`."""
     examples = {name: {"value": body} for name, body in EXAMPLES[route].items()}
     return {"requestBody": {"content": {"application/json": {"examples": examples}}}}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page at `/docs` in place of FastAPI's, which loads its library from another host."""
+"""Page at `/docs` in place of FastAPI's, which loads its library from another host."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ router = APIRouter(include_in_schema=False)
 
 @router.get("/docs")
 async def docs(raw_request: Request) -> Response:
-    """The page."""
+    """Return the page."""
     return _PAGE.response(raw_request)
 
 
 @router.get("/docs/{name}")
 async def file(name: str, raw_request: Request) -> Response:
-    """A part of it."""
+    """Return a file of the page."""
     if name not in _FILES:
         raise HTTPException(404)
     return _FILES[name].response(raw_request)

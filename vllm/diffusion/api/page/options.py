@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the page offers: the tables of algorithms and parameters, as the served model has them."""
+"""Options of the web page: algorithms and parameters, as the served model has them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ COMMON = (
 
 
 def page_options(model: ServedModel, name: str, version: str) -> dict[str, Any]:
-    """The controls of the page.
+    """Return the controls of the page.
 
     Args:
         model: the facts about the served model.
-        name: under which it is served.
-        version: of this project.
+        name: name under which it is served.
+        version: version of this project.
 
     Returns:
         `algorithms` by name, each with what it `commits` and `fields`: the parameters that act
@@ -63,7 +63,7 @@ def _fields(algorithm: Algorithm) -> list[str]:
 
 
 def _control(name: str, algorithm: Algorithm, model: ServedModel) -> dict[str, Any]:
-    """One parameter beside one algorithm; what is None is left out."""
+    """Describe one parameter of one algorithm; None values are left out."""
     spec = BY_NAME[name]
     choices = algorithm.caches if name == "cache" else spec.choices
     found = {
@@ -82,7 +82,7 @@ def _control(name: str, algorithm: Algorithm, model: ServedModel) -> dict[str, A
 
 
 def _default(name: str, algorithm: Algorithm, model: ServedModel) -> Any:
-    """The value that acts where none is given; None where it follows from others."""
+    """Return the value that acts if none is given; None where it follows from others."""
     if name == "gen_length":
         return model.default_max_tokens or DEFAULT_CANVAS
     if name == "block_length":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes of the pages, and what the status page asks of the engine.
+"""Routes of the web pages, and the data of the status page.
 
-Files need no key; what tells of the server's work does.
+Files need no key; data about the server's work does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OPEN_PATHS = frozenset({*_PAGES, *(f"/page/{name}" for name in _FILES)})
 
 
 class Status:
-    """Asks the engine, once at a time; while it is busy its last answer serves.
+    """Asks the engine, one question at a time; while it is busy its last answer is used.
 
     Args:
         engine: the engine's client.
@@ -54,7 +54,7 @@ class Status:
         self._answered_at = time.time()
 
     async def now(self) -> dict[str, Any]:
-        """Requests in order of arrival, and the pool of the first rank; ranks are alike."""
+        """Return the requests in order of arrival, and the pool of rank 0; ranks are alike."""
         if self._question is None:
             self._question = asyncio.ensure_future(self._engine.collective_rpc("status"))
         done, _ = await asyncio.wait([self._question], timeout=_PATIENCE_S)
@@ -78,12 +78,12 @@ class Status:
 
 
 def _request(state: Any, found: dict[str, Any] | None, waits_for: str | None) -> dict[str, Any]:
-    """A request that the server waits for.
+    """Describe a request for the status page.
 
     Args:
-        state: upstream's.
-        found: what the engine says of it, if it runs.
-        waits_for: what else it waits for, where the engine has told.
+        state: upstream's state of the request.
+        found: the engine's status of it, if it runs.
+        waits_for: reason for which it waits, if the engine has reported it.
     """
     since = None if state.stats is None else time.time() - state.stats.arrival_time
     known = {"prompt_tokens": state.prompt_len} if found is None else found
@@ -94,33 +94,33 @@ def _request(state: Any, found: dict[str, Any] | None, waits_for: str | None) ->
 
 @router.get("/")
 async def page(raw_request: Request) -> Response:
-    """Where one asks, and watches the canvas."""
+    """Return the page to ask and watch the canvas."""
     return _FILES[_PAGES["/"]].response(raw_request)
 
 
 @router.get("/status")
 async def status_page(raw_request: Request) -> Response:
-    """What the server is doing."""
+    """Return the page that shows what the server is doing."""
     return _FILES[_PAGES["/status"]].response(raw_request)
 
 
 @router.get("/status.json")
 async def status(raw_request: Request) -> JSONResponse:
-    """What that page shows, beside the metrics."""
+    """Return the data of the status page, apart from the metrics."""
     found: Status = raw_request.app.state.diffusion_status
     return JSONResponse(await found.now())
 
 
 @router.get("/page/options.json")
 async def options(raw_request: Request) -> JSONResponse:
-    """The tables of algorithms and parameters, as the served model has them."""
+    """Return the algorithms and parameters, as the served model has them."""
     found: dict[str, Any] = raw_request.app.state.diffusion_page_options
     return JSONResponse(found)
 
 
 @router.get("/page/{name:path}")
 async def file(name: str, raw_request: Request) -> Response:
-    """A part of the pages."""
+    """Return a file of the pages."""
     if name not in _FILES:
         raise HTTPException(404)
     return _FILES[name].response(raw_request)
@@ -132,7 +132,7 @@ def install(app: FastAPI, options: dict[str, Any], status: Status) -> None:
     Args:
         app: the application.
         options: `options.page_options` of the served model.
-        status: of its engine.
+        status: status of its engine.
     """
     app.state.diffusion_page_options = options
     app.state.diffusion_status = status

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention whose keys are split among programs where the queries are few.
+"""Attention whose keys are split among programs if queries are few.
 
-One program for a tile of queries would leave most of the GPU idle then. So each program takes a
-part of the keys, and a second kernel merges the parts by their sums of exponentials, as
-Flash-Decoding does (Dao, Haziza, Massa, Sizov, 2023).
+With few queries, one program for a tile of queries would leave most of the GPU idle. So each
+program takes a part of the keys, and a second kernel merges the parts by their sums of
+exponentials, as Flash-Decoding does (Dao, Haziza, Massa, Sizov, 2023).
 
 Letters as in `attention_backends`: R query rows, N key rows, S sequences, H and KV heads, hd width.
 """
@@ -39,13 +39,13 @@ _MIN_STEPS = 4  # of a program over its keys; shorter ones would mostly start an
 
 @dataclass(frozen=True)
 class SplitConfig:
-    """Tile of one program and the resources it runs with.
+    """Tile of one program, and its launch resources.
 
     Attributes:
         rows: queries times the query heads of a key/value head.
-        keys: of one step.
-        programs: to start on each multiprocessor, by splitting.
-        num_warps, num_stages: as Triton means them.
+        keys: keys of one step.
+        programs: programs to start on each multiprocessor, by splitting.
+        num_warps, num_stages: Triton's launch options.
     """
 
     rows: int
@@ -62,10 +62,10 @@ CONFIG = SplitConfig(64, 64, programs=2, num_warps=4, num_stages=3)
 
 
 def choose_splits(num_programs: int, max_keys: int, config: SplitConfig, device_size: int) -> int:
-    """How many parts to split the keys into, from what the host knows.
+    """Return the number of parts to split the keys into, from what the host knows.
 
     Args:
-        num_programs: without splitting.
+        num_programs: programs without splitting.
         max_keys: at least the keys of every sequence.
         device_size: multiprocessors of the GPU.
     """
@@ -77,7 +77,7 @@ def choose_splits(num_programs: int, max_keys: int, config: SplitConfig, device_
 def can_split(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
     """Whether `split_attention` takes such tensors: 16-bit on a GPU from Ampere on, with Triton.
 
-    Under Triton's interpreter: fp16 and fp32 on the CPU, for tests.
+    Under Triton's interpreter it takes fp16 and fp32 on the CPU, for tests.
     """
     if _IS_INTERPRETED:
         # its products take the bit patterns of bf16 for integers
@@ -96,18 +96,18 @@ def split_attention(
     out: Tensor | None = None,
     config: SplitConfig = CONFIG,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(hd)) v of every sequence; sums and statistics in fp32.
+    """Compute softmax(q k^T / sqrt(hd)) v of every sequence; sums and statistics in fp32.
 
-    Reads nothing back to the host, and how much is launched depends on shapes and bounds alone, so
-    a CUDA graph can hold it. Between its kernels it keeps at most `config.programs` tiles of fp32
-    rows for each multiprocessor.
+    Nothing is read back to the host, and the size of the launches depends on shapes and bounds
+    alone, so a CUDA graph can hold them. Between its kernels it keeps at most `config.programs`
+    tiles of fp32 rows for each multiprocessor.
 
     Args:
-        q: [R, H, hd] of a kind that `can_split`; hd is contiguous, other strides are free.
-        k, v: [N, KV, hd] of the same dtype, likewise; query head h reads key/value head
-            h // (H / KV).
-        layout: the sequences; spans of the host are not asked for. Its tensors and pages are read
-            while the kernel before this one ends, which must not be what writes them.
+        q: [R, H, hd] that `can_split`; hd is contiguous, other strides are free.
+        k, v: [N, KV, hd] of q's dtype, with free strides too; query head h reads key/value head h
+            // (H / KV).
+        layout: the sequences; host spans are not needed. Its tensors and pages are read while the
+            kernel before this one ends, which must not be what writes them.
         out: [R, H, hd] contiguous, of the dtype of q; allocated when not given.
         config: tiles other than the measured ones.
 
@@ -165,14 +165,14 @@ def _check(q: Tensor, pages: PageTable | None, config: SplitConfig) -> None:
 def _max_tiles(
     num_rows: int, num_sequences: int, max_queries: int, group: int, tile_rows: int
 ) -> int:
-    """At least the tiles of all sequences, whichever way the rows are divided among them."""
+    """Bound the number of tiles of all sequences, whichever way they divide the rows."""
     of_all = (num_rows * group + num_sequences * (tile_rows - 1)) // tile_rows
     return min(of_all, num_sequences * -(-max_queries * group // tile_rows))
 
 
 @functools.cache
 def _kernels() -> ModuleType | None:
-    """The Triton kernels; None without Triton."""
+    """Import the Triton kernels; None without Triton."""
     try:
         return importlib.import_module(f"{__name__}.kernel")
     except (ImportError, RuntimeError):

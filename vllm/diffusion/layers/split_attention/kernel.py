@@ -18,10 +18,10 @@ PARTS = tl.constexpr(8)  # that are merged at once
 
 @triton.jit
 def _find_tile(number, query_ends, num_sequences, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """The sequence of a tile, `num_sequences` past the last one, and the tile's number there.
+    """Return the sequence of a tile (`num_sequences` past the last), and its number there.
 
-    Tiles are numbered sequence by sequence. Loads go past the first cache (".cg"), which may hold
-    what was there before where an earlier kernel still runs.
+    Tiles are numbered sequence by sequence. Loads bypass the first cache (".cg"), which may hold
+    outdated values where an earlier kernel still runs.
     """
     sequence, first_tile, before = 0, 0, 0
     for first in range(0, num_sequences, SEQUENCES):
@@ -238,9 +238,10 @@ def launch(
     config,
     overlaps: bool,
 ) -> None:
-    """Enqueue the attention of `heads` (q, k, v, out) over `sequences` (query ends, key starts,
-    key counts, and block lengths and firsts or None), through the table of pages where there is
-    one; with more than one split, the merge too.
+    """Launch attention over sequences, and the merge if keys are split.
+
+    `heads` are q, k, v, out; `sequences` are query ends, key starts, key counts, and block lengths
+    and firsts or None; `page_rows` is the page table, if there is one.
     """
     q, k, v, out = heads
     num_rows, num_heads, head_dim = q.shape

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No module of ours needs another that needs it, type checking included."""
+"""Modules of the product import each other in no circle; test modules import only helpers."""
 
 from __future__ import annotations
 
@@ -30,3 +30,12 @@ def test_there_is_no_circle() -> None:
     assert "vllm.diffusion.sampling.sampler" in graph.modules
     imports = {name: set(graph.find_modules_directly_imported_by(name)) for name in graph.modules}
     assert not circle_of(imports)
+
+
+def test_no_test_module_imports_another() -> None:
+    grimp = pytest.importorskip("grimp")
+    graph = grimp.build_graph("tests", cache_dir=None)
+    tests = {name for name in graph.modules if name.rpartition(".")[2].startswith("test_")}
+    assert __name__ in tests
+    imported = {name: graph.find_modules_that_directly_import(name) for name in tests}
+    assert {name: by for name, by in imported.items() if by} == {}

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of metrics as Prometheus knows them."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.diffusion.metrics import Metric
+
+METRIC_NAME = re.compile(r"\b(?:dllm|vllm):[a-z0-9_]+")
+# Upstream's metrics that the dashboard shows; tests/server/test_metrics.py finds them served.
+UPSTREAMS = {
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:generation_tokens_total",
+    "vllm:time_to_first_token_seconds_bucket",
+    "vllm:e2e_request_latency_seconds_bucket",
+}
+
+
+def samples_of(metric: Metric) -> tuple[str, ...]:
+    """The names that Prometheus knows."""
+    if metric.kind == "histogram":
+        return tuple(metric.name + ending for ending in ("_bucket", "_sum", "_count"))
+    return (f"{metric.name}_total" if metric.kind == "counter" else metric.name,)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A head, hidden rows, and groups of them as the sampler gets them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm.diffusion import decision, fields
+from vllm.diffusion.families import LLADA
+from vllm.diffusion.params import DiffusionParams, ServedModel, SpecialIds
+from vllm.diffusion.sampling import RowGroup
+from vllm.diffusion.scoring import Scoring
+
+CONFIDENCE = Scoring()
+MASK, EOS, EOT = 38, 37, 36
+NUM_COLUMNS = 40
+MODEL = ServedModel(
+    family=LLADA,
+    ids=SpecialIds(mask=MASK, eos=EOS, eot=EOT, stop=frozenset({EOS, EOT})),
+    max_model_len=4096,
+    vocab_size=NUM_COLUMNS,
+)
+
+
+class HeadModel:
+    """The part of a model that sampling sees: a norm and a head over some columns."""
+
+    def __init__(self, weight: Tensor, vocab_start: int = 0, vocab_size: int | None = None) -> None:
+        self.weight = weight
+        self.vocab_start = vocab_start
+        self.vocab_size = weight.shape[0] if vocab_size is None else vocab_size
+        self.head_matrix: Tensor | None = None
+        self.most_rows = 0
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        self.most_rows = max(self.most_rows, hidden_states.shape[0])
+        return hidden_states @ self.weight.T
+
+
+def head_model(seed: int = 0) -> HeadModel:
+    generator = torch.Generator().manual_seed(seed)
+    weight = 0.8 * torch.randn(NUM_COLUMNS, 16, generator=generator)
+    weight[[MASK, EOS, EOT]] *= 2  # so that the tokens with rules of their own are often the best
+    return HeadModel(weight)
+
+
+def hidden_rows(num_rows: int, seed: int = 1) -> Tensor:
+    return torch.randn(num_rows, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def decided(**asked: Any) -> DiffusionParams:
+    return decision.decide(fields.canonical({"seed": 77, **asked}), MODEL, [1])
+
+
+def group(
+    rows: list[int],
+    step: int = 0,
+    forbid_mask: bool = False,
+    unconditional: int | None = None,
+    scoring: Scoring = CONFIDENCE,
+    **asked: Any,
+) -> RowGroup:
+    """Consecutive rows of one request; its canvas positions are the rows plus 3."""
+    assert rows == list(range(rows[0], rows[0] + len(rows))) if rows else True
+    first = rows[0] if rows else 0
+    index = torch.tensor(rows, dtype=torch.int64)
+    return RowGroup(
+        params=decided(**asked),
+        scoring=scoring,
+        step=step,
+        forbid_mask=forbid_mask,
+        rows=slice(first, first + len(rows)),
+        unconditional_rows=None
+        if unconditional is None
+        else slice(first + unconditional, first + len(rows) + unconditional),
+        positions=index + 3,
+    )

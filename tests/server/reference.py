@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model that the server serves, as the reference computes it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from tests.reference.llada_model import LLaDAReference
+from tests.server.process import MODEL
+
+CLOSE = {"rel": 2e-5, "abs": 2e-5}
+
+
+@cache
+def model() -> LLaDAReference:
+    return LLaDAReference.from_checkpoint(MODEL)
+
+
+@cache
+def tokenizer() -> Any:
+    return PreTrainedTokenizerFast.from_pretrained(MODEL)
+
+
+def mask_id() -> int:
+    return int(tokenizer().mask_token_id)
