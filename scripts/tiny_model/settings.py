@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 _ITERATIONS = {  # of both phases
     "dream": (400, 650),
-    "llada-moe": (300, 450),
+    "llada-moe": (200, 530),
     "llada2": (200, 460),
-    "sdar": (270, 400),
+    "sdar": (220, 440),
     "fast-dllm": (300, 500),
 }
 BLOCK_LENGTHS = {"llada2": 32, "sdar": 4, "fast-dllm": 32}  # that are trained and verified
