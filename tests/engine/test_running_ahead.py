@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.engine.harness import BLOCKS, Ask, as_request, clear_case, finish, start
+from tests.engine.harness import BLOCKS, Ask, as_request, clear_case, finish, record_steps, start
 from vllm.diffusion.engine.turns import Shares
 from vllm.diffusion.memory import StepShape
 
@@ -19,16 +19,8 @@ if TYPE_CHECKING:
 @pytest.fixture
 def launches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The requests of every launched step; steps are launched ahead."""
-    found: list[list[str]] = []
-    launch = engine.runner.launch
-
-    def recorded(req_ids: list[str]) -> Any:
-        found.append(list(req_ids))
-        return launch(req_ids)
-
     monkeypatch.setattr(engine.runner, "runs_ahead", True)
-    monkeypatch.setattr(engine.runner, "launch", recorded)
-    return found
+    return record_steps(engine, monkeypatch)
 
 
 def test_no_step_is_launched_for_a_complete_answer(

@@ -213,7 +213,6 @@ class Observations:
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
         self._found: Counter[str] = Counter()
-        self._waited = False  # somebody did when it was last said
 
     def count(self, metric: Metric, amount: int = 1, label: str = "") -> None:
         """Increase a counter; `label` is the value of its own label, if it has one."""
@@ -231,9 +230,8 @@ class Observations:
 
     def wait_for(self, waiting: Mapping[str, str]) -> None:
         """Set what each request waits for, by id, in order: the counts, and the first requests."""
-        if not self._enabled or not (waiting or self._waited):
+        if not self._enabled:
             return
-        self._waited = bool(waiting)
         counts = dict.fromkeys(WAITS_FOR, 0) | Counter(waiting.values())
         self._found.update({f"{REQUESTS_WAITING.name} {reason}": n for reason, n in counts.items()})
         first = islice(waiting.items(), MOST_WAITING)

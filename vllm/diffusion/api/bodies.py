@@ -77,6 +77,17 @@ def refuse_fields(given: Mapping[str, Any]) -> None:
             raise InvalidParameterError(name, given[name], f"wanted {wanted}: not supported")
 
 
+def refuse_canvas(given: Any) -> None:
+    """Refuse `stream_canvas` on a route that sends no canvas.
+
+    Raises:
+        InvalidParameterError: naming it.
+    """
+    if given:
+        wanted = "wanted false, or POST /v1/chat/completions"
+        raise InvalidParameterError("stream_canvas", given, wanted)
+
+
 def left_out(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
     """Return the names of fields that ask for something which the request does not get.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict
 
-from vllm.diffusion.api.bodies import left_out
+from vllm.diffusion.api.bodies import left_out, refuse_canvas
 from vllm.diffusion.api.openai_serving import DiffusionServingChat
 from vllm.diffusion.api.report import DiffusionReport
 from vllm.diffusion.api.schema import with_diffusion_fields
@@ -54,9 +54,7 @@ class DiffusionServingMessages(DiffusionServingChat, AnthropicServingMessages):
         sent = {name: getattr(request, name) for name in request.model_fields_set}
         try:
             ignored = left_out(sent, type(request).model_fields)
-            if sent.get("stream_canvas"):
-                wanted = "wanted false, or POST /v1/chat/completions"
-                raise InvalidParameterError("stream_canvas", sent["stream_canvas"], wanted)
+            refuse_canvas(sent.get("stream_canvas"))
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
         for name in (sent.keys() & SPELLINGS.keys()) - _UPSTREAMS:

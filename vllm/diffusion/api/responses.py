@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from openai.types.responses import ResponseErrorEvent
 from pydantic import ValidationError
 
-from vllm.diffusion.api.bodies import ROLES, check_message
+from vllm.diffusion.api.bodies import ROLES, check_message, refuse_canvas
 from vllm.diffusion.api.choices import primed
 from vllm.diffusion.api.openai_protocol import extra_args
 from vllm.diffusion.api.openai_serving import Diffusion, put_report
@@ -63,9 +63,7 @@ class DiffusionServingResponses(Diffusion, OpenAIServingResponses):
     async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
         try:
             request.vllm_xargs = extra_args(request, self.template_of(request))
-            if request.vllm_xargs.get("stream_canvas"):
-                wanted = "wanted false, or POST /v1/chat/completions"
-                raise InvalidParameterError("stream_canvas", True, wanted)
+            refuse_canvas(request.vllm_xargs.get("stream_canvas"))
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
         answer = await super().create_responses(request, raw_request)

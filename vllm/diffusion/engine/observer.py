@@ -14,14 +14,14 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
 
     from vllm.diffusion.engine.messages import (
         DiffusionRunnerOutput,
         DiffusionSchedulerOutput,
         StepResult,
     )
-    from vllm.diffusion.engine.scheduled import Scheduled, WaitsFor
+    from vllm.diffusion.engine.scheduled import Scheduled
     from vllm.v1.request import Request
 
 logger = init_logger(__name__)
@@ -42,7 +42,7 @@ class Observer:
         self._seen = metrics.Observations(enabled=enabled)
         self._last_report = 0.0  # time.monotonic() of the newest results
         self._last_statistics = 0.0  # the same clock, when statistics were sent
-        self._last_waiting = 0.0
+        self._last_waiting = 0.0  # the same clock, when waiting requests were; 0 if none were
         self.peak_bytes = 0  # of all steps
 
     # ---- requests ----
@@ -112,21 +112,20 @@ class Observer:
         """
         return time.monotonic() - self._last_statistics >= STATISTICS_S
 
-    def statistics(
-        self, num_running: int, waiting: Mapping[str, WaitsFor]
-    ) -> SchedulerStats | None:
+    def statistics(self, num_running: int, waiting: Sequence[Scheduled]) -> SchedulerStats | None:
         """Return everything recorded since the last call; None if nobody reads it.
 
         Args:
             num_running: number of running requests.
-            waiting: per waiting request, in order, what it waits for.
+            waiting: the waiting requests, in order.
         """
         if not self._enabled:
             return None
         self._last_statistics = now = time.monotonic()
         stats = SchedulerStats(num_running_reqs=num_running, num_waiting_reqs=len(waiting))
-        if not waiting or now - self._last_waiting >= STATISTICS_S:
-            self._seen.wait_for(waiting)
+        is_due = now - self._last_waiting >= STATISTICS_S if waiting else self._last_waiting > 0
+        if is_due:
+            self._seen.wait_for({item.req_id: item.waits_for for item in waiting})
             self._last_waiting = now if waiting else 0.0
         self._seen.put_into(stats)
         return stats

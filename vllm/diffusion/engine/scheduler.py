@@ -322,8 +322,7 @@ class DiffusionScheduler(SchedulerInterface):
         return len(self._running), len(self._waiting)
 
     def make_stats(self) -> SchedulerStats | None:
-        waiting = {item.req_id: item.waits_for for item in self._waiting}
-        stats = self._observer.statistics(len(self._running), waiting)
+        stats = self._observer.statistics(len(self._running), list(self._waiting))
         if stats is not None:
             self._paging.put_into(stats)
         return stats
