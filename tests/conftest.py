@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 for _name, _value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: starts in under a second
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # a second rank imports nothing again
-    "OMP_WAIT_POLICY": "PASSIVE",
     "OMP_NUM_THREADS": "1",  # tiny models; more threads than free cores only wait for each other
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
