@@ -20,7 +20,7 @@ from tests.reference.philox import uniform_matrix
 from vllm.diffusion import decision, fields
 from vllm.diffusion.families import FAST_DLLM, LLADA2, LLADA21, SDAR
 from vllm.diffusion.params import DiffusionParams, ServedModel, SpecialIds
-from vllm.diffusion.scoring import CATEGORICAL
+from vllm.diffusion.random_streams import CATEGORICAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -17,7 +17,7 @@ from tests.decoding.support import MASK, SHIFTED, Row, candidates, decided
 from tests.reference.dream import num_commits, times
 from vllm.diffusion.decoding.dream import Dream, commit_shares
 from vllm.diffusion.families import DREAM
-from vllm.diffusion.scoring import CHOICE, COMMIT
+from vllm.diffusion.random_streams import CHOICE, COMMIT
 
 
 def row_of(prompt: list[int] | None = None, **asked: Any) -> Row:

@@ -20,8 +20,8 @@ from vllm.diffusion.engine.admission import (
 )
 from vllm.diffusion.engine.scheduled import Scheduled
 from vllm.diffusion.errors import ActivationBudgetError
+from vllm.diffusion.likelihood import ScoreRequest
 from vllm.diffusion.memory import Demand
-from vllm.diffusion.scoring import ScoreRequest
 
 LIMIT = 100  # positions of the requests that run together
 NEVER = 1000  # positions that do not fit alone

@@ -16,7 +16,7 @@ from vllm import SamplingParams
 from vllm.diffusion.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, PARAMETERS, AlgorithmParams
 from vllm.diffusion.decision import DECISION, asked_by, attach, decide, decision_of, is_decided
 from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.scoring import SCORE, SCORED_AS
+from vllm.diffusion.likelihood import SCORE, SCORED_AS
 
 if TYPE_CHECKING:
     from vllm.diffusion.params import DiffusionParams

@@ -31,8 +31,8 @@ from vllm.diffusion.guided.guides import (
     unpacked,
 )
 from vllm.diffusion.lengths import DEFAULT_BLOCK, decide_lengths, with_suffix
+from vllm.diffusion.likelihood import BESIDE_A_SCORE, ONLY_READ, SCORE, SCORED_AS, score_request
 from vllm.diffusion.params import SEED_BITS, DiffusionParams, ServedModel
-from vllm.diffusion.scoring import BESIDE_A_SCORE, ONLY_READ, SCORE, SCORED_AS, score_request
 from vllm.diffusion.values import in_words
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from vllm.diffusion.algorithms import Algorithm
     from vllm.diffusion.guided.guides import Guide
     from vllm.diffusion.lengths import Lengths
+    from vllm.diffusion.likelihood import ScoreRequest
     from vllm.diffusion.params import SpecialIds
-    from vllm.diffusion.scoring import ScoreRequest
     from vllm.diffusion.values import Field
 
 DECISION = "dllm_decision"  # the key of extra_args under which it travels

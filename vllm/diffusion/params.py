@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.algorithms import AlgorithmParams
 from vllm.diffusion.guided.guides import Guide  # noqa: TC001 (read when a decision is received)
-from vllm.diffusion.scoring import ScoreRequest  # noqa: TC001 (read when a decision is received)
+from vllm.diffusion.likelihood import ScoreRequest  # noqa: TC001 (read when a decision is received)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

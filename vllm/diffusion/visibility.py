@@ -106,3 +106,9 @@ class BlockCausal(Visibility):
 
 
 FULL = Visibility()
+
+
+def num_positions(visibility: Visibility, prompt_length: int, gen_length: int) -> int:
+    """Positions of a request's row of tokens; of the prompt alone where nothing is generated."""
+    length = prompt_length + gen_length
+    return visibility.in_whole_blocks(length) if gen_length else length

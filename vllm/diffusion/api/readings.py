@@ -17,7 +17,7 @@ import msgspec
 from vllm.diffusion.api.choices import Cancelling, answers, last
 from vllm.diffusion.api.report import told
 from vllm.diffusion.decision import attach
-from vllm.diffusion.scoring import BESIDE_A_SCORE, ScoreRequest, TokenScores
+from vllm.diffusion.likelihood import BESIDE_A_SCORE, ScoreRequest, TokenScores
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 

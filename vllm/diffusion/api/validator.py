@@ -19,8 +19,8 @@ from vllm.diffusion.config import family_of, served_model
 from vllm.diffusion.decision import asked_by, attach, check_score, decide, is_decided
 from vllm.diffusion.engine.sizes import demand_of, make_planner
 from vllm.diffusion.errors import ActivationBudgetError, InvalidParameterError
+from vllm.diffusion.likelihood import SCORE, SCORED_AS
 from vllm.diffusion.memory import Rates
-from vllm.diffusion.scoring import SCORE, SCORED_AS
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor

@@ -14,8 +14,8 @@ from vllm.diffusion.scoring import Scoring
 if TYPE_CHECKING:
     import torch
 
+    from vllm.diffusion.likelihood import TokenScores
     from vllm.diffusion.params import DiffusionParams
-    from vllm.diffusion.scoring import TokenScores
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]  # which of several have a property

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from vllm.diffusion.decoding.base import Candidates, DecodingRule, Work, most_certain_first
-from vllm.diffusion.scoring import CHOICE, COMMIT, Scoring
+from vllm.diffusion.random_streams import CHOICE, COMMIT
+from vllm.diffusion.scoring import Scoring
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm.diffusion.decoding.base import Candidates, DecodingRule, Work
-from vllm.diffusion.scoring import TokenScores
+from vllm.diffusion.likelihood import TokenScores
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import functools
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
@@ -28,8 +26,6 @@ if TYPE_CHECKING:
 OUTSIDE_BYTES = 512 << 20
 # Part of the pool that no plan uses: what PyTorch rounds its temporaries up to.
 ROUNDING_SHARE, MAX_ROUNDING_BYTES = 1 / 64, 128 << 20
-# Where a container's memory is bounded, for both versions of control groups.
-LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def activation_budget(device: torch.device, utilization: float, ranks: Peers) -> int:
@@ -59,23 +55,6 @@ def activation_budget(device: torch.device, utilization: float, ranks: Peers) ->
 def planning_budget(pool_bytes: int) -> int:
     """Return the bytes of a pool that plans may use."""
     return max(pool_bytes - min(int(pool_bytes * ROUNDING_SHARE), MAX_ROUNDING_BYTES), 1)
-
-
-def host_cache_budget(num_ranks: int) -> int:
-    """Bytes of host memory a rank for kept keys and values; equal in all processes."""
-    if not envs.use_host_residual():
-        return 0
-    return envs.host_cache_size_bytes() or _host_memory() // 2 // num_ranks
-
-
-@functools.cache
-def _host_memory() -> int:
-    """Bytes of memory of this machine, or of the part that its control group may use."""
-    total = int(psutil.virtual_memory().total)
-    for path in map(Path, LIMITS):
-        limit = path.read_text().strip() if path.exists() else ""
-        total = min(total, int(limit)) if limit.isdigit() else total
-    return total
 
 
 def _free_bytes(device: torch.device, utilization: float) -> int:

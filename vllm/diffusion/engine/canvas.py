@@ -14,9 +14,9 @@ from vllm.diffusion.engine.guided import Guided
 from vllm.diffusion.engine.messages import StepResult
 from vllm.diffusion.engine.proposals import Proposals
 from vllm.diffusion.engine.turns import Wish
-from vllm.diffusion.engine.windows import ALL_ROWS, num_positions, windows_of
+from vllm.diffusion.engine.windows import ALL_ROWS, windows_of
 from vllm.diffusion.pages import in_whole_pages
-from vllm.diffusion.visibility import FULL, Forward
+from vllm.diffusion.visibility import FULL, Forward, num_positions
 
 if TYPE_CHECKING:
     from collections.abc import Callable

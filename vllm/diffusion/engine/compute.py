@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from vllm.diffusion import ops
 from vllm.diffusion.engine.batch import EMPTY_PART
 from vllm.diffusion.engine.division import Cuts, Division, gathered, rounds_of, to_first
+from vllm.diffusion.engine.first_forwards import FirstForwards
 from vllm.diffusion.engine.forward import (
     run_body,
     run_last_layer,
@@ -17,7 +18,6 @@ from vllm.diffusion.engine.forward import (
     upload_samples,
     upload_share,
 )
-from vllm.diffusion.engine.siblings import FirstForwards
 from vllm.diffusion.engine.streamed import StreamedForward
 from vllm.diffusion.ranks import Ranks
 from vllm.diffusion.sampling import joined, sample

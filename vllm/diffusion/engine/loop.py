@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar
 import torch
 
 from vllm.diffusion.engine.agreement import OUT_OF_MEMORY
+from vllm.diffusion.engine.first_forwards import is_copied
 from vllm.diffusion.engine.messages import StepResult
-from vllm.diffusion.engine.siblings import is_copied
 from vllm.diffusion.engine.turns import by_priority, step_behind, to_the_end
 from vllm.diffusion.engine.windows import ALL_ROWS
 from vllm.logger import init_logger

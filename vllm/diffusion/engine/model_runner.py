@@ -19,10 +19,10 @@ from vllm.diffusion.engine.batch import build_batch
 from vllm.diffusion.engine.budget import Ledger
 from vllm.diffusion.engine.canvas import Canvas
 from vllm.diffusion.engine.compute import Compute
+from vllm.diffusion.engine.first_forwards import is_copied, is_shared
 from vllm.diffusion.engine.graphs import GraphRunner, buckets_of
 from vllm.diffusion.engine.loop import Outcomes, Step, StepLoop, commit
 from vllm.diffusion.engine.messages import DiffusionRunnerOutput, Paused, StepUsage
-from vllm.diffusion.engine.siblings import is_copied, is_shared
 from vllm.diffusion.engine.slices import Slices
 from vllm.diffusion.engine.step_log import StepLog
 from vllm.diffusion.engine.turns import Shares

@@ -19,22 +19,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vllm.diffusion import ops
+from vllm.diffusion.engine.messages import MOST_SHARED_ROWS
 from vllm.diffusion.pages import PAGE_SIZE, in_whole_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from vllm.diffusion.engine.batch import SamplePart, StepBatch
-    from vllm.diffusion.engine.canvas import Canvas
     from vllm.diffusion.engine.scheduled import Scheduled
     from vllm.diffusion.params import DiffusionParams
 
 # First forwards that have fewer rows all together cost no more than one of them.
 FEWEST_ROWS = 256
-MOST_SAMPLE_ROWS = 8_192  # whose hidden states are kept
 
 
 class Prompt(NamedTuple):
@@ -140,7 +133,7 @@ def _may_share(item: Scheduled) -> bool:
         return False
     if params.cache == "exact":
         return not request.skip_reading_prefix_cache
-    return demand.sample_rows <= MOST_SAMPLE_ROWS
+    return demand.sample_rows <= MOST_SHARED_ROWS
 
 
 def own_positions(item: Scheduled) -> int:
@@ -150,66 +143,3 @@ def own_positions(item: Scheduled) -> int:
     """
     frozen: int = item.request.num_prompt_tokens - item.params.logit_shift
     return in_whole_pages(item.demand.length) - max(frozen, 0) // PAGE_SIZE * PAGE_SIZE
-
-
-class Known(NamedTuple):
-    """Sample rows of one request, with their hidden states.
-
-    Attributes:
-        part: the request's rows alone.
-        hidden: [r, D], their hidden states after the last layer, in host memory.
-    """
-
-    part: SamplePart
-    hidden: ops.HostCopy
-
-
-class FirstForwards:
-    """Hidden states of the sample rows of first forwards, for as long as siblings may need them."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, dict[int, Known]] = {}  # by request, and by its first position
-
-    def note(self, batch: StepBatch, part: SamplePart, hidden: Tensor) -> None:
-        """Keep, of a part's `hidden` states [r, D], those that siblings will need."""
-        for number, own, unconditional in part.pieces:
-            canvas = batch.canvases[number]
-            if not is_shared(canvas) or batch.works[number].eligible.size > MOST_SAMPLE_ROWS:
-                continue
-            num_rows = own.stop - own.start
-            rows = slice(own.start, (unconditional or own).stop)
-            second = None if unconditional is None else slice(num_rows, 2 * num_rows)
-            alone = part._replace(
-                rows=part.rows[rows],
-                positions=part.positions[rows],
-                span_groups=(),
-                pieces=((0, slice(0, num_rows), second),),
-            )
-            known = Known(alone, ops.HostCopy(hidden[rows].clone()))
-            self._known.setdefault(canvas.req_id, {})[int(alone.positions[0])] = known
-
-    def share(self, req_id: str, of: str) -> Iterator[Known]:
-        """Yield what is known of request `of`'s first forward, and hold it for `req_id`, too."""
-        known = self._known.get(of)
-        if known is not None:
-            self._known[req_id] = known
-        return iter([] if known is None else known.values())
-
-    def forget(self, req_id: str) -> None:
-        """Drop a request that has gone; others may hold what it shared."""
-        self._known.pop(req_id, None)
-
-
-def is_shared(canvas: Canvas) -> bool:
-    """Whether the request's next forward is its first one and equals that of its siblings."""
-    return canvas.num_forwards == 0 and _has_siblings(canvas)
-
-
-def is_copied(canvas: Canvas) -> bool:
-    """Whether siblings may now copy what a request keeps: it is as its first forward left it."""
-    return canvas.has_made_one_forward and canvas.cache is not None and _has_siblings(canvas)
-
-
-def _has_siblings(canvas: Canvas) -> bool:
-    params = canvas.params
-    return params.num_answers > 1 and params.cache not in ("frozen", "exact")

@@ -6,25 +6,29 @@ The API server, the scheduler and the workers compute equal numbers, each in its
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 
 from vllm.diffusion import envs, ops, stages
 from vllm.diffusion.config import row_budget, settings_of
-from vllm.diffusion.engine.budget import host_cache_budget
-from vllm.diffusion.engine.windows import num_positions
 from vllm.diffusion.memory import Demand, Experts, ModelShape, Planner, Products
 from vllm.diffusion.ops import arena
 from vllm.diffusion.pages import HEAD_DIMS
-from vllm.diffusion.visibility import BlockCausal
+from vllm.diffusion.visibility import BlockCausal, num_positions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.diffusion.memory import Rates
     from vllm.diffusion.models.config import DiffusionConfig
     from vllm.diffusion.params import DiffusionParams
+
+# Where a container's memory is bounded, for both versions of control groups.
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def make_planner(
@@ -192,3 +196,20 @@ def _experts(
         in_fp32=architecture.scoring.in_fp32,
         quantises=quantises,
     )
+
+
+def host_cache_budget(num_ranks: int) -> int:
+    """Bytes of host memory a rank for kept keys and values; equal in all processes."""
+    if not envs.use_host_residual():
+        return 0
+    return envs.host_cache_size_bytes() or _host_memory() // 2 // num_ranks
+
+
+@functools.cache
+def _host_memory() -> int:
+    """Bytes of memory of this machine, or of the part that its control group may use."""
+    total = int(psutil.virtual_memory().total)
+    for path in map(Path, LIMITS):
+        limit = path.read_text().strip() if path.exists() else ""
+        total = min(total, int(limit)) if limit.isdigit() else total
+    return total

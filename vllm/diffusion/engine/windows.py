@@ -157,12 +157,6 @@ class Exact(Windows):
         self.kept = max(self.kept, self._visibility.final(ended).stop)
 
 
-def num_positions(visibility: Visibility, prompt_length: int, gen_length: int) -> int:
-    """Positions of a request's row of tokens; of the prompt alone where nothing is generated."""
-    length = prompt_length + gen_length
-    return visibility.in_whole_blocks(length) if gen_length else length
-
-
 def windows_of(
     params: DiffusionParams, visibility: Visibility, prompt_length: int, length: int
 ) -> Windows:

@@ -11,7 +11,7 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.guided import kernel
 from vllm.diffusion.guided.window import FREE, OPEN
-from vllm.diffusion.scoring import GUIDED, TOKEN
+from vllm.diffusion.random_streams import GUIDED, TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

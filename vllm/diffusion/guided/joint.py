@@ -13,7 +13,7 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.guided.window import OPEN, Rows, choose, num_uniform, read
-from vllm.diffusion.scoring import GUIDED, TOKEN
+from vllm.diffusion.random_streams import GUIDED, TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

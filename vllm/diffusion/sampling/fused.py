@@ -14,7 +14,7 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.params import SEED_BITS
-from vllm.diffusion.scoring import CATEGORICAL, REMASKING, TOKEN
+from vllm.diffusion.random_streams import CATEGORICAL, REMASKING, TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.scoring import CATEGORICAL, REMASKING, TOKEN
+from vllm.diffusion.random_streams import CATEGORICAL, REMASKING, TOKEN
 
 if TYPE_CHECKING:
     from vllm.diffusion.sampling.rows import RowGroup
