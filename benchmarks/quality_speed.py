@@ -5,10 +5,10 @@
     benchmarks/quality_speed.py [--models llada-tiny dream-tiny llada-moe-tiny]
         [--algorithms semi_ar threshold] [--limit N] [--output-dir results/quality_speed]
 
-Every algorithm of `vllm.diffusion.algorithms` answers the facts that a model was trained on, with
-its defaults, with other values of its parameters (one changed at a time), and with each cache. A
-combination that the engine refuses is listed as refused. All questions of a combination are
-decoded together by an engine inside this process, at temperature 0 and seed 0. Models that are
+Every algorithm of `vllm.diffusion.request.algorithms` answers the facts that a model was trained
+on, with its defaults, with other values of its parameters (one changed at a time), and with each
+cache. A combination that the engine refuses is listed as refused. All questions of a combination
+are decoded together by an engine inside this process, at temperature 0 and seed 0. Models that are
 missing under models/ are trained first.
 
 The models are sure of the taught questions and answer most of them in one forward, whatever the
@@ -48,8 +48,8 @@ from tqdm import tqdm
 
 from benchmarks import harness
 from benchmarks.harness import BenchmarkError, positive
-from vllm.diffusion.algorithms import ALGORITHMS
-from vllm.diffusion.fields import BY_NAME, CACHES, FIELDS
+from vllm.diffusion.request.algorithms import ALGORITHMS
+from vllm.diffusion.request.fields import BY_NAME, CACHES, FIELDS
 
 if TYPE_CHECKING:
     import argparse

@@ -19,14 +19,14 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
-from vllm.diffusion import decision, fields  # noqa: E402
-from vllm.diffusion.algorithms import ALGORITHMS, BLOCK_ALGORITHMS  # noqa: E402
 from vllm.diffusion.decoding import Candidates, make_rule  # noqa: E402
-from vllm.diffusion.families import FAST_DLLM, LLADA, LLADA21, SDAR  # noqa: E402
-from vllm.diffusion.params import ServedModel, SpecialIds  # noqa: E402
+from vllm.diffusion.request import decision, fields  # noqa: E402
+from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS  # noqa: E402
+from vllm.diffusion.request.families import FAST_DLLM, LLADA, LLADA21, SDAR  # noqa: E402
+from vllm.diffusion.request.params import ServedModel, SpecialIds  # noqa: E402
 
 if TYPE_CHECKING:
-    from vllm.diffusion.algorithms import Algorithm
+    from vllm.diffusion.request.algorithms import Algorithm
 
 FOLDER = ROOT / "docs" / "images" / "algorithms"
 MASK, LENGTH, BLOCK, PROMPT = 15, 32, 8, 8

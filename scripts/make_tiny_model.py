@@ -51,8 +51,8 @@ class TinyModelError(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     options = parse_arguments(arguments)
-    # Read when torch is loaded, later. Threads that wait spin shortly: those that sleep at once take
-    # half as long again; those that spin for milliseconds, the default, crawl on a busy machine.
+    # Read when torch is loaded, later. Threads that wait spin shortly: sleeping at once takes
+    # half as long again, and spinning for milliseconds, the default, crawls on a busy machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         validate(options)

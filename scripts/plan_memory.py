@@ -31,9 +31,9 @@ GIB = 1 << 30
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    from vllm.diffusion import envs
-    from vllm.diffusion.engine.budget import planning_budget
-    from vllm.diffusion.errors import ActivationBudgetError
+    from vllm.diffusion.core import envs
+    from vllm.diffusion.core.errors import ActivationBudgetError
+    from vllm.diffusion.engine.worker.budget import planning_budget
     from vllm.diffusion.memory import Demand, Planner
 
     shape = shape_of(options.model, options.dtype, options.tensor_parallel_size)
@@ -79,7 +79,7 @@ def shape_of(model: str, dtype: str, num_ranks: int) -> ModelShape:
     import torch
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm.diffusion.engine.sizes import model_shape
+    from vllm.diffusion.engine.planning import model_shape
 
     args = EngineArgs(model=model, dtype=dtype, enforce_eager=True, skip_tokenizer_init=True)
     config = args.create_engine_config()
@@ -89,7 +89,7 @@ def shape_of(model: str, dtype: str, num_ranks: int) -> ModelShape:
 
 def print_terms(shape: ModelShape, plan: Plan) -> None:
     """Print the bytes of one row of every stage under a plan."""
-    from vllm.diffusion.buffers import row_bytes
+    from vllm.diffusion.core.buffers import row_bytes
     from vllm.diffusion.memory.footprint import Footprint
 
     footprint = Footprint(shape)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import torch
 
+from vllm.diffusion.core.spans import PageTable
 from vllm.diffusion.memory import ActivationPool, KeptSequence, PageStore
 from vllm.diffusion.memory.activation_pool import Backing
-from vllm.diffusion.spans import PageTable
 
 NUM_LAYERS, LAYER = 3, 1  # of the store, and the one that is read
 

@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 
-from vllm.diffusion.board import FAILED, NO_MEMORY, Board
-from vllm.diffusion.engine.agreement import Agreement
-from vllm.diffusion.errors import RankError, RankMemoryError
+from vllm.diffusion.core.errors import RankError, RankMemoryError
+from vllm.diffusion.engine.worker.agreement import Agreement
 from vllm.diffusion.memory import PoolExhaustedError
+from vllm.diffusion.parallel.board import FAILED, NO_MEMORY, Board
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -68,10 +68,10 @@ def test_every_variable_of_the_server_scripts_is_documented(family: str) -> None
 
 
 def test_one_table_has_every_variable_of_the_server() -> None:
-    """Ours are those of `vllm.diffusion.envs`; others with such names are upstream's."""
+    """Ours are those of `vllm.diffusion.core.envs`; others with such names are upstream's."""
     import vllm.envs
 
-    from vllm.diffusion import envs
+    from vllm.diffusion.core import envs
 
     document = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
     table = document.split("## Environment variables")[1].split("\n## ")[0]

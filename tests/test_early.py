@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from vllm.diffusion import early, late
+from vllm.diffusion.process import early, late
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -20,8 +20,8 @@ from vllm.engine.arg_utils import EngineArgs
 
 from tests.checkpoints import make_case
 from tests.scripts.repository import ROOT
-from vllm.diffusion import envs
-from vllm.diffusion.errors import ServerConfigError
+from vllm.diffusion.core import envs
+from vllm.diffusion.core.errors import ServerConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

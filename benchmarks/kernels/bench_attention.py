@@ -39,10 +39,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu_timing import KernelParser, attention_flops, compare, report, rotating
 from benchmarks.gpu_timing import random_rows as random
+from vllm.diffusion.core.pages import PAGE_SIZE
+from vllm.diffusion.core.spans import AttentionLayout, PageTable, Span
 from vllm.diffusion.layers.attention_backends import Backend, attend, can_serve, choose_backend
 from vllm.diffusion.layers.split_attention import CONFIG, SplitConfig, split_attention
-from vllm.diffusion.pages import PAGE_SIZE
-from vllm.diffusion.spans import AttentionLayout, PageTable, Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -192,7 +192,7 @@ def _unpacked(op: str, x: Tensor, weight: Packed, out: Tensor) -> None:
 def fp8_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
     if not {FP8 + op for op in PRODUCTS} & set(ops):
         return
-    from vllm.diffusion.buffers import FreshBuffers  # the engine's way, and its imports
+    from vllm.diffusion.core.buffers import FreshBuffers  # the engine's way, and its imports
     from vllm.diffusion.ops.fp8 import Fp8Projection
 
     scratch = FreshBuffers(torch.device("cuda"))

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
-from vllm.diffusion.api.estimator import draw_maskings, estimate
+from vllm.diffusion.api.likelihood.estimator import draw_maskings, estimate
 
 
 def published(length: int, mc_num: int, batch_size: int, seed: int) -> list[tuple[int, ...]]:

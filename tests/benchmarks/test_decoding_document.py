@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm.diffusion import fields
-from vllm.diffusion.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, PARAMETERS, Algorithm
-from vllm.diffusion.families import FAMILIES
-from vllm.diffusion.values import in_words
+from vllm.diffusion.request import fields
+from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, PARAMETERS, Algorithm
+from vllm.diffusion.request.families import FAMILIES
+from vllm.diffusion.request.values import in_words
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "decoding.md").read_text(encoding="utf-8")
 

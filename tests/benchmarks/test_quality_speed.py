@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from vllm.diffusion import fields
-from vllm.diffusion.algorithms import ALGORITHMS
-from vllm.diffusion.values import Field
+from vllm.diffusion.request import fields
+from vllm.diffusion.request.algorithms import ALGORITHMS
+from vllm.diffusion.request.values import Field
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from vllm.diffusion.api.protocol import GenerateBody
-from vllm.diffusion.fields import FIELDS
-from vllm.diffusion.values import as_json
+from vllm.diffusion.request.fields import FIELDS
+from vllm.diffusion.request.values import as_json
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "requests.md").read_text(encoding="utf-8")
 TYPES = {

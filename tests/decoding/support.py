@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from vllm.diffusion import decision, fields
 from vllm.diffusion.decoding import Candidates, Work, make_rule
-from vllm.diffusion.families import DREAM, LLADA
-from vllm.diffusion.params import DiffusionParams, ServedModel, SpecialIds
+from vllm.diffusion.request import decision, fields
+from vllm.diffusion.request.families import DREAM, LLADA
+from vllm.diffusion.request.params import DiffusionParams, ServedModel, SpecialIds
 
 if TYPE_CHECKING:
     from collections.abc import Callable

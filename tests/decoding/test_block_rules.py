@@ -17,15 +17,15 @@ from tests.reference import block_loops
 from tests.reference.block_loops import Draw, NoEnd
 from tests.reference.block_models import FastDLLMReference, SDARReference
 from tests.reference.philox import uniform_matrix
-from vllm.diffusion import decision, fields
-from vllm.diffusion.families import FAST_DLLM, LLADA2, LLADA21, SDAR
-from vllm.diffusion.params import DiffusionParams, ServedModel, SpecialIds
-from vllm.diffusion.random_streams import CATEGORICAL
+from vllm.diffusion.core.random_streams import CATEGORICAL
+from vllm.diffusion.request import decision, fields
+from vllm.diffusion.request.families import FAST_DLLM, LLADA2, LLADA21, SDAR
+from vllm.diffusion.request.params import DiffusionParams, ServedModel, SpecialIds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from vllm.diffusion.families import Family
+    from vllm.diffusion.request.families import Family
 
 V, MASK, STOPS = 24, 23, frozenset({22, 21})
 NEVER = {MASK: -1e9}  # bias of a token that is never proposed

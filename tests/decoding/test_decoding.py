@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from tests.decoding.support import EOS, MASK, MODEL, SHIFTED, Row, candidates, decided
 from tests.reference.decode import num_transfer_tokens
-from vllm.diffusion import fields
-from vllm.diffusion.algorithms import ALGORITHMS
 from vllm.diffusion.decoding import RULES, DecodingRule, make_rule, most_certain_first
 from vllm.diffusion.decoding.semi_ar import SemiAutoregressive, transfer_quota
 from vllm.diffusion.decoding.threshold import Threshold
+from vllm.diffusion.request import fields
+from vllm.diffusion.request.algorithms import ALGORITHMS
 
 # ---- order -------------------------------------------------------------------------------------
 

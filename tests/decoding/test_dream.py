@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from tests.decoding.support import MASK, SHIFTED, Row, candidates, decided
 from tests.reference.dream import num_commits, times
+from vllm.diffusion.core.random_streams import CHOICE, COMMIT
 from vllm.diffusion.decoding.dream import Dream, commit_shares
-from vllm.diffusion.families import DREAM
-from vllm.diffusion.random_streams import CHOICE, COMMIT
+from vllm.diffusion.request.families import DREAM
 
 
 def row_of(prompt: list[int] | None = None, **asked: Any) -> Row:

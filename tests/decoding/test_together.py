@@ -11,10 +11,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm.diffusion import decision, fields
 from vllm.diffusion.decoding import Candidates, Together, Work, make_rule
-from vllm.diffusion.families import SDAR
-from vllm.diffusion.params import ServedModel, SpecialIds
+from vllm.diffusion.request import decision, fields
+from vllm.diffusion.request.families import SDAR
+from vllm.diffusion.request.params import ServedModel, SpecialIds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.decoding import Work
-    from vllm.diffusion.params import DiffusionParams
+    from vllm.diffusion.request.params import DiffusionParams
 
 
 class Toy:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from tests.checkpoints import MASK_ID, random_prompt
 from tests.engine.harness import BLOCKS, NOISY, Ask
-from vllm.diffusion.families import LLADA
 from vllm.diffusion.memory.footprint import Layout
 from vllm.diffusion.memory.plan import Plan, Sizes
-from vllm.diffusion.params import ServedModel, SpecialIds
+from vllm.diffusion.request.families import LLADA
+from vllm.diffusion.request.params import ServedModel, SpecialIds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -170,7 +170,7 @@ def freeze_imports() -> None:
     import vllm.v1.engine.core
     import vllm.v1.engine.llm_engine
 
-    import vllm.diffusion.engine.worker  # noqa: F401
+    import vllm.diffusion.engine.worker.worker  # noqa: F401
 
     gc.collect()
     gc.freeze()
@@ -178,7 +178,7 @@ def freeze_imports() -> None:
 
 def shrink(runner: Any, budget_bytes: int) -> None:
     """Give a model runner a smaller pool."""
-    from vllm.diffusion.engine.budget import planning_budget
+    from vllm.diffusion.engine.worker.budget import planning_budget
     from vllm.diffusion.memory import Planner
 
     planner = runner.planner

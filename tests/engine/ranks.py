@@ -15,11 +15,11 @@ import torch
 
 from tests.engine.harness import running
 from vllm.diffusion.config import Settings
-from vllm.diffusion.engine import sizes
-from vllm.diffusion.engine.agreement import Agreement
-from vllm.diffusion.engine.model_runner import DiffusionModelRunner
+from vllm.diffusion.engine import planning as sizes
+from vllm.diffusion.engine.worker.agreement import Agreement
+from vllm.diffusion.engine.worker.model_runner import DiffusionModelRunner
 from vllm.diffusion.memory import activation_pool
-from vllm.diffusion.ranks import Ranks
+from vllm.diffusion.parallel.ranks import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

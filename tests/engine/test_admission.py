@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from vllm.diffusion.engine.admission import (
+from vllm.diffusion.core.errors import ActivationBudgetError
+from vllm.diffusion.engine.scheduler.admission import (
     LONGEST_WAIT_S,
     MAX_OVERTAKEN,
     MAX_PASSED,
     Gathering,
     WaitingLine,
 )
-from vllm.diffusion.engine.scheduled import Scheduled
-from vllm.diffusion.errors import ActivationBudgetError
-from vllm.diffusion.likelihood import ScoreRequest
+from vllm.diffusion.engine.scheduler.scheduled import Scheduled
 from vllm.diffusion.memory import Demand
+from vllm.diffusion.request.likelihood import ScoreRequest
 
 LIMIT = 100  # positions of the requests that run together
 NEVER = 1000  # positions that do not fit alone

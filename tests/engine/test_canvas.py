@@ -11,18 +11,19 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tests.pages import store_with
-from vllm.diffusion import decision, fields, ops
+from vllm.diffusion import ops
 from vllm.diffusion.decoding import Candidates
-from vllm.diffusion.engine.batch import build_batch
-from vllm.diffusion.engine.canvas import Canvas
-from vllm.diffusion.engine.graphs import Bucket
 from vllm.diffusion.engine.messages import NewCanvas
-from vllm.diffusion.engine.step_inputs import fill
-from vllm.diffusion.families import LLADA, SDAR
-from vllm.diffusion.params import ServedModel, SpecialIds
+from vllm.diffusion.engine.worker.batch import build_batch
+from vllm.diffusion.engine.worker.canvas import Canvas
+from vllm.diffusion.engine.worker.graphs import Bucket
+from vllm.diffusion.engine.worker.step_inputs import fill
+from vllm.diffusion.request import decision, fields
+from vllm.diffusion.request.families import LLADA, SDAR
+from vllm.diffusion.request.params import ServedModel, SpecialIds
 
 if TYPE_CHECKING:
-    from vllm.diffusion.families import Family
+    from vllm.diffusion.request.families import Family
 
 MASK, EOS = 95, 94
 PROMPT = [2 + i % 90 for i in range(8)]

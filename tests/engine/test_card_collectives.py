@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import distributed
 
-from vllm.diffusion.board import Board
-from vllm.diffusion.buffers import FreshBuffers
-from vllm.diffusion.engine.agreement import Agreement
-from vllm.diffusion.errors import RankError
+from vllm.diffusion.core.buffers import FreshBuffers
+from vllm.diffusion.core.errors import RankError
+from vllm.diffusion.engine.worker.agreement import Agreement
 from vllm.diffusion.ops.collectives import CardCollectives
+from vllm.diffusion.parallel.board import Board
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from tests.checkpoints import random_prompt
 from tests.engine.cases import CUT, PLANS, SHORT, mixed_asks
 from tests.engine.harness import Ask, record_plans, running, shrink, tokens
-from vllm.diffusion.buffers import row_bytes
+from vllm.diffusion.core.buffers import row_bytes
 from vllm.diffusion.memory.footprint import Footprint, Layout
 from vllm.diffusion.memory.plan import Plan, Sizes
 

@@ -26,10 +26,10 @@ from tests.engine.harness import (
     start,
     step,
 )
-from vllm.diffusion.engine import scheduler
-from vllm.diffusion.engine.paging import Paging
-from vllm.diffusion.engine.sizes import make_planner
-from vllm.diffusion.pages import PAGE_SIZE
+from vllm.diffusion.core.pages import PAGE_SIZE
+from vllm.diffusion.engine.planning import make_planner
+from vllm.diffusion.engine.scheduler import scheduler
+from vllm.diffusion.engine.scheduler.paging import Paging
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -20,8 +20,8 @@ from tests.engine.harness import (
     sampling_params,
     start,
 )
-from vllm.diffusion.engine import step_log
-from vllm.diffusion.engine.compute import Compute
+from vllm.diffusion.engine.worker import step_log
+from vllm.diffusion.engine.worker.compute import Compute
 from vllm.diffusion.memory import PoolExhaustedError, UsageMeter
 from vllm.diffusion.ops import HostCopy
 

@@ -25,7 +25,7 @@ from tests.engine.harness import (
     shrink,
 )
 from tests.reference.families import load_reference
-from vllm.diffusion.engine.first_forwards import Known
+from vllm.diffusion.engine.worker.first_forwards import Known
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

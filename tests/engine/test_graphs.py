@@ -15,13 +15,14 @@ from tests.checkpoints import llada2_config, llada_config, make_checkpoint, sdar
 from tests.engine.cases import SERVED
 from tests.engine.harness import Ask, running
 from tests.pages import store_with
-from vllm.diffusion import decision, fields
-from vllm.diffusion.buffers import FreshBuffers
+from vllm.diffusion.core.buffers import FreshBuffers
+from vllm.diffusion.core.spans import Span
 from vllm.diffusion.decoding import Candidates
-from vllm.diffusion.engine.batch import StepBatch, build_batch
-from vllm.diffusion.engine.canvas import Canvas
-from vllm.diffusion.engine.forward import run_body, run_to_end, upload
-from vllm.diffusion.engine.graphs import (
+from vllm.diffusion.engine.messages import NewCanvas
+from vllm.diffusion.engine.worker.batch import StepBatch, build_batch
+from vllm.diffusion.engine.worker.canvas import Canvas
+from vllm.diffusion.engine.worker.forward import run_body, run_to_end, upload
+from vllm.diffusion.engine.worker.graphs import (
     MOST_WHOLE_ROWS,
     MOST_WHOLE_ROWS_FP8,
     MOST_WINDOW_ROWS,
@@ -30,12 +31,11 @@ from vllm.diffusion.engine.graphs import (
     Buckets,
     buckets_of,
 )
-from vllm.diffusion.engine.messages import NewCanvas
-from vllm.diffusion.engine.step_inputs import SequenceBounds, StepInputs, fill
+from vllm.diffusion.engine.worker.step_inputs import SequenceBounds, StepInputs, fill
 from vllm.diffusion.models.llada import LLaDAConfig
 from vllm.diffusion.models.llada2 import LLaDA2Config
 from vllm.diffusion.models.sdar import SDARConfig
-from vllm.diffusion.spans import Span
+from vllm.diffusion.request import decision, fields
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,11 +19,11 @@ from tests.engine.harness import (
     running,
 )
 from vllm.diffusion.api.validator import RequestRefused, validator_of
-from vllm.diffusion.engine.sizes import model_shape
-from vllm.diffusion.errors import ActivationBudgetError
+from vllm.diffusion.core.errors import ActivationBudgetError
+from vllm.diffusion.core.pages import PAGE_SIZE
+from vllm.diffusion.engine.planning import model_shape
 from vllm.diffusion.memory import Demand, ModelShape, Planner, StepShape
 from vllm.diffusion.memory.cost import CPU
-from vllm.diffusion.pages import PAGE_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

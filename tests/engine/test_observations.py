@@ -14,7 +14,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tests.checkpoints import random_prompt
 from tests.engine.harness import BLOCKS, Ask, running, start
 from vllm.diffusion import metrics
-from vllm.diffusion.engine import observer
+from vllm.diffusion.engine.scheduler import observer
 from vllm.diffusion.metrics import Metric, Observations, observations_in
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from tests.engine.harness import (
     step,
     tokens,
 )
-from vllm.diffusion.errors import ActivationBudgetError
-from vllm.diffusion.pages import PAGE_SIZE, num_pages
+from vllm.diffusion.core.errors import ActivationBudgetError
+from vllm.diffusion.core.pages import PAGE_SIZE, num_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable

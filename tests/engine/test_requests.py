@@ -92,8 +92,8 @@ def test_a_report_comes_with_the_last_token(engine: Engine) -> None:
 def test_a_request_is_decided_once(engine: Engine, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     """On its way in, for all of its answers; the scheduler reads what it brings."""
     from vllm import SamplingParams
-    from vllm.diffusion import decision
     from vllm.diffusion.api import validator
+    from vllm.diffusion.request import decision
 
     made: list[Any] = []
     decide = decision.decide

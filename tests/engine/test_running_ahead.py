@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.engine.harness import BLOCKS, Ask, as_request, clear_case, finish, record_steps, start
-from vllm.diffusion.engine.turns import Shares
+from vllm.diffusion.engine.scheduler.turns import Shares
 from vllm.diffusion.memory import StepShape
 
 if TYPE_CHECKING:

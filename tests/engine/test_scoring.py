@@ -21,7 +21,7 @@ from tests.engine.harness import (
 )
 from tests.reference import decode
 from tests.reference.families import load_reference
-from vllm.diffusion.engine.compute import PooledHead
+from vllm.diffusion.engine.worker.compute import PooledHead
 from vllm.diffusion.sampling import sampler
 
 if TYPE_CHECKING:

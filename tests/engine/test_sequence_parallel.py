@@ -18,8 +18,8 @@ from tests.checkpoints import random_prompt
 from tests.engine.cases import CUT, SCHEMA, SHORT, guided_asks, mixed_asks, whole_asks
 from tests.engine.harness import Ask, engine_config, finish, running, start, tokens
 from tests.engine.ranks import ranked
-from vllm.diffusion.engine.budget import planning_budget
 from vllm.diffusion.engine.executor import RanksExecutor
+from vllm.diffusion.engine.worker.budget import planning_budget
 from vllm.diffusion.memory import Plan, Planner
 from vllm.diffusion.memory.footprint import Layout
 from vllm.diffusion.memory.plan import Sizes

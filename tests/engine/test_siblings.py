@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from vllm.diffusion.engine.siblings import Siblings
+from vllm.diffusion.core.pages import PAGE_SIZE
+from vllm.diffusion.engine.scheduler.siblings import Siblings
 from vllm.diffusion.memory import Demand
-from vllm.diffusion.pages import PAGE_SIZE
 
 PROMPT = [3] * (2 * PAGE_SIZE + 10)
 

@@ -15,12 +15,12 @@ from tests.checkpoints import make_checkpoint, random_prompt
 from tests.engine.cases import CUT, PLANS, SHORT
 from tests.engine.harness import Ask, finish, running, shrink, start, step, tokens
 from tests.memory.support import LLADA_8B
+from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.engine.messages import Slice
-from vllm.diffusion.engine.model_runner import DiffusionModelRunner
-from vllm.diffusion.engine.slices import Slices
-from vllm.diffusion.engine.slicing import Pace
-from vllm.diffusion.engine.windows import ALL_ROWS
-from vllm.diffusion.errors import ActivationBudgetError
+from vllm.diffusion.engine.scheduler.slicing import Pace
+from vllm.diffusion.engine.worker.model_runner import DiffusionModelRunner
+from vllm.diffusion.engine.worker.slices import Slices
+from vllm.diffusion.engine.worker.windows import ALL_ROWS
 from vllm.diffusion.memory import Demand, Planner, PoolExhaustedError, StepShape, rates
 from vllm.diffusion.memory.plan import Plan, StageSeconds
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from vllm.diffusion.config import Settings
-from vllm.diffusion.engine import slicing
+from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.engine.messages import Paused, Worked
-from vllm.diffusion.engine.scheduled import Scheduled
-from vllm.diffusion.errors import ServerConfigError
+from vllm.diffusion.engine.scheduler import slicing
+from vllm.diffusion.engine.scheduler.scheduled import Scheduled
 from vllm.diffusion.memory import Demand
 
 STEP_S, SHORT_S = 1.0, 0.004  # what the planner predicts of a long step and of a short one

@@ -18,12 +18,13 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from tests.checkpoints import make_case
 from tests.engine.harness import engine_config
-from vllm.diffusion import __version__, startup_log
-from vllm.diffusion.api import welcome
-from vllm.diffusion.engine import status
-from vllm.diffusion.engine.worker import DiffusionWorker
+from vllm.diffusion import __version__
+from vllm.diffusion.api.server import welcome
+from vllm.diffusion.engine.worker import status
+from vllm.diffusion.engine.worker.worker import DiffusionWorker
 from vllm.diffusion.metrics import BUILD_INFO
 from vllm.diffusion.ops.rooms import BUILD, Room, rooms
+from vllm.diffusion.process import startup_log
 
 if TYPE_CHECKING:
     from tests.engine.harness import Engine

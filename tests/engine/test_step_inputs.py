@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.engine.batch import SpanGroup
-from vllm.diffusion.engine.step_inputs import (
+from vllm.diffusion.core.spans import AttentionLayout, PageTable, Span
+from vllm.diffusion.engine.worker.batch import SpanGroup
+from vllm.diffusion.engine.worker.step_inputs import (
     SequenceBounds,
     StepInputs,
     bounds_of,
     empty,
     layout_of,
 )
-from vllm.diffusion.spans import AttentionLayout, PageTable, Span
 
 SPANS = (Span(0, 3, 10, 17), Span(3, 4, 2, 2), Span(4, 9, 0, 40))
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm.diffusion.engine.turns import Shares, Wish, step_behind, take_turns, to_the_end
+from vllm.diffusion.engine.scheduler.turns import Shares, Wish, step_behind, take_turns, to_the_end
 
 BUDGET = 100
 rows = st.integers(1, 150)

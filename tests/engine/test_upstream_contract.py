@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def test_the_scheduler_implements_the_whole_interface() -> None:
     from vllm.v1.core.sched.interface import SchedulerInterface
 
-    from vllm.diffusion.engine.scheduler import DiffusionScheduler
+    from vllm.diffusion.engine.scheduler.scheduler import DiffusionScheduler
 
     assert issubclass(DiffusionScheduler, SchedulerInterface)
     assert not inspect.isabstract(DiffusionScheduler)
@@ -56,7 +56,7 @@ def test_the_scheduler_implements_the_whole_interface() -> None:
 def test_the_worker_overrides_what_upstream_calls() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
-    from vllm.diffusion.engine.worker import DiffusionWorker
+    from vllm.diffusion.engine.worker.worker import DiffusionWorker
 
     assert issubclass(DiffusionWorker, WorkerBase)
     for name in (
@@ -88,7 +88,7 @@ def assert_same_parameters(upstream: type, ours: type) -> None:
 def test_the_engine_core_passes_the_scheduler_what_it_takes() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from vllm.diffusion.engine.scheduler import DiffusionScheduler
+    from vllm.diffusion.engine.scheduler.scheduler import DiffusionScheduler
 
     upstream = set(inspect.signature(Scheduler.__init__).parameters)
     assert upstream <= set(inspect.signature(DiffusionScheduler.__init__).parameters)
@@ -135,7 +135,7 @@ def test_every_front_end_makes_its_requests_in_one_place(
 
     from vllm import SamplingParams
     from vllm.diffusion.api import validator
-    from vllm.diffusion.decision import is_decided
+    from vllm.diffusion.request.decision import is_decided
 
     assert validator.is_installed()
     assert "input_processor" in inspect.get_annotations(EngineClient)
@@ -182,7 +182,7 @@ def test_step_logs_name_time_requests_and_rows(engine: Engine) -> None:
     """The line that benchmarks read."""
     import logging
 
-    from vllm.diffusion.engine import step_log
+    from vllm.diffusion.engine.worker import step_log
 
     class Lines(logging.Handler):
         def __init__(self) -> None:
@@ -260,7 +260,10 @@ def test_the_openai_handlers_take_another_class() -> None:
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 
-    from vllm.diffusion.api.openai_serving import DiffusionServingChat, DiffusionServingCompletion
+    from vllm.diffusion.api.openai.openai_serving import (
+        DiffusionServingChat,
+        DiffusionServingCompletion,
+    )
 
     for upstream, ours in (
         (OpenAIServingChat, DiffusionServingChat),
@@ -276,7 +279,7 @@ def test_typed_decisions_have_what_is_overridden_and_called() -> None:
     from vllm.entrypoints.generate.generative_scoring import serving as scoring
     from vllm.entrypoints.generate.structured_decisions import serving, strategies
 
-    from vllm.diffusion.api.decisions import DiffusionDecisions, DiffusionScoring
+    from vllm.diffusion.api.likelihood.decisions import DiffusionDecisions, DiffusionScoring
 
     assert isinstance(strategies.READ_STRATEGIES, dict)
     for name in ("_render", "_read_request", "_content", "_tokenizer"):
@@ -364,7 +367,7 @@ def test_processes_of_an_engine_have_the_names_that_are_watched() -> None:
     from vllm.v1.engine import utils as engine_utils
     from vllm.v1.executor import multiproc_executor
 
-    from vllm.diffusion.watchdog import _PROCESS_NAMES
+    from vllm.diffusion.process.watchdog import _PROCESS_NAMES
 
     for module, name in (
         (engine_utils, 'else "EngineCore"'),
@@ -377,7 +380,7 @@ def test_processes_of_an_engine_have_the_names_that_are_watched() -> None:
 
 
 def test_an_engines_process_comes_from_one_context() -> None:
-    """`vllm.diffusion.early` puts another in its place."""
+    """`vllm.diffusion.process.early` puts another in its place."""
     from vllm.v1.engine import utils
 
     source = inspect.getsource(utils.CoreEngineProcManager.__init__)
@@ -387,7 +390,7 @@ def test_an_engines_process_comes_from_one_context() -> None:
 
 
 def test_what_is_imported_early_is_there() -> None:
-    from vllm.diffusion import early
+    from vllm.diffusion.process import early
 
     for name in early.NEEDED + early._ROUTES:
         assert importlib.util.find_spec(name) is not None, name

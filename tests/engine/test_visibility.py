@@ -11,24 +11,24 @@ import torch
 
 from tests.checkpoints import MASK_ID
 from tests.pages import store_with
-from vllm.diffusion import decision, fields
+from vllm.diffusion.core.spans import AttentionLayout
 from vllm.diffusion.decoding import Work
-from vllm.diffusion.engine.batch import build_batch
-from vllm.diffusion.engine.canvas import Canvas
 from vllm.diffusion.engine.messages import NewCanvas
-from vllm.diffusion.families import LLADA
+from vllm.diffusion.engine.worker.batch import build_batch
+from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.layers.attention_backends import attend
 from vllm.diffusion.memory import chunks
-from vllm.diffusion.params import ServedModel, SpecialIds
-from vllm.diffusion.spans import AttentionLayout
-from vllm.diffusion.visibility import FULL, BlockCausal, Forward
+from vllm.diffusion.request import decision, fields
+from vllm.diffusion.request.families import LLADA
+from vllm.diffusion.request.params import ServedModel, SpecialIds
+from vllm.diffusion.request.visibility import FULL, BlockCausal, Forward
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from vllm.diffusion.engine.batch import SpanGroup, StepBatch
+    from vllm.diffusion.engine.worker.batch import SpanGroup, StepBatch
     from vllm.diffusion.memory import KeptSequence, PageStore
-    from vllm.diffusion.visibility import Visibility
+    from vllm.diffusion.request.visibility import Visibility
 
 MODEL = ServedModel(
     family=LLADA,

@@ -11,8 +11,8 @@ import torch
 from tests.engine.cases import SERVED
 from tests.engine.harness import BLOCKS, as_request, clear_case, running
 from vllm.diffusion.config import served_model
-from vllm.diffusion.engine.graphs import ROW_BUCKETS, buckets_of
-from vllm.diffusion.engine.warm_up import warm_up
+from vllm.diffusion.engine.worker.graphs import ROW_BUCKETS, buckets_of
+from vllm.diffusion.engine.worker.warm_up import warm_up
 from vllm.diffusion.models.ahead import kernel_calls
 
 if TYPE_CHECKING:

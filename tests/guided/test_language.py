@@ -14,7 +14,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from tests.guided.support import TOKENS, bytes_of, language_of
-from vllm.diffusion.errors import InvalidParameterError
+from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.guided.automaton import Automaton, TooLargeError, build
 from vllm.diffusion.guided.guides import Guides, asked_spec, forced, spec_of, spec_of_format
 from vllm.diffusion.guided.language import Ends, Language, over_tokens

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from vllm.diffusion.core.stages import GATE_UP
 from vllm.diffusion.memory import ModelShape, Products
-from vllm.diffusion.stages import GATE_UP
 
 BF16 = torch.bfloat16
 

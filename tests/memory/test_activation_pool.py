@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm.diffusion import envs
-from vllm.diffusion.errors import ServerConfigError
+from vllm.diffusion.core import envs
+from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.memory import usage
 from vllm.diffusion.memory.activation_pool import (
     ActivationPool,

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm.diffusion.core.pages import PAGE_SIZE, in_whole_pages, num_pages
 from vllm.diffusion.memory import ActivationPool, KeptSequence, PageStore, PoolExhaustedError
 from vllm.diffusion.memory.activation_pool import Backing
-from vllm.diffusion.pages import PAGE_SIZE, in_whole_pages, num_pages
 
 CPU = torch.device("cpu")
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 3, 2, 4

@@ -14,9 +14,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.memory.support import BF16, LLADA_8B, in_place
-from vllm.diffusion.buffers import Buffer, row_bytes
-from vllm.diffusion.engine.turns import take_turns
-from vllm.diffusion.errors import ActivationBudgetError
+from vllm.diffusion.core.buffers import Buffer, row_bytes
+from vllm.diffusion.core.errors import ActivationBudgetError
+from vllm.diffusion.core.pages import PAGE_SIZE
+from vllm.diffusion.core.stages import GATE_UP, PROJECTED
+from vllm.diffusion.engine.scheduler.turns import take_turns
 from vllm.diffusion.memory import (
     Demand,
     Experts,
@@ -32,8 +34,6 @@ from vllm.diffusion.memory.footprint import ROUNDING_BYTES, Footprint, Layout
 from vllm.diffusion.ops.fp8 import Fp8Projection
 from vllm.diffusion.ops.packed import PackedProjection
 from vllm.diffusion.ops.projection import PlainProjection, Projection
-from vllm.diffusion.pages import PAGE_SIZE
-from vllm.diffusion.stages import GATE_UP, PROJECTED
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm.diffusion.buffers import Buffer
+from vllm.diffusion.core.buffers import Buffer
 from vllm.diffusion.memory import ActivationPool, HostRows, Rows, chunks
 from vllm.diffusion.memory.activation_pool import Backing
 

@@ -8,8 +8,8 @@ import math
 import torch
 
 from tests.pages import in_pages
+from vllm.diffusion.core.spans import AttentionLayout, Span
 from vllm.diffusion.layers.split_attention import SplitConfig, split_attention
-from vllm.diffusion.spans import AttentionLayout, Span
 
 
 def plain_attention(

@@ -20,10 +20,10 @@ from vllm.model_executor.model_loader import get_model
 
 from tests.checkpoints import MASK_ID, VOCAB_SIZE
 from tests.engine.harness import models_inspected_here
-from vllm.diffusion.buffers import FreshBuffers
+from vllm.diffusion.core.buffers import FreshBuffers
+from vllm.diffusion.core.spans import AttentionLayout, KeySource, Span
 from vllm.diffusion.models.base import DiffusionModel
-from vllm.diffusion.spans import AttentionLayout, KeySource, Span
-from vllm.diffusion.visibility import FULL
+from vllm.diffusion.request.visibility import FULL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vllm.diffusion.visibility import Visibility
+    from vllm.diffusion.request.visibility import Visibility
 
 REL_TOLERANCE = 1e-4  # of the largest logit: fp32 sums in another order
 

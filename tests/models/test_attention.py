@@ -13,6 +13,8 @@ from torch.nn import functional
 
 from tests.models.split_kernel import plain_attention
 from tests.pages import in_pages
+from vllm.diffusion.core.spans import AttentionLayout, PageTable, Span, check_tiling
+from vllm.diffusion.core.stages import SPLIT_ROWS
 from vllm.diffusion.layers import attention_backends
 from vllm.diffusion.layers.attention_backends import (
     Backend,
@@ -30,8 +32,6 @@ from vllm.diffusion.layers.split_attention import (
     choose_splits,
     split_attention,
 )
-from vllm.diffusion.spans import AttentionLayout, PageTable, Span, check_tiling
-from vllm.diffusion.stages import SPLIT_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

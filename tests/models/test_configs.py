@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.models.released import make_config as make_any
-from vllm.diffusion.errors import ModelConfigError
-from vllm.diffusion.families import FAMILIES, LLADA
+from vllm.diffusion.core.errors import ModelConfigError
 from vllm.diffusion.models.config import config_classes
+from vllm.diffusion.request.families import FAMILIES, LLADA
 
 make = partial(make_any, "llada")
 

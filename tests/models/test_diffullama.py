@@ -16,9 +16,9 @@ from tests.checkpoints import EOS_ID, MASK_ID, VOCAB_SIZE, make_checkpoint
 from tests.models.support import assert_same_logits, engine_config, logits
 from tests.reference.families import load_reference
 from vllm.diffusion.config import WORKER, served_model
-from vllm.diffusion.errors import ModelConfigError
-from vllm.diffusion.families import DIFFULLAMA
+from vllm.diffusion.core.errors import ModelConfigError
 from vllm.diffusion.models.diffullama import DiffuLlamaConfig
+from vllm.diffusion.request.families import DIFFULLAMA
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,8 +11,12 @@ import pytest
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
 from tests.models.released import RELEASED, make_config
-from vllm.diffusion.errors import ModelConfigError
-from vllm.diffusion.families import (
+from vllm.diffusion.core.errors import ModelConfigError
+from vllm.diffusion.models.config import config_classes
+from vllm.diffusion.models.dream import DreamConfig
+from vllm.diffusion.models.llada2 import LLaDA2Config
+from vllm.diffusion.models.llada_moe import LLaDAMoEConfig
+from vllm.diffusion.request.families import (
     DREAM,
     LLADA,
     LLADA2,
@@ -21,14 +25,10 @@ from vllm.diffusion.families import (
     SDAR,
     family_of,
 )
-from vllm.diffusion.models.config import config_classes
-from vllm.diffusion.models.dream import DreamConfig
-from vllm.diffusion.models.llada2 import LLaDA2Config
-from vllm.diffusion.models.llada_moe import LLaDAMoEConfig
 
 if TYPE_CHECKING:
-    from vllm.diffusion.families import Family
     from vllm.diffusion.models.config import DiffusionConfig
+    from vllm.diffusion.request.families import Family
 
 DREAM_7B, MOE_7B, LLADA2_MINI = (RELEASED[name][1] for name in ("dream", "moe", "llada2"))
 

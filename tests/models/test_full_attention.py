@@ -23,8 +23,8 @@ from tests.models.support import (
 )
 from tests.reference.families import load_reference
 from tests.reference.layers import rms_norm
-from vllm.diffusion.buffers import FreshBuffers
-from vllm.diffusion.errors import ServerConfigError
+from vllm.diffusion.core.buffers import FreshBuffers
+from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.models import expert_matrices, mixture
 from vllm.diffusion.models.base import DiffusionModel
 

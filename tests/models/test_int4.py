@@ -22,8 +22,8 @@ from tests.models.support import (
     staged_logits,
 )
 from vllm.diffusion import ops
-from vllm.diffusion.buffers import FreshBuffers
-from vllm.diffusion.errors import ServerConfigError
+from vllm.diffusion.core.buffers import FreshBuffers
+from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.models.weights import quantised_sizes
 from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.packed import (

@@ -14,7 +14,7 @@ from tests.checkpoints import make_checkpoint
 from tests.models.support import assert_same_logits, logits, some_ids, staged_logits
 from tests.reference.llada_model import LLaDAReference
 from vllm.diffusion import ops
-from vllm.diffusion.errors import CheckpointError, ModelConfigError
+from vllm.diffusion.core.errors import CheckpointError, ModelConfigError
 from vllm.diffusion.quantisation import PackedScheme, scheme_of
 
 if TYPE_CHECKING:

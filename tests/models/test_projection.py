@@ -14,14 +14,14 @@ from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinea
 
 from tests.models.support import Recorder
 from vllm.diffusion import ops
-from vllm.diffusion.buffers import row_bytes
+from vllm.diffusion.core.buffers import row_bytes
+from vllm.diffusion.core.stages import GATE_UP, PROJECTED
 from vllm.diffusion.ops import dispatch
-from vllm.diffusion.stages import GATE_UP, PROJECTED
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.diffusion.buffers import Buffer
+    from vllm.diffusion.core.buffers import Buffer
 
 ROWS, DEPTH, COLUMNS = 5, 12, 8
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ from tests.checkpoints import llada_config, make_checkpoint
 from tests.models.support import assert_same_logits, logits, staged_logits
 from tests.reference.llada_model import LLaDAReference
 from vllm.diffusion import ops
-from vllm.diffusion.errors import CheckpointError
+from vllm.diffusion.core.errors import CheckpointError
 from vllm.diffusion.models.llada import LLaDAConfig
 from vllm.diffusion.models.weights import module_names
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 from vllm.model_executor.models import ModelRegistry
 
-from vllm.diffusion.families import ARCHITECTURES
 from vllm.diffusion.plugin import register
+from vllm.diffusion.request.families import ARCHITECTURES
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))

@@ -10,10 +10,10 @@ import torch
 
 from tests.checkpoints import make_checkpoint
 from tests.models.support import Recorder, engine_config
-from vllm.diffusion.engine.sizes import model_shape
+from vllm.diffusion.core.spans import AttentionLayout, KeySource, Span
+from vllm.diffusion.engine.planning import model_shape
 from vllm.diffusion.layers.norm import AllHeadsRMSNorm
 from vllm.diffusion.memory.footprint import Footprint, Layout
-from vllm.diffusion.spans import AttentionLayout, KeySource, Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ from tests.checkpoints import (
     random_weights,
 )
 from tests.models.conftest import OUR_CASES, OUR_FAMILY_CASES
-from vllm.diffusion.errors import CheckpointError
+from vllm.diffusion.core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from tests.pages import in_pages
+from vllm.diffusion.core.pages import PAGE_SIZE
+from vllm.diffusion.core.spans import AttentionLayout, Span
 from vllm.diffusion.layers.attention_backends import (
     Backend,
     attend,
@@ -18,8 +20,6 @@ from vllm.diffusion.layers.attention_backends import (
     choose_backend,
 )
 from vllm.diffusion.layers.split_attention import HEAD_DIMS, SplitConfig, split_attention
-from vllm.diffusion.pages import PAGE_SIZE
-from vllm.diffusion.spans import AttentionLayout, Span
 
 pytestmark = pytest.mark.gpu
 

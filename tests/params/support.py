@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from vllm.diffusion import decision, fields
-from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.families import LLADA
-from vllm.diffusion.params import DiffusionParams, ServedModel, SpecialIds
+from vllm.diffusion.core.errors import InvalidParameterError
+from vllm.diffusion.request import decision, fields
+from vllm.diffusion.request.families import LLADA
+from vllm.diffusion.request.params import DiffusionParams, ServedModel, SpecialIds
 
 MASK, EOS, EOT = 251, 250, 249
 MODEL = ServedModel(

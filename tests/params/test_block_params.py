@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from tests.params.support import MASK, PROMPT, STANDARD, refusal, resolve
 from tests.params.support import MODEL as LLADA_MODEL
 from vllm import SamplingParams
-from vllm.diffusion import decision, fields
-from vllm.diffusion.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, algorithms_for
-from vllm.diffusion.errors import ServerConfigError
-from vllm.diffusion.families import DREAM, FAST_DLLM, LLADA, LLADA2, LLADA21, SDAR, Family
-from vllm.diffusion.lengths import forwards_saved
-from vllm.diffusion.values import in_words
+from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.request import decision, fields
+from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, algorithms_for
+from vllm.diffusion.request.families import DREAM, FAST_DLLM, LLADA, LLADA2, LLADA21, SDAR, Family
+from vllm.diffusion.request.lengths import forwards_saved
+from vllm.diffusion.request.values import in_words
 
 if TYPE_CHECKING:
-    from vllm.diffusion.params import ServedModel
+    from vllm.diffusion.request.params import ServedModel
 
 BLOCK_FAMILIES = (LLADA2, LLADA21, SDAR, FAST_DLLM)
 

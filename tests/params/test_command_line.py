@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm.diffusion import fields
-from vllm.diffusion.api import cli
-from vllm.diffusion.errors import ServerConfigError
-from vllm.diffusion.families import LLADA
+from vllm.diffusion.api.server import cli
+from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.request import fields
+from vllm.diffusion.request.families import LLADA
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,13 +13,25 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.params.support import MODEL, PROMPT
 from vllm import SamplingParams
-from vllm.diffusion.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, PARAMETERS, AlgorithmParams
-from vllm.diffusion.decision import DECISION, asked_by, attach, decide, decision_of, is_decided
-from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.likelihood import SCORE, SCORED_AS
+from vllm.diffusion.core.errors import InvalidParameterError
+from vllm.diffusion.request.algorithms import (
+    ALGORITHMS,
+    BLOCK_ALGORITHMS,
+    PARAMETERS,
+    AlgorithmParams,
+)
+from vllm.diffusion.request.decision import (
+    DECISION,
+    asked_by,
+    attach,
+    decide,
+    decision_of,
+    is_decided,
+)
+from vllm.diffusion.request.likelihood import SCORE, SCORED_AS
 
 if TYPE_CHECKING:
-    from vllm.diffusion.params import DiffusionParams
+    from vllm.diffusion.request.params import DiffusionParams
 
 ASKED: dict[str, Any] = {"gen_length": 64, "steps": 8, "block_length": 32}
 
@@ -65,7 +77,7 @@ def test_the_engine_gets_the_decision_as_it_was_made(
     )
     wanted = decided(sampling)
     attach(sampling, wanted)
-    monkeypatch.setattr("vllm.diffusion.decision.decide", no_decision)
+    monkeypatch.setattr("vllm.diffusion.request.decision.decide", no_decision)
     received = crossed(sampling) if crosses else sampling.clone()
     assert decision_of(received, MODEL, PROMPT) == wanted
 

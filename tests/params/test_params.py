@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.params.support import EOS, EOT, MASK, MODEL, PROMPT, STANDARD, refusal, resolve
-from vllm.diffusion import decision, envs, fields
-from vllm.diffusion.algorithms import ALGORITHMS
-from vllm.diffusion.errors import InvalidParameterError, ServerConfigError
-from vllm.diffusion.families import DIFFULLAMA, DREAM, LLADA, LLADA_MOE
-from vllm.diffusion.params import DiffusionParams, ServedModel, SpecialIds
+from vllm.diffusion.core import envs
+from vllm.diffusion.core.errors import InvalidParameterError, ServerConfigError
+from vllm.diffusion.request import decision, fields
+from vllm.diffusion.request.algorithms import ALGORITHMS
+from vllm.diffusion.request.families import DIFFULLAMA, DREAM, LLADA, LLADA_MOE
+from vllm.diffusion.request.params import DiffusionParams, ServedModel, SpecialIds
 
 
 def model(**changes: Any) -> ServedModel:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm.diffusion import decision, fields
-from vllm.diffusion.families import LLADA
-from vllm.diffusion.params import DiffusionParams, ServedModel, SpecialIds
+from vllm.diffusion.core.scoring import Scoring
+from vllm.diffusion.request import decision, fields
+from vllm.diffusion.request.families import LLADA
+from vllm.diffusion.request.params import DiffusionParams, ServedModel, SpecialIds
 from vllm.diffusion.sampling import RowGroup
-from vllm.diffusion.scoring import Scoring
 
 CONFIDENCE = Scoring()
 MASK, EOS, EOT = 38, 37, 36

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from tests.reference.philox import uniform_matrix
-from vllm.diffusion import decision, fields
-from vllm.diffusion.families import DREAM, SDAR
-from vllm.diffusion.params import ServedModel, SpecialIds
-from vllm.diffusion.random_streams import CATEGORICAL
+from vllm.diffusion.core.random_streams import CATEGORICAL
+from vllm.diffusion.core.scoring import Scoring
+from vllm.diffusion.request import decision, fields
+from vllm.diffusion.request.families import DREAM, SDAR
+from vllm.diffusion.request.params import ServedModel, SpecialIds
 from vllm.diffusion.sampling import RowGroup, sample_group
 from vllm.diffusion.sampling.plain import draw_categorical
-from vllm.diffusion.scoring import Scoring
 
 if TYPE_CHECKING:
     from vllm.diffusion import ops

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests.sampling.support import EOS, EOT, MASK, HeadModel, group, head_model, hidden_rows
 from vllm.diffusion import ops
+from vllm.diffusion.core.scoring import Scoring
 from vllm.diffusion.sampling import RowGroup, sample
-from vllm.diffusion.scoring import Scoring
 
 NUM_ROWS = 12
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -27,6 +27,7 @@ from tests.sampling.support import (
     hidden_rows,
 )
 from vllm.diffusion import ops
+from vllm.diffusion.core.scoring import Scoring
 from vllm.diffusion.decoding.dream import SCORINGS
 from vllm.diffusion.ops import sampling as ops_sampling
 from vllm.diffusion.sampling import (
@@ -35,7 +36,6 @@ from vllm.diffusion.sampling import (
     sample_group,
     sampler,
 )
-from vllm.diffusion.scoring import Scoring
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

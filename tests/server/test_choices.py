@@ -17,9 +17,9 @@ from vllm.diffusion.api.generate import GenerateHandler
 from vllm.diffusion.api.protocol import GenerateRequest
 from vllm.diffusion.api.report import DiffusionReport, told
 from vllm.diffusion.api.validator import RequestRefused, Validator
-from vllm.diffusion.decision import DECISION, decision_of
-from vllm.diffusion.families import LLADA
-from vllm.diffusion.params import ServedModel, SpecialIds
+from vllm.diffusion.request.decision import DECISION, decision_of
+from vllm.diffusion.request.families import LLADA
+from vllm.diffusion.request.params import ServedModel, SpecialIds
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

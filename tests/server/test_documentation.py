@@ -15,9 +15,9 @@ from fastapi import FastAPI, Request
 
 from tests.server.process import PATIENCE_S, POLL_S
 from vllm.diffusion import __version__
-from vllm.diffusion.api import gate
 from vllm.diffusion.api.documentation import routes as documentation
 from vllm.diffusion.api.documentation.examples import EXAMPLES, shown
+from vllm.diffusion.api.server import gate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

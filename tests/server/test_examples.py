@@ -22,7 +22,7 @@ import pytest
 from tests.server.client import ANSWER, QUESTION
 from tests.server.process import MODEL_NAME, ROOT, environment
 from tests.server.warm import WarmProcess
-from vllm.diffusion import fields
+from vllm.diffusion.request import fields
 
 if TYPE_CHECKING:
     from pathlib import Path

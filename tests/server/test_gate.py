@@ -15,8 +15,8 @@ from vllm.entrypoints.serve.exception_handling.register import init_exception_ha
 from vllm.exceptions import GracefulHTTPError
 
 from tests.server.client import refusal
-from vllm.diffusion.api import gate
-from vllm.diffusion.api.lifecycle import Lifecycle
+from vllm.diffusion.api.server import gate
+from vllm.diffusion.api.server.lifecycle import Lifecycle
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -208,7 +208,7 @@ async def test_states(site: Site) -> None:
 
 
 def test_an_engine_inside_a_long_step_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.diffusion.api.lifecycle._ANSWER_S", 0.01)
+    monkeypatch.setattr("vllm.diffusion.api.server.lifecycle._ANSWER_S", 0.01)
 
     async def run() -> None:
         site = Site()

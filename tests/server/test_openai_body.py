@@ -12,10 +12,10 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from tests.server.process import ROOT
 from vllm.diffusion.api.bodies import WITHOUT_EFFECT
-from vllm.diffusion.api.openai_protocol import ChatCompletionBody, CompletionBody, prepare
-from vllm.diffusion.decision import INERT, UNSUPPORTED
-from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.fields import SPELLINGS
+from vllm.diffusion.api.openai.openai_protocol import ChatCompletionBody, CompletionBody, prepare
+from vllm.diffusion.core.errors import InvalidParameterError
+from vllm.diffusion.request.decision import INERT, UNSUPPORTED
+from vllm.diffusion.request.fields import SPELLINGS
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 

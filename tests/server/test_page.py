@@ -17,14 +17,14 @@ import pytest
 from tests.server.client import ANSWER, GENERATE, PUZZLE, QUESTION
 from tests.server.process import ROOT
 from vllm.diffusion import __version__
-from vllm.diffusion.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 from vllm.diffusion.api.documentation.routes import OPEN_PATHS as DOCUMENTATION_PATHS
 from vllm.diffusion.api.documentation.routes import STATIC as DOCUMENTATION
 from vllm.diffusion.api.page.options import page_options
 from vllm.diffusion.api.page.routes import OPEN_PATHS, STATIC
-from vllm.diffusion.families import DREAM, LLADA2, SDAR
-from vllm.diffusion.fields import BY_NAME
-from vllm.diffusion.params import ServedModel, SpecialIds
+from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
+from vllm.diffusion.request.families import DREAM, LLADA2, SDAR
+from vllm.diffusion.request.fields import BY_NAME
+from vllm.diffusion.request.params import ServedModel, SpecialIds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tests.server.browser import Browser
     from tests.server.client import Client
     from tests.server.process import ServerProcess
-    from vllm.diffusion.families import Family
+    from vllm.diffusion.request.families import Family
 
 # Where anything could be loaded from; the name of SVG's namespace is no address.
 ADDRESS = re.compile(r"(?:https?:)?//[\w.-]+\.\w+")

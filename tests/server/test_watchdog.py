@@ -17,7 +17,7 @@ import pytest
 
 from tests.server.process import POLL_S, START_S, environment, still_alive
 from tests.server.warm import WarmProcess
-from vllm.diffusion import watchdog
+from vllm.diffusion.process import watchdog
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vllm.diffusion.api import welcome
+from vllm.diffusion.api.server import welcome
 
 
 def arguments(**given: Any) -> Namespace:

@@ -35,11 +35,11 @@ ADDRESS = "MOSAIC_TESTS_WARM"  # variable with the path of the shared process's 
 # an offline program.
 NEEDED = (
     *("vllm.entrypoints.api_server", "vllm.entrypoints.launchers.api_server.entry"),
-    *("vllm.diffusion.api.cli", "vllm.diffusion.api.endpoint"),
+    *("vllm.diffusion.api.server.cli", "vllm.diffusion.api.server.endpoint"),
     *("vllm.entrypoints.anthropic.serving", "vllm.entrypoints.llm"),
     *("vllm.v1.engine.async_llm", "vllm.v1.engine.core"),
     *("vllm.v1.executor.multiproc_executor", "vllm.v1.executor.uniproc_executor"),
-    *("vllm.diffusion.engine.scheduler", "vllm.diffusion.engine.worker"),
+    *("vllm.diffusion.engine.scheduler.scheduler", "vllm.diffusion.engine.worker.worker"),
 )
 
 

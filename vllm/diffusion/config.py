@@ -8,24 +8,26 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import platforms
 from vllm.config import CompilationMode, CUDAGraphMode
-from vllm.diffusion import envs, families, startup_log
-from vllm.diffusion.errors import ModelConfigError, ServerConfigError
-from vllm.diffusion.fields import server_defaults
+from vllm.diffusion.core import envs
+from vllm.diffusion.core.errors import ModelConfigError, ServerConfigError
 from vllm.diffusion.guided.guides import Guides
 from vllm.diffusion.guided.language import Ends
 from vllm.diffusion.guided.vocabulary import vocabulary_of
-from vllm.diffusion.params import ServedModel, SpecialIds
+from vllm.diffusion.process import startup_log
+from vllm.diffusion.request import families
+from vllm.diffusion.request.fields import server_defaults
+from vllm.diffusion.request.params import ServedModel, SpecialIds
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vllm.config import ModelConfig, VllmConfig
-    from vllm.diffusion.families import Family
+    from vllm.diffusion.request.families import Family
 
-WORKER = "vllm.diffusion.engine.worker.DiffusionWorker"
+WORKER = "vllm.diffusion.engine.worker.worker.DiffusionWorker"
 _LINE_END = ("\n", "\u010a", "<0x0A>")  # in plain text, in byte-level BPE, as a single byte
-SCHEDULER = "vllm.diffusion.engine.scheduler.DiffusionScheduler"
+SCHEDULER = "vllm.diffusion.engine.scheduler.scheduler.DiffusionScheduler"
 EXECUTOR = "vllm.diffusion.engine.executor.RanksExecutor"
 
 
@@ -207,7 +209,8 @@ class Settings:
     """The `dllm` settings of an engine and its server that are not defaults of requests.
 
     Attributes:
-        long_share: share of the time for long requests while short ones run (`engine/slicing.py`).
+        long_share: share of the time for long requests while short ones run
+            (`engine/scheduler/slicing.py`).
         longest_pause_ms: longest pause that a short request sees; 0 for no bound, so that no step
             is cut.
         sequence_parallel_size: ranks that divide the rows of a long step; 1 divides nothing.

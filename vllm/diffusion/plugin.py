@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.families import FAMILIES
+from vllm.diffusion.request.families import FAMILIES
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -22,8 +22,10 @@ def register() -> None:
     started it.
     """
     import vllm.envs
-    from vllm.diffusion import envs, ops, startup_log, watchdog
+    from vllm.diffusion import ops
+    from vllm.diffusion.core import envs
     from vllm.diffusion.models import tokenizers
+    from vllm.diffusion.process import startup_log, watchdog
     from vllm.diffusion.quantisation import BITSANDBYTES, ONLINE
     from vllm.model_executor.layers.quantization import (
         QUANTIZATION_METHODS,
@@ -43,8 +45,9 @@ def register() -> None:
 
 def _check_engines_first() -> None:
     """Refuse an engine that cannot start before upstream looks for a model on the Hub."""
-    from vllm.diffusion import envs, preflight
     from vllm.diffusion.config import Settings, server_settings
+    from vllm.diffusion.core import envs
+    from vllm.diffusion.process import preflight
     from vllm.engine.arg_utils import EngineArgs
 
     create = EngineArgs.create_engine_config
@@ -139,7 +142,7 @@ def platform() -> str | None:
     if torch.cuda.is_available():
         if importlib.util.find_spec("vllm._C_stable_libtorch") is not None:
             return None
-        return "vllm.diffusion.platform.DiffusionCudaPlatform"
+        return "vllm.diffusion.process.platform.DiffusionCudaPlatform"
     if "cpu" in importlib.metadata.version("vllm"):
         return None
-    return "vllm.diffusion.platform.DiffusionCpuPlatform"
+    return "vllm.diffusion.process.platform.DiffusionCpuPlatform"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from vllm.diffusion.errors import ModelConfigError
+from vllm.diffusion.core.errors import ModelConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,9 +10,10 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING
 
+from vllm.diffusion.core.errors import ServerConfigError
+
 # The engine's process imports this module too: what only the server needs is imported by functions.
-from vllm.diffusion import early
-from vllm.diffusion.errors import ServerConfigError
+from vllm.diffusion.process import early
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -24,8 +25,8 @@ def main() -> None:
     with early.without_collecting():
         import uvloop
 
-        from vllm.diffusion import startup_log
-        from vllm.diffusion.api import cli
+        from vllm.diffusion.api.server import cli
+        from vllm.diffusion.process import startup_log
         from vllm.entrypoints.launchers.api_server.entry import run_server
         from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
         from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
@@ -66,7 +67,7 @@ def check_http(args: Namespace) -> None:
 
 def parse_arguments() -> Namespace:
     """Parse the command line, with our defaults; the model is given by `--model` or by position."""
-    from vllm.diffusion.api import cli
+    from vllm.diffusion.api.server import cli
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
 
     parser = make_arg_parser(

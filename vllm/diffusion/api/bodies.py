@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.decision import INERT, refuse_unsupported
-from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.fields import SPELLINGS, near_miss
+from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.guided.guides import STRUCTURED, asked_spec
+from vllm.diffusion.request.decision import INERT, refuse_unsupported
+from vllm.diffusion.request.fields import SPELLINGS, near_miss
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

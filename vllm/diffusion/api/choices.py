@@ -14,7 +14,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.api.report import timeout_in, told
-from vllm.diffusion.decision import DECISION, attach, is_decided
+from vllm.diffusion.request.decision import DECISION, attach, is_decided
 from vllm.exceptions import GenerationError, GracefulHTTPError
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.async_utils import merge_async_iterators

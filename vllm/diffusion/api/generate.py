@@ -28,10 +28,10 @@ from vllm.diffusion.api.protocol import (
 from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, timeout_in, told
 from vllm.diffusion.api.schema import check_logprobs
 from vllm.diffusion.api.validator import RequestRefused
-from vllm.diffusion.decision import IGNORED, attach
-from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.fields import SPELLINGS, canonical
+from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.guided.guides import STRUCTURED, asked_spec
+from vllm.diffusion.request.decision import IGNORED, attach
+from vllm.diffusion.request.fields import SPELLINGS, canonical
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import VLLMError
 from vllm.inputs import TextPrompt, TokensPrompt
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 
     from vllm.diffusion.api.validator import Validator
-    from vllm.diffusion.params import DiffusionParams
+    from vllm.diffusion.request.params import DiffusionParams
     from vllm.engine.protocol import EngineClient
     from vllm.outputs import RequestOutput
     from vllm.renderers.params import ChatParams

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from vllm.diffusion import fields
 from vllm.diffusion.api.protocol import GenerateBody
 from vllm.diffusion.metrics import (
     BUILD_INFO,
@@ -20,6 +19,7 @@ from vllm.diffusion.metrics import (
     observations_in,
     waiting_in,
 )
+from vllm.diffusion.request import fields
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from vllm.diffusion.api.bodies import PROMPT, check_messages
 from vllm.diffusion.api.report import CanvasState, DiffusionReport
 from vllm.diffusion.api.schema import MAX_CHOICES, with_diffusion_fields
-from vllm.diffusion.decision import refuse_unsupported
-from vllm.diffusion.errors import InvalidParameterError
+from vllm.diffusion.core.errors import InvalidParameterError
+from vllm.diffusion.request.decision import refuse_unsupported
 from vllm.entrypoints.generate.base.serving import PRIORITY_HEADER
 from vllm.exceptions import VLLMNotFoundError
 

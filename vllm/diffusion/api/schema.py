@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, create_model
 
-from vllm.diffusion.errors import InvalidParameterError
-from vllm.diffusion.fields import FIELDS, by_spelling
+from vllm.diffusion.core.errors import InvalidParameterError
+from vllm.diffusion.request.fields import FIELDS, by_spelling
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from pydantic import BaseModel
 
-    from vllm.diffusion.values import Field as Parameter
+    from vllm.diffusion.request.values import Field as Parameter
 
 MAX_CHOICES = 128  # answers per prompt
 

@@ -16,11 +16,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.config import family_of, served_model
-from vllm.diffusion.decision import asked_by, attach, check_score, decide, is_decided
-from vllm.diffusion.engine.sizes import demand_of, make_planner
-from vllm.diffusion.errors import ActivationBudgetError, InvalidParameterError
-from vllm.diffusion.likelihood import SCORE, SCORED_AS
+from vllm.diffusion.core.errors import ActivationBudgetError, InvalidParameterError
+from vllm.diffusion.engine.planning import demand_of, make_planner
 from vllm.diffusion.memory import Rates
+from vllm.diffusion.request.decision import asked_by, attach, check_score, decide, is_decided
+from vllm.diffusion.request.likelihood import SCORE, SCORED_AS
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.diffusion.guided.guides import Spec
     from vllm.diffusion.memory import Planner
-    from vllm.diffusion.params import DiffusionParams, ServedModel
+    from vllm.diffusion.request.params import DiffusionParams, ServedModel
     from vllm.v1.engine import EngineCoreRequest
 
 MOST_KNOWN = 4096  # decisions on requests that are only read

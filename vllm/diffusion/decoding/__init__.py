@@ -6,7 +6,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from vllm.diffusion.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 from vllm.diffusion.decoding.base import (
     BlockwiseRule,
     Candidates,
@@ -19,12 +18,13 @@ from vllm.diffusion.decoding.base import (
 from vllm.diffusion.decoding.score import ScoreTokens
 from vllm.diffusion.decoding.selection import Selector, select
 from vllm.diffusion.decoding.together import Choice, Together
+from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from vllm.diffusion.algorithms import Algorithm
-    from vllm.diffusion.params import DiffusionParams
+    from vllm.diffusion.request.algorithms import Algorithm
+    from vllm.diffusion.request.params import DiffusionParams
 
 
 def _rules(table: Mapping[str, Algorithm]) -> dict[str, type[DecodingRule]]:

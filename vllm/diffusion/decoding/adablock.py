@@ -12,7 +12,7 @@ from vllm.diffusion.decoding.threshold import Threshold
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array, Mask
-    from vllm.diffusion.params import DiffusionParams
+    from vllm.diffusion.request.params import DiffusionParams
 
 WINDOW = 0.25  # of the canvas: how far a block that ends after a delimiter may reach
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from vllm.diffusion.scoring import Scoring
+from vllm.diffusion.core.scoring import Scoring
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm.diffusion.likelihood import TokenScores
-    from vllm.diffusion.params import DiffusionParams
+    from vllm.diffusion.request.likelihood import TokenScores
+    from vllm.diffusion.request.params import DiffusionParams
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]  # which of several have a property

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from vllm.diffusion.core.scoring import Scoring
 from vllm.diffusion.decoding.base import Array, Candidates, DecodingRule, Work
-from vllm.diffusion.scoring import Scoring
 
 if TYPE_CHECKING:
-    from vllm.diffusion.params import DiffusionParams
+    from vllm.diffusion.request.params import DiffusionParams
 
 
 class Front(NamedTuple):

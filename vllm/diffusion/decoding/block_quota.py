@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from vllm.diffusion.core.scoring import Scoring
 from vllm.diffusion.decoding.base import Candidates, Pick, most_certain_first
 from vllm.diffusion.decoding.block_grid import GridRule
 from vllm.diffusion.decoding.semi_ar import transfer_quota
-from vllm.diffusion.scoring import Scoring
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array, Work
-    from vllm.diffusion.params import DiffusionParams
+    from vllm.diffusion.request.params import DiffusionParams
 
 
 class Quota(GridRule):

@@ -17,7 +17,7 @@ from vllm.diffusion.decoding.base import Candidates, UntilFilledRule, Work
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array, Mask
-    from vllm.diffusion.params import DiffusionParams
+    from vllm.diffusion.request.params import DiffusionParams
 
 ALPHA = 0.7  # weight of the credits
 BETA = 0.8  # what is left of a credit after a forward

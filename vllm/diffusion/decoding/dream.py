@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from vllm.diffusion.core.random_streams import CHOICE, COMMIT
+from vllm.diffusion.core.scoring import Scoring
 from vllm.diffusion.decoding.base import Candidates, DecodingRule, Work, most_certain_first
-from vllm.diffusion.random_streams import CHOICE, COMMIT
-from vllm.diffusion.scoring import Scoring
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array
-    from vllm.diffusion.params import DiffusionParams
+    from vllm.diffusion.request.params import DiffusionParams
 
 SCORINGS = {
     "origin": Scoring(draw="categorical"),

@@ -10,7 +10,7 @@ from vllm.diffusion.decoding.pipelined import PipelinedRule
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array, Mask
-    from vllm.diffusion.params import DiffusionParams
+    from vllm.diffusion.request.params import DiffusionParams
 
 
 class FullAttnMultiBlock(PipelinedRule):

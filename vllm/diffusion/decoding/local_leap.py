@@ -11,7 +11,7 @@ from vllm.diffusion.decoding.base import Candidates, UntilFilledRule, Work, and_
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array, Mask
-    from vllm.diffusion.params import DiffusionParams
+    from vllm.diffusion.request.params import DiffusionParams
 
 
 class LocalLeap(UntilFilledRule):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.decoding.base import Array, Mask
     from vllm.diffusion.decoding.pipelined import Block
-    from vllm.diffusion.params import DiffusionParams
+    from vllm.diffusion.request.params import DiffusionParams
 
 
 class DelayedCache:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from vllm.diffusion.core.scoring import Scoring
 from vllm.diffusion.decoding.base import Candidates, DecodingRule, Work, most_certain_first
-from vllm.diffusion.scoring import Scoring
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array, Mask
-    from vllm.diffusion.params import DiffusionParams
+    from vllm.diffusion.request.params import DiffusionParams
 
 
 @dataclass

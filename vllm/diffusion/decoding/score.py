@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm.diffusion.decoding.base import Candidates, DecodingRule, Work
-from vllm.diffusion.likelihood import TokenScores
+from vllm.diffusion.request.likelihood import TokenScores
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array
-    from vllm.diffusion.params import DiffusionParams
+    from vllm.diffusion.request.params import DiffusionParams
 
 
 class ScoreTokens(DecodingRule):

@@ -13,7 +13,7 @@ from vllm.diffusion.decoding.base import BlockwiseRule, Candidates, Mask, most_c
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array
-    from vllm.diffusion.params import DiffusionParams
+    from vllm.diffusion.request.params import DiffusionParams
 
 
 def transfer_quota(num_masked: int, num_steps: int, step: int) -> int:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm.diffusion.core.scoring import Scoring
 from vllm.diffusion.decoding.base import (
     Candidates,
     UntilFilledRule,
     and_the_best,
     most_certain_first,
 )
-from vllm.diffusion.scoring import Scoring
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array, Mask

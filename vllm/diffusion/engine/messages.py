@@ -11,9 +11,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding import Selector
-    from vllm.diffusion.likelihood import TokenScores
     from vllm.diffusion.memory import Rates
-    from vllm.diffusion.params import DiffusionParams
+    from vllm.diffusion.request.likelihood import TokenScores
+    from vllm.diffusion.request.params import DiffusionParams
     from vllm.v1.outputs import LogprobsLists
 
 # Sample rows of a first forward whose hidden states are kept for requests that share its prompt.

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from vllm.diffusion import ops
+from vllm.diffusion.core.random_streams import GUIDED, TOKEN
 from vllm.diffusion.guided import kernel
 from vllm.diffusion.guided.window import FREE, OPEN
-from vllm.diffusion.random_streams import GUIDED, TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.errors import InvalidParameterError
+from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.guided.automaton import TooLargeError, build
 from vllm.diffusion.guided.language import EmptyLanguageError, Language, over_tokens
 from vllm.diffusion.guided.regex import UnsupportedPatternError, regex

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from vllm.diffusion import ops
+from vllm.diffusion.core.random_streams import GUIDED, TOKEN
 from vllm.diffusion.guided.window import OPEN, Rows, choose, num_uniform, read
-from vllm.diffusion.random_streams import GUIDED, TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

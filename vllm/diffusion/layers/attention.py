@@ -10,24 +10,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm.diffusion import ops, stages
-from vllm.diffusion.buffers import FreshBuffers
+from vllm.diffusion import ops
+from vllm.diffusion.core import stages
+from vllm.diffusion.core.buffers import FreshBuffers
+from vllm.diffusion.core.spans import HeadGroup
 from vllm.diffusion.layers.attention_backends import attend, reads_pages
 from vllm.diffusion.layers.devices import num_multiprocessors
 from vllm.diffusion.layers.norm import AllHeadsRMSNorm
 from vllm.diffusion.layers.split_attention import can_split
-from vllm.diffusion.spans import HeadGroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from vllm.diffusion.buffers import Buffer, Buffers
-    from vllm.diffusion.exchange import HeadExchange
+    from vllm.diffusion.core.buffers import Buffer, Buffers
+    from vllm.diffusion.core.spans import KeySource, KeyTarget
     from vllm.diffusion.layers.norm import RMSNorm
     from vllm.diffusion.layers.rotary import Rotary
-    from vllm.diffusion.spans import KeySource, KeyTarget
+    from vllm.diffusion.parallel.exchange import HeadExchange
 
 
 ALL_HEADS = HeadGroup(0, 1)

@@ -19,16 +19,16 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vllm.diffusion import ops
+from vllm.diffusion.core.spans import Span, check_tiling
 from vllm.diffusion.layers.devices import capability, num_multiprocessors
 from vllm.diffusion.layers.split_attention import can_split, split_attention
-from vllm.diffusion.spans import Span, check_tiling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from vllm.diffusion.spans import AttentionLayout, PageTable
+    from vllm.diffusion.core.spans import AttentionLayout, PageTable
 
 # cuDNN is the fastest of torch's backends on long sequences; it takes 16-bit inputs only.
 _CUDA_PRIORITY = [

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.diffusion import ops
-from vllm.diffusion.stages import beside_experts, of_experts
+from vllm.diffusion.core.stages import beside_experts, of_experts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.diffusion.buffers import Buffer, Buffers
+    from vllm.diffusion.core.buffers import Buffer, Buffers
     from vllm.diffusion.layers.mlp import GatedMLP
     from vllm.diffusion.layers.norm import RMSNorm
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.buffers import FreshBuffers
+from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vllm.diffusion import ops, stages
-from vllm.diffusion.buffers import FreshBuffers
+from vllm.diffusion import ops
+from vllm.diffusion.core import stages
+from vllm.diffusion.core.buffers import FreshBuffers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.diffusion.buffers import Buffers
+    from vllm.diffusion.core.buffers import Buffers
 
 
 class Rotary(NamedTuple):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm.diffusion.errors import DiffusionError
+from vllm.diffusion.core.errors import DiffusionError
 from vllm.diffusion.ops import arena as vmm
 from vllm.logger import init_logger
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm.diffusion.pages import in_whole_pages
+from vllm.diffusion.core.pages import in_whole_pages
 
 
 @dataclass(frozen=True)

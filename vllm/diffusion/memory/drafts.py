@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm.diffusion.buffers import row_bytes
+from vllm.diffusion.core.buffers import row_bytes
 from vllm.diffusion.memory.footprint import ROUNDING_BYTES
 from vllm.diffusion.memory.plan import Sizes
 

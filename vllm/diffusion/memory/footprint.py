@@ -17,13 +17,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm.diffusion import stages
-from vllm.diffusion.stages import Listed
+from vllm.diffusion.core import stages
+from vllm.diffusion.core.stages import Listed
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm.diffusion.buffers import Buffer
+    from vllm.diffusion.core.buffers import Buffer
 
 ROUNDING_BYTES = 16 * 512  # rounding of a step's buffers: each starts at a multiple of 512 bytes
 

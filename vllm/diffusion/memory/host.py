@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm.diffusion.core.stages import NUM_STREAM_BUFFERS
 from vllm.diffusion.memory.rows import CopyStreams
-from vllm.diffusion.stages import NUM_STREAM_BUFFERS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from vllm.diffusion import ops
+from vllm.diffusion.core.pages import PAGE_SIZE, num_pages
+from vllm.diffusion.core.spans import PageTable
+from vllm.diffusion.core.stages import NUM_STREAM_BUFFERS
 from vllm.diffusion.memory.activation_pool import PoolExhaustedError
 from vllm.diffusion.memory.footprint import device_layers
 from vllm.diffusion.memory.host import HostLayers
-from vllm.diffusion.pages import PAGE_SIZE, num_pages
-from vllm.diffusion.spans import PageTable
-from vllm.diffusion.stages import NUM_STREAM_BUFFERS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,10 +11,10 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from vllm.diffusion.errors import ActivationBudgetError
+from vllm.diffusion.core.errors import ActivationBudgetError
+from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.memory.footprint import Layout, StepShape, device_layers
 from vllm.diffusion.memory.plans import MAX_KNOWN_PLANS, Plans
-from vllm.diffusion.pages import PAGE_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -75,9 +75,9 @@ class Planner(Plans):
         """Return what keeps a request from joining those that run: the row budget, or memory.
 
         In most steps all of them fit together. When larger forwards of several requests meet, they
-        are spread over steps (`engine/turns.py`), so no shared step is beyond the row budget. A
-        lone request may have any number of rows, and one that alone keeps keys and values any
-        number of positions.
+        are spread over steps (`engine/scheduler/turns.py`), so no shared step is beyond the row
+        budget. A lone request may have any number of rows, and one that alone keeps keys and
+        values any number of positions.
 
         Args:
             running: the requests that run.

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from vllm.diffusion.errors import ActivationBudgetError
+from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.memory.cost import H200, Costs
 from vllm.diffusion.memory.drafts import (
     MIN_CHUNK_ROWS,

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.buffers import FreshBuffers
+from vllm.diffusion.core.buffers import FreshBuffers
+from vllm.diffusion.core.pages import PAGE_SIZE
+from vllm.diffusion.core.spans import AttentionLayout, PageTable
 from vllm.diffusion.layers.split_attention import split_attention
-from vllm.diffusion.pages import PAGE_SIZE
-from vllm.diffusion.spans import AttentionLayout, PageTable
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:

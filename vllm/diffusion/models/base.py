@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from vllm.diffusion import ops
-from vllm.diffusion.buffers import FreshBuffers
+from vllm.diffusion.core.buffers import FreshBuffers
+from vllm.diffusion.core.spans import AttentionLayout, KeySource, Span
 from vllm.diffusion.layers.attention_backends import (
     available_backends,
     can_be_captured,
@@ -34,7 +35,6 @@ from vllm.diffusion.models.weights import (
     load_checkpoint,
     module_names,
 )
-from vllm.diffusion.spans import AttentionLayout, KeySource, Span
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.config import VllmConfig
-    from vllm.diffusion.buffers import Buffers
+    from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.layers.attention import SelfAttention
     from vllm.diffusion.layers.mlp import GatedMLP
     from vllm.diffusion.layers.moe import ExpertsMLP

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm.diffusion.errors import CheckpointError
+from vllm.diffusion.core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

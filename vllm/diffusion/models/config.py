@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from transformers import PreTrainedConfig
 
-from vllm.diffusion.errors import ModelConfigError
-from vllm.diffusion.families import ARCHITECTURES, FAMILIES, family_of
+from vllm.diffusion.core.errors import ModelConfigError
+from vllm.diffusion.request.families import ARCHITECTURES, FAMILIES, family_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm.diffusion.families import Family
+    from vllm.diffusion.request.families import Family
 
 USUAL_BLOCK = 32
 

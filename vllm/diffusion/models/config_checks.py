@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from vllm.diffusion.errors import ModelConfigError
+from vllm.diffusion.core.errors import ModelConfigError
 from vllm.diffusion.quantisation import scheme_of, stores_experts
 
 if TYPE_CHECKING:

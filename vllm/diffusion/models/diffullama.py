@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.diffusion.families import DIFFULLAMA
 from vllm.diffusion.models.config import DiffusionConfig
 from vllm.diffusion.models.standard_config import StandardConfig
+from vllm.diffusion.request.families import DIFFULLAMA
 from vllm.logger import init_logger
 from vllm.transformers_utils.config import get_hf_text_config
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vllm.diffusion import ops
-from vllm.diffusion.errors import ServerConfigError
+from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.quantisation import Fp8Scheme, PackedScheme, stores_experts
 from vllm.distributed import (
     get_tensor_model_parallel_rank,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.diffusion.errors import ModelConfigError
+from vllm.diffusion.core.errors import ModelConfigError
 from vllm.diffusion.models.config import Architecture, DiffusionConfig
 from vllm.diffusion.models.config_checks import (
     check_mask_id,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vllm.diffusion import ops
-from vllm.diffusion.errors import CheckpointError
+from vllm.diffusion.core.errors import CheckpointError
 from vllm.diffusion.layers.moe import ExpertsMLP
 from vllm.diffusion.layers.parallel import keep_plain
 from vllm.diffusion.models.expert_matrices import expert_matrices, scheme_of_experts

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm.diffusion.errors import ServerConfigError
+from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter
 from vllm.diffusion.ops.packed import reserve_unpacked
 from vllm.diffusion.quantisation import BlockScheme

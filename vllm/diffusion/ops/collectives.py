@@ -6,7 +6,7 @@ hold; elsewhere, and beyond that memory, PyTorch's process group is used (NCCL, 
 compute equal bits.
 
 A rank that fails in a step would leave the others waiting for it. On one host they see it on their
-board, stop waiting, and all begin anew with the next step (`engine/agreement.py`).
+board, stop waiting, and all begin anew with the next step (`engine/worker/agreement.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed
 
+from vllm.diffusion.core.stages import PROJECTED
 from vllm.diffusion.ops import dispatch
-from vllm.diffusion.stages import PROJECTED
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm_add_llada.cuda_kernels import fused_ops
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vllm.diffusion.board import Board
-    from vllm.diffusion.buffers import Buffers
+    from vllm.diffusion.core.buffers import Buffers
+    from vllm.diffusion.parallel.board import Board
 
 logger = init_logger(__name__)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from vllm.diffusion.errors import ServerConfigError
+from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.ops.blocks import BlockMethod
 from vllm.diffusion.ops.fp8 import Fp8HeadMethod, Fp8Method, Fp8Projection
 from vllm.diffusion.ops.packed import PackedMethod, PackedProjection

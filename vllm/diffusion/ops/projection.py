@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from gather_gemm import gather_gemm
+from vllm.diffusion.core.stages import GATE_UP, PROJECTED, Kind
 from vllm.diffusion.ops import collectives, dispatch
 from vllm.diffusion.ops.fused import silu_mul
-from vllm.diffusion.stages import GATE_UP, PROJECTED, Kind
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm_add_llada.cuda_kernels.fused_ops import (
     Epilogue,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vllm.diffusion.buffers import Buffer, Buffers
+    from vllm.diffusion.core.buffers import Buffer, Buffers
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 

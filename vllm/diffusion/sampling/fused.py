@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.params import SEED_BITS
-from vllm.diffusion.random_streams import CATEGORICAL, REMASKING, TOKEN
+from vllm.diffusion.core.random_streams import CATEGORICAL, REMASKING, TOKEN
+from vllm.diffusion.request.params import SEED_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

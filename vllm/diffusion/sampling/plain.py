@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.random_streams import CATEGORICAL, REMASKING, TOKEN
+from vllm.diffusion.core.random_streams import CATEGORICAL, REMASKING, TOKEN
 
 if TYPE_CHECKING:
+    from vllm.diffusion.core.scoring import Scoring
     from vllm.diffusion.sampling.rows import RowGroup
-    from vllm.diffusion.scoring import Scoring
 
 
 def sample_plain(

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm.diffusion import ops
+    from vllm.diffusion.core.scoring import Scoring
     from vllm.diffusion.guided.joint import Joint
-    from vllm.diffusion.params import DiffusionParams
-    from vllm.diffusion.scoring import Scoring
+    from vllm.diffusion.request.params import DiffusionParams
 
 
 class LogitsModel(Protocol):

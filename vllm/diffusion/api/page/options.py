@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.algorithms import algorithms_for
-from vllm.diffusion.decision import default_of
-from vllm.diffusion.fields import BY_NAME
-from vllm.diffusion.lengths import DEFAULT_BLOCK, DEFAULT_CANVAS
+from vllm.diffusion.request.algorithms import algorithms_for
+from vllm.diffusion.request.decision import default_of
+from vllm.diffusion.request.fields import BY_NAME
+from vllm.diffusion.request.lengths import DEFAULT_BLOCK, DEFAULT_CANVAS
 
 if TYPE_CHECKING:
-    from vllm.diffusion.algorithms import Algorithm
-    from vllm.diffusion.params import ServedModel
+    from vllm.diffusion.request.algorithms import Algorithm
+    from vllm.diffusion.request.params import ServedModel
 
 # In the page's order; an algorithm's own parameters follow.
 COMMON = (

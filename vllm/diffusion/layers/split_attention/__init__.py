@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm.diffusion.core.pages import HEAD_DIMS
 from vllm.diffusion.layers.devices import capability, num_multiprocessors
-from vllm.diffusion.pages import HEAD_DIMS
 
 if TYPE_CHECKING:
     from types import ModuleType
 
     from torch import Tensor
 
-    from vllm.diffusion.spans import AttentionLayout, PageTable
+    from vllm.diffusion.core.spans import AttentionLayout, PageTable
 
 # Triton reads it when a kernel is decorated, that is when its module is imported.
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"

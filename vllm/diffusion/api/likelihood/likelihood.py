@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`POST /v1/loglikelihood`: log likelihood of a continuation of a context."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from vllm.diffusion.api.choices import answers, last
+from vllm.diffusion.api.likelihood.estimator import draw_maskings, estimate
+from vllm.diffusion.api.likelihood.readings import TERMS, Reader, Reading
+from vllm.diffusion.api.protocol import Usage, check_model
+from vllm.diffusion.api.schema import described
+from vllm.diffusion.api.validator import RequestRefused
+from vllm.diffusion.core.errors import InvalidParameterError
+from vllm.diffusion.request.decision import attach
+from vllm.diffusion.request.fields import BY_NAME, by_spelling, checked
+from vllm.diffusion.request.params import SEED_BITS
+from vllm.diffusion.request.values import Field as Parameter
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.diffusion.api.likelihood.estimator import Masking
+    from vllm.diffusion.api.validator import Validator
+    from vllm.engine.protocol import EngineClient
+
+MOST_SAMPLES = 4096  # of one request; forwards take turns, so others go on meanwhile
+USUAL_BATCH = 32
+DECIMALS = 5  # what comes behind them depends, in fp32, on who shares a step
+
+# Of the check for greediness, whatever the server's defaults are.
+_PUBLISHED_LOOP: dict[str, Any] = {
+    "algorithm": "semi_ar",
+    "remasking": "low_confidence",
+    "cache": "none",
+    "temperature": 0.0,
+    "ignore_eos": True,
+    "logits_eos_inf": False,
+    "confidence_eos_eot_inf": False,
+    "confidence_dtype": "float32",
+    "seed": 0,
+}
+
+PARAMETERS: tuple[Parameter, ...] = (
+    Parameter(
+        "mc_num",
+        int,
+        "samples of the estimate; one is exact for a continuation of one token",
+        default=128,
+        minimum=1,
+        maximum=MOST_SAMPLES,
+    ),
+    Parameter(
+        "batch_size",
+        int,
+        "samples whose numbers of masks are spread evenly; divides mc_num",
+        default_text=f"the largest divisor of mc_num up to {USUAL_BATCH}",
+        minimum=1,
+        maximum=MOST_SAMPLES,
+    ),
+    Parameter("seed", int, "of the maskings", default=1234),
+    Parameter(
+        "cfg",
+        float,
+        "classifier-free guidance; above 0 a second sequence is run, whose context is masked",
+        default=0.0,
+        minimum=0,
+        aliases=("cfg_scale",),
+    ),
+    Parameter(
+        "check_greedy",
+        bool,
+        "find out whether the continuation is what the model would write itself, one token a "
+        "forward; costs as many forwards as it has tokens, one after the other",
+        default=False,
+        aliases=("is_check_greedy", "is_greedy"),
+    ),
+    Parameter(
+        "add_special_tokens",
+        bool,
+        "add the tokenizer's special tokens to a context given as text",
+        default=True,
+    ),
+    *(BY_NAME[name] for name in TERMS),
+)
+
+
+class LikelihoodBody(BaseModel):
+    """Fields of the body that are not numbers."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = Field(None, description="a served model's name")
+    context: Any = Field("", description="text or token ids; never masked, but for guidance")
+    continuation: Any = Field(..., description="text or token ids, as the context is")
+    masks: Any = Field(
+        None,
+        description="in place of mc_num: for every sample the positions of the continuation that "
+        "are masked, from 0",
+    )
+
+
+LikelihoodRequest = create_model(
+    "LikelihoodRequest",
+    __base__=LikelihoodBody,
+    __doc__="Body of POST /v1/loglikelihood.",
+    **described(PARAMETERS),
+)
+
+
+class LikelihoodResponse(BaseModel):
+    """Answer of POST /v1/loglikelihood.
+
+    Attributes:
+        loglikelihood: natural log likelihood of the continuation: the mean of the samples.
+        stderr: standard error of the estimate; 0 where nothing is drawn, null where one sample
+            cannot give one.
+        is_greedy: whether the model would write the continuation itself, if asked for.
+        forwards: number of forwards run; samples that mask equal tokens share one.
+        num_tokens: number of tokens of the continuation.
+        seed: seed of the maskings, where they were drawn.
+        logprobs: for every element of `masks`, log probabilities of the masked tokens.
+    """
+
+    id: str
+    object: Literal["loglikelihood"] = "loglikelihood"
+    created: int
+    model: str
+    loglikelihood: float
+    stderr: float | None
+    is_greedy: bool | None = None
+    forwards: int
+    num_tokens: int
+    seed: int | None = None
+    logprobs: list[list[float]] | None = None
+    usage: Usage
+
+    def content(self) -> dict[str, Any]:
+        """Return the answer as JSON, without fields that were not asked for."""
+        optional = {"is_greedy", "seed", "logprobs"}
+        return self.model_dump(exclude={name for name in optional if getattr(self, name) is None})
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A checked body: token ids, and the maskings of all samples."""
+
+    context: list[int]
+    continuation: list[int]
+    maskings: Sequence[Masking]
+    cfg: float
+    seed: int | None
+    checks_greedy: bool
+    terms: dict[str, Any]
+
+    def reading(self, masked: Masking, mask_id: int) -> Reading:
+        start, tokens = len(self.context), [*self.context, *self.continuation]
+        for position in masked:
+            tokens[start + position] = mask_id
+        return Reading(
+            tokens,
+            [start + position for position in masked],
+            [[self.continuation[position]] for position in masked],
+            cfg_scale=self.cfg,
+            context_length=start,
+        )
+
+
+class LikelihoodHandler:
+    """Serves `/v1/loglikelihood` over one engine; arguments as for `GenerateHandler`."""
+
+    def __init__(
+        self, engine: EngineClient, validator: Validator, model_names: Sequence[str]
+    ) -> None:
+        self._engine = engine
+        self._validator = validator
+        self._model_names = model_names
+        self._reader = Reader(engine, validator)
+
+    async def answer(self, body: LikelihoodBody, request_id: str) -> LikelihoodResponse:
+        """Run all forwards; cancelling this coroutine aborts them.
+
+        Raises:
+            RequestRefused: HTTP 400, naming the field.
+            VLLMNotFoundError: HTTP 404, for a model that is not served.
+        """
+        check_model(body.model, self._model_names)
+        try:
+            asked = self._asked(body)
+        except InvalidParameterError as error:
+            raise RequestRefused(error) from None
+        distinct = list(dict.fromkeys(asked.maskings))
+        readings = [asked.reading(masked, self._validator.mask_id) for masked in distinct]
+        found = await self._reader.read(readings, request_id, asked.terms)
+        logprobs = {
+            masked: [values[0] for values in read.scores.logprobs]
+            for masked, read in zip(distinct, found, strict=True)
+        }
+        length = len(asked.continuation)
+        estimated = estimate(asked.maskings, logprobs, length)
+        is_greedy, is_given = None, body.masks is not None
+        stderr = 0.0 if is_given else estimated.stderr
+        if asked.checks_greedy:
+            is_greedy = await self._is_greedy(asked, request_id)
+        num_tokens = len(asked.context) + length
+        return LikelihoodResponse(
+            id=request_id,
+            created=int(time.time()),
+            model=self._model_names[0],
+            loglikelihood=round(estimated.loglikelihood, DECIMALS),
+            stderr=stderr if stderr is None else round(stderr, DECIMALS),
+            is_greedy=is_greedy,
+            forwards=len(distinct) + (length if asked.checks_greedy else 0),
+            num_tokens=length,
+            seed=asked.seed,
+            logprobs=[logprobs[masked] for masked in asked.maskings] if is_given else None,
+            usage=Usage(prompt_tokens=num_tokens, completion_tokens=0, total_tokens=num_tokens),
+        )
+
+    def _asked(self, body: LikelihoodBody) -> _Asked:
+        self._validator.refuse_blocks("/v1/loglikelihood", "POST /v1/completions: echo, logprobs")
+        own = LikelihoodBody.model_fields
+        given = {k: v for k, v in body.model_dump(exclude_unset=True).items() if k not in own}
+        values = checked(given, by_spelling(PARAMETERS), also_known=own)
+        context, continuation = self._token_ids(body, values.get("add_special_tokens", True))
+        for name, ids in (("context", context), ("continuation", continuation)):
+            if self._validator.mask_id in ids:
+                raise InvalidParameterError(
+                    name, self._validator.mask_id, "it holds the mask token; wanted it without"
+                )
+        if not continuation:
+            raise InvalidParameterError(
+                "continuation", body.continuation, "wanted at least one token"
+            )
+        checks_greedy = values.get("check_greedy", False)
+        if checks_greedy and not context:
+            raise InvalidParameterError("check_greedy", True, "wanted false without a context")
+        seed, maskings = _maskings(body.masks, values, len(continuation))
+        return _Asked(
+            context=context,
+            continuation=continuation,
+            maskings=maskings,
+            cfg=values.get("cfg", 0.0),
+            seed=seed,
+            checks_greedy=checks_greedy,
+            terms={name: values[name] for name in TERMS if name in values},
+        )
+
+    def _token_ids(self, body: LikelihoodBody, adds_special: bool) -> tuple[list[int], list[int]]:
+        """Return the tokens of context and continuation.
+
+        Text is encoded together: spaces at the end of a context count as the continuation's.
+        """
+        context, continuation = body.context, body.continuation
+        if isinstance(context, str) and isinstance(continuation, str):
+            stripped = context.rstrip()
+            continuation = context[len(stripped) :] + continuation
+            encode = self._engine.renderer.get_tokenizer().encode
+            whole = encode(stripped + continuation, add_special_tokens=adds_special)
+            before = encode(stripped, add_special_tokens=adds_special)
+            return list(before), list(whole[len(before) :])
+        if context == "":
+            context = []
+        for name, ids in (("context", context), ("continuation", continuation)):
+            if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+                raise InvalidParameterError(
+                    name, ids, "wanted text or token ids, of the same kind for both"
+                )
+        return context, continuation
+
+    async def _is_greedy(self, asked: _Asked, request_id: str) -> bool:
+        """Whether the model, writing the surest token each time, would write the continuation."""
+        length = len(asked.continuation)
+        wanted = {**_PUBLISHED_LOOP, "cfg_scale": asked.cfg}
+        wanted |= dict.fromkeys(("gen_length", "max_tokens", "block_length", "steps"), length)
+        decided = self._validator.decide({**wanted, **asked.terms}, asked.context)
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=length,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        attach(sampling, decided)
+        outputs = answers(
+            self._engine, tokens_input(asked.context), sampling, f"{request_id}-greedy"
+        )
+        written = (await last(outputs)).outputs[0].token_ids
+        return list(written) == asked.continuation
+
+
+def _maskings(
+    masks: Any, values: dict[str, Any], length: int
+) -> tuple[int | None, Sequence[Masking]]:
+    """Return the seed, if one is used, and the maskings of all samples."""
+    if masks is not None:
+        for name in ("mc_num", "batch_size", "seed"):
+            if name in values:
+                raise InvalidParameterError(name, values[name], "wanted it left out beside masks")
+        return None, _given_maskings(masks, length)
+    mc_num, seed = values.get("mc_num", 128), values.get("seed", 1234) % 2**SEED_BITS
+    usual = next(n for n in range(min(mc_num, USUAL_BATCH), 0, -1) if mc_num % n == 0)
+    batch_size = values.get("batch_size", usual)
+    if mc_num % batch_size:
+        raise InvalidParameterError("batch_size", batch_size, f"wanted a divisor of {mc_num}")
+    if length == 1:  # every sample masks it
+        return seed, [(0,)]
+    return seed, draw_maskings(length, mc_num, batch_size, _signed(seed))
+
+
+def _given_maskings(masks: Any, length: int) -> list[Masking]:
+    if not isinstance(masks, list) or not 1 <= len(masks) <= MOST_SAMPLES:
+        raise InvalidParameterError("masks", masks, f"wanted 1 to {MOST_SAMPLES} lists")
+    for masked in masks:
+        is_list = isinstance(masked, list) and masked and all(type(p) is int for p in masked)
+        if not is_list or not all(0 <= p < length for p in masked):
+            raise InvalidParameterError(
+                "masks", masked, f"wanted positions of the continuation, 0 to {length - 1}"
+            )
+        if len(set(masked)) < len(masked):
+            raise InvalidParameterError("masks", masked, "wanted every position once")
+    return [tuple(sorted(masked)) for masked in masks]
+
+
+def _signed(seed: int) -> int:
+    """Return the bit pattern of a seed as int64, which PyTorch's generator takes."""
+    return seed - 2**SEED_BITS if seed >> (SEED_BITS - 1) else seed

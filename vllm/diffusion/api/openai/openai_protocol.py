@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies and answers of OpenAI's and Anthropic's routes: upstream's, and what diffusion adds.
+
+Unsupported fields are refused. Fields without effect, and unknown ones, are named in the answer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, Field, model_validator
+
+from vllm.diffusion.api.bodies import left_out, refuse_fields
+from vllm.diffusion.api.openai.tools import asked_tools
+from vllm.diffusion.api.report import DiffusionReport
+from vllm.diffusion.api.schema import MAX_CHOICES, check_logprobs, with_diffusion_fields
+from vllm.diffusion.core.errors import InvalidParameterError
+from vllm.diffusion.guided.guides import SPEC, asked_spec, packed, spec_of_tools
+from vllm.diffusion.request.decision import IGNORED, RESERVED_EXTRA_ARGS
+from vllm.diffusion.request.fields import BY_NAME, SPELLINGS, canonical
+from vllm.diffusion.request.params import SEED_BITS
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    BatchChatCompletionRequest,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+)
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
+from vllm.tokenizers import cached_tokenizer_from_config
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_EFFORT = ("reasoning_effort", "reasoning")
+_THINKING = ("enable_thinking", "reasoning_effort")  # what templates read of them
+_DEFAULT_MAX_TOKENS = 16  # of OpenAI's completions
+
+# Parameters that upstream's bodies declare and hand on. Its seeds have 63 bits; ours, which answers
+# report, have 64. It drops top_p and top_k at temperature 0, where they act on some families.
+_UPSTREAMS = (SPELLINGS.keys() & CompletionRequest.model_fields.keys()) - {"seed", "top_p", "top_k"}
+
+
+class _CompletionBase(CompletionRequest):
+    max_tokens: int | None = Field(
+        None,
+        description="longest answer in tokens; cuts the answer, never the canvas "
+        "(default: the canvas beside gen_length, else 16)",
+    )
+
+    @model_validator(mode="after")
+    def _default_max_tokens(self) -> _CompletionBase:
+        """Set the default limit so that it differs from one that was given."""
+        if self.max_tokens is None:  # upstream counts on a number
+            self.max_tokens = _DEFAULT_MAX_TOKENS
+            self.model_fields_set.discard("max_tokens")
+        return self
+
+
+ChatCompletionBody = with_diffusion_fields(
+    ChatCompletionRequest, "ChatCompletionBody", "Body of POST /v1/chat/completions.", _UPSTREAMS
+)
+ChatBatchBody = with_diffusion_fields(
+    BatchChatCompletionRequest,
+    "ChatBatchBody",
+    "Body of POST /v1/chat/completions/batch.",
+    _UPSTREAMS & BatchChatCompletionRequest.model_fields.keys(),
+)
+CompletionBody = with_diffusion_fields(
+    _CompletionBase, "CompletionBody", "Body of POST /v1/completions.", _UPSTREAMS
+)
+
+
+class _Reporting(BaseModel):
+    diffusion: DiffusionReport
+
+
+class ChatAnswer(ChatCompletionResponse, _Reporting):
+    """Answer of POST /v1/chat/completions."""
+
+
+class CompletionAnswer(CompletionResponse, _Reporting):
+    """Answer of POST /v1/completions."""
+
+
+def prepare(request: Any, model_config: Any, template: str = "") -> None:
+    """Bring a body into the form that upstream passes on to the engine.
+
+    Args:
+        request: ChatCompletionRequest or CompletionRequest, or one of the bodies above; changed.
+        model_config: upstream's config of the served model.
+        template: the chat template.
+
+    Raises:
+        InvalidParameterError: naming the field, the given and the wanted value.
+    """
+    if request.n is not None and not 1 <= request.n <= MAX_CHOICES:
+        raise InvalidParameterError("n", request.n, f"wanted 1 to {MAX_CHOICES}")
+    _check_logprobs(request, model_config)
+    extra = extra_args(request, template)
+    if isinstance(request, CompletionRequest) and request.suffix:
+        extra["suffix_ids"] = _suffix_ids(request.suffix, extra, model_config)
+        request.suffix = None  # upstream refuses it
+    if extra.get("stream_canvas") and not request.stream:
+        raise InvalidParameterError("stream_canvas", True, "wanted false, or stream: true")
+    spec = asked_spec(_plain(request.response_format), _plain(request.structured_outputs))
+    tools = asked_tools(request) if isinstance(request, ChatCompletionRequest) else None
+    if tools is not None:
+        if spec is not None:
+            raise InvalidParameterError("tools", list(tools.parameters), f"not beside {spec.field}")
+        spec = spec_of_tools(tools)
+        request.tool_choice = "none"  # upstream parses no calls, but tells the template of tools
+    request.response_format = request.structured_outputs = None  # upstream has its own grammars
+    request.vllm_xargs = extra if spec is None else {**extra, SPEC: packed(spec)}
+    _allow_several_greedy_answers(request, model_config)
+
+
+def _suffix_ids(text: str, extra: Mapping[str, Any], model_config: Any) -> list[int]:
+    """Encode the text that follows an answer."""
+    if "suffix_ids" in extra:
+        raise InvalidParameterError("suffix", text, "wanted either it or suffix_ids")
+    tokenizer = cached_tokenizer_from_config(model_config)
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _plain(given: Any) -> Any:
+    """Return the value of an upstream field as it was sent."""
+    if isinstance(given, BaseModel):
+        return given.model_dump(by_alias=True, exclude_none=True)
+    return given if given is None or isinstance(given, dict) else dict(vars(given))
+
+
+def extra_args(request: Any, template: str) -> dict[str, Any]:
+    """Return the parameters of a body as `vllm_xargs`, which becomes `SamplingParams.extra_args`.
+
+    It includes diffusion parameters at top level, and the names of fields without effect.
+    Parameters that upstream's body declares stay where they are.
+
+    Args:
+        request: a body of one of upstream's routes; its seed is changed.
+        template: the chat template, which may support levels of thinking.
+
+    Raises:
+        InvalidParameterError: naming the field, the given and the wanted value.
+    """
+    fields = {**vars(request), **(request.model_extra or {})}
+    sent = {name: value for name, value in fields.items() if name in request.model_fields_set}
+    # A route that converts its body hands on a tuple, which no JSON is.
+    elsewhere = sent.pop(IGNORED) if isinstance(sent.get(IGNORED), tuple) else ()
+    refuse_fields(sent)
+    ignored = left_out(sent, type(request).model_fields.keys() | SPELLINGS.keys())
+    given = _given(request)
+    xargs = getattr(request, "vllm_xargs", None) or {}
+    extra = canonical({k: v for k, v in xargs.items() if k not in RESERVED_EXTRA_ARGS})
+    for name, value in given.items():
+        if extra.get(name, value) != value:
+            raise InvalidParameterError(
+                name, value, f"it contradicts vllm_xargs, {name}: {extra[name]!r}"
+            )
+    extra |= {k: v for k, v in given.items() if k not in _UPSTREAMS or k == "max_tokens"}
+    if "seed" in extra:  # upstream knows it, and that answer i uses seed + i
+        request.seed = extra.pop("seed") % 2**SEED_BITS
+    if any(word in template for word in _THINKING):
+        ignored = [name for name in ignored if name not in _EFFORT]
+    extra[IGNORED] = [*ignored, *elsewhere]
+    return extra
+
+
+def _given(request: Any) -> dict[str, Any]:
+    """Return the diffusion parameters of a body under canonical names."""
+    given = {name: getattr(request, name) for name in SPELLINGS if name in request.model_fields_set}
+    for name in ("max_completion_tokens", "max_output_tokens"):
+        most = getattr(request, name, None)
+        if most is not None:
+            if given.get("max_tokens") not in (None, most):
+                contradicts = f"it contradicts max_tokens: {given['max_tokens']!r}"
+                raise InvalidParameterError(name, most, contradicts)
+            given["max_tokens"] = most
+    if isinstance(request, CompletionRequest) and reads_prompt(request):
+        _shortest_canvas(given)
+    return canonical(given)
+
+
+def _check_logprobs(request: Any, model_config: Any) -> None:
+    """Check the number of log probabilities.
+
+    It is `top_logprobs` of chat, where `logprobs` is a flag, and `logprobs` of completions.
+    """
+    is_chat = isinstance(request, ChatCompletionRequest)
+    name = "top_logprobs" if is_chat else "logprobs"
+    check_logprobs(name, getattr(request, name), model_config)
+    if not request.echo or not is_chat:
+        return
+    if request.logprobs:
+        raise InvalidParameterError(
+            "echo", True, "wanted false beside logprobs, or POST /v1/completions"
+        )
+    request.top_logprobs = None  # upstream would ask for those of the prompt
+
+
+def reads_prompt(request: Any) -> bool:
+    """Whether a body of completions asks for the log probabilities of its prompt."""
+    return bool(request.echo) and request.logprobs is not None
+
+
+def _shortest_canvas(given: dict[str, Any]) -> None:
+    """Beside a prompt that is read, give an answer of at most one token a canvas of one.
+
+    Evaluation asks for that answer and discards it; upstream uses 0 for no answer at all.
+    """
+    if given.get("max_tokens") not in (0, 1):
+        return
+    if given["max_tokens"] == 0:
+        del given["max_tokens"]
+    if not given.keys() & {"gen_length", *BY_NAME["gen_length"].aliases}:
+        given["gen_length"] = 1
+
+
+def _allow_several_greedy_answers(request: Any, model_config: Any) -> None:
+    """Let several greedy answers pass upstream, since random remasking may make them differ."""
+    default = model_config.get_diff_sampling_param().get("temperature", 1.0)
+    given = request.temperature if request.temperature is not None else default
+    if (request.n or 1) > 1 and given == 0:
+        request.vllm_xargs.setdefault("temperature", 0.0)  # the one that counts
+        request.temperature = 1.0
+        request.top_p, request.top_k, request.min_p = 1.0, 0, 0.0

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream's handlers of the OpenAI routes, extended for a diffusion language model.
+
+They take the bodies of `openai_protocol`, run the choices of a request one by one, and put a
+`diffusion` object into answers: the report of the whole request and, before it, where
+`stream_canvas` asks for it, the canvas after every step.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import aclosing
+from copy import copy
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vllm.diffusion.api.choices import ChoicesClient, RequestTimedOut, primed
+from vllm.diffusion.api.events import DONE, Listener, event
+from vllm.diffusion.api.likelihood.readings import TERMS
+from vllm.diffusion.api.openai.echo import EchoClient
+from vllm.diffusion.api.openai.openai_protocol import prepare, reads_prompt
+from vllm.diffusion.api.openai.tools import described, put_calls, with_calls
+from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, timeout_in, told
+from vllm.diffusion.api.validator import RequestRefused
+from vllm.diffusion.core.errors import InvalidParameterError
+from vllm.diffusion.guided.guides import SPEC, unpacked
+from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable
+
+    from vllm.diffusion.api.validator import Validator
+    from vllm.outputs import RequestOutput
+
+Handler = TypeVar("Handler", bound="Diffusion")
+
+
+def adopt(upstreams: Any, kind: type[Handler], validator: Validator) -> Handler:
+    """Make a handler of our kind from upstream's, which has the server's arguments."""
+    handler: Handler = copy(upstreams)
+    handler.__class__ = kind
+    handler.engine_client = ChoicesClient(upstreams.engine_client, validator)
+    handler.validator = validator
+    handler.token_texts = TokenTexts(upstreams.renderer.tokenizer)
+    handler.enable_prompt_tokens_details |= validator.shares_prefixes
+    return handler
+
+
+class Diffusion:
+    """Base of all handlers.
+
+    Attributes:
+        token_texts: token texts of the server's tokenizer.
+        validator: validator of the engine.
+    """
+
+    token_texts: TokenTexts
+    validator: Validator
+    engine_client: Any
+    enable_prompt_tokens_details: bool
+    model_config: Any
+    renderer: Any
+
+    async def prepare(self, request: Any) -> bool:
+        """Bring a body into upstream's form, and compile the format of its answer.
+
+        Returns:
+            whether the answer may call tools.
+
+        Raises:
+            RequestRefused: HTTP 400, naming the field.
+        """
+        try:
+            prepare(request, self.model_config, self.template_of(request))
+            given = request.vllm_xargs.get(SPEC)
+            spec = None if given is None else unpacked(given)
+        except InvalidParameterError as error:
+            raise RequestRefused(error) from None
+        await self.validator.compile(spec)
+        return spec is not None and spec.kind == "tools"
+
+    def template_of(self, request: Any) -> str:
+        """Return the chat template of a request, as far as it is known here."""
+        own = getattr(self.renderer.tokenizer, "chat_template", None)
+        given = getattr(request, "chat_template", None)
+        return str(given or getattr(self, "chat_template", None) or own or "")
+
+    async def begun(self, request: Any, answer: Any) -> Any:
+        """Return the answer; if it is a stream with a timeout, once it has begun.
+
+        Raises:
+            RequestTimedOut: HTTP 504, before there is an event.
+        """
+        is_stream = request.stream and hasattr(answer, "__aiter__")
+        if is_stream and self.validator.times(request.vllm_xargs):
+            return await primed(answer)
+        return answer
+
+
+class DiffusionServingChat(Diffusion, OpenAIServingChat):
+    """Handler of POST /v1/chat/completions."""
+
+    async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
+        if await self.prepare(request) and "tools" not in self.template_of(request):
+            request.messages, request.tools = described(request.messages, request.tools), None
+        answer = await super().create_chat_completion(request, raw_request)
+        return await self.begun(request, answer)
+
+    async def chat_completion_stream_generator(
+        self,
+        request: Any,
+        result_generator: AsyncGenerator[RequestOutput, None],
+        request_id: str,
+        model_name: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> AsyncGenerator[str, None]:
+        listener = Listener(request.n or 1)
+        heard = _heard(result_generator, listener)
+        calls_tools = _calls_tools(request)
+        chunks = super().chat_completion_stream_generator(
+            request, heard, request_id, model_name, *args, **kwargs
+        )
+        if calls_tools:
+            chunks = with_calls(chunks)
+        if request.vllm_xargs.get("stream_canvas"):
+            head = _head(request_id, "chat.completion.chunk", model_name)
+            choice: dict[str, Any] = {"delta": {}, "logprobs": None, "finish_reason": None}
+            write = _canvas_writer(self.token_texts, head, choice)
+            chunks = _after_the_first(chunks, lambda rest: listener.between(rest, write))
+        async for text in _with_report(chunks, listener):
+            yield text
+
+    async def chat_completion_full_generator(
+        self,
+        request: Any,
+        result_generator: AsyncGenerator[RequestOutput, None],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        listener = Listener()
+        heard = _heard(result_generator, listener)
+        response = await super().chat_completion_full_generator(request, heard, *args, **kwargs)
+        if not isinstance(response, ErrorResponse):
+            if _calls_tools(request):
+                put_calls(response)
+            put_report(response, listener.reports)
+        return response
+
+
+class DiffusionServingCompletion(Diffusion, OpenAIServingCompletion):
+    """Handler of POST /v1/completions."""
+
+    async def create_completion(self, request: Any, raw_request: Any = None) -> Any:
+        await self.prepare(request)
+        handler = self
+        if reads_prompt(request):
+            handler = copy(self)
+            handler.engine_client = EchoClient(
+                self.engine_client,
+                self.validator,
+                self.token_texts,
+                {name: request.vllm_xargs[name] for name in TERMS if name in request.vllm_xargs},
+                writes=request.max_tokens > 0,
+            )
+        answer = await super(DiffusionServingCompletion, handler).create_completion(
+            request, raw_request
+        )
+        return await self.begun(request, answer)
+
+    async def completion_stream_generator(
+        self,
+        request: Any,
+        engine_inputs: Any,
+        result_generator: AsyncGenerator[tuple[int, RequestOutput], None],
+        request_id: str,
+        created_time: int,
+        model_name: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> AsyncGenerator[str, None]:
+        num_choices = request.n or 1
+        listener = Listener(num_choices * len(engine_inputs))
+        heard = _heard_by_prompt(result_generator, listener, num_choices)
+        chunks = super().completion_stream_generator(
+            request, engine_inputs, heard, request_id, created_time, model_name, *args, **kwargs
+        )
+        if request.vllm_xargs.get("stream_canvas"):
+            head = _head(request_id, "text_completion", model_name)
+            choice = {"text": "", "logprobs": None, "finish_reason": None}
+            write = _canvas_writer(self.token_texts, head, choice)
+            chunks = listener.between(chunks, write)
+        async for text in _with_report(chunks, listener):
+            yield text
+
+    def request_output_to_completion_response(
+        self, final_res_batch: list[RequestOutput], *args: Any, **kwargs: Any
+    ) -> Any:
+        response = super().request_output_to_completion_response(final_res_batch, *args, **kwargs)
+        found = [report for output in final_res_batch for report in told(output).values()]
+        put_report(response, dict(enumerate(found)))
+        return response
+
+
+class DiffusionServingChatBatch(Diffusion, OpenAIServingChatBatch):
+    """Handler of POST /v1/chat/completions/batch."""
+
+    async def render_batch_chat_request(self, request: Any) -> Any:
+        rendered = await super().render_batch_chat_request(request)
+        if not isinstance(rendered, ErrorResponse):
+            for single in rendered[0]:
+                await self.prepare(single)
+        return rendered
+
+    async def chat_completion_full_generator_batch(
+        self, request: Any, generators: list[Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        listener = Listener(len(generators))
+        heard = [
+            _heard(generator, listener, first_choice=index)
+            for index, generator in enumerate(generators)
+        ]
+        response = await super().chat_completion_full_generator_batch(
+            request, heard, *args, **kwargs
+        )
+        if not isinstance(response, ErrorResponse):
+            put_report(response, listener.reports)
+        return response
+
+
+def _calls_tools(request: Any) -> bool:
+    kind, *_ = request.vllm_xargs.get(SPEC, [None])
+    return bool(kind == "tools")
+
+
+async def _heard(
+    outputs: AsyncGenerator[RequestOutput, None], listener: Listener, first_choice: int = 0
+) -> AsyncGenerator[RequestOutput, None]:
+    """Yield outputs with news for upstream, and the first one, which brings the role."""
+    is_first = True
+    async with aclosing(outputs):
+        async for output in outputs:
+            if listener.hear(output, first_choice) or is_first:
+                yield output
+            is_first = False
+
+
+async def _heard_by_prompt(
+    outputs: AsyncGenerator[tuple[int, RequestOutput], None], listener: Listener, n: int
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async with aclosing(outputs):
+        async for prompt, output in outputs:
+            if listener.hear(output, first_choice=prompt * n):
+                yield prompt, output
+
+
+async def _after_the_first(
+    chunks: AsyncGenerator[str, None],
+    follow: Callable[[AsyncGenerator[str, None]], AsyncGenerator[str, None]],
+) -> AsyncGenerator[str, None]:
+    async with aclosing(chunks):
+        yield await anext(chunks)
+        async with aclosing(follow(chunks)) as rest:
+            async for text in rest:
+                yield text
+
+
+async def _with_report(
+    chunks: AsyncGenerator[str, None], listener: Listener
+) -> AsyncGenerator[str, None]:
+    """Yield the chunks, with the report in the last one before [DONE].
+
+    The last one is known only when the next one comes, so chunks are held back, but only once all
+    answers have ended: then nothing is delayed any more.
+    """
+    held: str | None = None
+    is_begun = False
+    async with aclosing(chunks):
+        async for text in chunks:
+            if not is_begun and listener.timeout is not None:
+                raise RequestTimedOut(listener.timeout)
+            is_begun = True
+            if held is not None:
+                yield _reporting(held, listener.reports) if text == DONE else held
+            held = text if listener.has_heard_all and text != DONE else None
+            if held is None:
+                yield text
+
+
+def _reporting(chunk: str, reports: dict[int, dict[str, Any]]) -> str:
+    content = json.loads(chunk.removeprefix("data: "))
+    if any(
+        map(timeout_in, reports.values())
+    ):  # of an answer without a token no chunk tells its end
+        for choice in content["choices"]:
+            choice["finish_reason"] = choice["finish_reason"] or "abort"
+    content["diffusion"] = {**content.get("diffusion", {}), **_content(reports)}
+    return event(json.dumps(content))
+
+
+def put_report(response: Any, reports: dict[int, dict[str, Any]]) -> None:
+    """Put the reports of the choices, by number, into an answer."""
+    response.diffusion = _content(reports)
+    response.kv_transfer_params = None  # where upstream carried it
+
+
+def _content(reports: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    return DiffusionReport.of(reports[index] for index in sorted(reports)).content()
+
+
+def _head(request_id: str, kind: str, model_name: str) -> dict[str, Any]:
+    return {"id": request_id, "object": kind, "created": int(time.time()), "model": model_name}
+
+
+def _canvas_writer(
+    texts: TokenTexts, head: dict[str, Any], choice: dict[str, Any]
+) -> Callable[[int, dict[str, Any]], str]:
+    """Make a function that writes a chunk with a canvas, which adds nothing to the answer."""
+
+    def write(index: int, packed: dict[str, Any]) -> str:
+        canvas = CanvasState.of(packed, texts).model_dump()
+        chunk = {**head, "choices": [{"index": index, **choice}], "diffusion": {"canvas": canvas}}
+        return event(json.dumps(chunk))
+
+    return write

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command line of server-wide diffusion defaults.
+
+They are merged into `--additional-config '{"dllm": {...}}'`, which `LLM` takes as well.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import sys
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import yaml
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from pydantic import ValidationError
+
+from vllm.diffusion import __version__
+from vllm.diffusion.config import check_settings, server_settings
+from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.request import families
+from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
+from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+    from collections.abc import Iterator, Sequence
+
+logger = init_logger(__name__)
+
+SEE_HELP = "--help tells those that there are"
+NO_MODEL = (
+    "wanted a checkpoint: a folder, or a name on the Hugging Face Hub; for a try without a "
+    "download: scripts/make_tiny_model.py makes models/llada-tiny"
+)
+
+
+class ServerParser(FlexibleArgumentParser):
+    """Upstream's parser, which reports a mistake in one line, with the closest valid name."""
+
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        found, rest = super().parse_known_args(args, namespace)
+        flag = next((word.partition("=")[0] for word in rest if word.startswith("-")), None)
+        if flag is not None:
+            near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.7)
+            self.error(f"{flag}: unknown; {f'did you mean {near[0]}?' if near else SEE_HELP}")
+        return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        sys.stderr.write(f"error: {' '.join(message.removeprefix('argument ').split())}\n")
+        raise SystemExit(2)
+
+
+@contextmanager
+def errors_in_one_line(args: Namespace) -> Iterator[None]:
+    """While a server runs, let errors that a user can fix end it in one line.
+
+    A failing engine has already written its errors to the log.
+    """
+    try:
+        yield
+    except (KeyError, OSError, TypeError, ValueError, VLLMValidationError) as error:
+        if isinstance(error, KeyError) and not str(error.args[0]).startswith("invalid "):
+            raise  # our own mistake; the others are parser names that upstream lacks
+        logger.debug("the server ended", exc_info=True)
+        raise SystemExit(f"error: {one_line(error, args)}") from None
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add `--dllm-algorithm[-config]`, `--sequence-parallel-size`, `--no-page` and `--family`."""
+    group = parser.add_argument_group(
+        "Diffusion", "Of diffusion language models: defaults of requests, ranks, the web page."
+    )
+    group.add_argument(
+        "--dllm-algorithm",
+        metavar="NAME",
+        help=f"decoding algorithm: {', '.join(ALGORITHMS)}; of block-causal models: "
+        f"{', '.join(BLOCK_ALGORITHMS)}",
+    )
+    group.add_argument(
+        "--dllm-algorithm-config",
+        metavar="FILE.yaml",
+        help="parameters of requests, one `name: value` a line",
+    )
+    group.add_argument(
+        "--sequence-parallel-size",
+        metavar="RANKS",
+        type=int,
+        help="GPUs that divide the rows of long steps, each with all weights that one would have",
+    )
+    group.add_argument(
+        "--version",
+        action="version",
+        version=f"mosaic {__version__} on vllm {metadata.version('vllm')}",
+        help="say which versions these are",
+    )
+    group.add_argument(
+        "--no-page", action="store_true", help="serve no web page at / and /status, only the API"
+    )
+    group.add_argument(
+        "--family",
+        metavar="NAME",
+        help=f"refuse a checkpoint of another family: {', '.join(families.SERVED_AS)}",
+    )
+
+
+def fold_into_additional_config(args: Namespace) -> None:
+    """Move these arguments into `args.additional_config`.
+
+    Raises:
+        ServerConfigError: for a file that cannot be read, or an unknown or unusable setting.
+    """
+    settings: dict[str, Any] = {}
+    if args.dllm_algorithm_config is not None:
+        settings.update(_read(Path(args.dllm_algorithm_config)))
+    if args.dllm_algorithm is not None:
+        settings["algorithm"] = args.dllm_algorithm
+    if args.sequence_parallel_size is not None:
+        settings["sequence_parallel_size"] = args.sequence_parallel_size
+    if args.no_page:
+        settings["page"] = False
+    if args.family is not None:
+        settings["family"] = args.family
+    additional = args.additional_config or {}
+    if not isinstance(additional, dict):  # upstream keeps what is no JSON as it is
+        raise ServerConfigError(f"--additional-config: given {additional!r}; wanted a JSON object")
+    settings = server_settings(additional) | settings
+    check_settings(settings, family=None)
+    if settings:
+        args.additional_config = additional | {"dllm": settings}
+
+
+def one_line(error: Exception, args: Namespace) -> str:
+    """Describe an error that prevented the start, in one line."""
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return f"port {args.port} of {args.host} is in use; --port takes another"
+    if isinstance(error, ValidationError):  # upstream's settings: the first fault tells most
+        fault = error.errors()[0]
+        return " ".join(str(fault["msg"]).removeprefix("Value error, ").split())
+    told = str(error.args[0]) if isinstance(error, KeyError) else str(error)
+    text = " ".join(told.split()) or type(error).__name__
+    is_of_the_hub = isinstance(error, (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError))
+    # transformers wraps some of them in an OSError
+    if is_of_the_hub or "huggingface.co" in text or text.startswith("Repo id"):
+        return f"model {args.model}: no such folder, and not found on the Hugging Face Hub: {text}"
+    return text
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        settings = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ServerConfigError(f"--dllm-algorithm-config: {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        line = str(error).splitlines()[0]
+        raise ServerConfigError(f"--dllm-algorithm-config: {path}: not YAML: {line}") from None
+    if not isinstance(settings, dict):
+        raise ServerConfigError(
+            f"--dllm-algorithm-config: {path}: given {settings!r}; wanted `name: value` lines"
+        )
+    return settings

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP routes of the overlay, as an endpoint plugin of upstream's server."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from vllm.diffusion import __version__
+from vllm.diffusion.api import metrics
+from vllm.diffusion.api.bodies import (
+    check_body,
+    check_conversations,
+    check_messages,
+    check_prompt,
+    refuse_fields,
+)
+from vllm.diffusion.api.documentation import routes as documentation
+from vllm.diffusion.api.documentation.examples import shown
+from vllm.diffusion.api.generate import GenerateHandler
+from vllm.diffusion.api.likelihood.decisions import DecisionRequest, adopt_decisions, register
+from vllm.diffusion.api.likelihood.likelihood import (
+    LikelihoodHandler,
+    LikelihoodRequest,
+    LikelihoodResponse,
+)
+from vllm.diffusion.api.openai.messages import (
+    DiffusionServingMessages,
+    MessagesAnswer,
+    MessagesBody,
+)
+from vllm.diffusion.api.openai.openai_protocol import (
+    ChatAnswer,
+    ChatBatchBody,
+    ChatCompletionBody,
+    CompletionAnswer,
+    CompletionBody,
+)
+from vllm.diffusion.api.openai.openai_serving import (
+    DiffusionServingChat,
+    DiffusionServingChatBatch,
+    DiffusionServingCompletion,
+    adopt,
+)
+from vllm.diffusion.api.openai.responses import (
+    DiffusionServingResponses,
+    ResponsesBody,
+    check_input,
+)
+from vllm.diffusion.api.page import routes as page
+from vllm.diffusion.api.page.options import page_options
+from vllm.diffusion.api.page.routes import Status
+from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse, set_priority
+from vllm.diffusion.api.server import gate, refusals
+from vllm.diffusion.api.server.lifecycle import Lifecycle
+from vllm.diffusion.api.server.welcome import log_welcome, warn_of_arguments_without_effect
+from vllm.diffusion.api.validator import RequestRefused, is_installed, validator_of
+from vllm.diffusion.config import served_model, settings_of
+from vllm.diffusion.core.errors import InvalidParameterError
+from vllm.entrypoints.anthropic.protocol import (
+    AnthropicCountTokensRequest,
+    AnthropicCountTokensResponse,
+)
+from vllm.entrypoints.generate.structured_decisions.api_router import create_structured_decision
+from vllm.entrypoints.generate.structured_decisions.protocol import StructuredDecisionResponse
+from vllm.entrypoints.openai.chat_completion.api_router import (
+    create_batch_chat_completion,
+    create_chat_completion,
+)
+from vllm.entrypoints.openai.completion.api_router import create_completion
+from vllm.entrypoints.openai.responses.api_router import create_responses
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.utils.api_utils import (
+    load_aware_call,
+    validate_json_request,
+    with_cancellation,
+)
+from vllm.renderers.chat_utils import load_chat_template
+from vllm.renderers.params import ChatParams
+from vllm.version import __version__ as VLLM_VERSION
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Callable
+
+    from vllm.diffusion.api.likelihood.likelihood import LikelihoodBody
+    from vllm.diffusion.api.protocol import GenerateBody
+    from vllm.diffusion.api.validator import Validator
+    from vllm.engine.protocol import EngineClient
+
+router = APIRouter()
+openai_router = APIRouter()  # replaces upstream's routes of the same paths
+
+_NOT_OURS = "the served model is not a diffusion language model"
+
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorResponse},
+    404: {"model": ErrorResponse},
+    500: {"model": ErrorResponse},
+    504: {"model": ErrorResponse, "description": "not complete within `timeout_s`"},
+}
+
+
+@router.post(
+    "/generate",
+    dependencies=[Depends(validate_json_request)],
+    response_model=None,  # a cancelled request has no answer to validate
+    responses={200: {"model": GenerateResponse, "content": {"text/event-stream": {}}}, **_ANSWERS},
+    openapi_extra=shown("/generate"),
+)
+@with_cancellation
+@load_aware_call
+async def generate(request: GenerateRequest, raw_request: Request) -> Response:  # type: ignore[valid-type]
+    """Denoise one or more canvases."""
+    handler: GenerateHandler | None = raw_request.app.state.diffusion_generate
+    if handler is None:
+        raise NotImplementedError(_NOT_OURS)
+    request_id = raw_request.headers[gate.REQUEST_ID]
+    body: GenerateBody = request
+    set_priority(body, raw_request.headers)
+    if body.stream:
+        choices = await handler.choices(body, request_id)
+        events = await handler.stream(choices, request_id)
+        return StreamingResponse(events, media_type="text/event-stream")
+    answer = await handler.answer(body, request_id)
+    return JSONResponse(answer.content())
+
+
+@openai_router.post(
+    "/v1/loglikelihood",
+    dependencies=[Depends(validate_json_request)],
+    response_model=None,
+    responses={200: {"model": LikelihoodResponse}, **_ANSWERS},
+    openapi_extra=shown("/v1/loglikelihood"),
+)
+@with_cancellation
+@load_aware_call
+async def loglikelihood(request: LikelihoodRequest, raw_request: Request) -> Response:  # type: ignore[valid-type]
+    """How likely the model finds a continuation of a context."""
+    body: LikelihoodBody = request
+    set_priority(body, raw_request.headers)
+    handler: LikelihoodHandler | None = raw_request.app.state.diffusion_likelihood
+    if handler is None:
+        raise NotImplementedError(_NOT_OURS)
+    answer = await handler.answer(body, raw_request.headers[gate.REQUEST_ID])
+    return JSONResponse(answer.content())
+
+
+@openai_router.post(
+    "/v1/systemone",
+    dependencies=[Depends(validate_json_request)],
+    response_model=None,
+    responses={200: {"model": StructuredDecisionResponse}, **_ANSWERS},
+    openapi_extra=shown("/v1/systemone"),
+)
+async def decisions(request: DecisionRequest, raw_request: Request) -> Any:
+    """Upstream's typed decisions, all questions of a call in one forward."""
+    return await create_structured_decision(request, raw_request)
+
+
+@router.get(
+    "/ready",
+    responses={503: {"description": "draining, paused or dead; `status` says which"}},
+)
+async def ready(raw_request: Request) -> JSONResponse:
+    """Whether a new request would be worked on."""
+    lifecycle: Lifecycle | None = raw_request.app.state.diffusion_lifecycle
+    state = "ready" if lifecycle is None else await lifecycle.state()
+    return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+
+
+@openai_router.get("/version")
+async def version() -> JSONResponse:
+    """Version of upstream, as its own route reports it, and of this project."""
+    return JSONResponse({"version": VLLM_VERSION, "mosaic": __version__})
+
+
+def checked_by(*checks: Callable[[Any], None]) -> list[Any]:
+    """Make dependencies of a route that check its body as sent, before it becomes a model."""
+
+    async def check(raw_request: Request) -> None:
+        body = await raw_request.json() if await raw_request.body() else None
+        if isinstance(body, dict):
+            try:
+                for one in checks:
+                    one(body)
+            except InvalidParameterError as error:
+                raise RequestRefused(error) from None
+
+    return [Depends(validate_json_request), Depends(check)]
+
+
+@openai_router.post(
+    "/v1/chat/completions",
+    dependencies=checked_by(check_body, lambda body: check_messages(body.get("messages"))),
+    response_model=None,
+    responses={200: {"model": ChatAnswer, "content": {"text/event-stream": {}}}, **_ANSWERS},
+    openapi_extra=shown("/v1/chat/completions"),
+)
+async def chat(request: ChatCompletionBody, raw_request: Request) -> Any:  # type: ignore[valid-type]
+    """OpenAI's chat completions, with diffusion parameters at top level."""
+    return await create_chat_completion(request, raw_request)
+
+
+@openai_router.post(
+    "/v1/completions",
+    dependencies=checked_by(check_body, lambda body: check_prompt(body.get("prompt"))),
+    response_model=None,
+    responses={200: {"model": CompletionAnswer, "content": {"text/event-stream": {}}}, **_ANSWERS},
+    openapi_extra=shown("/v1/completions"),
+)
+async def completions(request: CompletionBody, raw_request: Request) -> Any:  # type: ignore[valid-type]
+    """OpenAI's completions, with diffusion parameters at top level."""
+    return await create_completion(request, raw_request)
+
+
+@openai_router.post(
+    "/v1/chat/completions/batch",
+    dependencies=checked_by(check_body, check_conversations),
+    response_model=None,
+    responses={200: {"model": ChatAnswer}, **_ANSWERS},
+)
+async def chat_batch(request: ChatBatchBody, raw_request: Request) -> Any:  # type: ignore[valid-type]
+    """Several conversations, with one answer each."""
+    return await create_batch_chat_completion(request, raw_request)
+
+
+@openai_router.post(
+    "/v1/responses",
+    dependencies=checked_by(refuse_fields, lambda body: check_input(body.get("input"))),
+    response_model=None,
+    responses={200: {"content": {"text/event-stream": {}}}, **_ANSWERS},
+)
+async def responses(request: ResponsesBody, raw_request: Request) -> Any:  # type: ignore[valid-type]
+    """OpenAI's responses, with diffusion parameters at top level."""
+    return await create_responses(request, raw_request)
+
+
+@openai_router.post(
+    "/v1/messages",
+    dependencies=checked_by(refuse_fields, lambda body: check_messages(body.get("messages"))),
+    response_model=None,
+    responses={200: {"model": MessagesAnswer, "content": {"text/event-stream": {}}}, **_ANSWERS},
+)
+@with_cancellation
+@load_aware_call
+async def messages(request: MessagesBody, raw_request: Request) -> Response:  # type: ignore[valid-type]
+    """Anthropic's messages, with diffusion parameters at top level."""
+    handler: DiffusionServingMessages = raw_request.app.state.anthropic_serving_messages
+    answer = await handler.create_messages(request, raw_request)
+    if isinstance(answer, ErrorResponse):
+        return refusals.answer(raw_request, answer)
+    if isinstance(answer, MessagesAnswer):
+        content = answer.model_dump(exclude_none=True)
+        return JSONResponse({**content, "diffusion": answer.diffusion.content()})
+    return StreamingResponse(answer, media_type="text/event-stream")
+
+
+@openai_router.post(
+    "/v1/messages/count_tokens",
+    dependencies=checked_by(lambda body: check_messages(body.get("messages"))),
+    response_model=None,
+    responses={200: {"model": AnthropicCountTokensResponse}, **_ANSWERS},
+)
+async def count_tokens(request: AnthropicCountTokensRequest, raw_request: Request) -> Response:
+    """How many tokens a conversation has."""
+    handler: DiffusionServingMessages = raw_request.app.state.anthropic_serving_messages
+    answer = await handler.count_tokens(request, raw_request)
+    if isinstance(answer, ErrorResponse):
+        return refusals.answer(raw_request, answer)
+    return JSONResponse(answer.model_dump(exclude_none=True))
+
+
+class DiffusionEndpoint:
+    """Endpoint plugin that upstream's server loads (its `EndpointPlugin` protocol)."""
+
+    name = "dllm_endpoints"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        self._app, self._engine_ready_at = app, time.time()
+        app.include_router(router)
+        if is_installed():  # other models keep upstream's routes
+            app.include_router(openai_router)
+            register()
+
+    async def init_state(
+        self, engine_client: EngineClient | None, state: Any, args: Namespace
+    ) -> None:
+        validator = None if engine_client is None else validator_of(engine_client.input_processor)
+        if engine_client is None or validator is None:
+            state.diffusion_generate = state.diffusion_lifecycle = None
+            state.diffusion_likelihood = None
+            return
+        served = served_model(engine_client.vllm_config)
+        warn_of_arguments_without_effect(args, has_prefixes=served.family.is_block_causal)
+        build_info, *_ = await engine_client.collective_rpc("build_info")  # ranks are alike
+        metrics.install(engine_client, build_info)
+        state.diffusion_lifecycle = Lifecycle(engine_client)
+        refusals.install(self._app)
+        gate.install(self._app, state.diffusion_lifecycle, args)
+        documentation.install(self._app, has_keys=bool(gate.keys_of(args)))
+        capacities = await engine_client.collective_rpc("capacity")
+        (_, rates), *_ = capacities  # which are the same on all ranks
+        validator.learn_capacity(min(budget_bytes for budget_bytes, _ in capacities), rates)
+        _adopt_handlers(state, validator)
+        model_names = args.served_model_name or [args.model]
+        state.diffusion_likelihood = LikelihoodHandler(engine_client, validator, model_names)
+        has_page = settings_of(engine_client.vllm_config).page
+        if has_page:
+            options = page_options(served, model_names[0], __version__)
+            page.install(self._app, options, Status(engine_client))
+        tokenizer = engine_client.renderer.tokenizer
+        scheduling = engine_client.vllm_config.scheduler_config
+        log_welcome(
+            args,
+            served.family.name,
+            validator.longest_request(),
+            limits=(scheduling.max_num_seqs, scheduling.max_num_batched_tokens),
+            own_length=getattr(
+                engine_client.model_config.hf_config, "max_position_embeddings", None
+            ),
+            has_template=bool(args.chat_template or getattr(tokenizer, "chat_template", None)),
+            has_page=has_page,
+            engine_ready_at=self._engine_ready_at,
+        )
+        state.diffusion_generate = GenerateHandler(
+            engine_client,
+            validator,
+            model_names,
+            ChatParams(
+                chat_template=load_chat_template(args.chat_template),
+                chat_template_content_format=args.chat_template_content_format,
+                chat_template_kwargs={"add_generation_prompt": True},
+            ),
+        )
+
+
+def _adopt_handlers(state: Any, validator: Validator) -> None:
+    """Let upstream's handlers of our routes be of our classes."""
+    state.openai_serving_chat = adopt(state.openai_serving_chat, DiffusionServingChat, validator)
+    state.openai_serving_completion = adopt(
+        state.openai_serving_completion, DiffusionServingCompletion, validator
+    )
+    state.openai_serving_responses = adopt(
+        state.openai_serving_responses, DiffusionServingResponses, validator
+    )
+    state.openai_serving_chat_batch = adopt(
+        state.openai_serving_chat_batch, DiffusionServingChatBatch, validator
+    )
+    state.anthropic_serving_messages = adopt(
+        state.anthropic_serving_messages, DiffusionServingMessages, validator
+    )
+    adopt_decisions(state, validator)

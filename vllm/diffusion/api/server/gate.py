@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Middleware of every HTTP request: an id, the key, the limits, the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from http import HTTPStatus
+from typing import TYPE_CHECKING, NamedTuple
+
+from fastapi import HTTPException
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+
+from vllm import envs as upstream_envs
+from vllm.diffusion.api.documentation.routes import OPEN_PATHS as _DOCUMENTATION_PATHS
+from vllm.diffusion.api.metrics import count_refusal
+from vllm.diffusion.api.page.routes import OPEN_PATHS as _PAGE_PATHS
+from vllm.diffusion.api.server.lifecycle import LEAVING
+from vllm.diffusion.core import envs
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from fastapi import FastAPI
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from vllm.diffusion.api.server.lifecycle import Lifecycle
+
+logger = init_logger(__name__)
+
+REQUEST_ID = "X-Request-Id"
+_MAX_ID_LENGTH = 128
+_CLOSED_BY_CLIENT = 499  # what web servers log where no answer could be sent
+# Probes, metrics, and the files of pages: no key needed, and answered while the server shuts down.
+_OPEN_PATHS = frozenset(
+    {
+        *_PAGE_PATHS,
+        *_DOCUMENTATION_PATHS,
+        *("/health", "/ready", "/ping", "/metrics", "/version", "/load"),
+    }
+)
+
+
+class Refusal(NamedTuple):
+    """An answer that needs no route; `reason` is the label under which it is counted."""
+
+    status: HTTPStatus
+    reason: str
+    message: str
+
+    def response(self) -> JSONResponse:
+        body = create_error_response(self.message, self.status.phrase, self.status).model_dump()
+        headers = {}
+        if self.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            headers = {"Retry-After": "5", "Connection": "close"}
+        return JSONResponse(body, self.status, headers)
+
+
+class Gate:
+    """ASGI middleware: API key, shutdown and body size, in this order.
+
+    Args:
+        lifecycle: decides when no requests are taken any more.
+        api_keys: valid keys; none: no key is asked for. Upstream's own check knows its routes
+            by their prefixes only and lets some through that reach the engine.
+        max_body_bytes: most bytes of a body.
+    """
+
+    def __init__(
+        self, app: ASGIApp, lifecycle: Lifecycle, api_keys: list[str], max_body_bytes: int
+    ) -> None:
+        self._app = app
+        self._lifecycle = lifecycle
+        self._keys = AuthenticationMiddleware(app, api_keys) if api_keys else None
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if scope["type"] != "http" or scope["method"] == "OPTIONS" or path in _OPEN_PATHS:
+            return await self._app(scope, receive, send)
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            count_refusal(refusal.reason)
+            return await refusal.response()(scope, receive, send)
+        if scope["method"] in ("GET", "HEAD"):
+            return await self._app(scope, receive, send)
+        with self._lifecycle.open_request():
+            await self._app(scope, self._limited(receive), send)
+
+    def _refusal(self, scope: Scope) -> Refusal | None:
+        headers = Headers(scope=scope)
+        if self._keys is not None and not self._keys.verify_token(headers):
+            message = "wanted an Authorization header with a valid API key: `Bearer KEY`"
+            return Refusal(HTTPStatus.UNAUTHORIZED, "api_key", message)
+        if self._lifecycle.is_draining and scope["method"] not in ("GET", "HEAD"):
+            return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "draining", LEAVING)
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > self._max_body_bytes:
+            return self._too_large()
+        return None
+
+    def _too_large(self) -> Refusal:
+        message = (
+            f"body: wanted at most {self._max_body_bytes} bytes "
+            "(DLLM_MAX_REQUEST_BYTES of the server)"
+        )
+        return Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "body_size", message)
+
+    def _limited(self, receive: Receive) -> Receive:
+        """Wrap `receive` to refuse a body that exceeds the limit without announcing it."""
+        num_bytes = 0
+
+        async def limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_body_bytes:
+                refusal = self._too_large()
+                count_refusal(refusal.reason)
+                raise HTTPException(refusal.status, refusal.message)
+            return message
+
+        return limited
+
+
+class AccessLog:
+    """ASGI middleware: every request has an id, every answer carries it, the log names both.
+
+    A client's own `X-Request-Id` is kept. The line is written when the answer is complete.
+
+    Args:
+        excluded_paths: paths that are not logged.
+        enabled: whether to log; False gives ids only.
+    """
+
+    def __init__(self, app: ASGIApp, excluded_paths: frozenset[str], enabled: bool) -> None:
+        self._app = app
+        self._excluded_paths = excluded_paths
+        self._enabled = enabled and logger.isEnabledFor(logging.INFO)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        start = time.perf_counter()
+        status = _CLOSED_BY_CLIENT
+        request_id = _take_or_give_id(scope)
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            if self._enabled and scope["path"] not in self._excluded_paths:
+                logger.info(
+                    '%s "%s %s" %d %.3f s id=%s',
+                    ":".join(map(str, scope.get("client") or ("-",))),
+                    scope["method"],
+                    scope.get("raw_path", b"-").decode("ascii", "replace"),
+                    status,
+                    time.perf_counter() - start,
+                    request_id,
+                )
+
+
+def _take_or_give_id(scope: Scope) -> str:
+    """Return the request's id; make one if the client sent none, or one too long to log."""
+    headers = MutableHeaders(scope=scope)
+    sent = headers.get(REQUEST_ID, "")
+    if not sent or len(sent) > _MAX_ID_LENGTH or not sent.isprintable():
+        headers[REQUEST_ID] = uuid.uuid4().hex
+    return headers[REQUEST_ID]
+
+
+def keys_of(args: Namespace) -> list[str]:
+    """Return the valid API keys, of the command line or else the environment; may be empty."""
+    return [key for key in args.api_key or [upstream_envs.VLLM_API_KEY] if key]
+
+
+def install(app: FastAPI, lifecycle: Lifecycle, args: Namespace) -> None:
+    """Put gate and log around the whole application, including upstream's middleware.
+
+    uvicorn's access log, which knows no ids, is replaced by ours.
+    """
+    inner = app.build_middleware_stack()  # with the exception handlers that there are by now
+    excluded = (args.disable_access_log_for_endpoints or "").split(",")
+    app.middleware_stack = AccessLog(
+        Gate(inner, lifecycle, keys_of(args), envs.max_request_bytes()),
+        excluded_paths=frozenset(path.strip() for path in excluded),
+        enabled=not args.disable_uvicorn_access_log,
+    )
+    args.disable_uvicorn_access_log = True

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Error answers: one line and one shape on all routes, whatever the cause."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from vllm.diffusion.api import metrics
+from vllm.diffusion.api.validator import RequestRefused
+from vllm.diffusion.core.errors import InvalidParameterError
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.exception_handling.handlers.validation import clean_loc_for_param
+from vllm.exceptions import VLLMValidationError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from fastapi import FastAPI, Request
+
+    from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
+
+def install(app: FastAPI) -> None:
+    """Let the routes of `app` answer errors by this module, not by upstream's handlers."""
+    app.add_exception_handler(RequestRefused, _refused)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(VLLMValidationError, _refused_by_upstream)
+    app.add_exception_handler(HTTPException, _no_such_route)
+
+
+async def _refused(raw_request: Request, error: Exception) -> Response:
+    """Answer a refusal, and count it."""
+    assert isinstance(error, RequestRefused)
+    metrics.count_refusal(error.reason)
+    return answer(raw_request, create_error_response(error))
+
+
+async def _invalid(raw_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    found = [fault for fault in error.errors() if isinstance(fault, dict)]
+    if found:
+        refusal = refusal_of(found)
+    else:  # upstream's check of the content type
+        given = raw_request.headers.get("content-type")
+        refusal = InvalidParameterError("Content-Type", given, "wanted application/json")
+    return await _refused(raw_request, RequestRefused(refusal))
+
+
+async def _refused_by_upstream(raw_request: Request, error: Exception) -> Response:
+    assert isinstance(error, VLLMValidationError)
+    field, text = error.parameter, " ".join(str(error.args[0]).split())
+    if field is not None and error.value is not None:
+        return await _refused(
+            raw_request, RequestRefused(InvalidParameterError(field, error.value, text))
+        )
+    told = text if field is None else f"{field}: {text}"
+    return answer(raw_request, create_error_response(told, param=field))
+
+
+async def _no_such_route(raw_request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status, path = HTTPStatus(error.status_code), raw_request.url.path
+    message, headers = str(error.detail), dict(error.headers or {})
+    if message == status.phrase and status == HTTPStatus.NOT_FOUND:
+        message = f"path: given {path!r}; wanted one of those that /docs lists"
+    if message == status.phrase and status == HTTPStatus.METHOD_NOT_ALLOWED:
+        wanted = headers.get("Allow", "another method")
+        message = f"method: given {raw_request.method!r}; {path} wants {wanted}"
+    return answer(raw_request, create_error_response(message, status.phrase, status), headers)
+
+
+def answer(
+    raw_request: Request, error: ErrorResponse, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """Make an error answer; Anthropic's routes also get a type field."""
+    body = error.model_dump()
+    if raw_request.url.path.startswith("/v1/messages"):
+        body = {"type": "error", **body}
+    return JSONResponse(body, error.error.code, headers)
+
+
+def refusal_of(errors: Sequence[Mapping[str, Any]]) -> InvalidParameterError:
+    """Make one refusal of the errors that pydantic found in a body.
+
+    Args:
+        errors: errors as listed by `RequestValidationError.errors()`, at least one. Where a field
+            may have several kinds, each reports what is missing; the deepest ones are used.
+    """
+    for error in errors:
+        cause = error.get("ctx", {}).get("error")
+        if isinstance(cause, VLLMValidationError):
+            field, given = cause.parameter or _path(error) or "body", error.get("input")
+            given = given.get(field) if isinstance(given, dict) else given
+            return InvalidParameterError(field, given, " ".join(str(cause.args[0]).split()))
+    if errors[0]["type"] == "json_invalid":
+        wanted = f"wanted JSON: {errors[0]['ctx']['error']}"
+        return InvalidParameterError("body", "no JSON", wanted)
+    found = _of_the_same_kind(errors)
+    if all(error["type"] == "missing" and _path(error) for error in found):
+        names = ", ".join(dict.fromkeys(map(_path, found)))
+        return InvalidParameterError(names, None, "wanted a value")
+    deepest = max(found, key=lambda error: len(_names(error)))
+    own = [error for error in found if _names(error) == _names(deepest)]
+    wanted = " or ".join(dict.fromkeys(map(_wanted, own)))
+    given = None if deepest["type"] == "missing" else deepest.get("input")
+    return InvalidParameterError(_path(deepest) or "body", given, f"wanted {wanted}")
+
+
+def _of_the_same_kind(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Drop errors of kinds that a field's type rules out."""
+    others = {tuple(e["loc"][:-1]) for e in errors if e["type"] == "literal_error"}
+    found = [
+        error
+        for error in errors
+        if not any(tuple(error["loc"][: len(other)]) == other for other in others)
+    ]
+    return found or list(errors)
+
+
+def _names(error: Mapping[str, Any]) -> list[str]:
+    """Return the path of the field at fault, without pydantic's names of its possible kinds."""
+    cleaned = clean_loc_for_param(tuple(error["loc"])).split(".")
+    # The first one says where it is: in the body, the path or the query.
+    return [name for name in cleaned[1:] if name.isdecimal() or not name[:1].isupper()]
+
+
+def _path(error: Mapping[str, Any]) -> str:
+    path = "".join(f"[{n}]" if n.isdecimal() else f".{n}" for n in _names(error))
+    return path.removeprefix(".")
+
+
+def _wanted(error: Mapping[str, Any]) -> str:
+    """Describe the wanted value, for one kind that a field may have."""
+    if not _names(error) and error["type"] in ("missing", "model_attributes_type"):
+        return "a JSON object"
+    if error["type"] == "missing":
+        return "a value"
+    text = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
+    return text.partition(", unable")[0]

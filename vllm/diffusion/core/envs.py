@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environment variables of the diffusion overlay: the only reader of `os.environ`.
+
+`register()` adds them to upstream's own table, `vllm.envs.environment_variables`, so that
+upstream knows their names and copies them to worker processes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from vllm.diffusion.core.errors import ServerConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, MutableMapping
+
+
+def _flag(name: str, default: str = "0") -> bool:
+    value = os.environ.get(name, default)
+    if value not in ("0", "1"):
+        raise ServerConfigError(f"{name}: given {value!r}; wanted 0 or 1")
+    return value == "1"
+
+
+def _positive_int(name: str) -> int | None:
+    value = os.environ.get(name)
+    if value is None or value == "":
+        return None
+    if not value.isascii() or not value.isdigit() or int(value) < 1:
+        raise ServerConfigError(f"{name}: given {value!r}; wanted a whole number of at least 1")
+    return int(value)
+
+
+_UNITS = {"": 1, "B": 1} | {
+    letter + ending: base**power
+    for power, letter in enumerate("KMGT", 1)
+    for ending, base in (("", 1024), ("IB", 1024), ("B", 1000))
+}
+
+
+def _size(name: str) -> int | None:
+    """Bytes, as 2097152, 2MiB, 2M (the same) or 2MB (2,000,000); None where it is not set."""
+    value = os.environ.get(name)
+    if value is None or value == "":
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", value.strip(), re.ASCII)
+    unit = None if found is None else _UNITS.get(found[2].upper())
+    num_bytes = 0 if found is None or unit is None else int(Fraction(found[1]) * unit)
+    if num_bytes < 1:
+        raise ServerConfigError(
+            f"{name}: given {value!r}; wanted a number of bytes, as 12884901888, 12GiB, 12G or 12GB"
+        )
+    return num_bytes
+
+
+def log_diffusion_steps() -> bool:
+    """VLLM_LOG_DIFFUSION_STEPS=1: log the time of every denoise step at INFO."""
+    return _flag("VLLM_LOG_DIFFUSION_STEPS")
+
+
+def default_steps() -> int | None:
+    """DLLM_DIFFUSION_STEPS: denoise steps of a request that gives none (default: one per token)."""
+    return _positive_int("DLLM_DIFFUSION_STEPS")
+
+
+def activation_pool_size_bytes() -> int | None:
+    """VLLM_ACTIVATION_POOL_SIZE_BYTES: memory of steps and of what requests keep, in bytes."""
+    return _size("VLLM_ACTIVATION_POOL_SIZE_BYTES")
+
+
+def use_chunkwise_graph() -> bool:
+    """VLLM_USE_CHUNKWISE_GRAPH=0: run the layers without CUDA graphs, also at small row counts."""
+    return _flag("VLLM_USE_CHUNKWISE_GRAPH", default="1")
+
+
+def use_vmm() -> bool:
+    """VLLM_USE_VMM=0: take activations from PyTorch's allocator, not from virtual memory."""
+    return _flag("VLLM_USE_VMM", "1")
+
+
+def use_host_residual() -> bool:
+    """VLLM_USE_HOST_RESIDUAL=0: plan nothing that needs host memory."""
+    return _flag("VLLM_USE_HOST_RESIDUAL", "1")
+
+
+def host_cache_size_bytes() -> int | None:
+    """VLLM_HOST_CACHE_SIZE_BYTES: host memory of each rank for keys and values that requests keep
+    (default: its share of half of the machine's)."""
+    return _size("VLLM_HOST_CACHE_SIZE_BYTES")
+
+
+def fuses_commits() -> bool:
+    """VLLM_DLLM_COMMIT_FUSION=0: block-causal families store a finished block's keys and values in
+    a forward of its own, not together with the first of the next block."""
+    return _flag("VLLM_DLLM_COMMIT_FUSION", "1")
+
+
+def vmm_chunk_size() -> int | None:
+    """VLLM_VMM_CHUNK_SIZE: bytes of physical memory that are mapped at a time (default 2 MiB).
+
+    `vmm_allocator` reads it too, as plain bytes, where it is used without the overlay.
+    """
+    return _size("VLLM_VMM_CHUNK_SIZE")
+
+
+def max_request_bytes() -> int:
+    """DLLM_MAX_REQUEST_BYTES: the largest body of an HTTP request (default 32 MiB)."""
+    return _size("DLLM_MAX_REQUEST_BYTES") or 32 << 20
+
+
+def set_default(name: str, value: str) -> None:
+    """Set an environment variable for this process and its children unless the user set it."""
+    os.environ.setdefault(name, value)
+
+
+VARIABLES: dict[str, Callable[[], Any]] = {
+    "VLLM_LOG_DIFFUSION_STEPS": log_diffusion_steps,
+    "DLLM_DIFFUSION_STEPS": default_steps,
+    "VLLM_ACTIVATION_POOL_SIZE_BYTES": activation_pool_size_bytes,
+    "VLLM_USE_CHUNKWISE_GRAPH": use_chunkwise_graph,
+    "VLLM_USE_VMM": use_vmm,
+    "VLLM_USE_HOST_RESIDUAL": use_host_residual,
+    "VLLM_HOST_CACHE_SIZE_BYTES": host_cache_size_bytes,
+    "VLLM_DLLM_COMMIT_FUSION": fuses_commits,
+    "VLLM_VMM_CHUNK_SIZE": vmm_chunk_size,
+    "DLLM_MAX_REQUEST_BYTES": max_request_bytes,
+}
+
+
+def check() -> None:
+    """Read every variable.
+
+    Raises:
+        ServerConfigError: naming the first one with an unusable value.
+    """
+    for read in VARIABLES.values():
+        read()
+
+
+def register(table: MutableMapping[str, Callable[[], Any]]) -> None:
+    """Add our variables to upstream's table. Calling it again changes nothing."""
+    for name, read in VARIABLES.items():
+        table.setdefault(name, read)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The buffers of every stage: layers take their memory by these, and plans sum them up.
+
+Projections list further buffers, by kind of weights, themselves (`ops.Workspace`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import torch
+
+from vllm.diffusion.core.buffers import Buffer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class Kind(NamedTuple):
+    """Name and owner of a buffer, see `Buffer`."""
+
+    name: str
+    is_temporary: bool = False
+
+    def of(self, dtype: torch.dtype, *shape: int) -> Buffer:
+        """Make a buffer of this kind with `shape` numbers a row."""
+        return Buffer(self.name, shape, dtype, self.is_temporary)
+
+
+# Of a step
+INPUTS = Kind("inputs", is_temporary=True).of(torch.int64, 3)  # token, position and slot
+# Of a sample row: row and position, and what sampling finds.
+RESULTS = Kind("results", is_temporary=True).of(torch.float64, 2 + 3)
+NUM_STREAM_BUFFERS = 2  # chunks of rows on the device at a time when they come from the host
+
+# Of products; projections list theirs.
+GATE_UP = Kind("gate and up")  # side by side
+PROJECTED = Kind("projected")  # before it is added to the residual stream
+QUANTISED_ROWS = Kind("quantised rows")  # that were not written as such
+
+_NORMED = Kind("normed")
+_NORMED_ASIDE = Kind("normed rows", is_temporary=True)
+
+# Of a stage, in the order in which it takes them: all that its layer, or the engine, may take.
+Listed: TypeAlias = tuple[Buffer, ...]
+
+
+def _each(names: Iterable[str], dtype: torch.dtype, *shape: int) -> Listed:
+    return tuple(Kind(name).of(dtype, *shape) for name in names)
+
+
+def residual(dtype: torch.dtype, hidden_size: int, head_groups: int = 1) -> Listed:
+    """Residual stream before a layer and, with several groups of heads, with those so far added."""
+    return _each(("x", "updated x")[:head_groups], dtype, hidden_size)
+
+
+def visiting(rows: Buffer) -> Listed:
+    """Chunks of rows that come from the host, the next on its way while one is worked on."""
+    return tuple(rows._replace(name=f"{rows.name} {i}") for i in range(NUM_STREAM_BUFFERS))
+
+
+def rotary(dtype: torch.dtype, rotary_dim: int, *, is_read: bool = False) -> Listed:
+    """Cosines and sines of a step's or a chunk's rows, or of the sample rows (`is_read`)."""
+    return _each(("read cos", "read sin") if is_read else ("cos", "sin"), dtype, rotary_dim)
+
+
+def fused_heads(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> Buffer:
+    """Queries (of all heads, or of none), keys and values, side by side."""
+    return Kind("qkv").of(dtype, (num_heads + 2 * num_kv_heads) * head_dim)
+
+
+def keys_values(
+    dtype: torch.dtype, num_heads: int, head_dim: int, *, is_own: bool = False
+) -> Listed:
+    """Keys and values of one group of heads; `is_own` for a chunk's, before ranks exchange them."""
+    return _each(("k", "v") if is_own else ("keys", "values"), dtype, num_heads, head_dim)
+
+
+def exchanged(dtype: torch.dtype, num_heads: int, head_dim: int) -> Listed:
+    """Heads that ranks give and receive in an exchange."""
+    return _each(("given", "received"), dtype, num_heads, head_dim)
+
+
+def normed(dtype: torch.dtype, hidden_size: int) -> Buffer:
+    """Normed rows, from which keys and values are computed."""
+    return _NORMED.of(dtype, hidden_size)
+
+
+def querying(
+    dtype: torch.dtype, hidden_size: int, num_heads: int, head_dim: int, *, quantises: bool
+) -> Listed:
+    """Queries, and the rows that they are computed from, which are given back before attention.
+
+    If the rows take no less than the results of attention, these can have their memory.
+    """
+    is_apart = quantises or num_heads * head_dim > hidden_size
+    rows = (_NORMED if is_apart else _NORMED_ASIDE).of(dtype, hidden_size)
+    return Kind("queries").of(dtype, num_heads, head_dim), rows
+
+
+def attending(dtype: torch.dtype, num_heads: int, head_dim: int) -> Listed:
+    """Results of attention, their log-sum-exp, and the results of several sequences or sources."""
+    return (
+        Kind("attention", is_temporary=True).of(dtype, num_heads, head_dim),
+        Kind("statistics", is_temporary=True).of(torch.float32, num_heads),
+        Kind("collected attention", is_temporary=True).of(dtype, num_heads, head_dim),
+    )
+
+
+# Attention splits the keys of a chunk of few rows: the rows of one head times the parts are at most
+# this many for each multiprocessor.
+SPLIT_ROWS = 128
+
+
+def split_attention(head_dim: int) -> Buffer:
+    """Attention of a query to each part of its keys, with the log-sum-exp."""
+    return Kind("parts of attention", is_temporary=True).of(torch.float32, head_dim + 1)
+
+
+def collected_keys(dtype: torch.dtype, num_heads: int, head_dim: int) -> Buffer:
+    """Keys and values copied out of their pages."""
+    return Kind("collected keys", is_temporary=True).of(dtype, 2, num_heads, head_dim)
+
+
+def gating(dtype: torch.dtype, hidden_size: int, width: int) -> Listed:
+    """Activations silu(gate) * up, and the normed rows, given back before the second product."""
+    return Kind("activated").of(dtype, width), _NORMED_ASIDE.of(dtype, hidden_size)
+
+
+def beside_experts(dtype: torch.dtype, hidden_size: int, *, has_shared: bool) -> Listed:
+    """Normed rows, and the result of a separate shared expert."""
+    return _each(("normed", "shared expert")[: 1 + has_shared], dtype, hidden_size)
+
+
+def read_rows(dtype: torch.dtype, hidden_size: int) -> Listed:
+    """Hidden states of sample rows, and of those that another rank samples."""
+    return _each(("sample rows", "given rows"), dtype, hidden_size)
+
+
+def head(dtype: torch.dtype, hidden_size: int, num_columns: int) -> Listed:
+    """Sample rows after the last norm, and their logits."""
+    return _NORMED.of(dtype, hidden_size), Kind("logits").of(dtype, num_columns)
+
+
+def of_experts(
+    hidden_size: int,
+    count: int,
+    chosen: int,
+    width: int,
+    dtype: torch.dtype,
+    *,
+    in_fp32: bool,
+    quantises: bool,
+) -> Listed:
+    """Buffers of `count` experts of this width, `chosen` for a row; scores may be fp32.
+
+    Rows of fp8 experts are fp8, too: first those of all rows, then those of the chosen.
+    """
+    score = torch.float32.itemsize if in_fp32 else dtype.itemsize
+    # scores of all; weights, slots (int32) and choices (int16) of the chosen
+    routing = count * score + chosen * (score + 4 + 2)
+    listed = (
+        Buffer("routing", (routing,), torch.uint8, is_temporary=True),
+        Buffer("activated of experts", (chosen, width), dtype, is_temporary=True),
+        Buffer("terms of experts", (chosen, hidden_size), dtype, is_temporary=True),
+    )
+    if not quantises:
+        return listed
+    num_bytes = max(hidden_size + 4, chosen * (width + 4))  # a byte a number, a scale a row
+    return (*listed, Buffer("quantised for experts", (num_bytes,), torch.uint8, is_temporary=True))

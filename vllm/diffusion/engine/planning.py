@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes of a model and of a request that the planner needs, from their configurations.
+
+The API server, the scheduler and the workers compute equal numbers, each in its own process.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from vllm.diffusion import ops
+from vllm.diffusion.config import row_budget, settings_of
+from vllm.diffusion.core import envs, stages
+from vllm.diffusion.core.pages import HEAD_DIMS
+from vllm.diffusion.memory import Demand, Experts, ModelShape, Planner, Products
+from vllm.diffusion.ops import arena
+from vllm.diffusion.request.visibility import BlockCausal, num_positions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.diffusion.memory import Rates
+    from vllm.diffusion.models.config import DiffusionConfig
+    from vllm.diffusion.request.params import DiffusionParams
+
+# Where a container's memory is bounded, for both versions of control groups.
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def make_planner(
+    vllm_config: VllmConfig, budget_bytes: int, rates: Rates, device: torch.device | None = None
+) -> Planner:
+    """Make the planner of an engine whose steps and caches may take `budget_bytes` on each rank.
+
+    Budget and rates are what its workers have found (`DiffusionWorker.capacity`). Only workers may
+    pass the device; without it, long chunks count for a little more than they take, and what fits
+    at all is equal.
+    """
+    settings, parallel = settings_of(vllm_config), vllm_config.parallel_config
+    shards = settings.sequence_parallel_size
+    is_on_gpu = vllm_config.device_config.device_type == "cuda"
+    shape = model_shape(vllm_config, device)
+    if not shape.collects_keys:  # there is the kernel that reads pages, and splits keys
+        rows = stages.SPLIT_ROWS * rates.multiprocessors
+        split_bytes = rows * stages.split_attention(shape.head_dim).row_bytes
+        shape = replace(shape, split_bytes=split_bytes)
+    return Planner(
+        shape,
+        budget_bytes,
+        row_budget(vllm_config),
+        uses_host=envs.use_host_residual(),
+        host_bytes=host_cache_budget(parallel.tensor_parallel_size * shards),
+        is_split=is_on_gpu and envs.use_vmm() and arena.is_built(),
+        rates=rates,
+        shards=shards,
+        min_rows=settings.sequence_parallel_min_tokens,
+    )
+
+
+def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
+    """Return the memory and rows that a request takes while it runs."""
+    if params.is_block_causal and params.score is None:
+        return _demand_in_blocks(params, num_prompt_tokens)
+    length = num_prompt_tokens + params.gen_length
+    return Demand(
+        length=length,
+        sample_positions=length if params.allow_infill else params.gen_length,
+        num_sequences=2 if params.cfg_scale > 0 else 1,
+        keeps_cache=params.cache != "none",
+        window=_window(params, length),
+        once=params.score is not None,
+    )
+
+
+def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
+    """Return the demand of a block-causal request, whose forwards end with the block being decoded.
+
+    With exact keys and values a forward begins there, too. A finished block may be computed once
+    more together with the next one, as any other rows before the block being decoded: in parts, if
+    need be.
+    """
+    blocks = BlockCausal(params.block_length)
+    length = num_positions(blocks, num_prompt_tokens, params.gen_length)
+    is_exact = params.cache == "exact"
+    return Demand(
+        length=length,
+        sample_positions=params.block_length,
+        num_sequences=2 if params.cfg_scale > 0 else 1,
+        keeps_cache=is_exact,
+        window=params.block_length if is_exact else None,
+        first=min(blocks.in_whole_blocks(num_prompt_tokens + 1), length),
+        unit=params.block_length if is_exact else None,
+    )
+
+
+def _window(params: DiffusionParams, length: int) -> int | None:
+    """Most positions of a forward that uses kept keys and values; None where all may be computed.
+
+    See `BlockwiseRule`.
+
+    A delayed cache saves rows only while no block settles, and a frozen one none while masks of the
+    prompt are left, so all their forwards may be whole.
+    """
+    windows = {"dual": params.block_length, "prefix": params.gen_length}
+    if not params.allow_infill:
+        windows["frozen"] = params.gen_length
+    positions = windows.get(params.cache)
+    return None if positions is None else min(positions + params.logit_shift, length)
+
+
+def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> ModelShape:
+    """Return the sizes of the configured model on each tensor-parallel rank.
+
+    Args:
+        vllm_config: configuration of the engine.
+        device: device that it runs on; None for the configured kind of device.
+    """
+    model, num_ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
+    config: DiffusionConfig = model.hf_config
+    architecture, width = config.architecture, config.hidden_size
+    mlp_width = architecture.dense_width // num_ranks
+    num_heads = config.num_attention_heads // num_ranks
+    num_kv_heads = max(1, config.num_key_value_heads // num_ranks)
+    out = ops.Matrix(
+        columns=width,
+        depth=num_heads * config.head_dim,
+        dtype=model.dtype,
+        has_bias=architecture.has_bias,
+        device=device or torch.device(vllm_config.device_config.device_type),
+        is_summed=num_ranks > 1,
+    )
+    qkv_columns = (num_heads + 2 * num_kv_heads) * config.head_dim
+    qkv = out._replace(columns=qkv_columns, depth=width)
+    widest = max(architecture.dense_width, architecture.shared_expert_width) // num_ranks
+    gate_up = qkv._replace(columns=2 * widest)
+    kinds = ops.kinds_of(vllm_config.quant_config)
+    head = _products(ops.kind_of_head(vllm_config.quant_config), qkv, gate_up, out)
+    is_short = out.device.type == "cuda" and model.dtype.itemsize == 2
+    return ModelShape(
+        num_layers=config.num_hidden_layers,
+        hidden_size=width,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=config.head_dim,
+        mlp_width=mlp_width,
+        num_columns=-(-architecture.num_embeddings // num_ranks),
+        dtype=model.dtype,
+        rotary_dim=architecture.rotary_dim,
+        rotary_dtype=torch.float32 if architecture.rotates_in_fp32 else model.dtype,
+        products=tuple(_products(kind, qkv, gate_up, out) for kind in kinds),
+        experts=_experts(
+            config,
+            num_ranks,
+            is_quantised=vllm_config.quant_config is not None,
+            quantises=any(kind.quantises for kind in kinds),
+        ),
+        can_group_heads=all(kind.can_slice for kind in kinds) and not architecture.norms_all_heads,
+        collects_keys=not (is_short and config.head_dim in HEAD_DIMS),
+        num_ranks=num_ranks,
+        head=(*head.made_of(stages.normed(model.dtype, width)), *head.project),
+    )
+
+
+def _products(
+    kind: type[ops.Projection], qkv: ops.Matrix, gate_up: ops.Matrix, out: ops.Matrix
+) -> Products:
+    gated = kind.workspace(ops.Use.GATED, gate_up)
+    return Products(
+        project=kind.workspace(ops.Use.PROJECT, qkv).buffers,
+        gated=gated.buffers,
+        add_to=kind.workspace(ops.Use.ADD_TO, out).buffers,
+        most_gated_rows=gated.most_rows,
+        gated_beyond=gated.beyond,
+        quantises=kind.quantises,
+        weight_bytes=kind.weight_bytes,
+        speed=kind.speed,
+    )
+
+
+def _experts(
+    config: DiffusionConfig, num_ranks: int, *, is_quantised: bool, quantises: bool
+) -> Experts | None:
+    architecture = config.architecture
+    if not architecture.expert_layers:
+        return None
+    is_joined = architecture.joins_shared_expert(is_quantised=is_quantised)
+    return Experts(
+        count=config.num_experts + is_joined,
+        chosen=config.num_experts_per_tok + is_joined,
+        width=architecture.expert_width // num_ranks,
+        shared_width=0 if is_joined else architecture.shared_expert_width // num_ranks,
+        in_fp32=architecture.scoring.in_fp32,
+        quantises=quantises,
+    )
+
+
+def host_cache_budget(num_ranks: int) -> int:
+    """Bytes of host memory a rank for kept keys and values; equal in all processes."""
+    if not envs.use_host_residual():
+        return 0
+    return envs.host_cache_size_bytes() or _host_memory() // 2 // num_ranks
+
+
+@functools.cache
+def _host_memory() -> int:
+    """Bytes of memory of this machine, or of the part that its control group may use."""
+    total = int(psutil.virtual_memory().total)
+    for path in map(Path, LIMITS):
+        limit = path.read_text().strip() if path.exists() else ""
+        total = min(total, int(limit)) if limit.isdigit() else total
+    return total

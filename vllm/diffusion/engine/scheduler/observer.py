@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observation of steps and requests: metrics for the server, lines for the log."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from vllm.diffusion import metrics
+from vllm.diffusion.request.lengths import forwards_saved
+from vllm.logger import init_logger
+from vllm.v1.engine import EngineCoreEventType
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.request import RequestStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.diffusion.engine.messages import (
+        DiffusionRunnerOutput,
+        DiffusionSchedulerOutput,
+        StepResult,
+    )
+    from vllm.diffusion.engine.scheduler.scheduled import Scheduled
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+STATISTICS_S = 0.1  # between two messages that tell of nothing but statistics
+ANSWERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+class Observer:
+    """Records events, and hands them out as upstream's statistics.
+
+    Args:
+        enabled: whether statistics are read; else nothing is kept.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._seen = metrics.Observations(enabled=enabled)
+        self._last_report = 0.0  # time.monotonic() of the newest results
+        self._last_statistics = 0.0  # the same clock, when statistics were sent
+        self._last_waiting = 0.0  # the same clock, when waiting requests were; 0 if none were
+        self.peak_bytes = 0  # of all steps
+
+    # ---- requests ----
+
+    def arrived(self, request: Request) -> None:
+        if self._enabled:
+            request.record_event(EngineCoreEventType.QUEUED)
+
+    def refused(self, request: Request, message: str, reason: str) -> None:
+        """Record that a request is not served to its end; `reason` is the metric's label."""
+        logger.warning("request %s refused: %s", request.request_id, message)
+        self._seen.count(metrics.REQUESTS_REFUSED, label=reason)
+
+    def timed_out(self, request: Request, message: str) -> None:
+        logger.info("request %s: %s", request.request_id, message)
+        self._seen.count(metrics.REQUESTS_TIMED_OUT)
+
+    def started(self, request: Request) -> None:
+        self._seen.observe(metrics.QUEUE_TIME, seconds_since_arrival(request))
+        if self._enabled:
+            request.record_event(EngineCoreEventType.SCHEDULED)
+
+    def progressed(self, item: Scheduled, result: StepResult) -> None:
+        """Record a step's result of `item`; must be called before `item` takes it in."""
+        self._seen.count(metrics.FORWARDS, result.num_forwards - item.num_forwards)
+        self._seen.count(metrics.COMMITTED_TOKENS, result.num_committed - item.num_committed)
+        if result.num_committed and not item.num_committed:
+            waited = seconds_since_arrival(item.request)
+            self._seen.observe(metrics.TIME_TO_FIRST_COMMIT, waited)
+
+    def ended(self, item: Scheduled) -> None:
+        """Record that a request has stopped running, for whatever reason."""
+        if not item.num_forwards:
+            return
+        self._seen.observe(metrics.TOKENS_PER_FORWARD, item.num_committed / item.num_forwards)
+        if item.request.status in ANSWERED:
+            saved = forwards_saved(item.params, item.num_forwards, item.num_committed)
+            self._seen.count(metrics.FORWARDS_SAVED, saved)
+
+    # ---- steps ----
+
+    def stepped(self, step: DiffusionSchedulerOutput, done: DiffusionRunnerOutput) -> None:
+        if done.usage is not None:
+            self.peak_bytes = max(self.peak_bytes, done.usage.peak_bytes)
+            self._seen.observe(metrics.POOL_BUDGET, done.usage.budget_bytes)
+            self._seen.observe(metrics.POOL_IN_USE, done.usage.in_use_bytes)
+            self._seen.observe(metrics.HOST_IN_USE, done.usage.host_bytes)
+            self._seen.observe(metrics.POOL_PEAK, self.peak_bytes)
+        if not done.results:
+            return
+        if done.usage is not None:
+            self._seen.observe(metrics.PLANNER_TIME, done.usage.planner_us / 1e6)
+        now = time.monotonic()
+        self._seen.count(metrics.DENOISE_STEPS)
+        self._seen.observe(metrics.STEP_BATCH_SIZE, len(done.results))
+        self._seen.observe(metrics.STEP_ROWS, done.num_rows)
+        # A step may be scheduled before the results of the one before it are known.
+        self._seen.observe(metrics.STEP_TIME, now - max(step.scheduled_at, self._last_report))
+        self._last_report = now
+
+    # ---- statistics ----
+
+    def are_statistics_due(self) -> bool:
+        """Whether to send statistics without an output.
+
+        Such a message costs the server as much as a small step.
+        """
+        return time.monotonic() - self._last_statistics >= STATISTICS_S
+
+    def statistics(self, num_running: int, waiting: Sequence[Scheduled]) -> SchedulerStats | None:
+        """Return everything recorded since the last call; None if nobody reads it.
+
+        Args:
+            num_running: number of running requests.
+            waiting: the waiting requests, in order.
+        """
+        if not self._enabled:
+            return None
+        self._last_statistics = now = time.monotonic()
+        stats = SchedulerStats(num_running_reqs=num_running, num_waiting_reqs=len(waiting))
+        is_due = now - self._last_waiting >= STATISTICS_S if waiting else self._last_waiting > 0
+        if is_due:
+            self._seen.wait_for({item.req_id: item.waits_for for item in waiting})
+            self._last_waiting = now if waiting else 0.0
+        self._seen.put_into(stats)
+        return stats
+
+
+def seconds_since_arrival(request: Request) -> float:
+    """Seconds since the server's process stamped the request, by the clock that both share."""
+    return float(max(time.time() - request.arrival_time, 0.0))

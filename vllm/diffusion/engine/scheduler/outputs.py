@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages to the client of a request, in upstream's types.
+
+What upstream's output has no field for travels in its `kv_transfer_params`, which its front end
+passes on unchanged.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from vllm.diffusion.request.lengths import forwards_saved
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm.diffusion.engine.messages import StepResult
+    from vllm.diffusion.engine.scheduler.scheduled import Scheduled
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.request import Request
+
+
+def progress(
+    item: Scheduled, new_token_ids: list[int], result: StepResult
+) -> list[EngineCoreOutput]:
+    """Make the outputs of a step: tokens that are now final, and at the end the report.
+
+    An answer that is closed stops behind its last token. Upstream takes the last token of an output
+    that stops for one that ends the answer and leaves it out of the text, so the end comes by
+    itself.
+    """
+    logprobs = result.logprobs
+    output = EngineCoreOutput(
+        request_id=item.req_id,
+        new_token_ids=new_token_ids,
+        new_logprobs=logprobs and logprobs.slice_request(0, len(new_token_ids)),
+        stop_reason=item.request.stop_reason,
+        trace_headers=item.request.trace_headers,
+        kv_transfer_params=_side_channel(item, result),
+        **_common(item.request),
+    )
+    if not result.is_closed or new_token_ids[-1] in item.params.stop_ids:
+        return [output]
+    end = replace(output, new_token_ids=[], new_logprobs=None, events=None, prefill_stats=None)
+    output.finish_reason = None
+    return [output, end]
+
+
+def refusal(request: Request, message: str) -> EngineCoreOutput:
+    """Make the output that says why a request is not served to its end; its status must be set."""
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[],
+        kv_transfer_params={"dllm": {"error": message}},
+        **_common(request),
+    )
+
+
+def timeout(item: Scheduled, message: str) -> EngineCoreOutput:
+    """Make the output of a request that ended before it was complete; its status must be set."""
+    told = {"error": message, "timeout_s": item.params.timeout_s, **_report(item)}
+    return EngineCoreOutput(
+        request_id=item.req_id,
+        new_token_ids=[],
+        kv_transfer_params={"dllm": told},
+        **_common(item.request),
+    )
+
+
+def envelopes(
+    told: Mapping[int, list[EngineCoreOutput]],
+    finished: Mapping[int, set[str]],
+    stats: SchedulerStats | None,
+) -> dict[int, EngineCoreOutputs]:
+    """Make one message for each client with news; the first one takes the statistics.
+
+    Args:
+        told: outputs, by client.
+        finished: ids of requests that have ended, by client, where clients want them.
+        stats: statistics of the whole engine.
+    """
+    found = {client: EngineCoreOutputs(outputs=part) for client, part in told.items()}
+    for client, req_ids in finished.items():
+        found.setdefault(client, EngineCoreOutputs()).finished_requests = req_ids
+    if stats is not None:
+        first = next(iter(found), 0)
+        found.setdefault(first, EngineCoreOutputs()).scheduler_stats = stats
+    return found
+
+
+def _common(request: Request) -> dict[str, Any]:
+    return {
+        "finish_reason": request.get_finished_reason(),
+        "events": request.take_events(),
+        "prefill_stats": request.take_prefill_stats(),
+    }
+
+
+def _side_channel(item: Scheduled, result: StepResult) -> dict[str, Any] | None:
+    """Fields that upstream's output lacks; the report is sent with the last output.
+
+    The front end finds stop strings by itself, so with them every output may be the last one.
+    """
+    told: dict[str, Any] = {}
+    if item.request.is_finished() or item.request.sampling_params.stop:
+        told |= _report(item)
+        told |= {"infilled": result.infilled} if result.infilled else {}
+    if result.canvas is not None:
+        told["canvas"] = vars(result.canvas)
+    if result.scores is not None:
+        told["scores"] = vars(result.scores)
+    return {"dllm": told} if told else None
+
+
+def _report(item: Scheduled) -> dict[str, Any]:
+    waited = time.time() - item.request.arrival_time
+    ran = time.monotonic() - item.started if item.started else 0.0
+    return {
+        "steps": item.params.steps,
+        "num_forwards": item.num_forwards,
+        "num_forwards_saved": forwards_saved(item.params, item.num_forwards, item.num_committed),
+        "num_committed": item.num_committed,
+        "num_end_tokens": item.num_end_tokens,
+        "queue_ms": round(1000 * max(waited - ran, 0.0), 3),
+        "denoise_ms": round(1000 * ran, 3),
+        "seed": item.params.seed,
+        "ignored": list(item.params.ignored),
+        **(item.largest.report() if item.largest is not None else {}),
+    }

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Assignment of the store's pages to requests with exact keys and values (block-causal families).
+
+Upstream's KV cache manager counts the pages, shares those of equal prefixes, and evicts the least
+recently used. A page is published, so that other requests may find it, once a finished step has
+made all of it final; until then only its own request reads it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.diffusion.core.errors import ActivationBudgetError
+from vllm.diffusion.core.pages import PAGE_SIZE
+from vllm.diffusion.engine.messages import NewPages
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.engine import EngineCoreEventType
+from vllm.v1.request import RequestStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from vllm.config import VllmConfig
+    from vllm.diffusion.engine.scheduler.scheduled import Scheduled
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.stats import SchedulerStats
+
+BLOCKS_AHEAD = 2
+
+
+def most_positions(num_pages: int, max_model_len: int) -> int:
+    """Positions that one request may have in a store of `num_pages` pages.
+
+    Upstream's manager keeps one page for itself. A sequence ends with a whole block, so it may be
+    longer than prompt and answer.
+    """
+    return min((num_pages - 1) * PAGE_SIZE, 2 * max_model_len)
+
+
+class Paging:
+    """Hands out the pages of a store.
+
+    Args:
+        vllm_config: configuration of the engine.
+        kv_cache_config: upstream's, made from the worker's sizes.
+        hash_block_size: tokens covered by one hash.
+        log_stats: whether statistics are read.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        hash_block_size: int,
+        *,
+        log_stats: bool,
+    ) -> None:
+        self._manager = KVCacheManager(
+            kv_cache_config,
+            max_model_len=kv_cache_config.num_blocks * PAGE_SIZE,  # it cuts what is longer
+            scheduler_block_size=PAGE_SIZE,
+            hash_block_size=hash_block_size,
+            enable_caching=vllm_config.cache_config.enable_prefix_caching,
+            log_stats=log_stats,
+        )
+        self.num_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+        max_model_len = vllm_config.model_config.max_model_len
+        self._most_positions = most_positions(kv_cache_config.num_blocks, max_model_len)
+        self._new_pages: dict[str, NewPages] = {}
+        self._is_short = False  # somebody waits for pages
+
+    def arrived(self, item: Scheduled) -> None:
+        """Add the block length, on which keys and values depend, to a request's hashes.
+
+        Raises:
+            ActivationBudgetError: it would not fit even alone.
+        """
+        request, length = item.request, item.demand.length
+        if length > self._most_positions:
+            there = self._most_positions
+            position = self.num_bytes // (self._manager.kv_cache_config.num_blocks * PAGE_SIZE)
+            raise ActivationBudgetError(length, length * position, there * position, there)
+        request.cache_salt = f"{request.cache_salt or ''}|B{item.params.block_length}"
+        request.block_hashes.clear()
+        request.update_block_hashes()
+        if not (self._manager.enable_caching and _shares(item)):
+            request.skip_reading_prefix_cache = True
+
+    def provide(self, running: Iterable[Scheduled], under_way: Collection[str]) -> None:
+        """Reserve pages for every next forward, and beyond, as a worker launches one step ahead.
+
+        The oldest requests come first. Where there are too few pages, they take those of the newest
+        request, unless its step is under way.
+
+        Args:
+            running: the requests that run.
+            under_way: requests of the step that the worker has launched.
+        """
+        paged = sorted((item for item in running if item.is_paged), key=lambda item: item.started)
+        for item in paged:
+            while not self._give(item, item.next_end):
+                able = (o for o in reversed(paged) if o.num_pages and o.req_id not in under_way)
+                newest = next(able, item)
+                if newest.started <= item.started:
+                    break
+                self.preempt(newest)
+        ready = [item for item in paged if item.has_pages]
+        self._is_short = len(ready) < len(paged)
+        for item in ready:
+            ahead = item.next_end + BLOCKS_AHEAD * item.params.block_length
+            self._give(item, min(ahead, item.demand.length))
+
+    def admits(self, item: Scheduled) -> bool:
+        """Whether a request may start; if so, it has the pages of its first forward.
+
+        Requests that have started before and wait for pages come first.
+        """
+        return not item.is_paged or (not self._is_short and self._give(item, item.next_end))
+
+    def _give(self, item: Scheduled, end: int) -> bool:
+        """Give a request pages for its positions up to `end`; whether it has them now.
+
+        A request without pages begins with those that already hold its prefix.
+        """
+        if item.num_pages * PAGE_SIZE >= end:
+            return True
+        request, manager, has_none = item.request, self._manager, item.num_pages == 0
+        found, num_found = None, 0
+        if has_none:
+            found, num_found, _ = manager.get_computed_blocks(request)
+        num_new = end - request.num_computed_tokens - num_found
+        given = manager.allocate_slots(request, num_new, num_found, found, delay_cache_blocks=True)
+        if given is None:
+            return False
+        if has_none:
+            self._begin(item, num_found)
+        page_ids = manager.get_block_ids(request.request_id)[0][item.num_pages :]
+        item.num_pages += len(page_ids)
+        earlier = None if has_none else self._new_pages.get(item.req_id)
+        if earlier is not None:
+            self._new_pages[item.req_id] = NewPages(earlier.page_ids + page_ids, earlier.num_kept)
+        else:
+            self._new_pages[item.req_id] = NewPages(page_ids, num_found if has_none else None)
+        return True
+
+    def _begin(self, item: Scheduled, num_found: int) -> None:
+        """Start a request whose first `num_found` positions are computed already."""
+        request = item.request
+        self._manager.record_prefix_cache_stats(request, num_found)
+        if request.num_preemptions == 0 and request.prefill_stats is not None:
+            request.prefill_stats.set(request.num_prompt_tokens, num_found, 0)
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = num_found
+        item.keep(num_found)
+
+    def reset(self, running: Iterable[Scheduled]) -> bool:
+        """Forget all published pages; False if some page is in use.
+
+        Args:
+            running: requests whose pages are taken away first.
+        """
+        for item in running:
+            if item.num_pages:
+                self.preempt(item)
+        return bool(self._manager.reset_prefix_cache())
+
+    def preempt(self, item: Scheduled) -> None:
+        """Take away a request's pages; it continues when there are some again."""
+        request = item.request
+        self._manager.free(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        request.record_event(EngineCoreEventType.PREEMPTED)
+        request.num_computed_tokens = item.num_pages = 0
+        item.keep(0)
+        self._new_pages[item.req_id] = NewPages([], 0)
+
+    def publish(self, item: Scheduled) -> None:
+        """Let other requests find the final part of a request's keys and values."""
+        request = item.request
+        if item.num_pages == 0 or item.num_kept == request.num_computed_tokens:
+            return
+        request.num_computed_tokens = item.num_kept
+        if _shares(item):
+            self._manager.cache_blocks(request, min(item.num_kept, request.num_tokens))
+
+    def free(self, item: Scheduled) -> None:
+        """Release the pages of an ended request; published ones stay until they are needed."""
+        if item.num_pages:
+            self._manager.free(item.request)
+            item.num_pages = 0
+        self._new_pages.pop(item.req_id, None)
+
+    def take_new_pages(self) -> dict[str, NewPages]:
+        """Return the pages given to requests since the last call."""
+        taken, self._new_pages = self._new_pages, {}
+        return taken
+
+    def put_into(self, stats: SchedulerStats) -> None:
+        """Write how full the store is, and how many prefixes were found, into `stats`."""
+        stats.kv_cache_usage = self._manager.usage
+        found = self._manager.make_prefix_cache_stats()
+        if found is not None:
+            stats.prefix_cache_stats = found
+
+
+def _shares(item: Scheduled) -> bool:
+    """Whether a request's pages hold what their hashes name: whole blocks of these tokens."""
+    params = item.params
+    return PAGE_SIZE % params.block_length == 0 and not params.allow_infill

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State of a request in the scheduler."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from vllm.diffusion.core.pages import PAGE_SIZE
+from vllm.diffusion.engine.messages import NewCanvas
+from vllm.v1.request import RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.diffusion.engine.messages import StepResult, StepUsage
+    from vllm.diffusion.memory import Demand, Planner
+    from vllm.diffusion.request.params import DiffusionParams
+    from vllm.v1.request import Request
+
+
+# What a request waits for: rows of a step (`--max-num-batched-tokens`), memory, fewer running
+# requests (`--max-num-seqs`), the end of those that run (`force_single_batch`), the prompt that
+# another one computes, the rest of its call, its turn behind earlier ones.
+WaitsFor = Literal["rows", "memory", "requests", "others", "prompt", "call", "order"]
+
+
+@dataclass(eq=False)
+class Scheduled:
+    """A request with its decided parameters, from arrival to its last token; compared by identity.
+
+    Attributes:
+        started: time.monotonic() of admission; 0 before.
+        deadline: time.monotonic() at which it ends, complete or not.
+        waits_for: reason for which it waits, until it is admitted.
+        num_overtaken: later requests that have started before it.
+        next_rows: rows of its next forward.
+        num_kept: positions from 0 whose keys and values are kept.
+        num_pages: pages that it has, where the scheduler hands them out.
+        prompt_of: the request that has computed what its first forward begins with.
+        largest: usage of its step with the highest peak.
+    """
+
+    request: Request
+    params: DiffusionParams
+    demand: Demand
+    started: float = 0.0
+    deadline: float = math.inf
+    waits_for: WaitsFor = "order"
+    num_overtaken: int = 0
+    next_rows: int = field(init=False)
+    num_kept: int = 0
+    num_pages: int = 0
+    num_forwards: int = 0
+    num_committed: int = 0
+    prompt_of: str | None = None
+    largest: StepUsage | None = None
+    _seconds: dict[int, float] = field(default_factory=dict, init=False)  # by rows of a step
+
+    def __post_init__(self) -> None:
+        self.next_rows = self.demand.first_rows
+
+    @property
+    def req_id(self) -> str:
+        return str(self.request.request_id)
+
+    @property
+    def priority(self) -> int:
+        """Priority of the request; lower numbers come first."""
+        return self.params.priority or 0
+
+    @property
+    def num_end_tokens(self) -> int:
+        """Canvas positions from the token that ended the answer on; 0 where none did."""
+        answer = self.request.output_token_ids
+        if not answer or answer[-1] not in self.params.stop_ids:
+            return 0
+        return self.params.gen_length - len(answer) + 1
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether the scheduler hands out pages for its keys and values."""
+        return self.params.cache == "exact"
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether all positions of its next forward have a page, where that is needed."""
+        return not self.is_paged or self.num_pages * PAGE_SIZE >= self.next_end
+
+    @property
+    def next_end(self) -> int:
+        """Positions, from 0, that have keys in its next forward, where these are in pages."""
+        return self.num_kept + self.next_rows
+
+    def predicted_s(self, rows: int, planner: Planner) -> float:
+        """Predicted seconds of a step of this request alone, with `rows` rows."""
+        if rows not in self._seconds:
+            self._seconds[rows] = planner.seconds_of(self.demand, rows)
+        return self._seconds[rows]
+
+    def keep(self, num_kept: int) -> None:
+        """Set the number of positions that need not be computed again."""
+        self.num_kept, self.next_rows = num_kept, self.next_end - num_kept
+
+    def start(self) -> NewCanvas:
+        """Mark the request as running and return what the workers need of it."""
+        self.started = time.monotonic()
+        self.request.status = RequestStatus.RUNNING
+        prompt = list(self.request.prompt_token_ids or [])
+        return NewCanvas(
+            self.req_id,
+            prompt,
+            self.params,
+            host_layers=self.demand.host_layers,
+            prompt_of=self.prompt_of,
+            spare_positions=self.demand.spare,
+        )
+
+    def take_part(self, result: StepResult, usage: StepUsage | None) -> None:
+        """Take in the result of a step, and the memory that it used."""
+        self.next_rows, self.num_kept = result.next_rows, result.num_kept
+        self.num_forwards, self.num_committed = result.num_forwards, result.num_committed
+        if usage is not None and (
+            self.largest is None or usage.peak_bytes > self.largest.peak_bytes
+        ):
+            self.largest = usage
+
+    def accept(self, result: StepResult) -> list[int]:
+        """Return the new final tokens that belong to the answer; note how the answer ends."""
+        request, tokens = self.request, result.new_token_ids
+        if result.scores is not None:
+            request.status = RequestStatus.FINISHED_STOPPED
+            return []
+        end = self.params.answer_end(tokens, request.num_output_tokens)
+        new = tokens if end is None else tokens[:end]
+        if new:
+            request.append_output_token_ids(new)
+        if end is None:
+            return new
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        if new and new[-1] in self.params.stop_ids:
+            request.status = RequestStatus.FINISHED_STOPPED
+            request.stop_reason = new[-1] if new[-1] != self.params.eos_id else None
+        elif result.is_closed:
+            request.status = RequestStatus.FINISHED_STOPPED
+        return new

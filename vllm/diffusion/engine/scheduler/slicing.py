@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharing of the device between long and short requests: whose steps come in slices, and when.
+
+A request is long while its next step takes longer than the longest pause that others may see. Its
+step is computed slice by slice, half a pause each: the device is given the next one when the one
+before begins, so what arrives meanwhile waits for two at most. While short requests run, a slice is
+due only when the long ones have had less than their share of the time.
+
+Workers follow these decisions alone, so that all ranks do the same. They report how long slices
+took, from which the ratio to the predictions is learned.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from vllm.diffusion.core.errors import ActivationBudgetError
+from vllm.diffusion.engine.messages import Paused, Slice
+from vllm.diffusion.engine.scheduler.turns import take_turns
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vllm.diffusion.config import Settings
+    from vllm.diffusion.engine.messages import DiffusionRunnerOutput, Worked
+    from vllm.diffusion.engine.scheduler.scheduled import Scheduled
+    from vllm.diffusion.memory import Planner
+
+
+class Pace:
+    """Ratio of the seconds that the device takes to those that the planner predicts."""
+
+    KEPT = 0.98  # of what was seen, with every new slice
+
+    def __init__(self) -> None:
+        self._predicted_s = self._taken_s = 1e-3  # a guess that the first slices outweigh
+
+    def learn(self, worked: Worked) -> None:
+        self._predicted_s = self.KEPT * self._predicted_s + worked.seconds
+        self._taken_s = self.KEPT * self._taken_s + worked.taken_s
+
+    @property
+    def factor(self) -> float:
+        """The ratio, rounded to two digits so that plans for given seconds are found again."""
+        return float(f"{self._taken_s / self._predicted_s:.1e}")
+
+
+class Slicing:
+    """Decides which requests are long, and names the next slice.
+
+    Args:
+        settings: share of the time of long requests, and longest pause of short ones.
+
+    Attributes:
+        longest_pause_s: seconds that a short request may wait without progress; 0 for no bound.
+        pace: pace of the device.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._share, self.longest_pause_s = settings.long_share, settings.longest_pause_s
+        self.pace = Pace()
+        self._paused: Paused | None = None
+        self._is_shared = False  # both kinds took part in the step that runs
+        self._owed_s = 0.0  # seconds that long requests have had less than their share
+        self._seen = 0.0  # time.monotonic() of the newest results
+
+    @property
+    def slice_s(self) -> float:
+        """Seconds of one slice."""
+        return self.longest_pause_s / 2
+
+    def learn(self, done: DiffusionRunnerOutput) -> None:
+        """Take in what the workers report of slices, and the time that has passed."""
+        now = time.monotonic()
+        passed_s, self._seen = now - self._seen, now
+        self._paused = done.paused
+        if self._is_shared:
+            self._owed_s = min(self._owed_s + self._share * passed_s, self.slice_s)
+        if done.worked is not None:
+            self.pace.learn(done.worked)
+            self._owed_s += done.worked.num_slices * self.slice_s - done.worked.taken_s
+        if not self._is_shared:  # they have had at least the slices that a newcomer waits for
+            self._owed_s = max(self._owed_s, -self.longest_pause_s)
+
+    # ---- who is long ----
+
+    def is_long(self, item: Scheduled, rows: int, planner: Planner) -> bool:
+        """Whether a step of `rows` rows of this request takes longer than a pause may."""
+        if not self.longest_pause_s:
+            return False
+        longest_s = self.longest_pause_s / self.pace.factor
+        most = item.demand.largest_rows(planner.row_budget)
+        if item.predicted_s(most, planner) <= longest_s:
+            return False
+        return item.predicted_s(min(rows, most), planner) > longest_s
+
+    def long(self, running: Mapping[str, Scheduled], planner: Planner | None) -> list[str]:
+        """Return the long requests, in the order of their turns, and any whose step has begun.
+
+        Args:
+            running: in the order of their turns.
+            planner: None while the size of the memory is unknown.
+        """
+        if planner is None:
+            return []
+        paused = None if self._paused is None else self._paused.req_id
+        return [
+            req_id
+            for req_id, item in running.items()
+            if req_id == paused or self.is_long(item, item.next_rows, planner)
+        ]
+
+    # ---- whose turn it is ----
+
+    def next_slice(
+        self, long: Sequence[Scheduled], planner: Planner | None, *, is_shared: bool
+    ) -> Slice | None:
+        """Return the next slice of the step that has begun, else the first one of the next step.
+
+        Args:
+            long: requests that may get a slice, in the order of their turns.
+            planner: planner of the engine.
+            is_shared: short requests take part in the same step.
+        """
+        self._is_shared = is_shared and bool(long)
+        if not long or planner is None:
+            return None
+        if is_shared and self._owed_s < 0:
+            return None
+        paused = None if self._paused is None else self._paused.req_id
+        item = next((item for item in long if item.req_id == paused), long[0])
+        units = {item.req_id: item.demand.unit} if item.demand.unit else {}
+        rows = take_turns({item.req_id: item.next_rows}, planner.row_budget, units)
+        self._owed_s -= self.slice_s  # until it is known what it took
+        return Slice(item.req_id, rows[item.req_id], self.slice_s / self.pace.factor)
+
+    def fits_beside(
+        self, rows: Mapping[str, int], running: Mapping[str, Scheduled], planner: Planner | None
+    ) -> bool:
+        """Whether a step of these requests fits beside what a paused step holds of the pool."""
+        if self._paused is None or planner is None or not rows:
+            return True
+        demands = [running[req_id].demand for req_id in rows]
+        kept_bytes = planner.kept_bytes(item.demand for item in running.values())
+        kept_bytes += self._paused.held_bytes
+        try:
+            planner.plan_of(demands, kept_bytes)
+        except ActivationBudgetError:
+            return False
+        return True

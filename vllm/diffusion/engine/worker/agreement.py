@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the ranks of an engine stay together when one of them fails.
+
+All ranks run the same code on their hosts. After each call that may fail they compare outcomes and
+continue alike: what failed on one rank has failed on all, so its requests end on all of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from vllm.diffusion.core.errors import ActivationBudgetError, RankError, RankMemoryError
+from vllm.diffusion.memory import PoolExhaustedError
+from vllm.diffusion.parallel.board import FAILED, NO_MEMORY, NUMBER, WELL
+
+if TYPE_CHECKING:
+    from vllm.diffusion.parallel.board import Board
+
+OUT_OF_MEMORY = (
+    torch.OutOfMemoryError,
+    PoolExhaustedError,
+    ActivationBudgetError,
+    RankMemoryError,
+)
+_CODE_BITS = 2
+_CODE = (1 << _CODE_BITS) - 1
+
+
+class Meets(Protocol):
+    """A place where ranks wait for each other within a step."""
+
+    @property
+    def can_begin_anew(self) -> bool:
+        """Whether ranks can go on after one of them has left the others waiting."""
+
+    def stop_waiting(self) -> None:
+        """Announce that this rank has failed and makes no more calls, to ranks that wait for it."""
+
+    def begin_anew(self) -> None:
+        """Forget calls that not all ranks have made; every rank must call this."""
+
+
+class Agreement:
+    """Outcome of a call, agreed between all ranks; a single rank has nobody to ask.
+
+    Args:
+        meets: groups in which ranks of the same steps wait for each other; none for one rank.
+        board: counters shared by all ranks, if they are on one host. Without it an error ends the
+            engine, as other ranks wait for this one.
+    """
+
+    def __init__(self, *meets: Meets, board: Board | None = None) -> None:
+        self._meets, self._board = meets, board
+
+    def reach(self, error: Exception | None) -> Exception | None:
+        """Return this rank's error, or a stand-in for another rank's; None if all ranks succeeded.
+
+        Raises:
+            Exception: this rank's error, where the others could not go on.
+        """
+        if not self._meets:
+            return error
+        if self._board is None or not all(meet.can_begin_anew for meet in self._meets):
+            if error is not None:
+                raise error
+            return None
+        if error is not None:
+            for meet in self._meets:
+                meet.stop_waiting()
+        worst = _worst(self._board, _code_of(error))
+        if worst == WELL:
+            return None
+        for meet in self._meets:
+            meet.begin_anew()
+        if error is not None and _code_of(error) == worst:
+            return error
+        if worst == NO_MEMORY:
+            return RankMemoryError("another rank has no memory for it")
+        return RankError("another rank failed")
+
+    def most(self, number: int) -> int:
+        """Return the largest number given by any rank.
+
+        Raises:
+            RankError: another rank has failed and does not ask.
+        """
+        if self._board is None:
+            return number
+        told = self._board.exchange(number << _CODE_BITS | NUMBER)
+        if any(other & _CODE != NUMBER for other in told):
+            raise RankError("another rank failed")
+        return max(told) >> _CODE_BITS
+
+
+def _worst(board: Board, code: int) -> int:
+    """Return the worst code of any rank, once no rank asks for a number any more."""
+    while True:
+        told = board.exchange(code)
+        if all(other != NUMBER for other in (number & _CODE for number in told)):
+            return max(told)
+
+
+def _code_of(error: Exception | None) -> int:
+    if error is None:
+        return WELL
+    return NO_MEMORY if isinstance(error, OUT_OF_MEMORY) else FAILED

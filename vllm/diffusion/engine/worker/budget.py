@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Size of a worker's activation pool, and the bytes of it that are taken."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import psutil
+import torch
+
+from vllm.diffusion.core import envs
+from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.memory import UsageMeter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm.diffusion.engine.messages import StepUsage
+    from vllm.diffusion.memory import ActivationPool, GraphMemory, PageStore, Plan
+    from vllm.diffusion.parallel.ranks import Peers
+
+# What runs outside of the pool on a GPU: libraries' workspaces, kernels loaded later, the small
+# tensors of steps that a graph runs.
+OUTSIDE_BYTES = 512 << 20
+# Part of the pool that no plan uses: what PyTorch rounds its temporaries up to.
+ROUNDING_SHARE, MAX_ROUNDING_BYTES = 1 / 64, 128 << 20
+
+
+def activation_budget(device: torch.device, utilization: float, ranks: Peers) -> int:
+    """Return the bytes of the activation pool: as configured, else what is free less a margin.
+
+    Args:
+        device: the device, with the weights loaded.
+        utilization: share of the device's memory, upstream's `gpu_memory_utilization`.
+        ranks: all ranks of the engine.
+
+    Returns:
+        the least that any rank has, as all of them follow the same plans.
+
+    Raises:
+        ServerConfigError: nothing is free.
+    """
+    free_bytes = _free_bytes(device, utilization)
+    budget = ranks.least(envs.activation_pool_size_bytes() or free_bytes)
+    if budget < 1:
+        raise ServerConfigError(
+            f"gpu_memory_utilization: given {utilization}; no memory is left for activations "
+            "beside the weights: wanted more, or VLLM_ACTIVATION_POOL_SIZE_BYTES"
+        )
+    return budget
+
+
+def planning_budget(pool_bytes: int) -> int:
+    """Return the bytes of a pool that plans may use."""
+    return max(pool_bytes - min(int(pool_bytes * ROUNDING_SHARE), MAX_ROUNDING_BYTES), 1)
+
+
+def _free_bytes(device: torch.device, utilization: float) -> int:
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available * utilization)
+    # cuBLAS allocates its workspace with its first product, and keeps it.
+    some = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    torch.mm(some, some)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()  # what loading the weights has left behind
+    free, total = torch.cuda.mem_get_info(device)
+    taken = total - free
+    return min(free, int(total * utilization) - taken) - OUTSIDE_BYTES
+
+
+class StepMemory(NamedTuple):
+    """Memory that a step took of the pool, as far as the host knows it at launch."""
+
+    plan: Plan
+    planner_us: float
+    peak_bytes: int
+    unseen_bytes: int  # of the budget, taken by what the pool does not see
+    meter: UsageMeter | None  # where the average is measured; else it is as planned
+
+    def usage(self, idle: StepUsage) -> StepUsage:
+        """Memory report of a finished step; `idle` supplies the fields that do not depend on it."""
+        plan, peak = self.plan, self.unseen_bytes + self.peak_bytes
+        if self.meter is not None:
+            average = self.unseen_bytes + self.meter.average_bytes()
+        else:
+            average = peak * plan.predicted_average_bytes / max(plan.predicted_peak_bytes, 1)
+        return replace(
+            idle,
+            peak_bytes=peak,
+            average_bytes=round(average),
+            planner_us=self.planner_us,
+        )
+
+
+class Ledger:
+    """Account of the bytes of the pool that a step cannot have.
+
+    Args:
+        pool: memory of steps and of what is kept between them.
+        caches: kept keys and values, in the pool.
+        graphs: memory of captured graphs, if there are any.
+        device: device of the pool.
+    """
+
+    def __init__(
+        self,
+        pool: ActivationPool,
+        caches: PageStore,
+        graphs: GraphMemory | None,
+        device: torch.device,
+    ) -> None:
+        self._pool, self._caches, self._graphs = pool, caches, graphs
+        self._device = device
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes that are never given back: graphs, and the buffers that they write to."""
+        graphs = 0 if self._graphs is None else self._graphs.used_bytes
+        return graphs + self._pool.outermost_bytes
+
+    @property
+    def unseen_bytes(self) -> int:
+        """Part of `fixed_bytes` that the pool does not count itself."""
+        if self._graphs is None or self._pool.graph_bytes is not None:
+            return 0
+        return self._graphs.used_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that outlive a step, or that a step holds while it waits for its next slice."""
+        return self.fixed_bytes + self._caches.reserved_bytes + self._pool.frame_bytes
+
+    @contextmanager
+    def measuring(self, plan: Plan, num_rows: int) -> Iterator[UsageMeter | None]:
+        """Measure the memory that the block takes of the pool; over time where that is cheap.
+
+        Timing costs a GPU's host two events a stage, so small steps yield None.
+        """
+        self._pool.reset_peak()
+        if self._device.type == "cuda" and plan.is_whole(num_rows):
+            yield None
+            return
+        meter = UsageMeter(self._device)
+        self._pool.measure(meter)
+        try:
+            yield meter
+        finally:
+            self._pool.measure(None)
+
+    def memory(
+        self,
+        plan: Plan,
+        planner_us: float,
+        meter: UsageMeter | None = None,
+        peak_bytes: int | None = None,
+    ) -> StepMemory:
+        """Return the memory of a step; `peak_bytes` defaults to the pool's peak."""
+        peak = self._pool.peak_bytes if peak_bytes is None else peak_bytes
+        return StepMemory(plan, planner_us, peak, self.unseen_bytes, meter)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Division of a step's rows between ranks.
+
+Rank r has the r-th of equal shares of consecutive rows; the last shares may be shorter, or empty.
+All ranks cut a share of full length into the same chunks and leave out the rows that they lack, so
+all of them meet in every chunk of attention.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from vllm.diffusion.engine.worker.batch import EMPTY_PART
+from vllm.diffusion.memory import chunks
+from vllm.diffusion.parallel.exchange import HeadExchange
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.diffusion.engine.worker.batch import SamplePart
+    from vllm.diffusion.memory import Plan
+    from vllm.diffusion.ops import Array
+    from vllm.diffusion.parallel.ranks import Peers, Ranks
+
+
+class Chunk(NamedTuple):
+    """Rows that go through a stage at a time.
+
+    Attributes:
+        rows: rows of a share of full length, counted from its first one.
+        own: the part of these that this rank's share has.
+        places: per rank, its rows of the chunk, counted in the step.
+        exchange: exchange of their heads between ranks; None where one rank has all.
+    """
+
+    rows: slice
+    own: slice
+    places: list[slice]
+    exchange: HeadExchange | None
+
+
+class Division:
+    """Shares of the rows of one step.
+
+    Args:
+        ranks: ranks that divide the step; a single one has all rows.
+        num_rows: number of rows of the step.
+
+    Attributes:
+        peers: the ranks.
+        num_rows: number of rows of the step.
+        longest: rows of the longest share.
+        shares: per rank, its rows of the step.
+    """
+
+    def __init__(self, ranks: Ranks, num_rows: int) -> None:
+        self.peers = ranks.sequence
+        self.shares = ranks.rows(num_rows)
+        self.longest, self.num_rows = self.shares[0].stop, num_rows
+
+    @property
+    def own(self) -> slice:
+        """Rows of the step that this rank has."""
+        return self.shares[self.peers.rank]
+
+    def chunks(self, rows_per_chunk: int) -> list[Chunk]:
+        """Cut all rows of the step into chunks."""
+        return [self._chunk(rows) for rows in chunks(self.longest, rows_per_chunk)]
+
+    def narrowed(self, all_chunks: Sequence[Chunk], rows: Array) -> list[Chunk]:
+        """Narrow chunks to the ranges that hold some of `rows` [R] of the step; drop empty ones."""
+        places, narrow = self.in_share(rows), []
+        for chunk in all_chunks:
+            held = places[(places >= chunk.rows.start) & (places < chunk.rows.stop)]
+            if held.size:
+                narrow.append(self._chunk(slice(int(held.min()), int(held.max()) + 1)))
+        return narrow
+
+    def _chunk(self, rows: slice) -> Chunk:
+        """Make the chunk of these rows of a share of full length."""
+        first = self.own.start
+        places = [
+            slice(*(min(share.start + row, share.stop) for row in (rows.start, rows.stop)))
+            for share in self.shares
+        ]
+        own = places[self.peers.rank]
+        counts = [place.stop - place.start for place in places]
+        exchange = HeadExchange(self.peers, counts) if self.peers.size > 1 else None
+        return Chunk(rows, slice(own.start - first, own.stop - first), places, exchange)
+
+    def in_share(self, rows: Array) -> Array:
+        """Offset [R] of each row of the step in the share that holds it."""
+        places: Array = rows % self.longest
+        return places
+
+    def on_rank(self, rows: Array) -> Array:
+        """Rank [R] whose share holds each row of the step."""
+        ranks: Array = rows // self.longest
+        return ranks
+
+
+class Cuts(NamedTuple):
+    """Chunks of every stage of a step; for the last layer, only those with sample rows."""
+
+    keys_values: list[Chunk]
+    attend: list[Chunk]
+    feed_forward: list[Chunk]
+    last_attend: list[Chunk]
+    last_feed_forward: list[Chunk]
+
+    @classmethod
+    def of(cls, division: Division, plan: Plan, parts: Sequence[SamplePart]) -> Cuts:
+        """Cut a step as planned; `parts` are its sample rows."""
+        attend = division.chunks(plan.rows.attend)
+        feed_forward = division.chunks(plan.rows.feed_forward)
+        rows = np.concatenate([_NO_ROWS, *(part.rows for part in parts)])
+        return cls(
+            division.chunks(plan.rows.keys_values),
+            attend,
+            feed_forward,
+            division.narrowed(attend, rows),
+            division.narrowed(feed_forward, rows),
+        )
+
+
+class Round(NamedTuple):
+    """Sample rows that the ranks process at a time, one part each.
+
+    Attributes:
+        part: this rank's part; None where none is left.
+        given: [g] int64: rows of this rank's share that the parts of all ranks need, part by part.
+        sent: per rank, the number of these rows that its part needs.
+        received: per rank, the number of rows of this rank's part that it holds, in the order of
+            the part's rows.
+    """
+
+    part: SamplePart | None
+    given: Array
+    sent: list[int]
+    received: list[int]
+
+    @property
+    def positions(self) -> Array:
+        """Canvas positions [r] int64 of this rank's part."""
+        return _NO_ROWS if self.part is None else self.part.positions
+
+
+def to_first(parts: Sequence[SamplePart], size: int) -> list[SamplePart]:
+    """Deal all parts to the first of `size` ranks, and empty ones to the others."""
+    return [dealt for part in parts for dealt in (part, *[EMPTY_PART] * (size - 1))]
+
+
+def rounds_of(parts: Sequence[SamplePart], division: Division) -> list[Round]:
+    """Deal the parts, whose rows ascend, to the ranks in turn."""
+    rank, size = division.peers.rank, division.peers.size
+    rounds = []
+    for first in range(0, len(parts), size):
+        taken = parts[first : first + size]
+        given = [division.in_share(p.rows[division.on_rank(p.rows) == rank]) for p in taken]
+        own = taken[rank] if rank < len(taken) else None
+        owners = division.on_rank(_NO_ROWS if own is None else own.rows)
+        sent = [rows.size for rows in given] + [0] * (size - len(taken))
+        received = np.bincount(owners, minlength=size).tolist()
+        rounds.append(Round(own, np.concatenate(given), sent, received))
+    return rounds
+
+
+def gathered(found: torch.Tensor, parts: Sequence[SamplePart], peers: Peers) -> torch.Tensor:
+    """Collect what all ranks have sampled, in the order of the parts: one record crosses a row.
+
+    Args:
+        found: [3 or more, n], of this rank's parts one after the other, as `joined` returns it.
+        parts: all parts of the step, at least one; rank r has sampled every size-th, from the r-th
+            on.
+        peers: the ranks.
+    """
+    counts = [part.num_sampled for part in parts]
+    width = max(sum(counts[rank :: peers.size]) for rank in range(peers.size))
+    height = -peers.least(-found.shape[0])  # log probabilities may be wanted of some parts only
+    padded = found.new_zeros(height, width)
+    padded[: found.shape[0], : found.shape[1]] = found
+    of_ranks = peers.gather(padded)
+    ends, pieces = [0] * peers.size, []
+    for number, count in enumerate(counts):
+        rank = number % peers.size
+        pieces.append(of_ranks[rank, :, ends[rank] : ends[rank] + count])
+        ends[rank] += count
+    return torch.cat(pieces, dim=1)
+
+
+_NO_ROWS = np.empty(0, dtype=np.int64)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""First forwards of requests that share a prompt: their hidden states, for those that wait."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm.diffusion import ops
+from vllm.diffusion.engine.messages import MOST_SHARED_ROWS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from vllm.diffusion.engine.worker.batch import SamplePart, StepBatch
+    from vllm.diffusion.engine.worker.canvas import Canvas
+
+
+class Known(NamedTuple):
+    """Sample rows of one request, with their hidden states.
+
+    Attributes:
+        part: the request's rows alone.
+        hidden: [r, D], their hidden states after the last layer, in host memory.
+    """
+
+    part: SamplePart
+    hidden: ops.HostCopy
+
+
+class FirstForwards:
+    """Hidden states of the sample rows of first forwards, for as long as siblings may need them."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[int, Known]] = {}  # by request, and by its first position
+
+    def note(self, batch: StepBatch, part: SamplePart, hidden: Tensor) -> None:
+        """Keep, of a part's `hidden` states [r, D], those that siblings will need."""
+        for number, own, unconditional in part.pieces:
+            canvas = batch.canvases[number]
+            if not is_shared(canvas) or batch.works[number].eligible.size > MOST_SHARED_ROWS:
+                continue
+            num_rows = own.stop - own.start
+            rows = slice(own.start, (unconditional or own).stop)
+            second = None if unconditional is None else slice(num_rows, 2 * num_rows)
+            alone = part._replace(
+                rows=part.rows[rows],
+                positions=part.positions[rows],
+                span_groups=(),
+                pieces=((0, slice(0, num_rows), second),),
+            )
+            known = Known(alone, ops.HostCopy(hidden[rows].clone()))
+            self._known.setdefault(canvas.req_id, {})[int(alone.positions[0])] = known
+
+    def share(self, req_id: str, of: str) -> Iterator[Known]:
+        """Yield what is known of request `of`'s first forward, and hold it for `req_id`, too."""
+        known = self._known.get(of)
+        if known is not None:
+            self._known[req_id] = known
+        return iter([] if known is None else known.values())
+
+    def forget(self, req_id: str) -> None:
+        """Drop a request that has gone; others may hold what it shared."""
+        self._known.pop(req_id, None)
+
+
+def is_shared(canvas: Canvas) -> bool:
+    """Whether the request's next forward is its first one and equals that of its siblings."""
+    return canvas.num_forwards == 0 and _has_siblings(canvas)
+
+
+def is_copied(canvas: Canvas) -> bool:
+    """Whether siblings may now copy what a request keeps: it is as its first forward left it."""
+    return canvas.has_made_one_forward and canvas.cache is not None and _has_siblings(canvas)
+
+
+def _has_siblings(canvas: Canvas) -> bool:
+    params = canvas.params
+    return params.num_answers > 1 and params.cache not in ("frozen", "exact")

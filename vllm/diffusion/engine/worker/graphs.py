@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs of the layers at small row counts, where launching costs more than computing.
+
+A graph is captured for a bucket of shapes and replayed for every batch that fits: rows are padded
+to the bucket's with one more sequence that nothing reads, sequences with empty ones. The sample
+rows go through the last layer and the sampler outside of the graph, while it still runs; where it
+is over before that is launched, all rows go through the last layer within it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from vllm.diffusion import ops
+from vllm.diffusion.core.buffers import FreshBuffers
+from vllm.diffusion.core.spans import AttentionLayout, PageTable
+from vllm.diffusion.engine.worker import step_inputs
+from vllm.diffusion.engine.worker.forward import (
+    Attending,
+    BodyInputs,
+    BodyOutputs,
+    run_body,
+    run_to_end,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from vllm.diffusion.engine.worker.agreement import Agreement
+    from vllm.diffusion.engine.worker.batch import Packing, StepBatch
+    from vllm.diffusion.engine.worker.step_inputs import StepInputs
+    from vllm.diffusion.memory import ActivationPool, GraphMemory, PageStore, Plan, Planner
+    from vllm.diffusion.models.base import DiffusionModel
+    from vllm.diffusion.models.config import DiffusionConfig
+    from vllm.diffusion.ops import Array
+
+ROW_BUCKETS = (
+    *range(16, 64, 16),
+    *range(64, 256, 32),
+    *range(256, 512, 64),
+    *range(512, 1536, 128),
+    *range(1536, 2048, 256),
+    *range(2048, 4096 + 1, 512),
+)
+# Of models without experts. Beyond, layers take longer than launching them, and a graph's attention
+# costs a long sequence more (docs/performance.md). Those with experts are over sooner, and would be
+# read in vain if windows came in shares.
+MOST_WHOLE_ROWS = 1536
+MOST_WHOLE_ROWS_FP8 = 3072
+MOST_WINDOW_ROWS = 1024
+_ENDED_ROWS = 128  # up to which all rows go through the last layer
+MOST_SEQUENCES = 256  # of a bucket: every program of attention counts them
+
+
+class Bucket(NamedTuple):
+    """Sizes of the batches that one graph serves.
+
+    Attributes:
+        rows: most rows.
+        sequences: most sequences, besides the one that pads the rows.
+        is_cached: all rows belong to windows of kept keys and values; else none does.
+    """
+
+    rows: int
+    sequences: int
+    is_cached: bool
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether all rows go through the last layer, too."""
+        return self.rows <= _ENDED_ROWS
+
+    def inputs(self) -> StepInputs[Array]:
+        """Return empty inputs of the bucket's sizes."""
+        return step_inputs.empty(
+            self.rows, self.rows if self.is_cached else 0, num_sequences=self.sequences + 1
+        )
+
+
+@dataclass
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    inputs: ops.GraphInputs
+    outputs: BodyOutputs
+    generation: int  # of the store whose addresses the graph holds
+    # Packing of the inputs. It knows requests, which must not be kept once they are gone.
+    packing: Callable[[], Packing | None] = lambda: None
+
+
+class GraphRunner:
+    """Captures the layers once a bucket, and replays them.
+
+    Args:
+        model: the loaded model, 16-bit, on a GPU of its own.
+        pool: pool of the layers' results: outside all scopes, as graphs hold addresses.
+        caches: kept keys and values.
+        planner: plans of the steps.
+        memory: memory that graphs may take; batches run without a graph when it is used up.
+        agreement: agreement with the ranks whose graphs meet this one's.
+        max_keys: keys of the longest sequence.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        pool: ActivationPool,
+        caches: PageStore,
+        planner: Planner,
+        memory: GraphMemory,
+        agreement: Agreement,
+        max_keys: int,
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._scratch = FreshBuffers(torch.device("cuda"))
+        self._caches = caches
+        self._planner, self._memory, self._agreement = planner, memory, agreement
+        self._max_keys = max_keys
+        self._reads_pages = model.reads_pages(caches.device)
+        self._has_blocks = model.family.is_block_causal
+        self._table = caches.table  # at the address that graphs know
+        self._copied: PageTable | None = None  # contents of the table
+        self._captured: dict[Bucket, _Captured] = {}
+        self.buckets = buckets_of(model.config, is_fp8=model.is_fp8)
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    @property
+    def used_bytes(self) -> int:
+        return self._memory.used_bytes
+
+    def run(self, batch: StepBatch, plan: Plan) -> BodyOutputs | None:
+        """Run the layers of a batch by its bucket's graph; None where no graph serves it."""
+        if not plan.is_whole(batch.num_rows):
+            return None
+        bucket = self.buckets.find(batch)
+        if bucket is None or (batch.slot_mapping.size and self._caches.host_layers):
+            return None
+        if bucket.is_cached and not self._reads_pages:
+            return None
+        if bucket.is_cached:
+            self._copy_table()
+        captured = self._captured.get(bucket)
+        if captured is None or captured.generation != self._caches.generation * bucket.is_cached:
+            captured = self._capture(bucket, batch, plan)
+        if captured is None:
+            return None
+        step_inputs.fill(captured.inputs.to_write(), batch, captured.packing())
+        captured.packing = weakref.ref(batch.packing)
+        ops.align_ranks()
+        captured.graph.replay()
+        return captured.outputs
+
+    def _copy_table(self) -> None:
+        """Update the page table that graphs read from the store's."""
+        table = self._caches.table
+        if table is self._copied:
+            return
+        if len(self._table.rows) != self._caches.most_entries:
+            self._table = PageTable(table.rows.new_empty(self._caches.most_entries), table.size)
+        self._table.rows[: len(table.rows)].copy_(table.rows)
+        self._copied = table
+
+    def _capture(self, bucket: Bucket, batch: StepBatch, plan: Plan) -> _Captured | None:
+        if self._pool.has_frame:
+            return None  # what a graph writes lies in front of all steps
+        stale = self._captured.pop(bucket, None)
+        has_room = stale is not None or self._memory.has_room_for(self._bytes_of(batch))
+        if self._agreement.most(int(not has_room)):  # of any rank
+            return None
+        if stale is not None:
+            stale.inputs.wait()  # before their memory is another's
+        given = ops.GraphInputs(bucket.inputs(), self._caches.device)
+        step_inputs.fill(given.to_write(), batch)
+        inputs = self._body_inputs(bucket, given.tensors)
+        plan = plan.resized(bucket.rows)
+        where = (self._pool, self._scratch, self._caches)
+
+        def run() -> BodyOutputs:
+            given.upload()
+            work = run_body(self._model, inputs, plan, *where, to_the_end=bucket.is_ended)
+            return run_to_end(work)
+
+        run()  # libraries choose kernels and allocate workspaces outside of the capture
+        graph = torch.cuda.CUDAGraph()
+        ops.align_ranks()
+        with self._memory.capture(graph):
+            outputs = run()
+            ops.align_ranks()
+        self._memory.settle(self._agreement.most(self._memory.used_bytes))
+        generation = self._caches.generation * bucket.is_cached
+        self._captured[bucket] = _Captured(graph, given, outputs, generation)
+        return self._captured[bucket]
+
+    def _bytes_of(self, batch: StepBatch) -> int:
+        """Memory of the layers at once, by the plan; no graph computes sample rows."""
+        shape = batch.shape._replace(sample_rows=1)
+        return self._planner.plan(shape).predicted_peak_bytes
+
+    def _body_inputs(self, bucket: Bucket, inputs: StepInputs[Tensor]) -> BodyInputs:
+        ((bounds,),) = inputs.bounds
+        layout = AttentionLayout(
+            query_ends=bounds.query_ends,
+            key_starts=bounds.key_starts,
+            key_counts=bounds.key_counts,
+            max_queries=bucket.rows,
+            max_keys=self._max_keys if bucket.is_cached else bucket.rows,
+            spans=None,
+            pages=self._table if bucket.is_cached else None,
+            block_lengths=bounds.block_lengths if self._has_blocks else None,
+            firsts=bounds.firsts if self._has_blocks else None,
+        )
+        rows = slice(0, bucket.rows)
+        attending = ((Attending(rows, layout, bucket.is_cached),),)
+        return BodyInputs(inputs.token_ids, inputs.positions, inputs.slot_mapping, attending)
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Row counts of the buckets of one model.
+
+    Attributes:
+        whole: row counts for sequences that are computed as a whole, ascending.
+        windows: row counts for windows, ascending.
+        rows_per_sequence: least average of rows a sequence, in a bucket for several sequences.
+    """
+
+    whole: tuple[int, ...]
+    windows: tuple[int, ...]
+    rows_per_sequence: int
+
+    def find(self, batch: StepBatch) -> Bucket | None:
+        """Return the smallest bucket that holds a batch, None if there is none."""
+        num_sequences = batch.packing.num_sequences
+        is_cached = batch.num_whole == 0
+        if not is_cached and batch.num_whole < batch.num_rows:
+            return None
+        for rows in self.windows if is_cached else self.whole:
+            most = min(rows // self.rows_per_sequence, MOST_SEQUENCES)
+            if num_sequences == 1:
+                most = 1
+            if rows >= batch.num_rows and most >= num_sequences:
+                return Bucket(rows, most, is_cached)
+        return None
+
+
+def buckets_of(config: DiffusionConfig, *, is_fp8: bool = False) -> Buckets:
+    """Return the buckets that serve a model; blocks of block-causal families may be short."""
+    rows_per_sequence = 4 if config.family.is_block_causal else 16
+    if config.architecture.expert_layers:
+        return Buckets(ROW_BUCKETS, ROW_BUCKETS, rows_per_sequence)
+    most = MOST_WHOLE_ROWS_FP8 if is_fp8 else MOST_WHOLE_ROWS
+    whole = tuple(rows for rows in ROW_BUCKETS if rows <= most)
+    windows = tuple(rows for rows in ROW_BUCKETS if rows <= MOST_WINDOW_ROWS)
+    return Buckets(whole, windows, rows_per_sequence)

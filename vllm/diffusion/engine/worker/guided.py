@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State of a request whose answer must be in a language, and the tokens it may still commit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vllm.diffusion.decoding import Commit, Selector
+from vllm.diffusion.guided.joint import Joint
+from vllm.diffusion.guided.language import Language
+from vllm.diffusion.guided.window import FREE, OPEN, Window, can_be_completed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.diffusion.core.scoring import Scoring
+    from vllm.diffusion.decoding import Candidates, Work
+    from vllm.diffusion.ops import Array
+    from vllm.diffusion.request.params import DiffusionParams
+
+_MOST_LANGUAGES = 128  # that a process keeps
+
+
+@lru_cache(maxsize=_MOST_LANGUAGES)
+def _language(packed: bytes) -> Language:
+    return Language.unpacked(packed)
+
+
+@dataclass
+class _Stretch:
+    """Positions that hold one string of the language: the canvas, or a gap of the prompt.
+
+    Attributes:
+        rows: positions of the sequence.
+        limit: most of them that the string may take.
+        state: automaton state behind the first `num_passed` ones, which never change any more.
+    """
+
+    rows: range
+    limit: int
+    state: int = 0
+    num_passed: int = 0
+
+    def within(self, positions: Array) -> Array:
+        """Return, as bool, whether each of `positions` belongs to the stretch."""
+        return (positions >= self.rows.start) & (positions < self.rows.stop)
+
+
+def gaps(tokens: Array, mask_id: int) -> list[range]:
+    """Return the runs of adjacent mask tokens."""
+    masked = (tokens == mask_id).nonzero()[0]
+    runs = np.split(masked, (np.diff(masked) > 1).nonzero()[0] + 1)
+    return [range(int(run[0]), int(run[-1]) + 1) for run in runs if run.size]
+
+
+class Guided(Selector):
+    """Selector that takes all candidates of a stretch from one string of the language.
+
+    Any part of them that a rule commits stays completable. Only a rule that replaces committed
+    tokens may mix two strings: where that is not completable, it takes over all of the newer one.
+
+    Args:
+        params: parameters of the request, with a guide.
+        tokens: its sequence before decoding.
+        prompt_length: tokens before the canvas.
+    """
+
+    def __init__(self, params: DiffusionParams, tokens: Array, prompt_length: int) -> None:
+        if params.guide is None:
+            raise ValueError("guide: wanted one, got None")
+        self._params, self._prompt_length = params, prompt_length
+        self._language = _language(params.guide.language)
+        holes = gaps(tokens[:prompt_length], params.mask_id)
+        limit = min(params.max_tokens, params.gen_length)
+        canvas = _Stretch(range(prompt_length, prompt_length + params.num_open), limit)
+        self._stretches = [*(_Stretch(hole, len(hole)) for hole in holes), canvas]
+
+    def begin(self, tokens: Array) -> None:
+        """Write what every answer begins with, as far as there is room for what follows."""
+        prefix = self._params.guide.prefix if self._params.guide is not None else ()
+        for stretch in self._stretches:
+            state = 0
+            for index, token in enumerate(prefix[: len(stretch.rows)]):
+                state = self._language.advance(state, token)
+                if self._language.room[state] > stretch.limit - index - 1:
+                    break
+                tokens[stretch.rows.start + index] = token
+
+    def is_closed(self, tokens: Array) -> bool:
+        """Whether the answer is a whole string of the language that no text could continue."""
+        answer = self._stretches[-1]
+        state = answer.state
+        for token in tokens[answer.rows.start :][answer.num_passed : answer.limit].tolist():
+            state = self._language.advance(state, token)
+        return self._language.is_closed(state)
+
+    def joints(self, tokens: Array, work: Work, scoring: Scoring, step: int) -> list[Joint]:
+        """Return the joint choices of a forward, in the order of positions."""
+        found = []
+        for stretch in self._stretches:
+            eligible = work.eligible[stretch.within(work.eligible)]
+            if eligible.size:
+                window = self._window(stretch, tokens, eligible)
+                found.append(self._joint(window, scoring, step))
+        return found
+
+    def _joint(self, window: Window, scoring: Scoring, step: int) -> Joint:
+        params = self._params
+        is_scored = scoring.score == "confidence" and (
+            scoring.is_categorical or params.remasking != "random"
+        )
+        excluded: tuple[int | None, ...] = ()
+        if params.confidence_eos_eot_inf:
+            excluded = (params.eos_id, params.eot_id)
+        return Joint(
+            language=self._language,
+            window=window,
+            temperature=params.temperature,
+            seed=params.seed or 0,
+            step=step,
+            is_tempered=scoring.is_categorical,
+            sets_scores=is_scored,
+            excluded=tuple(token for token in excluded if token is not None),
+            num_logprobs=params.num_logprobs,
+        )
+
+    def select(
+        self,
+        tokens: Array,
+        candidates: Candidates,
+        choose: Callable[[Candidates], Commit],
+    ) -> Commit:
+        commit = choose(candidates)
+        standing = tokens[candidates.positions] != self._params.mask_id
+        if not standing.any():
+            return commit
+        mixed = tokens.copy()
+        mixed[commit.positions] = commit.tokens
+        taken = np.isin(candidates.positions, commit.positions)
+        is_mended = False
+        for stretch in self._stretches:
+            own = stretch.within(candidates.positions)
+            if not (own & standing).any():
+                continue
+            window = self._window(stretch, mixed, candidates.positions[own], are_open=False)
+            if not can_be_completed(self._language, window):
+                taken |= own & standing
+                is_mended = True
+        if not is_mended:
+            return commit
+        return Commit(candidates.positions[taken], candidates.tokens[taken])
+
+    def _window(
+        self, stretch: _Stretch, tokens: Array, eligible: Array, *, are_open: bool = True
+    ) -> Window:
+        """Make the window of a stretch.
+
+        It reaches from the first position that may change to the last one that is filled or may be.
+        """
+        start = stretch.rows.start
+        own, eligible = tokens[start : stretch.rows.stop], eligible - start
+        filled = own != self._params.mask_id
+        holes = (~filled).nonzero()[0]
+        first = int(min(eligible[0], holes[0] if holes.size else eligible[0]))
+        end = int(max(eligible[-1], filled.nonzero()[0][-1] if filled.any() else 0)) + 1
+        self._pass(stretch, own, first)
+        own = own[first:end]
+        kinds = np.full(end - first, FREE, dtype=np.int32)
+        kinds[filled[first:end]] = self._language.class_of_token[own[filled[first:end]]]
+        if are_open:
+            kinds[eligible - first] = OPEN
+        on_canvas = start - self._prompt_length + first
+        return Window(on_canvas, stretch.state, kinds, stretch.limit - end)
+
+    def _pass(self, stretch: _Stretch, own: Array, first: int) -> None:
+        """Advance to the state before position `first`, up to which nothing changes any more."""
+        for token in own[stretch.num_passed : first].tolist():
+            stretch.state = self._language.advance(stretch.state, token)
+        stretch.num_passed = max(stretch.num_passed, first)

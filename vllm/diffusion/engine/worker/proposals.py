@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The newest proposal for every position of a canvas, kept for requests that ask to see it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vllm.diffusion.engine.messages import CanvasView
+from vllm.diffusion.sampling import Logprobs
+from vllm.v1.outputs import LogprobsLists
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from vllm.diffusion.decoding import Candidates, Commit
+    from vllm.diffusion.request.params import DiffusionParams
+
+
+class Proposals:
+    """Newest proposed tokens and their log probabilities, by canvas position.
+
+    For a committed position these are of the forward that committed its token, also where a rule
+    goes on asking whether another one should stand there.
+
+    Args:
+        params: the request's parameters; `num_logprobs` is not None.
+        prompt_length: tokens before the canvas.
+    """
+
+    def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
+        self._prompt_length = prompt_length
+        self._num_top = params.num_logprobs or 0
+        self._mask_id = params.mask_id
+        shape = (params.gen_length, 1 + self._num_top)  # the token, then the most likely ones
+        self._tokens = np.full(shape, params.mask_id, dtype=np.int32)
+        self._logprobs = np.full(shape, np.nan, dtype=np.float32)
+        self._ranks = np.ones(params.gen_length, dtype=np.int32)
+
+    def begin(self, canvas: NDArray[np.int64]) -> None:
+        """Record the tokens on the canvas [N] before the first forward as certain."""
+        known = canvas != self._mask_id
+        self._tokens[known] = canvas[known, None]
+        self._logprobs[known] = 0.0
+
+    def note(self, candidates: Candidates, commit: Commit, was_masked: NDArray[np.bool_]) -> None:
+        """Record what a forward proposed, and what was committed instead.
+
+        A committed token that was neither proposed nor the greedy one has no log probability: a
+        selector chose it.
+
+        Args:
+            candidates: R candidates.
+            commit: positions and tokens that were committed.
+            was_masked: [R], whether the position was masked in the forward.
+        """
+        if candidates.logprobs is None or candidates.positions.size == 0:
+            return
+        found = Logprobs.unpack(torch.from_numpy(candidates.logprobs), self._num_top)
+        tokens, is_new = candidates.tokens.copy(), was_masked.copy()
+        committed = np.searchsorted(candidates.positions, commit.positions)
+        tokens[committed], is_new[committed] = commit.tokens, True
+        value, rank = np.full(tokens.size, np.nan), np.ones(tokens.size)
+        for known, own_value, own_rank in (
+            (candidates.greedy, found.greedy, found.greedy_rank),
+            (candidates.tokens, found.token, found.token_rank),
+        ):
+            if known is not None:
+                value = np.where(tokens == known, own_value, value)
+                rank = np.where(tokens == known, own_rank, rank)
+        positions = candidates.positions - self._prompt_length
+        noted = is_new & (positions >= 0) & (positions < len(self._ranks))
+        at = positions[noted]
+        self._tokens[at, 0] = tokens[noted]
+        self._logprobs[at, 0] = value[noted]
+        self._ranks[at] = rank[noted]
+        self._tokens[at, 1:] = found.top_tokens.numpy()[:, noted].T
+        self._logprobs[at, 1:] = found.top.numpy()[:, noted].T
+
+    def fill(self, start: int, token: int) -> None:
+        """Record that the rule has set positions from `start` on to `token`, which is certain."""
+        self._tokens[start:] = token
+        self._logprobs[start:] = 0.0
+        self._ranks[start:] = 1
+
+    def logprobs(self, start: int, end: int) -> LogprobsLists:
+        """Return the log probabilities of committed positions, in upstream's type."""
+        return LogprobsLists(
+            self._tokens[start:end].copy(),
+            self._logprobs[start:end].copy(),
+            self._ranks[start:end].copy(),
+        )
+
+    def view(self, step: int, canvas: NDArray[np.int64]) -> CanvasView:
+        """Return the whole canvas [N] after forward number `step` (from 1)."""
+        committed = canvas != self._mask_id
+        return CanvasView(
+            step=step,
+            token_ids=np.where(committed, canvas, self._tokens[:, 0]).astype("<i4").tobytes(),
+            committed=committed.tobytes(),
+            confidence=np.exp(self._logprobs[:, 0]).astype("<f4").tobytes(),
+        )

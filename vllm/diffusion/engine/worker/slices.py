@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A long step that is handed out in slices, with other steps between them.
+
+The generator over its chunks stays here; what it holds of the pool lies in a frame, in front of the
+buffers of the steps that run meanwhile. The message gives the work of a slice in seconds as the
+planner predicts them, so every rank stops after the same chunk. How long slices take is measured
+only for the scheduler.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm.diffusion import ops
+from vllm.diffusion.engine.messages import Worked
+from vllm.diffusion.engine.worker.loop import Step
+from vllm.diffusion.memory import HostBuffers
+
+if TYPE_CHECKING:
+    from vllm.diffusion.engine.messages import Slice
+    from vllm.diffusion.engine.worker.batch import StepBatch
+    from vllm.diffusion.engine.worker.budget import Ledger
+    from vllm.diffusion.engine.worker.canvas import Canvas
+    from vllm.diffusion.engine.worker.compute import Compute
+    from vllm.diffusion.engine.worker.forward import Chunked
+    from vllm.diffusion.memory import ActivationPool, Frame, PageStore, Plan
+
+
+@dataclass
+class _Paused:
+    """A step between its slices; `kept_at` is the page store's generation that it knows."""
+
+    started: float  # time.perf_counter()
+    batch: StepBatch
+    plan: Plan
+    planner_us: float
+    work: Chunked[torch.Tensor]
+    frame: Frame
+    kept_at: int | None
+    peak_bytes: int = 0
+    next_s: float = 0.0  # predicted of the chunk that it stands before
+
+    @property
+    def req_id(self) -> str:
+        return self.batch.canvases[0].req_id
+
+
+class _Stopwatch:
+    """Measures the time that a device takes from construction until `stop`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._started, self._taken_s = time.perf_counter(), 0.0
+        if device.type == "cuda":
+            self._events = (
+                torch.cuda.Event(enable_timing=True),
+                torch.cuda.Event(enable_timing=True),
+            )
+            self._events[0].record()
+
+    def stop(self) -> None:
+        self._taken_s = time.perf_counter() - self._started
+        if self._events is not None:
+            self._events[1].record()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the device has reached `stop`."""
+        return self._events is None or self._events[1].query()
+
+    def wait(self) -> None:
+        """Wait until the device has reached `stop`."""
+        if self._events is not None:
+            self._events[1].synchronize()
+
+    @property
+    def taken_s(self) -> float:
+        """Seconds measured, once `is_over`."""
+        if self._events is None:
+            return self._taken_s
+        started, ended = self._events
+        return float(started.elapsed_time(ended)) / 1000
+
+
+class Slices:
+    """Runs one long step at a time, slice by slice.
+
+    Args:
+        compute: computes the chunks of a step.
+        ledger: account of the memory of a step.
+        pool: the device's pool.
+        caches: kept keys and values, in the pool.
+        device: device of the pool.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        ledger: Ledger,
+        pool: ActivationPool,
+        caches: PageStore,
+        device: torch.device,
+    ) -> None:
+        self._compute, self._ledger = compute, ledger
+        self._pool, self._caches = pool, caches
+        # Rows in host memory are not those of the steps in between.
+        self._host = HostBuffers(is_pinned=device.type == "cuda")
+        self._paused: _Paused | None = None
+        self._device = device
+        self._under_way: deque[tuple[float, _Stopwatch]] = deque()  # predicted seconds of slices
+
+    @property
+    def req_id(self) -> str | None:
+        """The request whose step is paused, if one is."""
+        return None if self._paused is None else self._paused.req_id
+
+    def is_of(self, canvas: Canvas) -> bool:
+        """Whether the paused step is this request's and its keys and values have not moved.
+
+        Otherwise it cannot continue, as the device holds where they were.
+        """
+        paused = self._paused
+        if paused is None or paused.batch.canvases[0] is not canvas:
+            return False
+        return paused.kept_at == self._generation_of(canvas)
+
+    def _generation_of(self, canvas: Canvas) -> int | None:
+        return None if canvas.cache is None else self._caches.generation
+
+    def begin(self, batch: StepBatch, plan: Plan, planner_us: float) -> None:
+        """Take a step of one request, of which nothing is computed yet; no other may be paused."""
+        self._compute.make_room(batch, plan)
+        self._paused = _Paused(
+            started=time.perf_counter(),
+            batch=batch,
+            plan=plan,
+            planner_us=planner_us,
+            work=self._compute.chunks(batch, plan, self._host),
+            frame=self._pool.new_frame(),
+            kept_at=self._generation_of(batch.canvases[0]),
+        )
+
+    def run(self, asked: Slice) -> Step | None:
+        """Launch the next slice of the begun step; return the step if that was the last one.
+
+        Returns when the slice before it is over. So a GPU has work while the host turns to others,
+        and its queue holds no more than this slice.
+        """
+        paused = self._paused
+        if paused is None:
+            raise RuntimeError(f"slice of {asked.req_id}: its step has not begun")
+        self._pool.reset_peak()
+        watch = _Stopwatch(self._device)
+        done_s, sampled = self._advance(paused, asked.seconds)
+        watch.stop()
+        if self._under_way:
+            self._under_way[-1][1].wait()
+        self._under_way.append((done_s, watch))
+        paused.peak_bytes = max(paused.peak_bytes, self._pool.peak_bytes)
+        if sampled is None:
+            return None
+        self.drop()
+        memory = self._ledger.memory(paused.plan, paused.planner_us, peak_bytes=paused.peak_bytes)
+        return Step(paused.started, paused.batch, ops.HostCopy(sampled), memory)
+
+    def _advance(self, paused: _Paused, seconds: float) -> tuple[float, torch.Tensor | None]:
+        """Run chunks of at most `seconds` predicted seconds, but at least one chunk.
+
+        Returns:
+            the predicted seconds of these chunks, and the samples after the last of all.
+        """
+        done_s = 0.0
+        with self._pool.within(paused.frame), self._pool.temporaries():
+            try:
+                while not done_s or done_s + paused.next_s <= seconds:
+                    done_s += paused.next_s
+                    paused.next_s = next(paused.work)
+            except StopIteration as end:
+                sampled: torch.Tensor = end.value
+                return done_s, sampled
+        return done_s, None
+
+    def take_worked(self) -> Worked | None:
+        """Sum the slices that have ended since the last call; None if there are none."""
+        over = []
+        while self._under_way and self._under_way[0][1].is_over:
+            over.append(self._under_way.popleft())
+        if not over:
+            return None
+        taken_s = sum(watch.taken_s for _, watch in over)
+        return Worked(sum(seconds for seconds, _ in over), taken_s, len(over))
+
+    def drop(self) -> None:
+        """Forget the paused step, if there is one, and give back its memory."""
+        paused, self._paused = self._paused, None
+        if paused is None:
+            return
+        with self._pool.within(paused.frame):
+            paused.work.close()
+        self._pool.end_frame()

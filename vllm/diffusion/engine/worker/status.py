@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Report of what a worker runs on, and of what it is doing.
+
+Nothing falls back in silence: the log says what was found on the machine. The status page of the
+server asks for plain values between steps.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.diffusion.core import envs
+from vllm.diffusion.ops.rooms import rooms
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from vllm.diffusion.engine.worker.canvas import Canvas
+    from vllm.diffusion.engine.worker.model_runner import DiffusionModelRunner
+    from vllm.diffusion.memory import ActivationPool
+
+logger = init_logger(__name__)
+
+
+def status_of(runner: DiffusionModelRunner) -> dict[str, Any]:
+    """Return the bytes that parts of a rank's pool take, and the progress of its requests.
+
+    `pages` are those of kept keys and values, `used_pages` those of them that somebody has;
+    `graphs` is never given back; `paused` is held by a step between two slices. The rest is for
+    steps.
+    """
+    caches = runner.caches
+    return {
+        "pool_bytes": {
+            "budget": runner.planner.budget_bytes,
+            "graphs": runner.planner.budget_bytes - runner.budget_bytes,
+            "pages": caches.reserved_bytes,
+            "used_pages": caches.num_bytes,
+            "paused": runner.pool.frame_bytes,
+        },
+        "host_bytes": caches.host_bytes,
+        "requests": [_of_request(canvas, caches.page_bytes) for canvas in runner.canvases.values()],
+    }
+
+
+def _of_request(canvas: Canvas, page_bytes: int) -> dict[str, Any]:
+    params = canvas.params
+    return {
+        "id": canvas.req_id,
+        "algorithm": params.algorithm,
+        "cache": params.cache,
+        "prompt_tokens": canvas.prompt_length,
+        "canvas_tokens": params.gen_length,
+        "committed": canvas.num_committed,
+        "forwards": canvas.num_forwards,
+        "steps": params.steps,
+        "kept_bytes": 0 if canvas.cache is None else len(canvas.cache.pages) * page_bytes,
+    }
+
+
+def build_info(
+    device: torch.device, attention_backends: Sequence[str], pool: ActivationPool, has_graphs: bool
+) -> dict[str, str]:
+    """Return the values of the labels of `dllm:build_info`, by label."""
+    on_gpu = device.type == "cuda"
+    found = {
+        room.name: "kernels" if on_gpu and room.is_built else "reference"
+        for room in rooms()
+        if room.name != "vmm_allocator"
+    }
+    return {
+        **found,
+        "activation_pool": pool.backing_name,
+        "attention": "+".join(attention_backends),
+        "graphs": "on" if has_graphs else "off",
+    }
+
+
+def log_build_info(
+    info: dict[str, str], device: torch.device, budget_bytes: int, why_no_graphs: str | None
+) -> None:
+    """Log one line for each part; a room that a GPU lacks is a warning with what builds it."""
+    on_gpu = device.type == "cuda"
+    for room in rooms():
+        if on_gpu and not room.is_built:
+            logger.warning(
+                "%s: not built, so this GPU runs without it; build it with: %s",
+                room.name,
+                room.remedy,
+            )
+        elif on_gpu:
+            logger.info("%s: kernels", room.name)
+        else:
+            logger.info("%s: PyTorch reference (no GPU)", room.name)
+    is_mapped = info["activation_pool"] == "vmm"
+    kind = "virtual memory" if is_mapped else f"PyTorch's allocator ({_why_no_vmm(on_gpu)})"
+    logger.info("activation pool: %.2f GiB, %s", budget_bytes / 2**30, kind)
+    logger.info("attention: %s", info["attention"].replace("+", ", "))
+    logger.info("CUDA graphs: %s", why_no_graphs or "captured before the first request")
+
+
+def _why_no_vmm(on_gpu: bool) -> str:
+    if not on_gpu:
+        return "no GPU"
+    return "no vmm_allocator" if envs.use_vmm() else "VLLM_USE_VMM=0"

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forward that needs less device memory than one layer's keys and values and all rows.
+
+Keys and values exist for one group of heads at a time, and rows of the residual stream may lie in
+host memory and visit the device in chunks. Every group adds its part of a layer's attention to the
+updated rows while other groups still need the rows as they were. So there are two stores of rows,
+which change places from layer to layer; with one group a chunk is updated in place.
+
+Where ranks divide the rows, each has its share of the two stores, and the keys and values of all
+rows for its heads.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from vllm.diffusion.core.spans import HeadGroup
+from vllm.diffusion.core.stages import keys_values, residual
+from vllm.diffusion.engine.worker.forward import keep, sources_of
+from vllm.diffusion.memory import HostRows, Rows
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    from torch import Tensor
+
+    from vllm.diffusion.core.buffers import Buffer
+    from vllm.diffusion.engine.worker.division import Chunk, Cuts, Division
+    from vllm.diffusion.engine.worker.forward import Attending, BodyInputs, Chunked
+    from vllm.diffusion.memory import ActivationPool, HostBuffers, PageStore, Plan
+    from vllm.diffusion.models.base import DiffusionModel
+    from vllm.diffusion.ops import Array
+
+
+class StreamedForward:
+    """Layers of one step, by groups of heads.
+
+    Args:
+        model: the model.
+        plan: head groups, chunks, and where the residual stream lies.
+        inputs: inputs of this rank's rows, and of the chunks of all ranks.
+        division: shares of the rows.
+        cuts: chunks of every stage.
+        pool: memory of the device.
+        host: memory of the host, pinned where there is a GPU.
+        caches: kept keys and values.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        plan: Plan,
+        inputs: BodyInputs,
+        division: Division,
+        cuts: Cuts,
+        pool: ActivationPool,
+        host: HostBuffers,
+        caches: PageStore,
+    ) -> None:
+        self._model, self._inputs, self._pool, self._caches = model, inputs, pool, caches
+        num_groups = plan.layout.head_groups
+        self._groups = [HeadGroup(i, num_groups) for i in range(num_groups)]
+        # Of full length, so that all ranks have taken as much of their pools.
+        shape = (division.longest, model.hidden_size)
+        stores: list[Rows] = []
+        for store in residual(model.dtype, model.hidden_size, num_groups):
+            if plan.layout.host_residual:
+                rows = host.take(store.name, shape, model.dtype)
+                stores.append(HostRows(rows, pool, store, inputs.token_ids.device))
+            else:
+                stores.append(Rows(store.take(pool, division.longest)))
+        self._x, self._updated = stores[0], stores[-1]
+        self._group_heads = model.num_kv_heads // num_groups
+        heads = self._group_heads // division.peers.size, model.head_dim
+        listed = keys_values(model.dtype, *heads)
+        self._k, self._v = (buffer.take(pool, division.num_rows) for buffer in listed)
+        self._seconds = plan.chunk_seconds
+        self._cuts, count = cuts, len(cuts.attend)
+        self._attending = inputs.attending[:count]
+        self._last_attending = inputs.attending[count:]
+
+    def run(self) -> Chunked[None]:
+        """Run all layers on all rows; the last one only on the chunks that hold sample rows."""
+        yield from self._embed()
+        cuts, last = self._cuts, len(self._model.layers) - 1
+        for index in range(last + 1):
+            attend, feed_forward, attending = cuts.attend, cuts.feed_forward, self._attending
+            if index == last:
+                attend, feed_forward = cuts.last_attend, cuts.last_feed_forward
+                attending = self._last_attending
+            if self._inputs.slot_mapping.numel():
+                self._caches.turn_to(index)
+            for group in self._groups:
+                yield from self._keys_values(index, group)
+                yield from self._attend(index, group, attend, attending)
+            self._x, self._updated = self._updated, self._x
+            yield from self._feed_forward(index, feed_forward)
+
+    def select(self, listed: Buffer, rows: Tensor, host_rows: Array) -> Tensor:
+        """After `run`, gather rows [r] of this rank's share into [r, D].
+
+        `rows` on the device and `host_rows` on the host are equal.
+        """
+        x = listed.take(self._pool, len(host_rows))
+        self._x.select(rows, host_rows, x)
+        return x
+
+    def _embed(self) -> Chunked[None]:
+        ids, parts = self._inputs.token_ids, [c.own for c in self._cuts.feed_forward]
+        visiting = self._x.visit(parts, reads=False, writes=True)
+        with self._pool.scope("embed"), closing(visiting) as visits:
+            for rows, x in zip(parts, visits, strict=True):
+                yield 0.0
+                self._model.embed(ids[rows], x)
+
+    def _keys_values(self, index: int, group: HeadGroup) -> Chunked[None]:
+        layer, pool, positions = self._model.layers[index], self._pool, self._inputs.positions
+        writing = self._cuts.keys_values
+        visiting = self._x.visit([chunk.own for chunk in writing])
+        with pool.scope("keys-values"), closing(visiting) as visits:
+            for chunk, x in zip(writing, visits, strict=True):
+                yield self._seconds.keys_values
+                with pool.scope("keys-values"):
+                    rotary = self._model.rotary(positions[chunk.own], pool)
+                    k, v = self._own(chunk)
+                    layer.attention.keys_values_of(group, x, rotary, k, v, pool)
+                    self._give(k, self._k, chunk)
+                    self._give(v, self._v, chunk)
+        heads = group.part(self._model.num_kv_heads)
+        keep(self._k, self._v, index, self._inputs.slot_mapping, self._caches, heads)
+
+    def _own(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Where keys and values of this rank's rows are written: in place, or to be exchanged."""
+        if chunk.exchange is None:
+            return self._k[chunk.own], self._v[chunk.own]
+        model, num_rows = self._model, chunk.own.stop - chunk.own.start
+        k, v = keys_values(model.dtype, self._group_heads, model.head_dim, is_own=True)
+        return k.take(self._pool, num_rows), v.take(self._pool, num_rows)
+
+    def _give(self, x: Tensor, target: Tensor, chunk: Chunk) -> None:
+        """Exchange heads of this rank's rows for all rows of its heads, and put these in place."""
+        if chunk.exchange is None:
+            return
+        with self._pool.scope("keys-values"):
+            received = chunk.exchange.to_heads(x, self._pool).split(chunk.exchange.counts)
+            for rows, part in zip(chunk.places, received, strict=True):
+                target[rows] = part
+
+    def _attend(
+        self,
+        index: int,
+        group: HeadGroup,
+        work: list[Chunk],
+        attending: Sequence[Sequence[Attending]],
+    ) -> Chunked[None]:
+        layer, pool, positions = self._model.layers[index], self._pool, self._inputs.positions
+        heads = group.part(self._model.num_kv_heads)
+        visiting = self._visit_both([c.own for c in work], is_first=group.index == 0)
+        with pool.scope("attend"), closing(visiting) as visits:
+            for chunk, spans, (x, updated) in zip(work, attending, visits, strict=True):
+                yield self._seconds.attend
+                with pool.scope("attend"):
+                    rotary = self._model.rotary(positions[chunk.own], pool)
+                    sources = sources_of(spans, self._k, self._v, index, self._caches, heads)
+                    layer.attention.attend(
+                        *(x, rotary, sources, None, pool, group),
+                        updated=updated,
+                        exchange=chunk.exchange,
+                    )
+
+    def _visit_both(
+        self, ranges: list[slice], *, is_first: bool
+    ) -> Generator[tuple[Tensor, Tensor]]:
+        """Yield chunks as they were before the layer, and as updated by the groups so far."""
+        if self._x is self._updated:
+            with closing(self._x.visit(ranges, writes=True)) as visits:
+                for x in visits:
+                    yield x, x
+            return
+        targets = self._updated.visit(ranges, reads=not is_first, writes=True)
+        with closing(self._x.visit(ranges)) as visits, closing(targets):
+            for x, updated in zip(visits, targets, strict=True):
+                if is_first:
+                    updated.copy_(x)
+                yield x, updated
+
+    def _feed_forward(self, index: int, work: list[Chunk]) -> Chunked[None]:
+        visiting = self._x.visit([chunk.own for chunk in work], writes=True)
+        with self._pool.scope("feed-forward"), closing(visiting) as visits:
+            for x in visits:
+                yield self._seconds.feed_forward
+                self._model.layers[index].mlp_stage.feed_forward(x, self._pool)

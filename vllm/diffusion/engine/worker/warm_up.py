@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps run before the first request, so that no request waits for kernels or graphs."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from vllm.diffusion.core.pages import num_pages
+from vllm.diffusion.engine.messages import NewCanvas, NewPages
+from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY
+from vllm.diffusion.engine.worker.graphs import buckets_of
+from vllm.diffusion.request import decision, fields
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm.diffusion.engine.worker.graphs import Buckets
+    from vllm.diffusion.engine.worker.model_runner import DiffusionModelRunner
+    from vllm.diffusion.request.params import ServedModel
+
+# Positions of a request that are sampled, at most: the last layer and the logits are computed for
+# these alone, and products of other row counts are other kernels.
+_CANVAS = 256
+_BLOCK = 64  # of longer sequences, where blocks must tile them
+
+
+def warm_up(
+    runner: DiffusionModelRunner,
+    model: ServedModel,
+    *,
+    row_budget: int,
+    max_requests: int,
+    shows_progress: bool,
+) -> None:
+    """Run a step of a lone request and of two, with and without a cache, per graph bucket.
+
+    Tokens are drawn where there is a cache, and the most likely ones taken where there is none, as
+    the two are sampled by different kernels.
+
+    Args:
+        runner: with its model loaded and no request running.
+        model: facts about the model.
+        row_budget: rows that several requests may share in a step.
+        max_requests: requests that may run at once.
+        shows_progress: draw a progress bar.
+    """
+    buckets = buckets_of(runner.model.config, is_fp8=runner.model.is_fp8)
+    longest_kept = runner.planner.cached_positions // 2
+    steps = list(_steps(model, buckets, row_budget, max_requests, longest_kept))
+    if model.family.is_block_causal:
+        steps = [step for step in steps if _num_pages(step) <= runner.caches.reserved_pages]
+    with _garbage_frozen():
+        for requests in tqdm(steps, desc="Capturing CUDA graphs", disable=not shows_progress):
+            with suppress(*OUT_OF_MEMORY):  # of a small pool; then requests do without, too
+                runner.run_alone(requests, _pages(requests))
+
+
+@contextmanager
+def _garbage_frozen() -> Iterator[None]:
+    """Exempt existing objects from the garbage collection before every capture."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _steps(
+    model: ServedModel,
+    buckets: Buckets,
+    row_budget: int,
+    max_requests: int,
+    longest_kept: int,
+) -> Iterator[list[NewCanvas]]:
+    """Yield the requests of each step; large steps first, so that buffers are allocated once."""
+    model = replace(model, defaults={})  # a server's defaults need not fit such canvases
+    kept = "exact" if model.family.is_block_causal else "dual"
+    served = {"none": buckets.whole, kept: buckets.windows}
+    for rows in sorted({*buckets.whole, *buckets.windows}, reverse=True):
+        for cache in [cache for cache, all_rows in served.items() if rows in all_rows]:
+            longest = model.max_model_len
+            if cache != "none":
+                longest = min(longest, longest_kept)
+            if rows <= longest:
+                yield [_request(model, "warm-up", rows, cache)]
+            if max_requests > 1 and rows <= row_budget and rows // 2 <= longest:
+                yield [_request(model, f"warm-up-{i}", rows // 2, cache) for i in range(2)]
+
+
+def _num_pages(requests: list[NewCanvas]) -> int:
+    """Number of pages of a store that holds all keys and values of these requests."""
+    taken = (pages.page_ids for pages in _pages(requests).values())
+    return max((max(page_ids) + 1 for page_ids in taken), default=0)
+
+
+def _pages(requests: list[NewCanvas]) -> dict[str, NewPages]:
+    """Assign pages, from 0 on, to the requests that get theirs from the scheduler."""
+    given, start = {}, 0
+    for new in requests:
+        if new.params.cache == "exact":
+            end = start + num_pages(len(new.prompt_token_ids) + new.params.gen_length)
+            given[new.req_id], start = NewPages(list(range(start, end)), num_kept=0), end
+    return given
+
+
+def _request(model: ServedModel, req_id: str, length: int, cache: str) -> NewCanvas:
+    """Make a request whose first forward computes `length` positions."""
+    canvas = min(_CANVAS, length - 1)
+    asked: dict[str, object] = {"algorithm": "semi_ar", "block_length": canvas, "steps": canvas}
+    if model.family.is_block_causal:  # then the last block is the one that is decoded
+        block_length = length if length <= _CANVAS else _BLOCK
+        canvas = block_length - 1
+        asked = {"block_length": block_length}
+    prompt = [0 if model.ids.mask else 1] * (length - canvas)
+    temperature = 0.0 if cache == "none" else 1.0
+    asked |= {"cache": cache, "gen_length": canvas, "temperature": temperature, "seed": 0}
+    return NewCanvas(req_id, prompt, decision.decide(fields.canonical(asked), model, prompt))

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker for a diffusion language model, run by upstream's executors on CPU and CUDA."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm.config import set_current_vllm_config
+from vllm.diffusion import ops
+from vllm.diffusion.config import row_budget, served_model, settings_of
+from vllm.diffusion.core import envs, pages
+from vllm.diffusion.engine.planning import make_planner
+from vllm.diffusion.engine.scheduler.paging import most_positions
+from vllm.diffusion.engine.worker.agreement import Agreement, Meets
+from vllm.diffusion.engine.worker.budget import activation_budget, planning_budget
+from vllm.diffusion.engine.worker.model_runner import DiffusionModelRunner
+from vllm.diffusion.engine.worker.status import build_info, log_build_info, status_of
+from vllm.diffusion.engine.worker.warm_up import warm_up
+from vllm.diffusion.memory import ActivationPool, GraphMemory, Rates, activation_pool, rates_of
+from vllm.diffusion.memory.plan import readable
+from vllm.diffusion.models.ahead import compile_ahead
+from vllm.diffusion.models.weights import quantised_sizes
+from vllm.diffusion.parallel.board import processes_here
+from vllm.diffusion.parallel.ranks import Group, Ranks
+from vllm.diffusion.process import startup_log, watchdog
+from vllm.distributed import (
+    ensure_model_parallel_initialized,
+    init_distributed_environment,
+    set_custom_all_reduce,
+)
+from vllm.distributed.parallel_state import get_world_group
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader import base_loader, get_model_loader
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+if TYPE_CHECKING:
+    from vllm.diffusion.engine.messages import DiffusionRunnerOutput, DiffusionSchedulerOutput
+    from vllm.diffusion.models.base import DiffusionModel
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+logger = init_logger(__name__)
+
+# Most rows that tensor-parallel ranks sum at a time; the memory for it is twice their bytes.
+_SUMMED_ROWS = 8192
+
+
+class DiffusionWorker(WorkerBase):
+    """Loads the model and runs denoise steps."""
+
+    model_runner: DiffusionModelRunner
+    ranks: Ranks
+
+    def init_device(self) -> None:
+        watchdog.follow_parent()  # a forked process has not passed the plugin
+        startup_log.leave_out_what_does_not_apply()
+        # Upstream would import its own quantisation, two seconds, to log nothing of it.
+        base_loader._get_online_quantization_config = lambda config: None
+        if self.device_config.device_type == "cuda":
+            index = self.current_platform.logical_device_id_to_visible_device_id(self.local_rank)
+            self.device = torch.device("cuda", index)
+            torch.cuda.set_device(self.device)
+            self.current_platform.check_if_supports_dtype(self.model_config.dtype)
+        else:
+            self.device = torch.device("cpu")
+            # Upstream's loaders empty the accelerator's cache, which raises where there is none.
+            torch.accelerator.empty_cache = lambda: None
+        parallel = self.parallel_config
+        set_custom_all_reduce(not parallel.disable_custom_all_reduce)
+        init_distributed_environment(
+            parallel.world_size,
+            self.rank,
+            self.distributed_init_method,
+            self.local_rank,
+            self.current_platform.dist_backend,
+        )
+        ensure_model_parallel_initialized(
+            parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        )
+        self.ranks = Ranks.join(
+            parallel.tensor_parallel_size, settings_of(self.vllm_config).sequence_parallel_size
+        )
+        self.ranks.connect(self.device)
+
+    @startup_log.losing_what_cannot_be_written()
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        if load_dummy_weights:
+            self.load_config.load_format = "dummy"
+        start = time.perf_counter()
+        with (
+            set_current_vllm_config(self.vllm_config),
+            set_default_torch_dtype(self.model_config.dtype),
+        ):
+            model: DiffusionModel = get_model_loader(self.load_config).load_model(
+                vllm_config=self.vllm_config, model_config=self.model_config
+            )
+        model.order_products()
+        self._agreement = self._join_ranks(model)
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        logger.info(
+            "model loaded: %.2f GiB of weights in %.1f s", size / 2**30, time.perf_counter() - start
+        )
+        count, quantised, plain = quantised_sizes(model, self.model_config.dtype)
+        if count:
+            logger.info(
+                "quantised: %d matrices as %s, %.2f GiB instead of %.2f GiB; the rest is plain",
+                count,
+                self.vllm_config.quant_config.get_name(),
+                quantised / 2**30,
+                plain / 2**30,
+            )
+        device = self._device()
+        rates = rates_of(device, self.ranks.every)
+        budget = self._activation_budget()
+        pool = activation_pool(
+            budget, device, use_vmm=envs.use_vmm(), chunk_bytes=envs.vmm_chunk_size()
+        )
+        self.model_runner = DiffusionModelRunner(
+            model,
+            make_planner(self.vllm_config, planning_budget(budget), rates, device),
+            pool,
+            device,
+            is_reporting=self.is_driver_worker,
+            agreement=self._agreement,
+            graph_memory=self._graph_memory(model, pool),
+            max_model_len=self.model_config.max_model_len,
+            ranks=self.ranks,
+        )
+        if self.is_driver_worker:
+            log_build_info(self.build_info(), device, budget, self._why_no_graphs(model))
+            if self.ranks.sequence.size > 1:
+                rows = f"{self.model_runner.planner.min_rows:,} rows"
+                logger.info("%d ranks divide steps from %s on", self.ranks.sequence.size, rows)
+            if not model.family.is_block_causal:
+                host = readable(self.model_runner.planner.host_bytes)
+                logger.info("kept keys and values: in the pool, else %s of host memory", host)
+
+    def _join_ranks(self, model: DiffusionModel) -> Agreement:
+        """Let tensor-parallel ranks sum; return how all ranks of the engine agree on failures."""
+        tensor, sequence, device = self.ranks.tensor, self.ranks.sequence, self._device()
+        # Nobody can end what a card waits for with NCCL, as those that divide rows do.
+        may_fail = sequence.size == 1 or device.type == "cpu"
+        board = self.ranks.every.join_board() if may_fail else None
+        row_bytes = model.hidden_size * model.dtype.itemsize
+        summing = board if may_fail else tensor.join_board()
+        ops.join_ranks(device, _SUMMED_ROWS * row_bytes, summing)
+        if not self.ranks.are_several:
+            return Agreement()
+        watchdog.follow_ranks(processes_here(get_world_group().cpu_group))
+        meets: list[Meets] = [ops.tensor_parallel()] if tensor.size > 1 else []
+        if isinstance(sequence, Group):
+            meets.append(sequence)
+            if board is not None:
+                sequence.listen(board)
+        return Agreement(*meets, board=board)
+
+    def build_info(self) -> dict[str, str]:
+        """Return what the engine runs on; the API server asks for it."""
+        runner, device = self.model_runner, self._device()
+        backends = runner.model.attention_backends(device)
+        return build_info(device, backends, runner.pool, has_graphs=runner.graphs is not None)
+
+    def _activation_budget(self) -> int:
+        """Bytes of the activation pool, equal on all ranks."""
+        utilization = self.vllm_config.cache_config.gpu_memory_utilization
+        return activation_budget(self._device(), utilization, self.ranks.every)
+
+    def capacity(self) -> tuple[int, Rates]:
+        """Return the bytes that steps and caches may take, and the device's rates.
+
+        The API server asks for it.
+        """
+        runner = self.model_runner
+        return runner.budget_bytes - runner.caches.fixed_bytes, runner.planner.rates
+
+    def status(self) -> dict[str, Any]:
+        """Return what this rank is doing; the server's status page asks for it."""
+        return status_of(self.model_runner)
+
+    def _graph_memory(self, model: DiffusionModel, pool: ActivationPool) -> GraphMemory | None:
+        """Memory of CUDA graphs; None where the layers run without them."""
+        return None if self._why_no_graphs(model) else GraphMemory(self._device(), pool)
+
+    def _why_no_graphs(self, model: DiffusionModel) -> str | None:
+        """Why the layers run without CUDA graphs; None if they run with them."""
+        device = self._device()
+        if device.type != "cuda":
+            return "none (no GPU)"
+        if self.model_config.enforce_eager:
+            return "none (--enforce-eager)"
+        if not envs.use_chunkwise_graph():
+            return "none (VLLM_USE_CHUNKWISE_GRAPH=0)"
+        if not model.can_be_captured(device):
+            return f"none (attention of {model.dtype} heads of {model.head_dim} on this GPU)"
+        return None
+
+    def execute_model(self, scheduler_output: DiffusionSchedulerOutput) -> DiffusionRunnerOutput:
+        return self.model_runner.execute(scheduler_output)
+
+    def execute_dummy_batch(self) -> None:
+        """Do nothing: data-parallel replicas are independent."""
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model_runner.model
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        self.model_config.max_model_len = max_model_len
+
+    # Upstream asks every worker about its KV cache. Block-causal families have one, in our layout.
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        model = self.model_runner.model
+        if not model.family.is_block_causal:
+            return {}
+        layer = FullAttentionSpec(
+            block_size=pages.PAGE_SIZE,
+            num_kv_heads=model.num_kv_heads,
+            head_size=model.head_dim,
+            dtype=model.dtype,
+        )
+        return {f"layers.{number}": layer for number in range(len(model.layers))}
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        return [next(iter(KVCacheLayout)).name]
+
+    def determine_available_memory(self) -> int:
+        """Bytes of the pages that fit into the part of the pool that is meant for them."""
+        planner = self.model_runner.planner
+        return planner.cached_positions * planner.shape.cache_bytes
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        num_pages = kv_cache_config.num_blocks
+        if kv_cache_config.kv_cache_groups:
+            longest = most_positions(num_pages, self.model_config.max_model_len)
+            most_requests = self.scheduler_config.max_num_seqs
+            self.model_runner.caches.fix(num_pages, most_requests * pages.num_pages(longest))
+
+    def reset_encoder_cache(self) -> None:
+        pass
+
+    @startup_log.losing_what_cannot_be_written()
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        start = time.perf_counter()
+        graphs = self.model_runner.graphs
+        if graphs is not None:
+            compile_ahead(self.model_runner.model, self._device())
+            compiled = time.perf_counter()
+            warm_up(
+                self.model_runner,
+                served_model(self.vllm_config),
+                row_budget=row_budget(self.vllm_config),
+                max_requests=self.scheduler_config.max_num_seqs,
+                shows_progress=self.is_driver_worker,
+            )
+            logger.info(
+                "CUDA graphs: %d captured in %.1f s, %.2f GiB; Triton's kernels before, in %.1f s",
+                len(graphs),
+                time.perf_counter() - compiled,
+                graphs.used_bytes / 2**30,
+                compiled - start,
+            )
+        return CompilationTimes(language_model=time.perf_counter() - start, encoder=0.0)
+
+    def synchronize_device(self) -> None:
+        if self._device().type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _device(self) -> torch.device:
+        if self.device is None:
+            raise RuntimeError("init_device must run before the model is loaded")
+        return self.device

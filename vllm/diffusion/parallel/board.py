@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Communication between the ranks of one host, without their devices, in shared memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import tempfile
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import distributed
+
+from vllm.diffusion.core.errors import RankError, RankMemoryError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# What ranks tell each other of what all of them did, or the kind of what else they tell.
+WELL, NO_MEMORY, FAILED, NUMBER = range(4)
+
+_MOST_RANKS = 8
+_SPINS, _PAUSE_S = 200, 2e-5  # looks at the board before others may have the processor
+_LOOK_S = 1e-5  # between two looks at work of the host
+_MEMORY = "/dev/shm"
+
+
+def processes_here(group: distributed.ProcessGroup) -> list[int]:
+    """Return the other processes of a group on this host; every process must call this."""
+    mine = (socket.gethostname(), os.getpid())
+    found = [mine] * group.size()
+    distributed.all_gather_object(found, mine, group=group)
+    return [pid for host, pid in found if host == mine[0] and pid != mine[1]]
+
+
+class Board:
+    """Shared memory with a number of every rank, exchanged repeatedly, and a flag that kernels see.
+
+    All ranks call `exchange` equally often. One cannot be two calls ahead of another, so two places
+    a rank suffice, used in turn.
+
+    Args:
+        path: path of a file of `SIZE` zero bytes, which all ranks have mapped when the first one
+            calls.
+        rank, size: this rank's number, and the number of ranks.
+    """
+
+    SIZE = mmap.PAGESIZE
+
+    def __init__(self, path: str, rank: int, size: int) -> None:
+        with open(path, "r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), self.SIZE)
+        words = np.frombuffer(self._memory, dtype=np.int64)
+        # [turn, rank]: the count of a call, and the number that came with it.
+        self._counts = words[: 2 * _MOST_RANKS].reshape(2, _MOST_RANKS)[:, :size]
+        self._numbers = words[2 * _MOST_RANKS : 4 * _MOST_RANKS].reshape(2, _MOST_RANKS)[:, :size]
+        self._words = words
+        self.is_over = torch.from_numpy(words[4 * _MOST_RANKS : 4 * _MOST_RANKS + 1])
+        self.rank, self.size = rank, size
+        self._count = 0
+
+    @classmethod
+    def join(cls, group: distributed.ProcessGroup) -> Board | None:
+        """Return the board of a group, or None if it spans hosts; every process must call this.
+
+        Args:
+            group: process group for objects of the host.
+        """
+        rank, size = group.rank(), group.size()
+        hosts: list[str] = [""] * size
+        distributed.all_gather_object(hosts, socket.gethostname(), group=group)
+        if len(set(hosts)) > 1 or size > _MOST_RANKS:
+            return None
+        path: list[str] = [""]
+        if rank == 0:
+            descriptor, path[0] = tempfile.mkstemp(dir=_MEMORY if os.path.isdir(_MEMORY) else None)
+            os.truncate(descriptor, cls.SIZE)
+            os.close(descriptor)
+        distributed.broadcast_object_list(path, group=group, group_src=0)
+        board = cls(path[0], rank, size)
+        distributed.barrier(group=group)
+        if rank == 0:
+            os.unlink(path[0])
+        return board
+
+    def share_with_gpu(self) -> None:
+        """Let kernels on this process's GPU read `is_over`."""
+        address = self._words.ctypes.data
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, self.SIZE, 1))
+
+    def exchange(self, number: int) -> Sequence[int]:
+        """Publish a number of 63 bits, wait for all ranks, and return their numbers by rank."""
+        self._count += 1
+        turn = self._count % 2
+        self._numbers[turn, self.rank] = number
+        self._counts[turn, self.rank] = self._count
+        looks = 0
+        while (self._counts[turn] < self._count).any():
+            looks += 1
+            time.sleep(0 if looks < _SPINS else _PAUSE_S)
+        found: list[int] = self._numbers[turn].tolist()
+        return found
+
+    def wait(self, work: distributed.Work) -> None:
+        """Wait for work, as long as all ranks are well.
+
+        Raises:
+            RankError: another rank has failed.
+        """
+        while not work.is_completed():
+            failure = self.failure_of_others()
+            if failure == NO_MEMORY:
+                raise RankMemoryError("another rank has no memory for it")
+            if failure:
+                raise RankError("another rank failed")
+            time.sleep(_LOOK_S)
+        work.wait()
+
+    def failure_of_others(self) -> int:
+        """Largest code of the ranks that have come to the next exchange; 0 if none has."""
+        count = self._count + 1
+        turn = count % 2
+        return int(((self._counts[turn] == count) * self._numbers[turn]).max())

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequence parallelism by an exchange of heads (Ulysses, Jacobs et al. 2023).
+
+Every stage but attention works on rows alone, so each rank has some of the rows. Attention needs
+all rows of a sequence, but one head at a time: before it, a rank exchanges its rows of the other
+heads for the others' rows of its heads, and after it takes back the results. Heads stay whole, so
+every number is computed as by one rank.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.diffusion.core.stages import exchanged
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from vllm.diffusion.core.buffers import Buffers
+    from vllm.diffusion.parallel.ranks import Peers
+
+
+class HeadExchange:
+    """Exchanges rows with all heads for all rows with some heads, and back.
+
+    Letters: R rows of all ranks, r of this one, h heads, N ranks, hd head width.
+
+    Args:
+        peers: the ranks, each of which has consecutive heads.
+        counts: number of rows of every rank; the rows of all follow one another by rank.
+    """
+
+    def __init__(self, peers: Peers, counts: Sequence[int]) -> None:
+        self._peers, self.counts = peers, list(counts)
+        self._own = [self.counts[peers.rank]] * peers.size
+
+    def to_heads(self, x: Tensor, buffers: Buffers) -> Tensor:
+        """Return all rows of this rank's heads.
+
+        Args:
+            x: [r, h, hd], contiguous; h is a multiple of N.
+            buffers: memory for the result [R, h / N, hd], and scratch memory.
+        """
+        (rows, heads, width), size = x.shape, self._peers.size
+        part = heads // size
+        given_rows, all_rows = exchanged(x.dtype, part, width)
+        out = all_rows.take(buffers, sum(self.counts))
+        with buffers.scope("exchange"):
+            given = given_rows.take(buffers, size * rows)
+            given.view(size, rows, part, width).copy_(
+                x.view(rows, size, part, width).transpose(0, 1)
+            )
+            self._peers.exchange(out, given, self.counts, self._own)
+        return out
+
+    def to_rows(self, x: Tensor, out: Tensor, buffers: Buffers) -> Tensor:
+        """Return all heads of this rank's rows.
+
+        Args:
+            x: [R, h / N, hd], contiguous.
+            out: [r, h, hd], contiguous, written and returned.
+            buffers: scratch memory.
+        """
+        size, (_, part, width), rows = self._peers.size, x.shape, out.shape[0]
+        with buffers.scope("exchange"):
+            given_rows, _ = exchanged(x.dtype, part, width)
+            returned = given_rows.take(buffers, size * rows)
+            self._peers.exchange(returned, x, self._own, self.counts)
+            by_rank = returned.view(size, rows, part, width)
+            out.view(rows, size, part, width).copy_(by_rank.transpose(0, 1))
+        return out

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of one engine, in two directions of parallelism.
+
+Tensor-parallel ranks have a part of the weights each and all rows of a step. Sequence-parallel
+ranks have all of these weights and a part of the rows. Rank r of an engine is number r % TP in its
+tensor-parallel group and number r // TP in its sequence-parallel group.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from vllm.diffusion.parallel.board import Board
+from vllm.distributed import get_tp_group
+from vllm.distributed.parallel_state import get_world_group, init_model_parallel_group
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+
+class Peers:
+    """Ranks of one group, and their collective operations, which all of them call.
+
+    This class is a single rank, which exchanges nothing.
+
+    Attributes:
+        rank: number of this rank in the group.
+        size: number of ranks.
+    """
+
+    rank, size = 0, 1
+
+    def exchange(
+        self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        """Give every rank its part of `given`, and get one of each.
+
+        Args:
+            out: contiguous, written: the received parts, by rank.
+            given: contiguous: the sent parts, by rank.
+            received: sizes, in the first dimension of `out`, of the parts of the ranks.
+            sent: sizes, in the first dimension of `given`, of the parts of the ranks.
+        """
+        out.copy_(given)
+
+    def gather(self, given: Tensor) -> Tensor:
+        """Return the tensors of all ranks, [size, ...], which have one shape."""
+        return given[None]
+
+    def follow(self, tensor: Tensor) -> Tensor:
+        """Return the tensor of rank 0, in place of this rank's."""
+        return tensor
+
+    def least(self, number: int) -> int:
+        """Return the least number of any rank; the host waits for all of them."""
+        return number
+
+    def join_board(self) -> Board | None:
+        """Return a board of these ranks, if several on one host; every rank must call this."""
+        return None
+
+
+ALONE = Peers()
+
+
+class Group(Peers):
+    """Ranks in separate processes, connected by torch's collectives.
+
+    Once they listen to a board, hosts look at it while they wait for others, and stop waiting when
+    one of these has failed (`engine/worker/agreement.py`). This works with gloo only.
+    """
+
+    def __init__(self, group: GroupCoordinator) -> None:
+        self._device, self._host = group.device_group, group.cpu_group
+        self.rank, self.size = group.rank_in_group, group.world_size
+        self._board: Board | None = None
+
+    def exchange(
+        self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        counts = list(received), list(sent)
+        self._run(dist.all_to_all_single, out, given, *counts, group=self._device)
+
+    def gather(self, given: Tensor) -> Tensor:
+        out = given.new_empty(self.size * given.shape[0], *given.shape[1:])
+        self._run(dist.all_gather_into_tensor, out, given.contiguous(), group=self._device)
+        return out.view(self.size, *given.shape)
+
+    def follow(self, tensor: Tensor) -> Tensor:
+        self._run(dist.broadcast, tensor, group=self._device, group_src=0)
+        return tensor
+
+    def least(self, number: int) -> int:
+        found = torch.tensor(number)
+        self._run(dist.all_reduce, found, op=dist.ReduceOp.MIN, group=self._host)
+        return int(found)
+
+    def _run(self, collective: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+        """Run a collective; once the ranks listen, wait only as long as all of them are well."""
+        if self._board is None:
+            collective(*arguments, **named)
+        else:
+            self._board.wait(collective(*arguments, async_op=True, **named))
+
+    # ---- when a rank fails ----
+
+    def join_board(self) -> Board | None:
+        return Board.join(self._host) if self.size > 1 else None
+
+    def listen(self, board: Board) -> None:
+        """Watch a board, of these ranks and maybe of others, for failures."""
+        self._board = board
+
+    @property
+    def can_begin_anew(self) -> bool:
+        return self._board is not None
+
+    def stop_waiting(self) -> None:
+        """Do nothing, as others look at the board."""
+
+    def begin_anew(self) -> None:
+        ranks = dist.get_process_group_ranks(self._host)
+        self._host, self._device = (
+            dist.new_group(ranks, backend="gloo", use_local_synchronization=True) for _ in range(2)
+        )
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Ranks that this one computes with, itself included.
+
+    Attributes:
+        tensor: ranks with its rows and other parts of the weights.
+        sequence: ranks with its weights and other rows.
+        every: all ranks of the engine.
+    """
+
+    tensor: Peers = ALONE
+    sequence: Peers = ALONE
+    every: Peers = ALONE
+
+    @classmethod
+    def join(cls, tensor_size: int, sequence_size: int) -> Ranks:
+        """Make the ranks of this process, after upstream's groups; every process must call this."""
+        size = tensor_size * sequence_size
+        engines = [range(first, first + size) for first in range(0, dist.get_world_size(), size)]
+        tensor = Group(get_tp_group())
+        if sequence_size == 1:
+            return cls(tensor, ALONE, tensor)
+        every = _group("ranks", [list(engine) for engine in engines])
+        if tensor_size == 1:
+            return cls(ALONE, every, every)
+        rows = [list(e[number::tensor_size]) for e in engines for number in range(tensor_size)]
+        return cls(tensor, _group("rows", rows), every)
+
+    def connect(self, device: torch.device) -> None:
+        """Open the connections of ranks that divide rows, before free memory is measured."""
+        peers, ones = self.sequence, torch.ones(self.sequence.size, device=device)
+        counts = [1] * peers.size
+        peers.exchange(torch.empty_like(ones), ones, counts, counts)
+        peers.gather(ones)
+        peers.follow(ones)
+
+    @property
+    def are_several(self) -> bool:
+        """Whether another rank waits in collectives that this one must join."""
+        return self.every.size > 1
+
+    def rows(self, num_rows: int) -> list[slice]:
+        """Divide the rows of a step into consecutive ranges, one a sequence-parallel rank.
+
+        The first range is the longest; the last ones may be shorter, or empty.
+        """
+        size = -(-num_rows // self.sequence.size)
+        starts = [min(rank * size, num_rows) for rank in range(self.sequence.size + 1)]
+        return [slice(start, end) for start, end in itertools.pairwise(starts)]
+
+
+def _group(name: str, members: list[list[int]]) -> Group:
+    """Make, with all processes, several groups; return the one of this process."""
+    world = get_world_group()
+    backend = dist.get_backend(world.device_group)
+    return Group(
+        init_model_parallel_group(
+            members, world.local_rank, backend, group_name=name, use_device_communicator=False
+        )
+    )

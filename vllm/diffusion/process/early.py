@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Early start of the engine's process, which imports its modules while the server does.
+
+Upstream starts it when the server has imported everything and read its arguments; only then would
+it begin to import its own part. Here it is started at once, imports, and waits for the function to
+run. It is a process of the same kind as upstream's: nothing in it sees a difference. A
+`VLLM_WORKER_MULTIPROC_METHOD` of the user's is respected. Nothing here imports torch or upstream
+before it is asked to.
+
+A `VLLM_WORKER_MULTIPROC_METHOD` of the user's is kept to. Nothing here imports torch or upstream
+before it is asked to.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.util import Finalize
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from multiprocessing.connection import Connection
+
+NEEDED = (
+    *("vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor"),
+    *("vllm.diffusion.engine.scheduler.scheduler", "vllm.diffusion.engine.worker.worker"),
+    "vllm.model_executor.layers.quantization.online.fp8",  # upstream's loaders import it last
+)
+# What the server needs once its engine is ready.
+_ROUTES = ("vllm.diffusion.api.server.endpoint", "vllm.entrypoints.anthropic.serving")
+_PROGRAM = "vllm.entrypoints.api_server"
+# What imports may have read already: where it has changed, a process is started anew.
+_READ_EARLY = ("CUDA_VISIBLE_DEVICES", "VLLM_PLUGINS", "VLLM_LOGGING_LEVEL")
+
+
+class _Waiting(NamedTuple):
+    process: Any  # a SpawnProcess
+    connection: Connection
+    environment: dict[str, str | None]
+
+
+_waiting: list[_Waiting] = []  # one, until it is taken
+_started_at: list[float] = []  # time.time() of every engine's start in this process
+
+
+class EngineProcess(SpawnProcess):
+    """Process that takes over the waiting one, if there is one."""
+
+    def start(self) -> None:
+        waiting = _take()
+        _started_at.append(time.time())
+        # Beside the engine's start, for which the server waits.
+        threading.Thread(target=_import, args=(_ROUTES,), daemon=True).start()
+        if waiting is None:
+            super().start()
+            return
+        waiting.process.name = self.name
+        self._popen = waiting.process._popen
+        self._sentinel = self._popen.sentinel
+        job = (self._target, self._args, self._kwargs)  # type: ignore[attr-defined]
+        waiting.connection.send((dict(os.environ), self.name, *job))
+
+
+class EngineContext(SpawnContext):
+    """Multiprocessing context in which upstream starts an engine's process."""
+
+    Process = EngineProcess
+
+
+def keep_title() -> None:
+    """In a child process, make sure that it can be renamed later. Called before all imports.
+
+    A title overwrites the arguments, which lie before the first variable of the environment, as
+    long as nobody has set that one again.
+    """
+    if "--multiprocessing-fork" in sys.orig_argv:
+        import setproctitle
+
+        setproctitle.getproctitle()
+
+
+def say_nothing_twice() -> None:
+    """In a child process, silence torch's warning about a missing GPU, which is known."""
+    if "--multiprocessing-fork" in sys.orig_argv:
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
+def begin() -> None:
+    """Start importing for the engine, if this program is the server. Called before all imports."""
+    is_wanted = "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ and _serves(sys.orig_argv)
+    if _waiting or not is_wanted or multiprocessing.parent_process() is not None:
+        return
+    to_read, to_write = multiprocessing.Pipe(duplex=False)
+    process = SpawnContext().Process(target=_wait, args=(to_read,))
+    process.start()
+    to_read.close()
+    _waiting.append(_Waiting(process, to_write, _read_early()))
+    Finalize(None, _end_what_waits, exitpriority=100)  # before this process waits for its end
+
+
+def adopt() -> None:
+    """Let upstream use the waiting process."""
+    if _waiting:
+        from vllm.v1.engine import utils
+
+        utils.get_mp_context = EngineContext
+
+
+def engine_started_at() -> float | None:
+    """Return time.time() when the first engine got its function; None if upstream starts it."""
+    return _started_at[0] if _started_at else None
+
+
+def _take() -> _Waiting | None:
+    """Return the waiting process, if it lives and its environment is unchanged."""
+    waiting = _waiting.pop() if _waiting else None
+    if waiting is None:
+        return None
+    if waiting.process.is_alive() and waiting.environment == _read_early():
+        return waiting
+    waiting.process.terminate()
+    return None
+
+
+def _end_what_waits() -> None:
+    """End a waiting process that no engine has used."""
+    while _waiting:
+        _waiting.pop().process.terminate()
+
+
+def _read_early() -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in _READ_EARLY}
+
+
+@contextmanager
+def without_collecting() -> Iterator[None]:
+    """Disable garbage collection during imports, where it takes a sixth of the time."""
+    is_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_collecting:
+            gc.enable()
+
+
+def _import(names: tuple[str, ...]) -> None:
+    for name in names:
+        importlib.import_module(name)
+
+
+def _wait(connection: Connection) -> None:
+    """Run in the engine's process: import, receive the function, and run it."""
+    with without_collecting():
+        _import(NEEDED)
+        gc.freeze()  # later collections, some of which upstream asks for, pass it by
+    try:
+        environment, name, target, args, kwargs = connection.recv()
+    except (EOFError, KeyboardInterrupt):  # the server has ended before
+        return
+    os.environ.clear()
+    os.environ.update(environment)
+    multiprocessing.current_process().name = name
+    if "OMP_NUM_THREADS" in environment:  # torch has read what it was before
+        import torch
+
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    target(*args, **kwargs)
+
+
+def _serves(words: list[str]) -> bool:
+    """Whether a command line runs our server, not only its help."""
+    if "-m" not in words or words[words.index("-m") + 1 :][:1] != [_PROGRAM]:
+        return False
+    return not {"-h", "--help", "--version", "--numa-bind"}.intersection(words)

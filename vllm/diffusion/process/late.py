@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Delayed or cached imports that upstream spends most time on, and additions to its modules.
+
+Upstream's `__init__` imports the compiler's table of lowerings, which takes a second in every
+process, to put a list of its own into it. It does without if that import fails; so it fails at
+first, and the list is put in place when the table is imported after all, which is when something
+compiles.
+
+transformers reads the sources of all its models twice, half a second each, to build its index.
+
+Additions to upstream's command are made when that is imported.
+
+Nothing here imports torch, transformers or upstream.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+LOWERING = "torch._inductor.lowering"
+COMMAND = "vllm.entrypoints.cli.serve"
+STRUCTURE = "transformers.utils.import_utils"
+_READS = "create_import_structure_from_path"
+
+
+class _After(MetaPathFinder):
+    """Import hook that finds a module once, and calls a function when it is loaded.
+
+    Args:
+        module: its name.
+        then: function of the loaded module.
+        is_refused: whether its import fails for now; may be changed as an attribute.
+    """
+
+    def __init__(
+        self, module: str, then: Callable[[ModuleType], None], *, is_refused: bool = False
+    ) -> None:
+        self._module, self._then, self.is_refused = module, then, is_refused
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != self._module:
+            return None
+        if self.is_refused:
+            raise ImportError(f"{name} is imported later", name=name)
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def load_and_tell(module: ModuleType) -> None:
+            load(module)
+            self._then(module)
+
+        spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]
+        return spec
+
+
+def _tell_upstream(table: ModuleType) -> None:
+    importlib.import_module("vllm.env_override")._patch_inductor_fallback_allow_list()
+
+
+def _read_folders_once(module: ModuleType) -> None:
+    read = getattr(module, _READS, None)
+    if read is not None:
+        setattr(module, _READS, functools.cache(read))
+
+
+def read_models_once() -> None:
+    """Let transformers cache what it reads of a folder. Called before it is imported."""
+    if STRUCTURE not in sys.modules:
+        sys.meta_path.insert(0, _After(STRUCTURE, _read_folders_once))
+
+
+def _replace(module: ModuleType) -> None:
+    def commands() -> list[object]:
+        return [importlib.import_module("vllm.diffusion.api.server.serve_command").ServeCommand()]
+
+    module.cmd_init = commands  # type: ignore[attr-defined]
+
+
+def replace_upstreams_command() -> None:
+    """Replace `vllm serve` by ours, which extends it. Called before upstream's is imported."""
+    if COMMAND not in sys.modules:
+        sys.meta_path.insert(0, _After(COMMAND, _replace))
+
+
+@contextmanager
+def without_the_compiler() -> Iterator[None]:
+    """Make the table's import fail while upstream's package is imported.
+
+    Nothing changes if the table is already imported.
+    """
+    later = _After(LOWERING, _tell_upstream, is_refused=True)
+    if LOWERING not in sys.modules:
+        sys.meta_path.insert(0, later)
+    try:
+        yield
+    finally:
+        later.is_refused = False

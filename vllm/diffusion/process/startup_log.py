@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Filters that remove lines of upstream's start log without meaning for a diffusion model.
+
+These lines list routes, or name caches, kernels and compilers that these models do not use. With
+`VLLM_LOGGING_LEVEL=DEBUG` all of them stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import contextmanager, redirect_stderr, suppress
+from typing import IO, TYPE_CHECKING, Any, cast
+
+from vllm.diffusion import __version__
+from vllm.diffusion.request.families import ARCHITECTURES
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm.config import VllmConfig
+
+# Loggers of upstream's, and how the lines begin that are left out.
+LEFT_OUT: dict[str, tuple[str, ...]] = {
+    "vllm.config.compilation": ("Enabled custom fusions",),
+    # Whose settings are used as they are; and positions may be of any number.
+    "transformers.generation.configuration_utils": ("The following generation flags",),
+    "vllm.config.model": ("Default vLLM sampling parameters", "User-specified max_model_len ("),
+    "vllm.config.kernel": ("Final IR op priority",),
+    "vllm.config.vllm": ("Inductor compilation was disabled",),
+    "vllm.distributed.parallel_state": ("world_size=%d rank=%d", "rank %s in world size"),
+    "vllm.entrypoints.launchers.api_server.entry": ("Supported tasks: %s",),
+    "vllm.entrypoints.launchers.launcher": ("Available routes are:", "Route: %s"),
+    "vllm.entrypoints.scale_out.factories": ("Scale-out endpoints are disabled",),
+    "vllm.model_executor.model_loader.base_loader": ("Initializing model took",),
+    "vllm.model_executor.model_loader.default_loader": ("Loading weights took",),
+    "vllm.model_executor.model_loader.weight_utils": (
+        "Filesystem type for checkpoints",
+        "Auto-prefetch is disabled",
+    ),
+    "vllm.plugins": ("Available plugins for group", "- %s -> %s", "Loading plugin", "Loaded end"),
+    "vllm.plugins.endpoint_plugins.interface": ("Endpoint plugin overrides",),
+    "vllm.v1.attention.backends.utils": ("Using %s KV cache layout",),
+    "vllm.v1.engine.core": ("init engine (profile",),
+}
+
+
+class _Without(logging.Filter):
+    """Drops records whose messages have one of these beginnings."""
+
+    def __init__(self, beginnings: tuple[str, ...]) -> None:
+        super().__init__()
+        self._beginnings = beginnings
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        texts = str(record.msg), record.getMessage()
+        return not any(text.startswith(self._beginnings) for text in texts)
+
+
+class _Named(logging.Filter):
+    """Names the program and model in one line, in place of upstream's picture."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.funcName == "log_version_and_model":
+            record.msg = f"Mosaic {__version__} on vLLM %s, model %s"
+        return True
+
+
+class _Shortened(logging.Filter):
+    """Shortens the list of an engine's settings, two thousand characters, to those that act."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith("Initializing a V1 LLM engine"):
+            return True
+        version, config = cast("tuple[str, VllmConfig]", record.args)
+        if config.model_config is None or not _is_ours(config):
+            return True
+        model, parallel = config.model_config, config.parallel_config
+        record.msg = (
+            "engine of vLLM %s: model %s, %s, %d positions, "
+            "%d tensor-parallel and %d sequence-parallel ranks"
+        )
+        record.args = (
+            version,
+            model.model,
+            str(model.dtype).removeprefix("torch."),
+            model.max_model_len,
+            parallel.tensor_parallel_size,
+            parallel.world_size // parallel.tensor_parallel_size,
+        )
+        return True
+
+
+def _is_ours(config: VllmConfig) -> bool:
+    return any(name in ARCHITECTURES for name in config.model_config.architectures)
+
+
+def tell_what_is_ours() -> None:
+    """Rewrite the first log lines of a server and of its engine.
+
+    They come before any class of ours. Calling it again changes nothing.
+    """
+    _add_filter("vllm.entrypoints.launchers.launcher", _Named())
+    _add_filter("vllm.v1.engine.core", _Shortened())
+
+
+def leave_out_what_does_not_apply() -> None:
+    """Drop lines without meaning from now on, in a process that runs a diffusion model.
+
+    Calling it again changes nothing.
+    """
+    for name, beginnings in LEFT_OUT.items():
+        _add_filter(name, _Without(beginnings))
+
+
+def _add_filter(name: str, wanted: logging.Filter) -> None:
+    logger = logging.getLogger(name)
+    is_there = any(type(own) is type(wanted) for own in logger.filters)
+    if not is_there and not init_logger("vllm").isEnabledFor(logging.DEBUG):
+        logger.addFilter(wanted)
+
+
+class _Lossy:
+    """Stream that drops text which cannot be written."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def losing_what_cannot_be_written() -> Iterator[None]:
+    """Drop progress bars that stderr cannot take: unlike loggers, they fail on a full disk."""
+    with redirect_stderr(cast("IO[str]", _Lossy(sys.stderr))):
+        yield

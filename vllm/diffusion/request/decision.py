@@ -1,0 +1,617 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decision on a request: its values become parameters without anything left open.
+
+Explicit values are taken literally or refused with the values that would work; defaults always
+work, so a server-wide default that conflicts with a value of the request is dropped.
+
+A request is decided once. The decision travels in its `SamplingParams.extra_args`, under a name
+that no client can give; the scheduler decides only requests that come without one.
+
+Nothing here imports torch or upstream.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vllm.diffusion.core.errors import InvalidParameterError
+from vllm.diffusion.guided.guides import (
+    SPEC,
+    STRUCTURED,
+    Spec,
+    check_room,
+    spec_of,
+    unpacked,
+)
+from vllm.diffusion.request.algorithms import GUIDED_CACHES, NEVER, algorithms_for
+from vllm.diffusion.request.fields import BY_NAME, canonical, named_algorithm
+from vllm.diffusion.request.lengths import DEFAULT_BLOCK, decide_lengths, with_suffix
+from vllm.diffusion.request.likelihood import (
+    BESIDE_A_SCORE,
+    ONLY_READ,
+    SCORE,
+    SCORED_AS,
+    score_request,
+)
+from vllm.diffusion.request.params import SEED_BITS, DiffusionParams, ServedModel
+from vllm.diffusion.request.values import in_words
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vllm.diffusion.guided.guides import Guide
+    from vllm.diffusion.request.algorithms import Algorithm
+    from vllm.diffusion.request.lengths import Lengths
+    from vllm.diffusion.request.likelihood import ScoreRequest
+    from vllm.diffusion.request.params import SpecialIds
+    from vllm.diffusion.request.values import Field
+
+DECISION = "dllm_decision"  # the key of extra_args under which it travels
+
+# A key of SamplingParams.extra_args that is upstream's own and harmless. Those of its KV cache
+# connectors are unknown parameters here: there is no such cache.
+RESERVED_EXTRA_ARGS = frozenset({"kv_cache_report_mode"})
+
+MOST_TOLD_IDS = 128  # upstream's limit of `logprob_token_ids`
+
+IGNORED = "dllm_ignored"  # key of extra_args for names of fields that our own routes leave out
+
+# Fields of upstream's SamplingParams that every client sends and that do not act here, with the
+# values that ask for nothing. Others are reported to the client (`diffusion.ignored`).
+INERT: dict[str, tuple[Any, ...]] = {
+    "min_p": (0.0, None),
+    "presence_penalty": (0.0, None),
+    "frequency_penalty": (0.0, None),
+    "repetition_penalty": (1.0, None),
+    "logit_bias": (None, {}),
+    "thinking_token_budget": (None, -1),
+}
+
+# Fields of upstream's SamplingParams without which an answer is not what was asked for: values that
+# ask for nothing, and what is wanted.
+UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "bad_words": ((None, []), "wanted none: not supported"),
+    "allowed_token_ids": ((None,), "wanted none: not supported"),
+    "prompt_logprobs": ((None,), "wanted none: prompt tokens are given, not predicted"),
+    "repetition_detection": ((None,), "wanted none: not supported"),
+    "watermarking": ((None, False), "wanted false: not supported"),
+}
+
+# Fields of DiffusionParams that are the request's value, else the server's, else the table's.
+_PLAIN: tuple[str, ...] = tuple(
+    f.name
+    for f in dataclasses.fields(DiffusionParams)
+    if f.name in BY_NAME
+    and f.name
+    not in (
+        *("algorithm", "cache", "gen_length", "max_tokens", "steps", "steps_per_block"),
+        *("block_length", "sub_block_length", "delimiter_ids", "seed"),
+    )
+)
+
+
+def attach(sampling: Any, decided: DiffusionParams, index: int = 0) -> None:
+    """Let a request's `SamplingParams` carry its decision, in place of the values it was made from.
+
+    Args:
+        sampling: parameters to change; not a client's own object.
+        decided: the decision.
+        index: index of the answer; it is added to the seed, which travels beside the decision.
+    """
+    kept = {k: v for k, v in (sampling.extra_args or {}).items() if k in RESERVED_EXTRA_ARGS}
+    sampling.extra_args = {**kept, DECISION: decided}
+    sampling.structured_outputs = None  # upstream would compile a grammar that nobody uses
+    sampling.seed = None if decided.seed is None else (decided.seed + index) % 2**SEED_BITS
+
+
+def is_decided(sampling: Any) -> bool:
+    """Whether a decision is attached. A client cannot send a value of its type."""
+    return isinstance((sampling.extra_args or {}).get(DECISION), DiffusionParams)
+
+
+def decision_of(
+    sampling: Any, model: ServedModel, prompt_token_ids: Sequence[int]
+) -> DiffusionParams:
+    """Return the attached decision, or decide a request that comes without one.
+
+    Raises:
+        InvalidParameterError: as `decide`.
+    """
+    attached = (sampling.extra_args or {}).get(DECISION)
+    if attached is None:
+        return decide(asked_by(sampling), model, prompt_token_ids)
+    decided = attached
+    if not isinstance(decided, DiffusionParams):  # it has crossed processes
+        decided = msgspec.convert(attached, DiffusionParams)
+    return decided if sampling.seed is None else decided.with_seed(sampling.seed)
+
+
+def asked_by(sampling: Any) -> dict[str, Any]:
+    """Return the values of a vLLM `SamplingParams` under canonical names; unset ones are left out.
+
+    `extra_args` holds the diffusion parameters and overrides the fields of `SamplingParams`.
+
+    Raises:
+        InvalidParameterError: for an unknown key, contradicting spellings, or a field of
+            `SamplingParams` that cannot be had.
+    """
+    fields = {name: getattr(sampling, name, None) for name in (*INERT, *UNSUPPORTED)}
+    refuse_unsupported(fields)
+    extra = {k: v for k, v in (sampling.extra_args or {}).items() if k not in RESERVED_EXTRA_ARGS}
+    ignored = _ignored_elsewhere(extra.pop(IGNORED, []))
+    spec = spec_of(extra.pop(STRUCTURED, None) or _structured_outputs(sampling))
+    if SPEC in extra:
+        spec = unpacked(extra.pop(SPEC))
+    score = extra.pop(SCORE, None)
+    others = sorted(extra.keys() - BESIDE_A_SCORE)
+    if score is not None and others:
+        raise InvalidParameterError(SCORE, score, f"wanted it without {in_words(others)}")
+    given = canonical(extra)
+    if score is not None:
+        given |= {SCORE: score, **SCORED_AS}
+    if spec is not None:
+        given[STRUCTURED] = spec
+    own = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": sampling.seed,
+        "ignore_eos": sampling.ignore_eos,
+        "min_tokens": sampling.min_tokens,
+    }
+    for name, value in own.items():
+        if value is not None:
+            given.setdefault(name, value)
+    if "max_tokens" not in given:
+        given["upstream_max_tokens"] = sampling.max_tokens
+    given[IGNORED] = tuple(dict.fromkeys([*ignored, *inert(fields)]))
+    given["stop_token_ids"] = tuple(sampling.stop_token_ids or ())
+    given["logprobs"] = sampling.logprobs
+    given["logprob_token_ids"] = tuple(getattr(sampling, "logprob_token_ids", None) or ())
+    if (sampling.logprobs or 0) < 0:
+        raise InvalidParameterError(
+            "logprobs", sampling.logprobs, "wanted how many alternatives, 0 or more"
+        )
+    return given
+
+
+def _structured_outputs(sampling: Any) -> dict[str, Any] | None:
+    given = getattr(sampling, STRUCTURED, None)
+    return None if given is None else dict(vars(given))
+
+
+def refuse_unsupported(given: Mapping[str, Any]) -> None:
+    """Refuse fields that are not supported.
+
+    Raises:
+        InvalidParameterError: naming the first of them.
+    """
+    for name, (neutral, wanted) in UNSUPPORTED.items():
+        if given.get(name) not in (None, *neutral):
+            raise InvalidParameterError(name, given[name], wanted)
+
+
+def inert(given: Mapping[str, Any]) -> list[str]:
+    """Return the names of given fields that ask for something and do not act."""
+    return [name for name, neutral in INERT.items() if given.get(name) not in (None, *neutral)]
+
+
+def _ignored_elsewhere(given: Any) -> list[str]:
+    """Return the names of fields that a route left out, checking the value under `IGNORED`."""
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+        raise InvalidParameterError(IGNORED, given, "wanted it left out")
+    return given
+
+
+def decide(
+    asked: Mapping[str, Any], model: ServedModel, prompt_token_ids: Sequence[int]
+) -> DiffusionParams:
+    """Decide every parameter of a request.
+
+    Args:
+        asked: values under canonical names, as `canonical` or `asked_by` return them. The latter
+            adds `stop_token_ids`, `logprobs`, `structured_outputs` (a `Spec`), `IGNORED` (names of
+            fields that were left out), and `upstream_max_tokens`, a limit that upstream may have
+            filled in itself.
+        model: the served model.
+        prompt_token_ids: the prompt.
+
+    Raises:
+        InvalidParameterError: naming the field, the given and the wanted value.
+    """
+    request = dict(asked)
+    spec: Spec | None = request.pop(STRUCTURED, None)
+    score = request.pop(SCORE, None)
+    stop_token_ids = frozenset(request.pop("stop_token_ids", ()))
+    told_ids = _told_ids(request.pop("logprob_token_ids", None), model)
+    logprobs = request.pop("logprobs", None)
+    upstream_max_tokens = request.pop("upstream_max_tokens", None)
+    left_out = request.pop(IGNORED, ())
+    algorithm = _algorithm(request, model)
+    ignored = _ignored(request, algorithm, model)
+    request = {name: value for name, value in request.items() if name not in ignored}
+    _check(request, algorithm, model)
+    _check_prompt(prompt_token_ids, model, request.get("allow_infill", False))
+    lengths_of = partial(
+        decide_lengths,
+        algorithm=algorithm,
+        model=model,
+        prompt_length=(num_prompt := len(prompt_token_ids)),
+        upstream_max_tokens=upstream_max_tokens,
+    )
+    lengths = lengths_of(request)
+    guide = None if spec is None else _guide(spec, request, model, stop_token_ids)
+    if guide is not None and lengths.canvas < _usual_canvas(guide):
+        longer = _longer(request, guide, model, num_prompt, upstream_max_tokens)
+        lengths = lengths if longer is None else lengths_of(longer)
+    lengths = _with_suffix(lengths, request.get("suffix_ids"), algorithm, model, num_prompt)
+    cache = _cache(request, algorithm, model)
+    values = _values(request, algorithm, model, cache, lengths)
+    params = DiffusionParams(
+        algorithm=algorithm.name,
+        cache=cache,
+        seed=None,
+        stop_ids=frozenset() if values["ignore_eos"] else model.ids.stop | stop_token_ids,
+        logprobs=len(told_ids) if told_ids else logprobs,
+        logprob_token_ids=told_ids,
+        ignored=(*ignored, *left_out),
+        **values,
+    )
+    if spec is not None and guide is not None:
+        params = _guided(params, spec, guide, prompt_token_ids)
+    if score is not None:
+        return _scored(params, score, spec, model, num_prompt)
+    seed = request.get("seed")
+    return params if seed is None else params.with_seed(seed)
+
+
+def _scored(
+    params: DiffusionParams, score: Any, spec: Spec | None, model: ServedModel, num_prompt: int
+) -> DiffusionParams:
+    """Return the parameters of a likelihood request."""
+    if spec is not None:
+        raise InvalidParameterError(SCORE, score, f"wanted it without {STRUCTURED}")
+    wanted = score_request(score, num_prompt, model.vocab_size)
+    return dataclasses.replace(params, **_only_read(wanted, model), score=wanted)
+
+
+def _values(
+    request: dict[str, Any],
+    algorithm: Algorithm,
+    model: ServedModel,
+    cache: str,
+    lengths: Lengths,
+) -> dict[str, Any]:
+    """Return the values that come from one field each, from the lengths, and from the model."""
+    values = {name: _value(name, request, algorithm, model) for name in _PLAIN}
+    if cache not in GUIDED_CACHES:
+        values["cfg_scale"] = 0.0  # a server-wide one gives way
+    values["sub_block_length"] = _sub_block_length(request, lengths.block_length, algorithm, model)
+    values["delimiter_ids"] = _delimiter_ids(request, algorithm, model)
+    may_stop = not values["ignore_eos"] and model.ids.eos is not None
+    values["suffix_ids"] = tuple(request.get("suffix_ids", ()))
+    # It ends the whole canvas at a time, with the text that follows.
+    values["early_stop"] = values["early_stop"] and may_stop and not values["suffix_ids"]
+    values["top_p"] = None if values["top_p"] == 1 else values["top_p"]
+    values["top_k"] = values["top_k"] if (values["top_k"] or 0) > 0 else None
+    family, ids = model.family, model.ids
+    return values | {
+        "gen_length": lengths.canvas,
+        "max_tokens": lengths.max_tokens,
+        "steps": lengths.steps,
+        "steps_per_block": lengths.steps_per_block,
+        "block_length": lengths.block_length,
+        "mask_id": ids.mask,
+        "eos_id": ids.eos,
+        "eot_id": ids.eot,
+        "logit_shift": family.logit_shift,
+        "is_block_causal": family.is_block_causal,
+        "scores_after_filters": family.scores_after_filters,
+    }
+
+
+def _told_ids(given: Any, model: ServedModel) -> tuple[int, ...]:
+    """Return the tokens whose log probabilities are reported in place of the most likely ones."""
+    ids = tuple(given or ())
+    if len(ids) > MOST_TOLD_IDS or len(set(ids)) < len(ids):
+        raise InvalidParameterError(
+            "logprob_token_ids", given, f"wanted at most {MOST_TOLD_IDS} token ids, each once"
+        )
+    if not all(type(token) is int and 0 <= token < model.vocab_size for token in ids):
+        raise InvalidParameterError(
+            "logprob_token_ids", given, f"wanted token ids from 0 to {model.vocab_size - 1}"
+        )
+    return ids
+
+
+def _only_read(score: ScoreRequest, model: ServedModel) -> dict[str, Any]:
+    """Return the other parameters of a likelihood request."""
+    if score.cfg_scale > 0 and model.family.is_block_causal:
+        raise InvalidParameterError(
+            f"{SCORE}.cfg_scale",
+            score.cfg_scale,
+            f"wanted 0: a model of family {model.family.name} has no guidance",
+        )
+    return {**ONLY_READ, "cfg_scale": float(score.cfg_scale)}
+
+
+def _guide(
+    spec: Spec, request: Mapping[str, Any], model: ServedModel, stop_token_ids: frozenset[int]
+) -> Guide:
+    """Return the language of an answer's format; refuse values that would break it."""
+    if request.get("logits_eos_inf"):
+        raise InvalidParameterError("logits_eos_inf", True, f"wanted false beside {spec.field}")
+    others = sorted(stop_token_ids - model.ids.stop)
+    if others:
+        raise InvalidParameterError("stop_token_ids", others, f"wanted none beside {spec.field}")
+    if model.guides is None:
+        wanted = "wanted a server that has a tokenizer and divides no sequence over ranks"
+        raise InvalidParameterError(spec.field, spec.value, wanted)
+    return model.guides.guide(spec)
+
+
+def _usual_canvas(guide: Guide) -> int:
+    """Twice the length of the shortest answer, in whole default blocks."""
+    return -(-2 * guide.least_tokens // DEFAULT_BLOCK) * DEFAULT_BLOCK
+
+
+def _longer(
+    request: Mapping[str, Any],
+    guide: Guide,
+    model: ServedModel,
+    prompt_length: int,
+    upstream_max_tokens: int | None,
+) -> dict[str, Any] | None:
+    """Return the request with a canvas that fits its language, if it leaves the length open."""
+    room = model.max_model_len - prompt_length
+    is_open = upstream_max_tokens in (None, room, model.default_max_tokens)
+    if not is_open or {"gen_length", "max_tokens"} & request.keys():
+        return None
+    canvas = min(_usual_canvas(guide), room)
+    return {**request, "gen_length": canvas} if canvas >= guide.least_tokens else None
+
+
+def _guided(
+    params: DiffusionParams, spec: Spec, guide: Guide, prompt: Sequence[int]
+) -> DiffusionParams:
+    """Add a language to the parameters, and check the room of the answer and of the prompt's gaps.
+
+    Filters of single tokens cannot act then.
+    """
+    is_cut = params.max_tokens < params.gen_length
+    room = min(params.max_tokens, params.gen_length)
+    check_room(guide, spec, room, "max_tokens" if is_cut else "gen_length")
+    for is_gap, tokens in groupby(prompt, lambda token: token == params.mask_id):
+        if is_gap:
+            check_room(guide, spec, len(list(tokens)), "prompt")
+    filters = tuple(name for name in ("top_p", "top_k") if getattr(params, name) is not None)
+    return dataclasses.replace(
+        params, guide=guide, top_p=None, top_k=None, ignored=(*params.ignored, *filters)
+    )
+
+
+def _with_suffix(
+    lengths: Lengths,
+    suffix: Sequence[int] | None,
+    algorithm: Algorithm,
+    model: ServedModel,
+    prompt_length: int,
+) -> Lengths:
+    """Add the suffix to the lengths, refusing one that is not seen, does not fit or has gaps."""
+    if not suffix:
+        return lengths
+    family, ids = model.family, model.ids
+    if family.is_block_causal:
+        wanted = f"wanted none: a model of family {family.name} does not see what follows"
+        raise InvalidParameterError("suffix_ids", list(suffix), wanted)
+    if max(suffix) >= model.vocab_size or ids.mask in suffix or ids.eos is None:
+        wanted = f"wanted token ids from 0 to {model.vocab_size - 1} without the mask token"
+        wanted = "the checkpoint has no end-of-sequence token" if ids.eos is None else wanted
+        raise InvalidParameterError("suffix_ids", list(suffix), wanted)
+    longer = with_suffix(lengths, algorithm, len(suffix))
+    if prompt_length + longer.canvas > model.max_model_len:
+        raise InvalidParameterError(
+            "suffix_ids",
+            list(suffix),
+            f"a prompt of {prompt_length} tokens and a canvas of {longer.canvas} with them exceed "
+            f"max_model_len {model.max_model_len}",
+        )
+    return longer
+
+
+def _algorithm(request: Mapping[str, Any], model: ServedModel) -> Algorithm:
+    allowed = algorithms_for(model.family)
+    asked = named_algorithm(request, is_block_causal=model.family.is_block_causal)
+    if asked is not None:
+        if asked not in allowed:
+            raise InvalidParameterError(
+                "algorithm",
+                asked,
+                f"a model of family {model.family.name} wants {in_words(allowed)}",
+            )
+        return allowed[asked]
+    usual = allowed[model.defaults.get("algorithm", model.family.default_algorithm)]
+    if "threshold" in request and "threshold" not in usual.parameters and "threshold" in allowed:
+        return allowed["threshold"]
+    return usual
+
+
+def _is_used(name: str, algorithm: Algorithm, model: ServedModel) -> bool:
+    """Whether a parameter acts with an algorithm on this family."""
+    if name == "remasking":
+        return algorithm.can_score_at_random(is_shifted=model.is_shifted)
+    return BY_NAME[name].is_used_by(algorithm.name, is_block_causal=model.family.is_block_causal)
+
+
+def _ignored(
+    request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel
+) -> tuple[str, ...]:
+    """Return the names of standard fields whose given values cannot act.
+
+    Every client sends the standard fields, whatever the model, so none is refused for having no
+    effect. A value that asks for what happens anyway, such as temperature 0 where nothing is drawn,
+    is not among them.
+    """
+    cannot_act = {
+        "steps": True,
+        "block_length": True,
+        "temperature": request.get("temperature") != 0,
+        "remasking": request.get("remasking") == "low_confidence"
+        and algorithm.score != "confidence",
+        **{name: request.get(name) not in BY_NAME[name].neutral for name in ("top_p", "top_k")},
+    }
+    return tuple(
+        name
+        for name, cannot in cannot_act.items()
+        if cannot and name in request and not _is_used(name, algorithm, model)
+    )
+
+
+def _check(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel) -> None:
+    """Refuse values that this algorithm, model or checkpoint does not support."""
+    for name, value in request.items():
+        spec = BY_NAME[name]
+        if not _is_used(name, algorithm, model) and value not in spec.neutral:
+            raise InvalidParameterError(name, value, _wanted_instead(spec, algorithm, model))
+    if request.get("mask_id", model.ids.mask) != model.ids.mask:
+        wanted = f"wanted the model's: {model.ids.mask}"
+        raise InvalidParameterError("mask_id", request["mask_id"], wanted)
+    if request.get("min_tokens", 0) != 0:
+        raise InvalidParameterError("min_tokens", request["min_tokens"], "wanted 0")
+    _check_special_ids(request, model.ids)
+
+
+def _wanted_instead(spec: Field, algorithm: Algorithm, model: ServedModel) -> str:
+    """Say what to ask for instead of a parameter that does not act with an algorithm."""
+    users = spec.users(is_block_causal=model.family.is_block_causal)
+    others = [name for name in algorithms_for(model.family) if name in users]
+    wanted = [str(value) for value in spec.neutral[:1]]
+    wanted += [f"algorithm: {in_words(others)}"] if others else []
+    asked = f"wanted {', or '.join(wanted)}" if wanted else "wanted it left out"
+    return f"algorithm {algorithm.name} does not use it; {asked}"
+
+
+def _value(name: str, request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel) -> Any:
+    """Return the request's value, else the server's if meant for the algorithm, else our default.
+
+    A server-wide value of a parameter whose scale depends on the algorithm (a threshold) is meant
+    for the server-wide algorithm, if there is one.
+    """
+    spec = BY_NAME[name]
+    if name in request:
+        return request[name]
+    if name in model.defaults and _is_used(name, algorithm, model):
+        meant_for = model.defaults.get("algorithm", algorithm.name)
+        if not spec.defaults or meant_for == algorithm.name:
+            return model.defaults[name]
+    family = model.family
+    is_meant = not spec.defaults or algorithm.name == family.default_algorithm
+    if name in family.defaults and is_meant and _is_used(name, algorithm, model):
+        return family.defaults[name]
+    return spec.default_for(algorithm.name, is_shifted=model.is_shifted)
+
+
+def default_of(name: str, algorithm: Algorithm, model: ServedModel) -> Any:
+    """Return the value of a parameter, with an algorithm, in a request that does not give it."""
+    return _value(name, {}, algorithm, model)
+
+
+def _cache(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel) -> str:
+    """Return the kind of cache. A default one is replaced if guidance excludes it."""
+    asked = request.get("cache")
+    if asked is not None and asked not in algorithm.caches:
+        others = [name for name, a in algorithms_for(model.family).items() if asked in a.caches]
+        more = f"; {asked} wants algorithm: {in_words(others)}" if others else ""
+        raise InvalidParameterError(
+            "cache", asked, f"algorithm {algorithm.name} wants {in_words(algorithm.caches)}{more}"
+        )
+    chosen = asked or model.defaults.get("cache")
+    if chosen is None and _value("cache_delay_iter", request, algorithm, model) < NEVER:
+        chosen = "delayed"
+    usual = "exact" if model.family.is_block_causal else "none"
+    cache = str(chosen) if chosen in algorithm.caches else usual
+    is_explicit = asked is not None or request.get("cache_delay_iter", NEVER) < NEVER
+    is_alone = cache not in GUIDED_CACHES
+    if is_alone and request.get("cfg_scale", 0) > 0 and is_explicit:
+        raise InvalidParameterError(
+            "cache", cache, f"wanted {in_words(GUIDED_CACHES)} beside cfg_scale, or cfg_scale: 0"
+        )
+    if is_alone and not is_explicit and _value("cfg_scale", request, algorithm, model) > 0:
+        cache = "none"
+    if "delayed" in algorithm.caches and cache != "delayed":
+        for name in ("cache_delay_iter", "refresh_interval"):
+            if request.get(name, NEVER) != NEVER:
+                raise InvalidParameterError(
+                    name, request[name], f"wanted {NEVER}, or cache: delayed"
+                )
+    return cache
+
+
+def _sub_block_length(
+    request: Mapping[str, Any], block_length: int, algorithm: Algorithm, model: ServedModel
+) -> int:
+    """Return a divisor of the block; a default one that is none is replaced by the whole block."""
+    length: int = _value("sub_block_length", request, algorithm, model)
+    if block_length % length == 0 or not _is_used("sub_block_length", algorithm, model):
+        return length
+    if "sub_block_length" in request:
+        raise InvalidParameterError(
+            "sub_block_length", length, f"wanted a divisor of block_length, {block_length}"
+        )
+    return block_length
+
+
+def _delimiter_ids(
+    request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel
+) -> tuple[int, ...]:
+    ids: tuple[int, ...] | None = _value("delimiter_ids", request, algorithm, model)
+    if ids is None:
+        return model.ids.line_ends
+    if max(ids) >= model.vocab_size:
+        raise InvalidParameterError(
+            "delimiter_ids", ids, f"wanted token ids from 0 to {model.vocab_size - 1}"
+        )
+    return ids
+
+
+def check_score(score: Any, model: ServedModel, prompt: Sequence[int]) -> ScoreRequest:
+    """Return what a likelihood request asks of its prompt, checked.
+
+    Raises:
+        InvalidParameterError: naming the prompt, or the key of `score`.
+    """
+    _check_prompt(prompt, model, allow_infill=True)
+    return score_request(score, len(prompt), model.vocab_size)
+
+
+def _check_prompt(prompt: Sequence[int], model: ServedModel, allow_infill: bool) -> None:
+    if not prompt:
+        raise InvalidParameterError("prompt", [], "wanted at least one token")
+    lowest, highest = min(prompt), max(prompt)
+    if lowest < 0 or highest >= model.vocab_size:
+        raise InvalidParameterError(
+            "prompt",
+            lowest if lowest < 0 else highest,
+            f"wanted token ids from 0 to {model.vocab_size - 1}",
+        )
+    if not allow_infill and model.ids.mask in prompt:
+        raise InvalidParameterError(
+            "prompt",
+            model.ids.mask,
+            "it holds the mask token; wanted a prompt without it, or allow_infill: true",
+        )
+
+
+def _check_special_ids(request: Mapping[str, Any], ids: SpecialIds) -> None:
+    for option in ("logits_eos_inf", "confidence_eos_eot_inf", "early_stop"):
+        if request.get(option) and ids.eos is None:
+            raise InvalidParameterError(option, True, "the checkpoint has no end-of-sequence token")
+    if request.get("confidence_eos_eot_inf") and ids.eot is None:
+        raise InvalidParameterError(
+            "confidence_eos_eot_inf", True, "the tokenizer has no end-of-turn token"
+        )

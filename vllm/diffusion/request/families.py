@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families of diffusion language models, as data (no torch here)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from vllm.diffusion.request.visibility import FULL, BlockCausal, Visibility
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+@dataclass(frozen=True)
+class Family:
+    """Facts that hold for every checkpoint of one family.
+
+    Attributes:
+        name: short name, as users write it.
+        architectures: values of `architectures` in config.json that load as this family.
+        model_types: values of `model_type` in config.json that the family's releases carry; they
+            tell families of the same architecture apart.
+        config_class: "module:Class" of its configuration.
+        default_algorithm: decoding algorithm of a request that names none.
+        defaults: defaults of request parameters, where the family's differ from the algorithm's. A
+            threshold is meant for the default algorithm.
+        caps_steps: whether a block has at most as many steps as the answer has tokens (LLaDA2.0).
+        scores_after_filters: whether a candidate's confidence, in block-causal families, is its
+            probability among the tokens that top_k and top_p leave, or among all.
+        logit_shift: 1 when the token at position i is read from row i - 1, else 0.
+        visibility: which positions attend to which.
+        model_class: "module:Class" of the vLLM model.
+        end_of_turn_tokens: names, in order of preference, of the token that ends a turn, where an
+            answer ends there whatever generation_config.json says.
+        mask_token: name of the mask token where neither config.json nor the tokenizer gives it.
+        served_as: its name for `--family` and for its server script; None where no script serves
+            it.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    model_types: tuple[str, ...]
+    config_class: str
+    default_algorithm: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    caps_steps: bool = False
+    scores_after_filters: bool = False
+    logit_shift: int = 0
+    visibility: Visibility = FULL
+    model_class: str = "vllm.diffusion.models.base:DiffusionModel"
+    end_of_turn_tokens: tuple[str, ...] = ()
+    mask_token: str | None = None
+    served_as: str | None = None
+
+    @property
+    def is_block_causal(self) -> bool:
+        """Whether a position attends to its own block and those before it, and to none behind."""
+        return isinstance(self.visibility, BlockCausal)
+
+
+LLADA = Family(
+    name="llada",
+    served_as="llada",
+    architectures=("LLaDAModelLM", "LLaDAForDiffusionLM"),
+    model_types=("llada",),
+    config_class="vllm.diffusion.models.llada:LLaDAConfig",
+    default_algorithm="semi_ar",
+    end_of_turn_tokens=("<|eot_id|>", "<|im_end|>", "<|role_end|>"),
+)
+
+DREAM = Family(
+    name="dream",
+    served_as="dream",
+    architectures=("DreamModel", "DreamForDiffusionLM"),
+    model_types=("Dream",),
+    config_class="vllm.diffusion.models.dream:DreamConfig",
+    default_algorithm="dream",
+    logit_shift=1,
+    end_of_turn_tokens=("<|im_end|>",),
+)
+
+LLADA_MOE = Family(
+    name="llada-moe",
+    served_as="llada-moe",
+    architectures=("LLaDAMoEModelLM", "LLaDAMoEForDiffusionLM"),
+    model_types=("lladamoe", "dllm", "llada"),
+    config_class="vllm.diffusion.models.llada_moe:LLaDAMoEConfig",
+    default_algorithm="semi_ar",
+    end_of_turn_tokens=("<|role_end|>",),
+)
+
+SDAR = Family(
+    name="sdar",
+    served_as="sdar",
+    architectures=("SDARForCausalLM",),
+    model_types=("sdar",),
+    config_class="vllm.diffusion.models.sdar:SDARConfig",
+    default_algorithm="low_confidence_dynamic",
+    defaults={"threshold": 0.85},
+    visibility=BlockCausal(),
+    mask_token="<|MASK|>",
+)
+
+SDAR_MOE = replace(
+    SDAR,
+    name="sdar-moe",
+    architectures=("SDARMoeForCausalLM",),
+    model_types=("sdar_moe",),
+    config_class="vllm.diffusion.models.sdar_moe:SDARMoeConfig",
+)
+
+LLADA2 = Family(
+    name="llada2",
+    served_as="llada2",
+    architectures=("LLaDA2MoeModelLM",),
+    model_types=("llada2_moe",),
+    config_class="vllm.diffusion.models.llada2:LLaDA2Config",
+    default_algorithm="low_confidence_dynamic",
+    defaults={"steps_per_block": 32},
+    caps_steps=True,
+    scores_after_filters=True,
+    visibility=BlockCausal(),
+    mask_token="<|mask|>",
+)
+
+LLADA21 = replace(
+    LLADA2,
+    name="llada2.1",
+    model_types=("llada21_moe",),
+    default_algorithm="joint_threshold",
+    caps_steps=False,
+)
+
+FAST_DLLM = Family(
+    name="fast-dllm",
+    served_as="fast-dllm",
+    architectures=("Fast_dLLM_QwenForCausalLM",),
+    model_types=("Fast_dLLM_Qwen",),
+    config_class="vllm.diffusion.models.fast_dllm:FastDLLMConfig",
+    default_algorithm="hierarchy_block",
+    scores_after_filters=True,
+    logit_shift=1,
+    visibility=BlockCausal(),
+    mask_token="|<MASK>|",
+)
+
+# Its checkpoints carry Llama's model type and architecture, which stay upstream's.
+DIFFULLAMA = Family(
+    name="diffullama",
+    architectures=("DiffuLlamaForCausalLM",),
+    model_types=(),
+    config_class="vllm.diffusion.models.diffullama:DiffuLlamaConfig",
+    default_algorithm="dream",
+    defaults={"alg": "origin", "eps": 0.0, "steps": 64, "temperature": 0.9, "top_p": 0.9},
+    logit_shift=1,
+)
+
+FAMILIES: tuple[Family, ...] = (
+    *(LLADA, DREAM, LLADA_MOE, DIFFULLAMA),
+    *(LLADA2, LLADA21, SDAR, SDAR_MOE, FAST_DLLM),
+)
+
+ARCHITECTURES = frozenset(name for family in FAMILIES for name in family.architectures)
+
+
+def family_of(architectures: Sequence[str] | None, model_type: str | None) -> Family | None:
+    """Return the family of a checkpoint; None if it is not one of ours.
+
+    The first architecture that is one of ours decides; among several families that have it, the one
+    with the model type, else the first.
+    """
+    name = next((name for name in architectures or () if name in ARCHITECTURES), None)
+    families = [family for family in FAMILIES if name in family.architectures]
+    named = [family for family in families if model_type in family.model_types]
+    return next(iter(named + families), None)
+
+
+SERVED_AS = tuple(dict.fromkeys(f.served_as for f in FAMILIES if f.served_as is not None))
+
+
+def why_not_served(
+    name: str, architectures: Sequence[str] | None, model_type: str | None
+) -> str | None:
+    """Say why the server script of a family (`SERVED_AS`) refuses a checkpoint; else None."""
+    family = family_of(architectures, model_type)
+    own = None if family is None else family.served_as
+    if own == name:
+        return None
+    given = f"architectures: given {', '.join(architectures or ()) or 'none'}"
+    names = sorted({arch for f in FAMILIES if f.served_as == name for arch in f.architectures})
+    wanted = f"{given}; {_script(name)} wants {' or '.join(names)}"
+    return wanted if own is None else f"{wanted}; {_script(own)} serves this one"
+
+
+def _script(name: str) -> str:
+    return f"scripts/run_{name.replace('-', '_')}_server.sh"

@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Table of request parameters, with the check of each value on its own, and server-wide defaults.
+
+`FIELDS` is the only list of parameters: validation, aliases, HTTP schemas and documentation are
+made from it. Parameters of single algorithms come from
+`vllm.diffusion.request.algorithms`. How values fit together is decided in
+`vllm.diffusion.request.decision`.
+
+Nothing here imports torch or upstream.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+from vllm.diffusion.core.errors import InvalidParameterError, ServerConfigError
+from vllm.diffusion.request.algorithms import (
+    ALGORITHMS,
+    BLOCK_ALGORITHMS,
+    GUIDED_CACHES,
+    MAX_STEPS,
+    PARAMETERS,
+    algorithms_for,
+    users,
+)
+from vllm.diffusion.request.values import Field, as_json, in_words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from vllm.diffusion.request.algorithms import Algorithm
+    from vllm.diffusion.request.families import Family
+
+REMASKING: tuple[str, ...] = ("low_confidence", "random")
+_RECORDS = (*ALGORITHMS.values(), *BLOCK_ALGORITHMS.values())
+CACHES = tuple(dict.fromkeys(cache for a in _RECORDS for cache in a.caches))
+
+FIELDS: tuple[Field, ...] = (
+    # What is committed in a step.
+    Field(
+        "algorithm",
+        str,
+        "decoding algorithm: which candidates are committed in a step",
+        default_text="the model's; of LLaDA and Dream threshold when `threshold` is given",
+        choices=tuple(dict.fromkeys((*ALGORITHMS, *BLOCK_ALGORITHMS, *REMASKING))),
+        server_wide=True,
+    ),
+    Field(
+        "use_local_leap",
+        bool,
+        "another way to say algorithm: local_leap",
+        default=False,
+        server_wide=True,
+    ),
+    Field(
+        "remasking",
+        str,
+        "score of a candidate: its probability, or a random number",
+        default="low_confidence",
+        choices=REMASKING,
+        neutral=("low_confidence",),
+        server_wide=True,
+        **users(lambda a: a.random_scores != "none"),
+    ),
+    Field(
+        "cache",
+        str,
+        "reuse of keys and values between steps: exact for block-causal families; an "
+        "approximation for others: frozen (the prompt's) for every algorithm, prefix and dual for "
+        "those that fill one block after the other, delayed for multi_block",
+        default_text="none; exact for block-causal families",
+        choices=CACHES,
+        server_wide=True,
+    ),
+    # Lengths.
+    Field(
+        "gen_length",
+        int,
+        "length of the canvas in tokens; it is model input, not only a limit",
+        default_text="max_tokens rounded up to whole blocks of 32, else 128",
+        minimum=1,
+        aliases=("output_length",),
+    ),
+    Field(
+        "max_tokens",
+        int,
+        "longest answer in tokens; cuts the answer, never the canvas",
+        default_text="the canvas",
+        minimum=1,
+        aliases=("max_new_tokens",),
+    ),
+    Field(
+        "steps",
+        int,
+        "denoise steps of the whole canvas; semi_ar and block-causal families: a multiple of the "
+        "number of blocks; dream: any number; other algorithms: an upper bound",
+        default_text="one per canvas token; no bound where it is one",
+        minimum=1,
+        maximum=MAX_STEPS,
+        aliases=("num_denoising_steps",),
+        server_wide=True,
+        **users(lambda a: a.pace != "rule alone"),
+    ),
+    Field(
+        "block_length",
+        int,
+        "tokens per block, filled from left to right; divides the canvas (full_attn_multi_block "
+        "and adablock: the last block may be shorter; block-causal families: any)",
+        default_text="32 where it divides the canvas, else the whole canvas; block-causal "
+        "families: that of config.json, else 32",
+        minimum=1,
+        aliases=("block_size", "sub_block_size"),
+        server_wide=True,
+        **users(lambda a: a.blocks != "none"),
+    ),
+    # The choice of tokens.
+    Field(
+        "temperature",
+        float,
+        "scale of the Gumbel noise, for dream and block-causal families of the logits; 0 is greedy",
+        default=0.0,
+        minimum=0,
+        neutral=(0.0,),
+        **users(lambda a: a.draws),
+    ),
+    Field(
+        "cfg_scale",
+        float,
+        "classifier-free guidance; above 0 a second, prompt-masked sequence is run",
+        default=0.0,
+        minimum=0,
+        neutral=(0.0,),
+        server_wide=True,
+        **users(lambda a: not a.is_block_causal),
+    ),
+    Field("logits_eos_inf", bool, "never predict the end-of-sequence token", default=False),
+    Field(
+        "confidence_eos_eot_inf",
+        bool,
+        "commit end-of-sequence and end-of-turn tokens only after every other candidate",
+        default=False,
+        neutral=(False,),
+        **users(lambda a: a.score == "confidence" and not a.is_block_causal),
+    ),
+    Field(
+        "confidence_dtype",
+        str,
+        "precision of the scores; `logits` is the model's own",
+        default="float32",
+        choices=("float32", "float64", "logits"),
+        server_wide=True,
+    ),
+    Field(
+        "mask_id",
+        int,
+        "the model's mask token; any other value is refused",
+        default_text="the model's",
+    ),
+    Field(
+        "ignore_eos", bool, "no token ends the answer; the whole canvas is returned", default=False
+    ),
+    Field("allow_infill", bool, "fill mask tokens of the prompt too", default=False),
+    Field(
+        "suffix_ids",
+        tuple,
+        "token ids that follow; the answer is what stands between the prompt and them",
+        default_text="none",
+    ),
+    Field("min_tokens", int, "not supported; only 0 is accepted", default=0, minimum=0),
+    Field("seed", int, "seed of the request's random numbers", default_text="drawn at random"),
+    Field(
+        "stream_canvas",
+        bool,
+        "beside stream: an event with the whole canvas, proposals included, after every denoise "
+        "step",
+        default=False,
+    ),
+    Field(
+        "force_single_batch",
+        bool,
+        "run the request alone in its steps",
+        default=False,
+        server_wide=True,
+    ),
+    # Its place among others.
+    Field(
+        "priority",
+        int,
+        "who starts first, and whose turn comes first, where not all can: the lower number",
+        default_text="0",
+        minimum=-(2**31),
+        maximum=2**31 - 1,
+    ),
+    Field(
+        "timeout_s",
+        float,
+        "seconds after its arrival at which a request that is not complete ends, queued or "
+        "running: finish_reason abort, HTTP 504 where nothing was streamed",
+        default_text="none",
+        minimum=0.001,
+        server_wide=True,
+    ),
+    *PARAMETERS,
+)
+
+BY_NAME: dict[str, Field] = {f.name: f for f in FIELDS}
+
+
+def by_spelling(table: Iterable[Field]) -> dict[str, Field]:
+    """Return the parameters of a table by each of their names."""
+    return {spelling: field for field in table for spelling in (field.name, *field.aliases)}
+
+
+SPELLINGS = by_spelling(FIELDS)
+
+# Parameters that clients know from elsewhere; a name that is almost theirs may be somebody else's.
+_STANDARD = frozenset(
+    ("max_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos", "min_tokens", "priority")
+)
+OWN_SPELLINGS = tuple(name for name, field in SPELLINGS.items() if field.name not in _STANDARD)
+_ALIKE = 0.8  # share of two names' letters that are common to both, in order
+
+
+def canonical(given: Mapping[str, Any], also_known: Iterable[str] = ()) -> dict[str, Any]:
+    """Check values by the table of all requests, after expanding shorthands; see `checked`."""
+    return checked(_expand_shorthands(given), SPELLINGS, also_known)
+
+
+def checked(
+    given: Mapping[str, Any], spellings: Mapping[str, Field], also_known: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Rename accepted spellings to canonical names and check each value on its own.
+
+    None counts as not given. `also_known` are names that the refusal of an unknown one lists too.
+
+    Raises:
+        InvalidParameterError: for an unknown name, a wrong type or range, or two spellings of
+            one parameter that disagree.
+    """
+    result: dict[str, Any] = {}
+    for spelling, value in given.items():
+        if value is None:
+            continue
+        field = spellings.get(spelling)
+        if field is None:
+            raise unknown(spelling, value, {*spellings, *also_known})
+        own = check(field, spelling, value)
+        if result.setdefault(field.name, own) != own:
+            raise InvalidParameterError(
+                spelling,
+                value,
+                f"it contradicts another spelling of {field.name}: {result[field.name]!r}",
+            )
+    return result
+
+
+def unknown(name: str, value: Any, known: Iterable[str]) -> InvalidParameterError:
+    """Make the refusal of an unknown parameter."""
+    meant = near_miss(name, known)
+    hint = f"did you mean {meant}?" if meant else f"known: {', '.join(sorted(known))}"
+    return InvalidParameterError(name, value, f"unknown parameter; {hint}")
+
+
+def near_miss(name: str, known: Iterable[str] = OWN_SPELLINGS) -> str | None:
+    """Return the known name that `name` almost is; case, dashes and underscores do not count."""
+    names = {_letters(other): other for other in sorted(known)}
+    found = difflib.get_close_matches(_letters(name), names, n=1, cutoff=_ALIKE)
+    return names[found[0]] if found else None
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[\W_]", "", name).lower()
+
+
+def _expand_shorthands(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Expand algorithm names in any spelling, and parameters that stand for an algorithm.
+
+    A kind of remasking may stand for several algorithms; the decision chooses.
+    """
+    expanded = dict(given)
+    leaps = expanded.pop("use_local_leap", None)
+    if leaps is not None:
+        leaps = check(BY_NAME["use_local_leap"], "use_local_leap", leaps)
+    algorithm = expanded.get("algorithm")
+    if isinstance(algorithm, str):
+        algorithm = _snake_case(algorithm)
+        algorithm = "adablock" if algorithm == "ada_block" else algorithm
+        if algorithm in REMASKING:
+            if expanded.get("remasking") not in (None, algorithm):
+                raise InvalidParameterError(
+                    "remasking", expanded["remasking"], f"it contradicts algorithm: {algorithm!r}"
+                )
+            expanded["remasking"] = algorithm
+            algorithm = "local_leap" if leaps else algorithm
+        expanded["algorithm"] = algorithm
+    if leaps and expanded.get("algorithm") is None:
+        expanded["algorithm"] = "local_leap"
+    if leaps is not None and (expanded.get("algorithm") == "local_leap") != leaps:
+        raise InvalidParameterError(
+            "use_local_leap", leaps, f"it contradicts algorithm: {expanded.get('algorithm')!r}"
+        )
+    return expanded
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def check(spec: Field, spelling: str, value: Any) -> Any:
+    """Return `value` as `spec.kind`, or raise InvalidParameterError naming `spelling`."""
+    if spec.kind is bool:
+        if not isinstance(value, bool) and value not in (0, 1):
+            raise InvalidParameterError(spelling, value, "wanted true or false")
+        return bool(value)
+    if spec.kind is tuple:
+        is_list = isinstance(value, (list, tuple)) and len(value) > 0
+        if not is_list or not all(type(token) is int and 0 <= token < 2**63 for token in value):
+            raise InvalidParameterError(spelling, value, "wanted a list of token ids")
+        return tuple(value)
+    if spec.kind is str:
+        if not isinstance(value, str) or value not in spec.choices:
+            raise InvalidParameterError(
+                spelling, value, f"wanted one of: {', '.join(spec.choices)}"
+            )
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
+        raise InvalidParameterError(spelling, value, "wanted a finite number")
+    if spec.kind is int:
+        if value != int(value) or not -(2**63) <= value < 2**64:
+            raise InvalidParameterError(spelling, value, "wanted a whole number of 64 bits")
+        value = int(value)
+    if spec.minimum is not None and value < spec.minimum:
+        raise InvalidParameterError(spelling, value, f"wanted at least {as_json(spec.minimum)}")
+    if spec.maximum is not None and value > spec.maximum:
+        raise InvalidParameterError(spelling, value, f"wanted at most {as_json(spec.maximum)}")
+    return spec.kind(value)
+
+
+def _is_finite(value: int | float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of float
+        return False
+
+
+def named_algorithm(request: Mapping[str, Any], *, is_block_causal: bool) -> str | None:
+    """Return the algorithm that canonical values name; None if they name none."""
+    name: str | None = request.get("algorithm")
+    if name not in REMASKING:
+        return name
+    if is_block_causal:
+        return "low_confidence_dynamic"
+    return "semi_ar" if request.get("threshold") is None else "threshold"
+
+
+def server_defaults(given: Mapping[str, Any], family: Family | None) -> dict[str, Any]:
+    """Check the server-wide defaults.
+
+    Args:
+        given: values under any accepted spelling.
+        family: family of the served model; None while it is not known, so that only names and
+            single values are checked.
+
+    Raises:
+        ServerConfigError: a setting is unknown or unusable.
+    """
+    try:
+        defaults = canonical(given)
+    except InvalidParameterError as error:
+        raise ServerConfigError(f"dllm settings: {error}") from None
+    for name in defaults:
+        if not BY_NAME[name].server_wide:
+            allowed = ", ".join(f.name for f in FIELDS if f.server_wide)
+            raise ServerConfigError(
+                f"dllm settings: {name} belongs to a request, not to the server; allowed: {allowed}"
+            )
+    if family is None:
+        return defaults
+    named = named_algorithm(defaults, is_block_causal=family.is_block_causal)
+    if named is not None:
+        defaults["algorithm"] = named
+    _check_together(defaults, algorithms_for(family))
+    return defaults
+
+
+def _check_together(defaults: Mapping[str, Any], algorithms: Mapping[str, Algorithm]) -> None:
+    """Refuse server-wide defaults that exclude each other."""
+    name, cache = defaults.get("algorithm"), defaults.get("cache")
+    if name is not None and name not in algorithms:
+        raise ServerConfigError(
+            f"dllm settings: algorithm: given {name!r}; wanted {in_words(algorithms)}"
+        )
+    records = list(algorithms.values()) if name is None else [algorithms[name]]
+    allowed = tuple(dict.fromkeys(kind for record in records for kind in record.caches))
+    if cache is not None and cache not in allowed:
+        whose = "this model" if name is None else f"algorithm {name}"
+        raise ServerConfigError(
+            f"dllm settings: cache: given {cache!r}; {whose} wants {in_words(allowed)}"
+        )
+    guided = defaults.get("cfg_scale", 0) > 0
+    if cache is not None and cache not in GUIDED_CACHES and guided:
+        raise ServerConfigError(f"dllm settings: cache {cache} works with cfg_scale 0 only")

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that read the log probabilities of given tokens and commit nothing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from vllm.diffusion.core.errors import InvalidParameterError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SCORE = "score"  # key of SamplingParams.extra_args that asks for a `ScoreRequest`
+
+_OPTIONAL: Mapping[str, tuple[type, ...]] = MappingProxyType(  # its keys that may be left out
+    {"num_top": (int,), "cfg_scale": (int, float), "context_length": (int,)}
+)
+
+BESIDE_A_SCORE = frozenset({"priority", "timeout_s"})  # what else such a request may ask for
+# What a decision takes it for until it knows better: the smallest canvas, and masks in the prompt.
+SCORED_AS: Mapping[str, Any] = MappingProxyType({"gen_length": 1, "allow_infill": True})
+
+# What the other parameters of such a request are: the model as it is, and no canvas.
+ONLY_READ: Mapping[str, Any] = MappingProxyType(
+    {
+        "remasking": "low_confidence",
+        "cache": "none",
+        "gen_length": 0,
+        "max_tokens": 0,
+        "steps": 1,
+        "temperature": 0.0,
+        "top_p": None,
+        "top_k": None,
+        "cfg_scale": 0.0,
+        "logits_eos_inf": False,
+        "confidence_eos_eot_inf": False,
+        "confidence_dtype": "float32",
+        "allow_infill": True,
+        "seed": 0,
+        "stop_ids": frozenset(),
+        "stream_canvas": False,
+        "logprobs": None,
+    }
+)
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """Positions whose logits are read while nothing is committed, and the tokens to score there.
+
+    Attributes:
+        positions: positions of the prompt, ascending, masked or not.
+        token_ids: at least one token for every position.
+        num_top: number of most likely tokens to report at every position, too.
+        cfg_scale: guidance; above 0 a second sequence is computed, whose context is masked.
+        context_length: number of positions, from 0, that are masked in it.
+        group: name of a group of requests that are to share a step.
+        group_size: number of these requests.
+    """
+
+    positions: tuple[int, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+    num_top: int = 0
+    cfg_scale: float = 0.0
+    context_length: int = 0
+    group: str = ""
+    group_size: int = 1
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Result of a scoring request; lists in the order of its positions.
+
+    Attributes:
+        logprobs: log probabilities of the requested tokens, fp32, under the model's distribution
+            over all tokens, whatever the request's temperature.
+        likeliest: the token with the largest logit, the lowest of equals.
+        top_tokens: the requested number of most likely tokens, the likeliest first.
+        top_logprobs: log probabilities of `top_tokens`.
+    """
+
+    logprobs: list[list[float]]
+    likeliest: list[int]
+    top_tokens: list[list[int]]
+    top_logprobs: list[list[float]]
+
+
+def score_request(given: Any, prompt_length: int, vocab_size: int) -> ScoreRequest:
+    """Check and convert `{"positions": [...], "token_ids": [[...], ...]}`.
+
+    `num_top`, and `cfg_scale` with `context_length`, are optional keys.
+
+    Raises:
+        InvalidParameterError: it is something else, or names what the prompt or the model lacks.
+    """
+    wanted = {"positions", "token_ids"}
+    if not isinstance(given, dict) or not wanted <= given.keys() <= wanted | _OPTIONAL.keys():
+        raise InvalidParameterError(SCORE, given, "wanted positions and token_ids")
+    positions, token_ids = given["positions"], given["token_ids"]
+    if not _are_below(positions, prompt_length) or list(positions) != sorted(set(positions)):
+        raise InvalidParameterError(
+            f"{SCORE}.positions",
+            positions,
+            f"wanted ascending positions from 0 to {prompt_length - 1}",
+        )
+    if not isinstance(token_ids, list | tuple) or len(token_ids) != len(positions):
+        raise InvalidParameterError(
+            f"{SCORE}.token_ids", token_ids, f"wanted {len(positions)} lists, one a position"
+        )
+    for ids in token_ids:
+        if not _are_below(ids, vocab_size):
+            raise InvalidParameterError(
+                f"{SCORE}.token_ids", ids, f"wanted token ids from 0 to {vocab_size - 1}"
+            )
+    return ScoreRequest(
+        tuple(positions),
+        tuple(tuple(ids) for ids in token_ids),
+        **_options(given, prompt_length, vocab_size),
+    )
+
+
+def _options(given: Mapping[str, Any], prompt_length: int, vocab_size: int) -> dict[str, Any]:
+    """Return the optional keys that are given, checked."""
+    most = {"num_top": vocab_size, "cfg_scale": math.inf, "context_length": prompt_length}
+    found = {name: given[name] for name in _OPTIONAL if name in given}
+    for name, value in found.items():
+        kinds = _OPTIONAL[name]
+        if type(value) not in kinds or not 0 <= value <= most[name] or value == math.inf:
+            kind = "a finite number" if float in kinds else "a whole number"
+            limit = "" if most[name] == math.inf else f" to {most[name]}"
+            raise InvalidParameterError(f"{SCORE}.{name}", value, f"wanted {kind} from 0{limit}")
+    return found
+
+
+def _are_below(numbers: Any, bound: int) -> bool:
+    """Whether the value is a list of at least one whole number from 0 to `bound` - 1."""
+    if not isinstance(numbers, list | tuple) or not numbers:
+        return False
+    return all(type(number) is int and 0 <= number < bound for number in numbers)

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records of a request's decision, its inputs and its result; no rules.
+
+Nothing here imports torch or upstream.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.diffusion.guided.guides import Guide  # noqa: TC001 (read when a decision is received)
+from vllm.diffusion.request.algorithms import AlgorithmParams
+from vllm.diffusion.request.likelihood import ScoreRequest  # noqa: TC001 (read when a decision is received)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vllm.diffusion.guided.guides import Guides
+    from vllm.diffusion.request.families import Family
+
+SEED_BITS = 64
+DRAWN_SEED_BITS = 52  # JavaScript's numbers are exact below 2^53, and answer i uses seed + i
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """Token ids of one checkpoint that decoding needs.
+
+    Attributes:
+        mask: the mask token.
+        eos: end of sequence; None where the checkpoint has none.
+        eot: end of turn; None where the tokenizer has none.
+        stop: every id that ends an answer (eos, eot and those of generation_config.json).
+        line_ends: ids that end a line, after which adablock may end a block.
+    """
+
+    mask: int
+    eos: int | None
+    eot: int | None
+    stop: frozenset[int]
+    line_ends: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """Facts about the served model that decisions need.
+
+    Attributes:
+        family: the model's family.
+        ids: its special token ids.
+        max_model_len: longest prompt plus canvas, in tokens.
+        vocab_size: rows of the embedding; prompt ids are below it.
+        default_max_tokens: max_new_tokens of generation_config.json, if given.
+        defaults: server-wide defaults under canonical names.
+        default_steps: denoise steps of a request that gives none (None: one per canvas token).
+        block_length: block length of a block-causal checkpoint's config.
+        guides: compiler of answer formats; None where none can be used.
+    """
+
+    family: Family
+    ids: SpecialIds
+    max_model_len: int
+    vocab_size: int
+    default_max_tokens: int | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    default_steps: int | None = None
+    block_length: int | None = None
+    guides: Guides | None = None
+
+    @property
+    def is_shifted(self) -> bool:
+        """Whether a token is read from the row before its own."""
+        return self.family.logit_shift > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionParams(AlgorithmParams):
+    """Parameters of a request with every default filled in; names are those of the table.
+
+    It crosses processes as a map, and is rebuilt by the types of its attributes.
+
+    `steps` is None where no bound was asked for. `stop_ids` is empty and `early_stop` is false when
+    `ignore_eos` is set. `logit_shift`, `is_block_causal` and `scores_after_filters` are the
+    family's. `logprob_token_ids` are tokens whose log probabilities are reported in place of the
+    most likely ones; `logprobs` is their number then. `seed` is None until the engine draws one.
+    `logprobs` is the number of alternatives reported beside every token's log probability, or None.
+    `ignored` names the standard fields that were given and cannot act. `priority` is None where
+    upstream's request has it, and `timeout_s` where there is no timeout. `score` is set in a
+    likelihood request; its canvas is empty then. `num_answers` is the number of requests with this
+    prompt whose parameters differ in the seed alone. `guide` is the language of the answer, if it
+    has one. `suffix_ids` stand on the canvas, right behind the longest answer.
+    """
+
+    algorithm: str
+    remasking: str
+    cache: str
+    gen_length: int
+    max_tokens: int
+    steps: int | None
+    block_length: int
+    temperature: float
+    cfg_scale: float
+    logits_eos_inf: bool
+    confidence_eos_eot_inf: bool
+    confidence_dtype: str
+    ignore_eos: bool
+    allow_infill: bool
+    force_single_batch: bool
+    seed: int | None
+    mask_id: int
+    eos_id: int | None
+    eot_id: int | None
+    stop_ids: frozenset[int]
+    logit_shift: int
+    is_block_causal: bool
+    scores_after_filters: bool
+    stream_canvas: bool
+    logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    ignored: tuple[str, ...] = ()
+    priority: int | None = None
+    timeout_s: float | None = None
+    score: ScoreRequest | None = None
+    num_answers: int = 1
+    guide: Guide | None = None
+    suffix_ids: tuple[int, ...] = ()
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of most likely tokens to look up; None where no probability is wanted."""
+        if self.logprobs is None and self.stream_canvas:
+            return 0
+        return self.logprobs
+
+    @property
+    def computes_blocks(self) -> bool:
+        """Whether forwards of a block, except its first, compute nothing before the block."""
+        return self.cache in ("prefix", "dual")
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks; the last one may be shorter than the others (full_attn_multi_block)."""
+        return -(-self.gen_length // self.block_length)
+
+    @property
+    def num_open(self) -> int:
+        """Number of canvas positions that are filled: all before a given suffix."""
+        return self.max_tokens if self.suffix_ids else self.gen_length
+
+    def answer_end(self, tokens: Sequence[int], num_before: int) -> int | None:
+        """Number of the newest final tokens that belong to the answer; None while it goes on.
+
+        A stop token ends the answer and is its last token; the length limit comes second.
+
+        Args:
+            tokens: tokens that became final.
+            num_before: tokens of the answer before them.
+        """
+        room = self.max_tokens - num_before
+        for index, token in enumerate(tokens[:room]):
+            if token in self.stop_ids:
+                return index + 1
+        return room if len(tokens) >= room else None
+
+    def with_answers(self, num_answers: int) -> DiffusionParams:
+        """Return the parameters of a request for `num_answers` answers.
+
+        Each answer comes to the engine as a request.
+        """
+        return dataclasses.replace(self, num_answers=num_answers)
+
+    def with_seed(self, seed: int) -> DiffusionParams:
+        return dataclasses.replace(self, seed=seed % 2**SEED_BITS)
