@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from vllm.diffusion.decoding import Candidates, Work, make_rule
+from vllm.diffusion.decoding import Candidates, ForwardTarget, make_rule
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.families import DREAM, LLADA
 from vllm.diffusion.request.params import DiffusionParams, ServedModel, SpecialIds
@@ -55,7 +55,7 @@ class Row:
     def __init__(self, asked: DiffusionParams, prompt: list[int]) -> None:
         self.rule = make_rule(asked, len(prompt))
         self.tokens = np.array([*prompt, *[MASK] * asked.gen_length])
-        self.works: list[Work] = []
+        self.works: list[ForwardTarget] = []
         self.committed: list[list[int]] = []
         self.chance = random.Random(1)
 

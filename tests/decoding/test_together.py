@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm.diffusion.decoding import Candidates, Together, Work, make_rule
+from vllm.diffusion.decoding import Candidates, ForwardTarget, Together, make_rule
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.families import SDAR
 from vllm.diffusion.request.params import ServedModel, SpecialIds
@@ -108,7 +108,7 @@ def test_together_is_one_by_one(
 
 
 def drawn(
-    data: st.DataObject, pairs: Sequence[tuple[Request, Request]], works: Sequence[Work]
+    data: st.DataObject, pairs: Sequence[tuple[Request, Request]], works: Sequence[ForwardTarget]
 ) -> tuple[Array, Array]:
     """Tokens, the mask among them where it is not forbidden, and scores of all candidates."""
     tokens: list[int] = []

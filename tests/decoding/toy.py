@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vllm.diffusion.decoding import Work
+    from vllm.diffusion.decoding import ForwardTarget
     from vllm.diffusion.request.params import DiffusionParams
 
 
@@ -83,7 +83,7 @@ class Decoding:
         masks = [params.mask_id] * (total - self.first)
         self.tokens = np.array([*prompt, *masks])
         self.rule = make_rule(params, self.first)
-        self.works: list[Work] = []
+        self.works: list[ForwardTarget] = []
         self.history: list[list[int]] = []
         self.settled: list[int] = [self.rule.settled(self.tokens)]
         self._final: list[int] = []
@@ -113,7 +113,7 @@ class Decoding:
         kept = self.params.answer_end(new, num_before)
         return None if kept is None else given[: num_before + kept]
 
-    def _forward(self, work: Work) -> None:
+    def _forward(self, work: ForwardTarget) -> None:
         number, shift = len(self.works), self.params.logit_shift
         self.works.append(work)
         positions = work.eligible

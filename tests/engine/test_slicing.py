@@ -10,7 +10,7 @@ import pytest
 
 from vllm.diffusion.config import Settings
 from vllm.diffusion.core.errors import ServerConfigError
-from vllm.diffusion.engine.messages import Paused, Worked
+from vllm.diffusion.engine.messages import Paused, SliceTiming
 from vllm.diffusion.engine.scheduler import slicing
 from vllm.diffusion.engine.scheduler.scheduled import Scheduled
 from vllm.diffusion.memory import Demand
@@ -66,7 +66,7 @@ class Device:
             taken = self._factor * seconds
             self.now, self.long_s = self.now + taken, self.long_s + taken
             self.slices.append(asked.req_id)
-            worked = Worked(seconds, taken, 1)
+            worked = SliceTiming(seconds, taken, 1)
             self._left[asked.req_id] = (self._left[asked.req_id] - seconds) or STEP_S
             self.paused = None if self._left[asked.req_id] == STEP_S else Paused(asked.req_id, 1)
         elif self.slices and self._left[self.slices[-1]] < STEP_S:

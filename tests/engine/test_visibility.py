@@ -12,7 +12,7 @@ import torch
 from tests.checkpoints import MASK_ID
 from tests.pages import store_with
 from vllm.diffusion.core.spans import AttentionLayout
-from vllm.diffusion.decoding import Work
+from vllm.diffusion.decoding import ForwardTarget
 from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.engine.worker.batch import build_batch
 from vllm.diffusion.engine.worker.canvas import Canvas
@@ -84,9 +84,9 @@ class Window:
     """A rule that asks for the candidates of some positions and computes a range of rows."""
 
     def __init__(self, rows: tuple[int, int], sampled: Iterable[int]) -> None:
-        self.work = Work(np.array(list(sampled), dtype=np.int64), rows)
+        self.work = ForwardTarget(np.array(list(sampled), dtype=np.int64), rows)
 
-    def prepare(self, tokens: torch.Tensor) -> Work:
+    def prepare(self, tokens: torch.Tensor) -> ForwardTarget:
         return self.work
 
 

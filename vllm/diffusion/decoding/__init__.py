@@ -11,8 +11,8 @@ from vllm.diffusion.decoding.base import (
     Candidates,
     Commit,
     DecodingRule,
+    ForwardTarget,
     Pick,
-    Work,
     most_certain_first,
 )
 from vllm.diffusion.decoding.score import ScoreTokens
@@ -55,10 +55,10 @@ __all__ = [
     "Choice",
     "Commit",
     "DecodingRule",
+    "ForwardTarget",
     "Pick",
     "Selector",
     "Together",
-    "Work",
     "make_rule",
     "most_certain_first",
     "select",

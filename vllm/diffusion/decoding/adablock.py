@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm.diffusion.decoding.base import Candidates, Work, most_certain_first
+from vllm.diffusion.decoding.base import Candidates, ForwardTarget, most_certain_first
 from vllm.diffusion.decoding.threshold import Threshold
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class AdaBlock(Threshold):
         self._start = prompt_length
         self._end: int | None = None  # of the block, once it is sized
 
-    def prepare(self, tokens: Array) -> Work | None:
+    def prepare(self, tokens: Array) -> ForwardTarget | None:
         masked = tokens == self.params.mask_id
         if self._end is not None and not masked[self._start : self._end].any():
             self._start, self._end = self._end, None
@@ -40,14 +40,14 @@ class AdaBlock(Threshold):
             return self.take_what_is_left(masked)
         return self._work(masked)
 
-    def _work(self, masked: Mask) -> Work:
+    def _work(self, masked: Mask) -> ForwardTarget:
         start, end, length = self._start, self._end, len(masked)
         if end is None or not self.params.computes_blocks:
             reach = start + max(self._window, self.params.block_length)
-            return Work(masked[: end or reach].nonzero()[0], (0, length))
+            return ForwardTarget(masked[: end or reach].nonzero()[0], (0, length))
         eligible = masked[start:end].nonzero()[0] + start
         window_end = length if self.params.cache == "prefix" else end
-        return Work(eligible, (start, window_end))
+        return ForwardTarget(eligible, (start, window_end))
 
     def accept(self, candidates: Candidates) -> Mask:
         if self._end is None:

@@ -21,7 +21,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]  # which of several have a property
 
 
-class Work(NamedTuple):
+class ForwardTarget(NamedTuple):
     """Target of one forward: the positions that it must predict.
 
     Attributes:
@@ -119,7 +119,7 @@ class DecodingRule(ABC):
         self._takes_all = False
 
     @abstractmethod
-    def prepare(self, tokens: Array) -> Work | None:
+    def prepare(self, tokens: Array) -> ForwardTarget | None:
         """Return the target of the next forward; None when nothing is left to do.
 
         Args:
@@ -162,7 +162,7 @@ class DecodingRule(ABC):
         """
         return None
 
-    def go_on(self, tokens: Array, left: Array, changes: bool) -> Work | None:
+    def go_on(self, tokens: Array, left: Array, changes: bool) -> ForwardTarget | None:
         """Advance the rule after a choice made by `Together` has been committed.
 
         Args:
@@ -191,12 +191,12 @@ class DecodingRule(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} does not adjust logits")
 
-    def take_what_is_left(self, masked: Mask) -> Work | None:
+    def take_what_is_left(self, masked: Mask) -> ForwardTarget | None:
         """Begin a last forward that fills all of `masked` [T] bool, the mask token forbidden."""
         if not masked.any():
             return None
         self._takes_all = self.forbid_mask = True
-        return Work(masked.nonzero()[0], (0, len(masked)))
+        return ForwardTarget(masked.nonzero()[0], (0, len(masked)))
 
     def forbid_mask_unless_changed(self, candidates: Candidates, chosen: Array) -> None:
         """Forbid the mask token in the next forward if this one changes nothing."""
@@ -228,7 +228,7 @@ class BlockwiseRule(DecodingRule):
     def block_end(self) -> int:
         return self.block_start + self.params.block_length
 
-    def prepare(self, tokens: Array) -> Work | None:
+    def prepare(self, tokens: Array) -> ForwardTarget | None:
         masked = tokens == self._mask
         while self.block < self.params.num_blocks:
             if self.block_wants_forward(masked[self.block_start : self.block_end]):
@@ -236,14 +236,14 @@ class BlockwiseRule(DecodingRule):
             self.block += 1
         return self.take_what_is_left(masked)
 
-    def _work_in_block(self, masked: Mask) -> Work:
+    def _work_in_block(self, masked: Mask) -> ForwardTarget:
         start, end, length = self.block_start, self.block_end, len(masked)
         if not self.params.computes_blocks or self._computed_block != self.block:
             self._computed_block = self.block
-            return Work(masked[:end].nonzero()[0], (0, length))
+            return ForwardTarget(masked[:end].nonzero()[0], (0, length))
         eligible = masked[start:end].nonzero()[0] + start
         window_end = length if self.params.cache == "prefix" else end
-        return Work(eligible, (start, window_end))
+        return ForwardTarget(eligible, (start, window_end))
 
     @abstractmethod
     def block_wants_forward(self, masked: Mask) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from vllm.diffusion.core.scoring import Scoring
-from vllm.diffusion.decoding.base import Array, Candidates, DecodingRule, Work
+from vllm.diffusion.decoding.base import Array, Candidates, DecodingRule, ForwardTarget
 
 if TYPE_CHECKING:
     from vllm.diffusion.request.params import DiffusionParams
@@ -53,7 +53,7 @@ class GridRule(DecodingRule):
         self._first_block = 0  # no block before the one that starts here has masked positions
         self._front: Front | None = None  # since the newest choice
 
-    def prepare(self, tokens: Array) -> Work | None:
+    def prepare(self, tokens: Array) -> ForwardTarget | None:
         start, masked, self._first, is_over = self.front(tokens)
         if is_over:
             return None
@@ -62,9 +62,9 @@ class GridRule(DecodingRule):
             self._rows = start, start + self.params.block_length
         return self.work(masked)
 
-    def work(self, masked: Array) -> Work:
+    def work(self, masked: Array) -> ForwardTarget:
         """Return the target of a forward of the active block with masked positions `masked` [K]."""
-        return Work(masked, self._rows)
+        return ForwardTarget(masked, self._rows)
 
     def settled(self, tokens: Array) -> int:
         front = self.front(tokens)
@@ -74,7 +74,7 @@ class GridRule(DecodingRule):
         self._front = None
         return super().select(candidates)
 
-    def go_on(self, tokens: Array, left: Array, changes: bool) -> Work | None:
+    def go_on(self, tokens: Array, left: Array, changes: bool) -> ForwardTarget | None:
         self._front = None
         self.step += 1
         self.forbid_mask = not changes

@@ -18,7 +18,7 @@ from vllm.diffusion.decoding.block_grid import GridRule
 from vllm.diffusion.decoding.semi_ar import transfer_quota
 
 if TYPE_CHECKING:
-    from vllm.diffusion.decoding.base import Array, Work
+    from vllm.diffusion.decoding.base import Array, ForwardTarget
     from vllm.diffusion.request.params import DiffusionParams
 
 
@@ -36,7 +36,7 @@ class Quota(GridRule):
             raise ValueError("steps_per_block: must be resolved, got None")
         self._num_steps = params.steps_per_block
 
-    def work(self, masked: Array) -> Work:
+    def work(self, masked: Array) -> ForwardTarget:
         self.forbid_mask |= self.step >= self._num_steps
         return super().work(masked)
 

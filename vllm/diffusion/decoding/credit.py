@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm.diffusion.decoding.base import Candidates, UntilFilledRule, Work
+from vllm.diffusion.decoding.base import Candidates, ForwardTarget, UntilFilledRule
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array, Mask
@@ -41,7 +41,7 @@ class Credit(UntilFilledRule):
         self._credits: torch.Tensor | None = None  # [credited positions, V] fp32
         self._credited_block = -1
 
-    def prepare(self, tokens: Array) -> Work | None:
+    def prepare(self, tokens: Array) -> ForwardTarget | None:
         work = super().prepare(tokens)
         if work is None or self._takes_all:
             self._credits = None

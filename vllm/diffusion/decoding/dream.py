@@ -14,7 +14,7 @@ import torch
 
 from vllm.diffusion.core.random_streams import CHOICE, COMMIT
 from vllm.diffusion.core.scoring import Scoring
-from vllm.diffusion.decoding.base import Candidates, DecodingRule, Work, most_certain_first
+from vllm.diffusion.decoding.base import Candidates, DecodingRule, ForwardTarget, most_certain_first
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array
@@ -69,7 +69,7 @@ class Dream(DecodingRule):
         self._shares = commit_shares(params.steps, params.eps, params.alg)
         self._step = 0
 
-    def prepare(self, tokens: Array) -> Work | None:
+    def prepare(self, tokens: Array) -> ForwardTarget | None:
         masked = tokens == self.params.mask_id
         eligible = masked.nonzero()[0]
         if self._step == self.params.steps or eligible.size == 0:
@@ -77,7 +77,7 @@ class Dream(DecodingRule):
         if self.params.alg != "origin":
             counts = _commits(eligible.size, self._shares[self._step :])
             self._step += int(counts.nonzero()[0][0])  # the last step commits all
-        return Work(eligible, (0, len(masked)))
+        return ForwardTarget(eligible, (0, len(masked)))
 
     def choose(self, candidates: Candidates) -> Array:
         share = self._shares[self._step]

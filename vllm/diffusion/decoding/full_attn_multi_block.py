@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.diffusion.decoding.base import Work
+from vllm.diffusion.decoding.base import ForwardTarget
 from vllm.diffusion.decoding.pipelined import PipelinedRule
 
 if TYPE_CHECKING:
@@ -24,12 +24,12 @@ class FullAttnMultiBlock(PipelinedRule):
         super().__init__(params, prompt_length)
         self.start_block().is_full = True
 
-    def plan(self, tokens: Array, masked: Mask) -> Work:
+    def plan(self, tokens: Array, masked: Mask) -> ForwardTarget:
         self.count_masked(masked)
         self.promote_blocks()
         while self.start_block_if_due(masked):
             pass
-        return Work(masked[: self.active_end].nonzero()[0], (0, len(masked)))
+        return ForwardTarget(masked[: self.active_end].nonzero()[0], (0, len(masked)))
 
     def accept(self, scores: Array) -> Mask:
         return -scores < self.params.threshold

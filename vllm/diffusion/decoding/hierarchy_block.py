@@ -7,7 +7,7 @@ A block begins with a token that the block before it predicts.
 from __future__ import annotations
 
 from vllm.diffusion.core.scoring import Scoring
-from vllm.diffusion.decoding.base import Array, Candidates, Work, and_the_best
+from vllm.diffusion.decoding.base import Array, Candidates, ForwardTarget, and_the_best
 from vllm.diffusion.decoding.block_grid import GridRule
 
 
@@ -23,15 +23,15 @@ class HierarchyBlock(GridRule):
     drawn = Scoring(draw="filtered", greedy=True)
     _is_seed = False
 
-    def work(self, masked: Array) -> Work:
+    def work(self, masked: Array) -> ForwardTarget:
         start, first, length = self.start, int(masked[0]), self.params.block_length
         self._is_seed = first == start > 0
         if self._is_seed:
             self.forbid_mask = True
-            return Work(masked[:1], (start - length, start))
+            return ForwardTarget(masked[:1], (start - length, start))
         part_length = self.params.sub_block_length
         part_end = start + ((first - start) // part_length + 1) * part_length
-        return Work(masked[masked < part_end], self._rows)
+        return ForwardTarget(masked[masked < part_end], self._rows)
 
     def choose(self, candidates: Candidates) -> Array:
         scores = candidates.scores

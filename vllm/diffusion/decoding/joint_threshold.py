@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm.diffusion.core.scoring import Scoring
-from vllm.diffusion.decoding.base import Candidates, Work, most_certain_first
+from vllm.diffusion.decoding.base import Candidates, ForwardTarget, most_certain_first
 from vllm.diffusion.decoding.block_grid import GridRule
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class JointThreshold(GridRule):
         self._num_post_steps = 0
         self._most_forwards = (params.block_length + 1) * (params.max_post_steps + 1)
 
-    def prepare(self, tokens: Array) -> Work | None:
+    def prepare(self, tokens: Array) -> ForwardTarget | None:
         start = self.settled(tokens)
         if start >= min(self.prompt_length + self.params.gen_length, len(tokens)):
             return None
@@ -51,7 +51,7 @@ class JointThreshold(GridRule):
         self._before = tokens[start:end].copy()
         positions = np.arange(start, end)
         may_change = (self._before == self.params.mask_id) | (positions >= self.prompt_length)
-        return Work(positions[may_change], (start, end))
+        return ForwardTarget(positions[may_change], (start, end))
 
     def settled(self, tokens: Array) -> int:
         if self._has_decided:

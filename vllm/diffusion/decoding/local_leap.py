@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm.diffusion.decoding.base import Candidates, UntilFilledRule, Work, and_the_best
+from vllm.diffusion.decoding.base import Candidates, ForwardTarget, UntilFilledRule, and_the_best
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array, Mask
@@ -26,7 +26,7 @@ class LocalLeap(UntilFilledRule):
         super().__init__(params, prompt_length)
         self._searched_end = prompt_length  # blocks up to here hold no end-of-sequence token
 
-    def prepare(self, tokens: Array) -> Work | None:
+    def prepare(self, tokens: Array) -> ForwardTarget | None:
         work = super().prepare(tokens)
         if not self.params.early_stop or self.params.eos_id is None or self._is_at_end:
             return work
@@ -35,7 +35,7 @@ class LocalLeap(UntilFilledRule):
             self._searched_end = self.block_start
             return work
         nothing = np.empty(0, dtype=np.int64)
-        return Work(nothing, (0, len(tokens)), fill=(self.block_start, self.params.eos_id))
+        return ForwardTarget(nothing, (0, len(tokens)), fill=(self.block_start, self.params.eos_id))
 
     @property
     def _is_at_end(self) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm.diffusion.decoding.base import Candidates, Work, and_the_best
+from vllm.diffusion.decoding.base import Candidates, ForwardTarget, and_the_best
 from vllm.diffusion.decoding.pipelined import PipelinedRule
 
 if TYPE_CHECKING:
@@ -97,11 +97,11 @@ class MultiBlock(PipelinedRule):
         self._cache = DelayedCache(params) if params.cache == "delayed" else None
         self.start_block().is_full = params.decoded_token_threshold <= 1
 
-    def prepare(self, tokens: Array) -> Work | None:
+    def prepare(self, tokens: Array) -> ForwardTarget | None:
         self._forced = None
         return super().prepare(tokens)
 
-    def plan(self, tokens: Array, masked: Mask) -> Work:
+    def plan(self, tokens: Array, masked: Mask) -> ForwardTarget:
         competing, length = masked, len(masked)
         eos, fill = self._first_eos(tokens), None
         if eos is not None:
@@ -109,7 +109,7 @@ class MultiBlock(PipelinedRule):
             masked = masked.copy()
             masked[eos + 1 :] = False
             if not masked.any():
-                return Work(np.empty(0, dtype=np.int64), (0, length), fill)
+                return ForwardTarget(np.empty(0, dtype=np.int64), (0, length), fill)
         self.count_masked(masked)
         if eos is not None:
             self._complete_blocks_after(eos)
@@ -120,7 +120,7 @@ class MultiBlock(PipelinedRule):
         if not masked[first_row:].any():  # what is left is masked in the prompt
             first_row = 0
         eligible = competing[: self.active_end].nonzero()[0]
-        return Work(eligible[eligible >= first_row], (first_row, length), fill)
+        return ForwardTarget(eligible[eligible >= first_row], (first_row, length), fill)
 
     def _first_eos(self, tokens: Array) -> int | None:
         """Return the position of the end-of-sequence token after which everything is filled."""

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from vllm.diffusion.core.scoring import Scoring
-from vllm.diffusion.decoding.base import Candidates, DecodingRule, Work, most_certain_first
+from vllm.diffusion.decoding.base import Candidates, DecodingRule, ForwardTarget, most_certain_first
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array, Mask
@@ -61,7 +61,7 @@ class PipelinedRule(DecodingRule):
         self._length = prompt_length + params.gen_length
         self._first_full: Block | None = None  # with masked positions
 
-    def prepare(self, tokens: Array) -> Work | None:
+    def prepare(self, tokens: Array) -> ForwardTarget | None:
         masked = tokens == self.params.mask_id
         if not masked.any():
             return None
@@ -132,7 +132,7 @@ class PipelinedRule(DecodingRule):
         return True
 
     @abstractmethod
-    def plan(self, tokens: Array, masked: Mask) -> Work:
+    def plan(self, tokens: Array, masked: Mask) -> ForwardTarget:
         """Update the blocks and return the target of the forward; `masked` is [T] bool."""
 
     @abstractmethod

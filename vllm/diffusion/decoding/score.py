@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm.diffusion.decoding.base import Candidates, DecodingRule, Work
+from vllm.diffusion.decoding.base import Candidates, DecodingRule, ForwardTarget
 from vllm.diffusion.request.likelihood import TokenScores
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ class ScoreTokens(DecodingRule):
         padded = [ids + ids[:1] * (self._width - len(ids)) for ids in self._asked.token_ids]
         self.token_ids = np.array(padded, dtype=np.int64)
 
-    def prepare(self, tokens: Array) -> Work | None:
+    def prepare(self, tokens: Array) -> ForwardTarget | None:
         if self.scores is not None:
             return None
-        return Work(np.array(self._asked.positions, dtype=np.int64), (0, len(tokens)))
+        return ForwardTarget(np.array(self._asked.positions, dtype=np.int64), (0, len(tokens)))
 
     def choose(self, candidates: Candidates) -> Array:
         if candidates.logprobs is None:

@@ -12,7 +12,7 @@ from vllm.diffusion.decoding.base import Pick
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm.diffusion.decoding.base import Array, Work
+    from vllm.diffusion.decoding.base import Array, ForwardTarget
 
 
 class Choice(NamedTuple):
@@ -39,7 +39,9 @@ class Together:
         mask_id: the mask token.
     """
 
-    def __init__(self, picks: Sequence[Pick | None], works: Sequence[Work], mask_id: int) -> None:
+    def __init__(
+        self, picks: Sequence[Pick | None], works: Sequence[ForwardTarget], mask_id: int
+    ) -> None:
         self._has_pick = [pick is not None for pick in picks]
         self._mask_id = mask_id
         self._counts = counts = np.array([work.eligible.size for work in works])

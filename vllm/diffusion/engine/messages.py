@@ -165,7 +165,7 @@ class Paused:
 
 
 @dataclass(frozen=True)
-class Worked:
+class SliceTiming:
     """Sum of slices that are over.
 
     Attributes:
@@ -212,4 +212,4 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
     num_rows: int = 0
     launched: list[list[str]] = field(default_factory=list)
     paused: Paused | None = None
-    worked: Worked | None = None
+    worked: SliceTiming | None = None

@@ -58,7 +58,7 @@ H200 = Rates(720e12, 620e12, 4.2e12, 55e9, 2e-6, 132, 200e9, 150e-6)
 CPU = Rates(20e9, 10e9, 5e9, 5e9, 20e-6, 1, 1e9, 500e-6)
 
 
-class Work(NamedTuple):
+class StageRows(NamedTuple):
     """Rows of a stage of one layer: `rows` in all, `chunk` of them at a time."""
 
     rows: int
@@ -106,7 +106,7 @@ class Costs:
 
         In a streamed step the sample rows may lie in any chunk, so the last layer counts in full.
         """
-        works = (Work(step.rows, chunk) for chunk in sizes[:3])
+        works = (StageRows(step.rows, chunk) for chunk in sizes[:3])
         keys_values, attend, feed_forward = self._layer(step, layout, *works)
         layers = self._shape.num_layers
         updated = layers if layout.is_streamed else layers - 1
@@ -114,19 +114,24 @@ class Costs:
             layers * keys_values,
             updated * attend,
             updated * feed_forward,
-            self._read(step, layout, Work(step.sample_rows, sizes.read)),
+            self._read(step, layout, StageRows(step.sample_rows, sizes.read)),
         )
 
     def longest_chunks(self, step: StepShape, layout: Layout, sizes: Sizes) -> StageSeconds:
         """Return the seconds of each stage's longest chunk, for one group of heads of one layer."""
         groups = layout.head_groups
-        *works, read = (Work(rows, rows) for rows in sizes)
+        *works, read = (StageRows(rows, rows) for rows in sizes)
         keys_values, attend, feed_forward = self._layer(step, layout, *works)
         read_s = self._read(step, layout, read)
         return StageSeconds(keys_values / groups, attend / groups, feed_forward, read_s)
 
     def _layer(
-        self, step: StepShape, layout: Layout, keys_values: Work, attend: Work, feed_forward: Work
+        self,
+        step: StepShape,
+        layout: Layout,
+        keys_values: StageRows,
+        attend: StageRows,
+        feed_forward: StageRows,
     ) -> tuple[float, float, float]:
         """Return the seconds of the stages of one layer, for all groups of heads."""
         shape, groups, shards = self._shape, layout.head_groups, layout.shards
@@ -147,12 +152,14 @@ class Costs:
             feed_s = max(feed_s, self._visit(feed_forward.rows))
         return keys_values_s, attend_s, feed_s
 
-    def _keys_values(self, work: Work, *, with_queries: bool, groups: int) -> float:
+    def _keys_values(self, work: StageRows, *, with_queries: bool, groups: int) -> float:
         """Return the seconds of the projections of all rows, by groups of heads."""
         weights = self._key_value_weights + with_queries * self._query_weights
         return self._product(work, weights // groups, LAUNCHES_KEYS_VALUES) * groups
 
-    def _attend(self, work: Work, step: StepShape, *, with_queries: bool, groups: int) -> float:
+    def _attend(
+        self, work: StageRows, step: StepShape, *, with_queries: bool, groups: int
+    ) -> float:
         """Return the seconds of attention to the longest sequence's keys, with its projections."""
         if not work.rows:
             return 0.0
@@ -165,7 +172,7 @@ class Costs:
         num_launches = LAUNCHES_ATTEND + with_queries * LAUNCHES_QUERIES
         return groups * (attention + self._product(work, weights // groups, num_launches))
 
-    def _queries(self, work: Work, groups: int) -> int:
+    def _queries(self, work: StageRows, groups: int) -> int:
         """Number of queries of one head in the tiles of all chunks and heads, with idle ones."""
         whole, rest = divmod(work.rows, work.chunk)
         heads, wave = self._shape.num_heads // groups, QUERY_TILE * self._rates.multiprocessors
@@ -176,7 +183,7 @@ class Costs:
 
         return whole * computed(work.chunk) + computed(rest)
 
-    def _feed_forward(self, work: Work) -> float:
+    def _feed_forward(self, work: StageRows) -> float:
         """Return the seconds of the slowest MLP of the model, for all rows."""
         shape, experts = self._shape, self._shape.experts
         dense = 3 * shape.hidden_size * shape.mlp_width
@@ -194,7 +201,7 @@ class Costs:
         )
         return max(seconds, mixed)
 
-    def _read(self, step: StepShape, layout: Layout, work: Work) -> float:
+    def _read(self, step: StepShape, layout: Layout, work: StageRows) -> float:
         """Return the seconds of the sample rows: the output head, and the rest of the last layer.
 
         In a streamed step the last layer is already over.
@@ -210,7 +217,7 @@ class Costs:
         """Return the seconds of moving residual rows between host and device, one way."""
         return rows * self._shape.row_bytes / self._rates.host_bytes
 
-    def _exchange(self, work: Work, row_bytes: int, *, shards: int) -> float:
+    def _exchange(self, work: StageRows, row_bytes: int, *, shards: int) -> float:
         """Return the seconds of two exchanges of `row_bytes` of each row with other ranks."""
         if shards == 1:
             return 0.0
@@ -220,7 +227,7 @@ class Costs:
 
     def _product(
         self,
-        work: Work,
+        work: StageRows,
         weights: float,
         num_launches: int,
         stored: float | None = None,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vllm.diffusion.config import Settings
-    from vllm.diffusion.engine.messages import DiffusionRunnerOutput, Worked
+    from vllm.diffusion.engine.messages import DiffusionRunnerOutput, SliceTiming
     from vllm.diffusion.engine.scheduler.scheduled import Scheduled
     from vllm.diffusion.memory import Planner
 
@@ -36,7 +36,7 @@ class Pace:
     def __init__(self) -> None:
         self._predicted_s = self._taken_s = 1e-3  # a guess that the first slices outweigh
 
-    def learn(self, worked: Worked) -> None:
+    def learn(self, worked: SliceTiming) -> None:
         self._predicted_s = self.KEPT * self._predicted_s + worked.seconds
         self._taken_s = self.KEPT * self._taken_s + worked.taken_s
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm.diffusion import ops
-    from vllm.diffusion.decoding import Choice, Work
+    from vllm.diffusion.decoding import Choice, ForwardTarget
     from vllm.diffusion.engine.worker.canvas import Canvas, Window
     from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.ops import Array
@@ -183,7 +183,7 @@ class StepBatch:
     """
 
     token_ids: Array
-    works: tuple[Work, ...]
+    works: tuple[ForwardTarget, ...]
     packing: Packing
     logit_shift: int
 
@@ -372,7 +372,7 @@ def build_batch(
     return StepBatch(np.concatenate(rows), works, before, logit_shift)
 
 
-def _kind(forward: tuple[Canvas, Work, Window]) -> int:
+def _kind(forward: tuple[Canvas, ForwardTarget, Window]) -> int:
     """Sort key of a request's rows: first what keeps nothing, last what reads the store."""
     canvas, _, window = forward
     return (canvas.cache is not None) + window.reads_kept

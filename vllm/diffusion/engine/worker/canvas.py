@@ -10,7 +10,7 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.core.pages import in_whole_pages
-from vllm.diffusion.decoding import Candidates, Choice, Work, make_rule, select
+from vllm.diffusion.decoding import Candidates, Choice, ForwardTarget, make_rule, select
 from vllm.diffusion.engine.messages import StepResult
 from vllm.diffusion.engine.scheduler.turns import Wish
 from vllm.diffusion.engine.worker.guided import Guided
@@ -123,7 +123,7 @@ class Canvas:
         self._seen: tuple[int, CanvasView | None] | None = None  # see `_look`
         length = self.length if cache is None else cache.length
         self._windows = windows_of(self.params, self.visibility, self.prompt_length, length)
-        self._work: Work | None = None  # begun and not committed
+        self._work: ForwardTarget | None = None  # begun and not committed
         self._forward: Forward | None = None  # under way, and its keys and values have a place
         self._rows = (0, 0)  # of the newest work; most often the same as before, and so are these:
         self._uncut: Window | None = None  # the next one if nothing cuts it
@@ -158,7 +158,7 @@ class Canvas:
         guided.begin(self.tokens)
         return guided
 
-    def joints(self, work: Work) -> list[Joint]:
+    def joints(self, work: ForwardTarget) -> list[Joint]:
         """Joint choices of the next forward; empty where candidates do not depend on each other."""
         if self._guided is None:
             return []
@@ -224,7 +224,7 @@ class Canvas:
             self._uncut = self._wish = None
             return self.length * self.num_sequences
 
-    def _next_window(self, work: Work) -> Window:
+    def _next_window(self, work: ForwardTarget) -> Window:
         """Return what the next forward, whose target is `work`, computes if nothing cuts it."""
         if self._uncut is None:
             self._uncut = Window.of(self._windows.next(work.rows), self.visibility)
@@ -272,7 +272,7 @@ class Canvas:
             self._windows.kept = num_kept
             self._forward = None  # what is under way writes to pages of the past
 
-    def next_forward(self) -> tuple[Work, Window]:
+    def next_forward(self) -> tuple[ForwardTarget, Window]:
         """Begin the next forward: return its target, and what it computes.
 
         Where the window is cut before the rule's rows, the target is empty and the rule takes no
@@ -284,9 +284,9 @@ class Canvas:
             window = Window.of(self._windows.next(work.rows, room), self.visibility)
         self._forward = window.forward
         self._is_for_rule = window.stop >= work.rows[1]
-        return (work if self._is_for_rule else Work(_NO_POSITIONS, work.rows)), window
+        return (work if self._is_for_rule else ForwardTarget(_NO_POSITIONS, work.rows)), window
 
-    def begin(self) -> Work:
+    def begin(self) -> ForwardTarget:
         """Return the target of the next forward, after the fill that the rule wants before it.
 
         Repeated calls return an equal target until it is committed: a failed forward may be
@@ -294,18 +294,18 @@ class Canvas:
         """
         return self._is_for(self._prepare()) if self._work is None else self._work
 
-    def _is_for(self, work: Work) -> Work:
+    def _is_for(self, work: ForwardTarget) -> ForwardTarget:
         """Set the target of the next forward."""
         self._work = work
         if work.rows != self._rows:
             self._rows, self._uncut, self._wish = work.rows, None, None
         return work
 
-    def _prepare(self) -> Work:
+    def _prepare(self) -> ForwardTarget:
         work = self.rule.prepare(self.tokens)
         if work is None:
             self._is_over = True
-            return Work(_NO_POSITIONS, (0, self.length))
+            return ForwardTarget(_NO_POSITIONS, (0, self.length))
         if work.fill is not None:
             self._look()
             start, token = work.fill

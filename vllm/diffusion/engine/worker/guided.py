@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm.diffusion.core.scoring import Scoring
-    from vllm.diffusion.decoding import Candidates, Work
+    from vllm.diffusion.decoding import Candidates, ForwardTarget
     from vllm.diffusion.ops import Array
     from vllm.diffusion.request.params import DiffusionParams
 
@@ -98,7 +98,9 @@ class Guided(Selector):
             state = self._language.advance(state, token)
         return self._language.is_closed(state)
 
-    def joints(self, tokens: Array, work: Work, scoring: Scoring, step: int) -> list[Joint]:
+    def joints(
+        self, tokens: Array, work: ForwardTarget, scoring: Scoring, step: int
+    ) -> list[Joint]:
         """Return the joint choices of a forward, in the order of positions."""
         found = []
         for stretch in self._stretches:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.engine.messages import Worked
+from vllm.diffusion.engine.messages import SliceTiming
 from vllm.diffusion.engine.worker.loop import Step
 from vllm.diffusion.memory import HostBuffers
 
@@ -185,7 +185,7 @@ class Slices:
                 return done_s, sampled
         return done_s, None
 
-    def take_worked(self) -> Worked | None:
+    def take_worked(self) -> SliceTiming | None:
         """Sum the slices that have ended since the last call; None if there are none."""
         over = []
         while self._under_way and self._under_way[0][1].is_over:
@@ -193,7 +193,7 @@ class Slices:
         if not over:
             return None
         taken_s = sum(watch.taken_s for _, watch in over)
-        return Worked(sum(seconds for seconds, _ in over), taken_s, len(over))
+        return SliceTiming(sum(seconds for seconds, _ in over), taken_s, len(over))
 
     def drop(self) -> None:
         """Forget the paused step, if there is one, and give back its memory."""
