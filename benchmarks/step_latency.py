@@ -60,7 +60,7 @@ from benchmarks.harness import BenchmarkError, Table, positive
 from benchmarks.plain_model import counted_experts, denoise_step, random_model
 from benchmarks.shapes import BLOCK_FAMILIES, Shape, forward_work
 from benchmarks.windows import Windows
-from vllm.diffusion.engine.scheduler.turns import Shares
+from vllm.diffusion.engine.scheduler.turns import StepLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -256,7 +256,7 @@ def measure_windows(options: argparse.Namespace, ceilings: dict[str, Any], table
             alone = Windows(options.context, max(block_lengths), 1)
             run = partial(windows.run_windows, llm, runner, shape, alone, MIN_STEPS)
             windows.spread_experts(runner, alone.num_rows, run)
-        served, together = runner.shares, Shares(rows=sys.maxsize, requests=max(requests))
+        served, together = runner.shares, StepLimits(rows=sys.maxsize, requests=max(requests))
         for case in (Windows(options.context, b, n) for b in block_lengths for n in requests):
             # One step of all requests, also where a server takes shares of them.
             runner.shares = together

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm.diffusion.engine.scheduler.turns import Shares, Wish, step_behind, take_turns, to_the_end
+from vllm.diffusion.engine.scheduler.turns import (
+    NextForward,
+    StepLimits,
+    step_behind,
+    take_turns,
+    to_the_end,
+)
 
 BUDGET = 100
 rows = st.integers(1, 150)
@@ -87,11 +93,11 @@ def test_those_who_took_part_go_to_the_end(names: list[str]) -> None:
 
 
 GRAPH_ROWS = 1024
-SHARES = Shares(GRAPH_ROWS)
+SHARES = StepLimits(GRAPH_ROWS)
 FULL_BUDGET = 8 * GRAPH_ROWS
 wishes = st.dictionaries(
     st.text("abcdefgh", min_size=1, max_size=3),
-    st.builds(Wish, st.integers(1, GRAPH_ROWS), st.booleans(), st.booleans(), st.none()),
+    st.builds(NextForward, st.integers(1, GRAPH_ROWS), st.booleans(), st.booleans(), st.none()),
     min_size=1,
     max_size=20,
 )
@@ -100,7 +106,7 @@ wishes = st.dictionaries(
 @settings(deadline=None)
 @given(wishes, st.data())
 def test_a_step_behind_another_is_of_one_kind_and_of_nobody_under_way(
-    asked: dict[str, Wish], data: st.DataObject
+    asked: dict[str, NextForward], data: st.DataObject
 ) -> None:
     under_way = data.draw(st.sets(st.sampled_from(sorted(asked))))
     taken = step_behind(under_way, asked, FULL_BUDGET, SHARES)
@@ -119,7 +125,11 @@ def test_a_step_behind_another_is_of_one_kind_and_of_nobody_under_way(
 
 
 def test_those_who_fit_into_one_step_wait_for_each_other() -> None:
-    asked = {"a": Wish(32, keeps=True), "b": Wish(32, keeps=True), "c": Wish(32, keeps=False)}
+    asked = {
+        "a": NextForward(32, keeps=True),
+        "b": NextForward(32, keeps=True),
+        "c": NextForward(32, keeps=False),
+    }
     assert step_behind([], asked, FULL_BUDGET, SHARES) == {"a": 32, "b": 32}
     assert step_behind(["a"], asked, FULL_BUDGET, SHARES) == {"c": 32}
     assert step_behind(["a", "c"], asked, FULL_BUDGET, SHARES) == {}
@@ -127,9 +137,9 @@ def test_those_who_fit_into_one_step_wait_for_each_other() -> None:
 
 def test_who_has_no_pages_waits_and_a_long_prompt_is_cut_to_the_share() -> None:
     asked = {
-        "dry": Wish(0, keeps=True, unit=32),
-        "decodes": Wish(32, keeps=True, unit=32),
-        "prompt": Wish(32_768, keeps=True, unit=32),
+        "dry": NextForward(0, keeps=True, unit=32),
+        "decodes": NextForward(32, keeps=True, unit=32),
+        "prompt": NextForward(32_768, keeps=True, unit=32),
     }
     assert step_behind([], asked, FULL_BUDGET, SHARES) == {
         "decodes": 32,
@@ -140,7 +150,7 @@ def test_who_has_no_pages_waits_and_a_long_prompt_is_cut_to_the_share() -> None:
 
 @pytest.mark.parametrize(("is_window", "count", "share"), [(True, 32, 32), (False, 32, 48)])
 def test_those_who_do_not_share_the_rows(is_window: bool, count: int, share: int) -> None:
-    wish = Wish(GRAPH_ROWS // count, keeps=True, is_window=is_window)
+    wish = NextForward(GRAPH_ROWS // count, keeps=True, is_window=is_window)
     asked = {str(i): wish for i in range(3 * count)}
     first = step_behind([], asked, FULL_BUDGET, SHARES)
     assert list(first) == list(asked)[:share]
@@ -152,9 +162,12 @@ def test_those_who_do_not_share_the_rows(is_window: bool, count: int, share: int
 
 
 def test_windows_go_with_whole_sequences_where_a_graph_holds_all() -> None:
-    asked = {"window": Wish(32, keeps=True, is_window=True), "whole": Wish(256, keeps=True)}
+    asked = {
+        "window": NextForward(32, keeps=True, is_window=True),
+        "whole": NextForward(256, keeps=True),
+    }
     assert step_behind([], asked, FULL_BUDGET, SHARES) == {"window": 32, "whole": 256}
-    asked["large"] = Wish(GRAPH_ROWS, keeps=True)
+    asked["large"] = NextForward(GRAPH_ROWS, keeps=True)
     assert step_behind([], asked, FULL_BUDGET, SHARES) == {"window": 32}
     assert step_behind(["window"], asked, FULL_BUDGET, SHARES) == {"whole": 256}
 
@@ -162,7 +175,7 @@ def test_windows_go_with_whole_sequences_where_a_graph_holds_all() -> None:
 @pytest.mark.parametrize(("count", "share"), [(128, 128), (129, 128), (300, 150)])
 def test_many_requests_of_few_rows_come_in_shares(count: int, share: int) -> None:
     """The host takes in the results of one share while the device computes the other."""
-    asked = {str(i): Wish(4, keeps=True, unit=4) for i in range(count)}
+    asked = {str(i): NextForward(4, keeps=True, unit=4) for i in range(count)}
     first = step_behind([], asked, FULL_BUDGET, SHARES)
     assert list(first) == list(asked)[:share]
     assert list(step_behind(first, asked, FULL_BUDGET, SHARES)) == list(asked)[share:]

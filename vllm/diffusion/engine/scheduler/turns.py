@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Wish(NamedTuple):
+class NextForward(NamedTuple):
     """Sizes of a request's next forward.
 
     Attributes:
@@ -28,7 +28,7 @@ class Wish(NamedTuple):
     unit: int | None = None
 
 
-class Shares(NamedTuple):
+class StepLimits(NamedTuple):
     """Limits above which a step takes only some of the waiting requests, so that two steps
     alternate.
 
@@ -43,7 +43,10 @@ class Shares(NamedTuple):
 
 
 def step_behind(
-    under_way: Collection[str], wishes: Mapping[str, Wish], row_budget: int, shares: Shares
+    under_way: Collection[str],
+    wishes: Mapping[str, NextForward],
+    row_budget: int,
+    shares: StepLimits,
 ) -> dict[str, int]:
     """Return the requests of the step that follows those under way, with their rows; maybe none.
 

@@ -12,7 +12,7 @@ from vllm.diffusion import ops
 from vllm.diffusion.core.pages import in_whole_pages
 from vllm.diffusion.decoding import Candidates, Choice, ForwardTarget, make_rule, select
 from vllm.diffusion.engine.messages import StepResult
-from vllm.diffusion.engine.scheduler.turns import Wish
+from vllm.diffusion.engine.scheduler.turns import NextForward
 from vllm.diffusion.engine.worker.guided import Guided
 from vllm.diffusion.engine.worker.proposals import Proposals
 from vllm.diffusion.engine.worker.windows import ALL_ROWS, windows_of
@@ -128,7 +128,7 @@ class Canvas:
         self._rows = (0, 0)  # of the newest work; most often the same as before, and so are these:
         self._uncut: Window | None = None  # the next one if nothing cuts it
         self._most_rows = ALL_ROWS  # that it may have
-        self._wish: Wish | None = None  # what that is
+        self._wish: NextForward | None = None  # what that is
         self._is_for_rule = True  # the forward under way
         self._is_over = False  # the rule has nothing left to fill
         self.num_forwards = 0
@@ -237,19 +237,19 @@ class Canvas:
         return self.num_forwards == 1 and self._forward is None
 
     @property
-    def wish(self) -> Wish:
+    def wish(self) -> NextForward:
         """Sizes of the next forward, by which the loop decides when it is launched."""
         if self._wish is None or self._work is None:
             rows = self.next_rows  # which looks whether it is still the same
             self._wish = self._wish or self._next_wish(rows)
         return self._wish
 
-    def _next_wish(self, rows: int) -> Wish:
+    def _next_wish(self, rows: int) -> NextForward:
         unit = self.unit
         if unit is not None:  # of the rows, those that have pages for their keys and values
-            return Wish(min(rows, self._most_rows // unit * unit), keeps=True, unit=unit)
+            return NextForward(min(rows, self._most_rows // unit * unit), keeps=True, unit=unit)
         is_window = rows < self.length * self.num_sequences
-        return Wish(rows, keeps=self.cache is not None, is_window=is_window)
+        return NextForward(rows, keeps=self.cache is not None, is_window=is_window)
 
     @property
     def _rows_with_pages(self) -> int:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.diffusion import ops
     from vllm.diffusion.decoding import Candidates, Choice
     from vllm.diffusion.engine.messages import NewCanvas, Slice
-    from vllm.diffusion.engine.scheduler.turns import Shares, Wish
+    from vllm.diffusion.engine.scheduler.turns import NextForward, StepLimits
     from vllm.diffusion.engine.worker.agreement import Agreement
     from vllm.diffusion.engine.worker.batch import StepBatch
     from vllm.diffusion.engine.worker.budget import StepMemory
@@ -70,7 +70,7 @@ class StepRunner(Protocol):
     planner: Planner
     pool: ActivationPool
     caches: PageStore
-    shares: Shares
+    shares: StepLimits
 
     @property
     def kept_bytes(self) -> int: ...
@@ -90,7 +90,7 @@ class StepRunner(Protocol):
     def collect(self, step: Step) -> Outcomes: ...
 
 
-class Attempt(NamedTuple):
+class LaunchResult(NamedTuple):
     """Result of launching a step; failed requests are reported when the step is collected.
 
     Attributes:
@@ -118,9 +118,9 @@ class Follows(NamedTuple):
     """
 
     under_way: set[str]
-    wishes: list[tuple[str, Wish]]
+    wishes: list[tuple[str, NextForward]]
     planner: Planner
-    shares: Shares
+    shares: StepLimits
     kept_bytes: int
 
     def answer(self) -> dict[str, int]:
@@ -144,7 +144,7 @@ class StepLoop:
 
     def __init__(self, runner: StepRunner, agreement: Agreement) -> None:
         self._runner, self._agreement = runner, agreement
-        self._under_way: list[Attempt] = []  # in the order in which they were launched
+        self._under_way: list[LaunchResult] = []  # in the order in which they were launched
         self._begun_anew: str | None = None  # whose long step has run out of memory once
         self._answered: tuple[Follows | None, dict[str, int]] = None, {}  # the newest question
         self.num_rows = 0
@@ -218,7 +218,7 @@ class StepLoop:
                 failures[req_id] = failure
         if step is not None:
             self._begun_anew = None
-        return self._results(self._collect(Attempt(step, failures)))
+        return self._results(self._collect(LaunchResult(step, failures)))
 
     @property
     def launched(self) -> list[list[str]]:
@@ -264,7 +264,7 @@ class StepLoop:
         if self._answered[1]:
             self._under_way.append(self._launch(self._answered[1]))
 
-    def _launch(self, rows: Mapping[str, int]) -> Attempt:
+    def _launch(self, rows: Mapping[str, int]) -> LaunchResult:
         """Launch a step with these rows a request.
 
         Where memory runs out, what other steps have left behind is released, then what a paused
@@ -277,9 +277,9 @@ class StepLoop:
             what = "a denoise step could not be launched"
             step, failure = self._tried(what, self._runner.launch, ready)
             if failure is None:
-                return Attempt(step, failures)
+                return LaunchResult(step, failures)
             if not isinstance(failure, OUT_OF_MEMORY):
-                return Attempt(None, failures | dict.fromkeys(ready, failure))
+                return LaunchResult(None, failures | dict.fromkeys(ready, failure))
             if has_trimmed and not self._runner.drop_slices():
                 largest = self._largest(ready)
                 failures[largest] = failure
@@ -287,7 +287,7 @@ class StepLoop:
                 self._runner.caches.release(largest)
             self._runner.pool.trim()
             has_trimmed = True
-        return Attempt(None, failures)
+        return LaunchResult(None, failures)
 
     def _is_ready(self, req_id: str, failures: dict[str, Exception], room: int = ALL_ROWS) -> bool:
         """Whether a request's rule can begin the step; else `failures` gets its error."""
@@ -305,7 +305,7 @@ class StepLoop:
         """Return the request with the most rows, the last one of several."""
         return max(reversed(req_ids), key=lambda req_id: self._runner.canvases[req_id].next_rows)
 
-    def _collect(self, attempt: Attempt) -> Outcomes:
+    def _collect(self, attempt: LaunchResult) -> Outcomes:
         """Wait for a step and commit it; requests that have gone meanwhile are left out."""
         step, failures = attempt
         outcomes: Outcomes = {}

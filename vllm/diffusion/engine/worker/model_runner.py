@@ -16,7 +16,7 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.engine.messages import DiffusionRunnerOutput, Paused, StepUsage
-from vllm.diffusion.engine.scheduler.turns import Shares
+from vllm.diffusion.engine.scheduler.turns import StepLimits
 from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY, Agreement
 from vllm.diffusion.engine.worker.batch import build_batch
 from vllm.diffusion.engine.worker.budget import Ledger
@@ -95,7 +95,7 @@ class DiffusionModelRunner:
             self.graphs = GraphRunner(
                 model, pool, self.caches, planner, graph_memory, self._agreement, max_model_len
             )
-        self.shares = Shares(rows=buckets_of(model.config).windows[-1])
+        self.shares = StepLimits(rows=buckets_of(model.config).windows[-1])
         self.canvases: dict[str, Canvas] = {}
         self.runs_ahead = device.type == "cuda"
         self._ledger = Ledger(pool, self.caches, graph_memory, device)
