@@ -19,7 +19,7 @@ from vllm.diffusion.engine.scheduler.admission import (
     Gathering,
     WaitingLine,
 )
-from vllm.diffusion.engine.scheduler.scheduled import Scheduled
+from vllm.diffusion.engine.scheduler.scheduled import RequestState
 from vllm.diffusion.memory import Demand
 from vllm.diffusion.request.likelihood import ScoreRequest
 
@@ -42,20 +42,20 @@ class Room:
 PLANNER: Any = Room()
 
 
-def waiting(length: int, alone: bool = False, priority: int = 0) -> Scheduled:
+def waiting(length: int, alone: bool = False, priority: int = 0) -> RequestState:
     params: Any = SimpleNamespace(force_single_batch=alone, priority=priority)
     request: Any = SimpleNamespace(request_id="same")
-    return Scheduled(request, params, Demand(length, 1))
+    return RequestState(request, params, Demand(length, 1))
 
 
-def line_of(*items: Scheduled, max_running: int = 64) -> WaitingLine:
+def line_of(*items: RequestState, max_running: int = 64) -> WaitingLine:
     line = WaitingLine(max_running)
     for item in items:
         line.append(item)
     return line
 
 
-def started(line: WaitingLine, *running: Scheduled) -> list[Scheduled]:
+def started(line: WaitingLine, *running: RequestState) -> list[RequestState]:
     """Who starts, each beside those before it; nobody is refused."""
     together = list(running)
     for item, error in line.admit(together, PLANNER):
@@ -67,7 +67,7 @@ def started(line: WaitingLine, *running: Scheduled) -> list[Scheduled]:
 def test_of_two_equal_requests_the_one_that_is_meant_leaves() -> None:
     """As the same request sent twice; compared by value the first would leave for the second."""
     first = waiting(10)
-    second = Scheduled(first.request, first.params, first.demand)
+    second = RequestState(first.request, first.params, first.demand)
     assert first != second
     line = line_of(first, second)
     line.remove(second)
@@ -181,7 +181,7 @@ def test_what_a_request_waits_for_is_noted() -> None:
     running = [waiting(60)]
     items = [waiting(50), waiting(10), waiting(10, alone=True), waiting(30)]
     line = line_of(*items)
-    reasons: dict[Scheduled, Any] = {items[1]: "prompt"}
+    reasons: dict[RequestState, Any] = {items[1]: "prompt"}
     pages = {items[3]: False}
     assert not list(
         line.admit(running, PLANNER, lambda item: pages.get(item, True), waits=reasons.get)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllm.diffusion.core.pages import PAGE_SIZE
-from vllm.diffusion.engine.scheduler.siblings import Siblings
+from vllm.diffusion.engine.scheduler.siblings import PromptGroups
 from vllm.diffusion.memory import Demand
 
 PROMPT = [3] * (2 * PAGE_SIZE + 10)
@@ -32,7 +32,7 @@ class Params:
 
 def item(
     name: str,
-    siblings: Siblings,
+    siblings: PromptGroups,
     prompt: list[int] = PROMPT,
     *,
     skips_prefixes: bool = False,
@@ -56,7 +56,7 @@ def item(
     return made
 
 
-def start(siblings: Siblings, waiting: list[Any]) -> list[tuple[str, str | None]]:
+def start(siblings: PromptGroups, waiting: list[Any]) -> list[tuple[str, str | None]]:
     """Those that start now, in order, and whose prompt they read."""
     for one in waiting:
         siblings.place(one)
@@ -69,7 +69,7 @@ def start(siblings: Siblings, waiting: list[Any]) -> list[tuple[str, str | None]
 
 
 def test_one_computes_the_prompt_and_the_others_wait_for_it() -> None:
-    siblings = Siblings()
+    siblings = PromptGroups()
     a, b, c, d = (item(name, siblings) for name in "abcd")
     others = [item("e", siblings, PROMPT[1:]), item("f", siblings, num_answers=1)]
     others += [item("g", siblings, [9, *PROMPT]), item("h", siblings, cache="dual")]
@@ -90,7 +90,7 @@ def test_one_computes_the_prompt_and_the_others_wait_for_it() -> None:
 
 
 def test_an_aborted_request_leaves_its_prompt_to_the_next() -> None:
-    siblings = Siblings()
+    siblings = PromptGroups()
     a, b, c = (item(name, siblings) for name in "abc")
     assert start(siblings, [a]) == [("a", None)]
     siblings.left(a)
@@ -100,7 +100,7 @@ def test_an_aborted_request_leaves_its_prompt_to_the_next() -> None:
 
 
 def test_guidance_and_shifted_logits_need_more_room_of_their_own() -> None:
-    siblings = Siblings()
+    siblings = PromptGroups()
     shifted = item("a", siblings, [3] * 2 * PAGE_SIZE, logit_shift=1)
     assert shifted.demand.spare == 2 * 2 * PAGE_SIZE  # the page of the row before the canvas, too
     straight = item("b", siblings, [3] * 2 * PAGE_SIZE)
@@ -109,7 +109,7 @@ def test_guidance_and_shifted_logits_need_more_room_of_their_own() -> None:
 
 @pytest.mark.parametrize("cache", ["none", "exact", "dual"])
 def test_other_caches_wait_for_the_first_forward_and_keep_no_room(cache: str) -> None:
-    siblings = Siblings()
+    siblings = PromptGroups()
     a, b, c = (item(name, siblings, cache=cache) for name in "abc")
     counted = a.demand
     assert start(siblings, [a, b, c]) == [("a", None)]
@@ -122,7 +122,7 @@ def test_other_caches_wait_for_the_first_forward_and_keep_no_room(cache: str) ->
 
 
 def test_who_has_nothing_to_share_does_not_wait() -> None:
-    siblings = Siblings()
+    siblings = PromptGroups()
     few = [item(name, siblings, PROMPT[:60], cache="none") for name in "ab"]
     unread = [item(name, siblings, cache="exact", skips_prefixes=True) for name in "cd"]
     writing = [item(name, siblings, PROMPT[:60], cache="dual") for name in "ef"]

@@ -12,7 +12,7 @@ from vllm.diffusion.config import Settings
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.engine.messages import Paused, SliceTiming
 from vllm.diffusion.engine.scheduler import slicing
-from vllm.diffusion.engine.scheduler.scheduled import Scheduled
+from vllm.diffusion.engine.scheduler.scheduled import RequestState
 from vllm.diffusion.memory import Demand
 
 STEP_S, SHORT_S = 1.0, 0.004  # what the planner predicts of a long step and of a short one
@@ -30,10 +30,10 @@ class Planner:
 PLANNER: Any = Planner()
 
 
-def request(name: str, rows: int, **demand: Any) -> Scheduled:
+def request(name: str, rows: int, **demand: Any) -> RequestState:
     asked: Any = SimpleNamespace(request_id=name)
     params: Any = SimpleNamespace(cache="none", priority=None)
-    return Scheduled(asked, params, Demand(rows, 1, **demand))
+    return RequestState(asked, params, Demand(rows, 1, **demand))
 
 
 class Device:
@@ -56,7 +56,7 @@ class Device:
         clock = SimpleNamespace(monotonic=lambda: self.now)
         monkeypatch.setattr(slicing, "time", clock)
 
-    def step(self, long: list[Scheduled], *, short_s: float = 0.0) -> None:
+    def step(self, long: list[RequestState], *, short_s: float = 0.0) -> None:
         """One step of the engine, in which short requests take so many seconds."""
         asked = self.slicing.next_slice(long, PLANNER, is_shared=short_s > 0)
         self.now += short_s

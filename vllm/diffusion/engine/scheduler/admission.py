@@ -23,7 +23,7 @@ from vllm.diffusion.core.errors import ActivationBudgetError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from vllm.diffusion.engine.scheduler.scheduled import Scheduled, WaitsFor
+    from vllm.diffusion.engine.scheduler.scheduled import RequestState, WaitsFor
     from vllm.diffusion.memory import Planner
 
 MAX_OVERTAKEN = 16  # requests that may start before one that came earlier
@@ -40,29 +40,29 @@ class WaitingLine:
 
     def __init__(self, max_running: int) -> None:
         self._max_running = max_running
-        self._waiting: deque[Scheduled] = deque()
+        self._waiting: deque[RequestState] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[Scheduled]:
+    def __iter__(self) -> Iterator[RequestState]:
         return iter(self._waiting)
 
-    def append(self, item: Scheduled) -> None:
+    def append(self, item: RequestState) -> None:
         behind = sum(1 for other in self._waiting if other.priority > item.priority)
         self._waiting.insert(len(self._waiting) - behind, item)
 
-    def remove(self, item: Scheduled) -> None:
+    def remove(self, item: RequestState) -> None:
         self._waiting.remove(item)
 
     def admit(
         self,
-        running: Collection[Scheduled],
+        running: Collection[RequestState],
         planner: Planner,
-        has_pages: Callable[[Scheduled], bool] = lambda _: True,
-        is_long: Callable[[Scheduled], bool] = lambda _: False,
-        waits: Callable[[Scheduled], WaitsFor | None] = lambda _: None,
-    ) -> Iterator[tuple[Scheduled, ActivationBudgetError | None]]:
+        has_pages: Callable[[RequestState], bool] = lambda _: True,
+        is_long: Callable[[RequestState], bool] = lambda _: False,
+        waits: Callable[[RequestState], WaitsFor | None] = lambda _: None,
+    ) -> Iterator[tuple[RequestState, ActivationBudgetError | None]]:
         """Remove and yield the requests that start now, and those that never can, with the reason.
 
         Args:
@@ -76,7 +76,7 @@ class WaitingLine:
 
         Every request that stays has the reason in its `waits_for`.
         """
-        passed: list[Scheduled] = []  # came earlier, do not fit now; the first was passed most
+        passed: list[RequestState] = []  # came earlier, do not fit now; the first was passed most
         is_long = cache(is_long)  # each of these is asked about again for everybody who waits
         for item in self._waiting:
             item.waits_for = "order"
@@ -105,10 +105,10 @@ class WaitingLine:
 
     def _obstacle(
         self,
-        item: Scheduled,
-        running: Collection[Scheduled],
+        item: RequestState,
+        running: Collection[RequestState],
         planner: Planner,
-        is_long: Callable[[Scheduled], bool],
+        is_long: Callable[[RequestState], bool],
     ) -> WaitsFor | None:
         """Return what keeps a request from joining those that run, None if nothing does."""
         if not running:
@@ -121,7 +121,7 @@ class WaitingLine:
         return planner.obstacle([r.demand for r in running], item.demand, long=long)
 
 
-def _refusal(item: Scheduled, planner: Planner) -> ActivationBudgetError | None:
+def _refusal(item: RequestState, planner: Planner) -> ActivationBudgetError | None:
     """Return why a request would not fit even alone; else decide where it keeps what."""
     try:
         item.demand = planner.check(item.demand)
@@ -148,7 +148,7 @@ class Gathering:
         self._clock = clock
         self._groups: dict[str, _Group] = {}
 
-    def arrived(self, item: Scheduled) -> None:
+    def arrived(self, item: RequestState) -> None:
         """Count a request that has arrived toward its call."""
         score = item.params.score
         if score is None or score.group_size == 1:
@@ -158,7 +158,7 @@ class Gathering:
         if group.num_arrived + 1 < score.group_size:
             self._groups[score.group] = group._replace(num_arrived=group.num_arrived + 1)
 
-    def waits(self, item: Scheduled) -> bool:
+    def waits(self, item: RequestState) -> bool:
         """Whether requests of the same call are missing, for at most `LONGEST_WAIT_S`."""
         self._forget_late()
         return item.params.score is not None and item.params.score.group in self._groups

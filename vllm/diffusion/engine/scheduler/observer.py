@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         DiffusionSchedulerOutput,
         StepResult,
     )
-    from vllm.diffusion.engine.scheduler.scheduled import Scheduled
+    from vllm.diffusion.engine.scheduler.scheduled import RequestState
     from vllm.v1.request import Request
 
 logger = init_logger(__name__)
@@ -65,7 +65,7 @@ class Observer:
         if self._enabled:
             request.record_event(EngineCoreEventType.SCHEDULED)
 
-    def progressed(self, item: Scheduled, result: StepResult) -> None:
+    def progressed(self, item: RequestState, result: StepResult) -> None:
         """Record a step's result of `item`; must be called before `item` takes it in."""
         self._seen.count(metrics.FORWARDS, result.num_forwards - item.num_forwards)
         self._seen.count(metrics.COMMITTED_TOKENS, result.num_committed - item.num_committed)
@@ -73,7 +73,7 @@ class Observer:
             waited = seconds_since_arrival(item.request)
             self._seen.observe(metrics.TIME_TO_FIRST_COMMIT, waited)
 
-    def ended(self, item: Scheduled) -> None:
+    def ended(self, item: RequestState) -> None:
         """Record that a request has stopped running, for whatever reason."""
         if not item.num_forwards:
             return
@@ -112,7 +112,9 @@ class Observer:
         """
         return time.monotonic() - self._last_statistics >= STATISTICS_S
 
-    def statistics(self, num_running: int, waiting: Sequence[Scheduled]) -> SchedulerStats | None:
+    def statistics(
+        self, num_running: int, waiting: Sequence[RequestState]
+    ) -> SchedulerStats | None:
         """Return everything recorded since the last call; None if nobody reads it.
 
         Args:

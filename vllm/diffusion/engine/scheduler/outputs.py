@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vllm.diffusion.engine.messages import StepResult
-    from vllm.diffusion.engine.scheduler.scheduled import Scheduled
+    from vllm.diffusion.engine.scheduler.scheduled import RequestState
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
 
 
 def progress(
-    item: Scheduled, new_token_ids: list[int], result: StepResult
+    item: RequestState, new_token_ids: list[int], result: StepResult
 ) -> list[EngineCoreOutput]:
     """Make the outputs of a step: tokens that are now final, and at the end the report.
 
@@ -60,7 +60,7 @@ def refusal(request: Request, message: str) -> EngineCoreOutput:
     )
 
 
-def timeout(item: Scheduled, message: str) -> EngineCoreOutput:
+def timeout(item: RequestState, message: str) -> EngineCoreOutput:
     """Make the output of a request that ended before it was complete; its status must be set."""
     told = {"error": message, "timeout_s": item.params.timeout_s, **_report(item)}
     return EngineCoreOutput(
@@ -100,7 +100,7 @@ def _common(request: Request) -> dict[str, Any]:
     }
 
 
-def _side_channel(item: Scheduled, result: StepResult) -> dict[str, Any] | None:
+def _side_channel(item: RequestState, result: StepResult) -> dict[str, Any] | None:
     """Fields that upstream's output lacks; the report is sent with the last output.
 
     The front end finds stop strings by itself, so with them every output may be the last one.
@@ -116,7 +116,7 @@ def _side_channel(item: Scheduled, result: StepResult) -> dict[str, Any] | None:
     return {"dllm": told} if told else None
 
 
-def _report(item: Scheduled) -> dict[str, Any]:
+def _report(item: RequestState) -> dict[str, Any]:
     waited = time.time() - item.request.arrival_time
     ran = time.monotonic() - item.started if item.started else 0.0
     return {

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from vllm.config import VllmConfig
-    from vllm.diffusion.engine.scheduler.scheduled import Scheduled
+    from vllm.diffusion.engine.scheduler.scheduled import RequestState
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.metrics.stats import SchedulerStats
 
@@ -69,7 +69,7 @@ class Paging:
         self._new_pages: dict[str, NewPages] = {}
         self._is_short = False  # somebody waits for pages
 
-    def arrived(self, item: Scheduled) -> None:
+    def arrived(self, item: RequestState) -> None:
         """Add the block length, on which keys and values depend, to a request's hashes.
 
         Raises:
@@ -86,7 +86,7 @@ class Paging:
         if not (self._manager.enable_caching and _shares(item)):
             request.skip_reading_prefix_cache = True
 
-    def provide(self, running: Iterable[Scheduled], under_way: Collection[str]) -> None:
+    def provide(self, running: Iterable[RequestState], under_way: Collection[str]) -> None:
         """Reserve pages for every next forward, and beyond, as a worker launches one step ahead.
 
         The oldest requests come first. Where there are too few pages, they take those of the newest
@@ -110,14 +110,14 @@ class Paging:
             ahead = item.next_end + BLOCKS_AHEAD * item.params.block_length
             self._give(item, min(ahead, item.demand.length))
 
-    def admits(self, item: Scheduled) -> bool:
+    def admits(self, item: RequestState) -> bool:
         """Whether a request may start; if so, it has the pages of its first forward.
 
         Requests that have started before and wait for pages come first.
         """
         return not item.is_paged or (not self._is_short and self._give(item, item.next_end))
 
-    def _give(self, item: Scheduled, end: int) -> bool:
+    def _give(self, item: RequestState, end: int) -> bool:
         """Give a request pages for its positions up to `end`; whether it has them now.
 
         A request without pages begins with those that already hold its prefix.
@@ -143,7 +143,7 @@ class Paging:
             self._new_pages[item.req_id] = NewPages(page_ids, num_found if has_none else None)
         return True
 
-    def _begin(self, item: Scheduled, num_found: int) -> None:
+    def _begin(self, item: RequestState, num_found: int) -> None:
         """Start a request whose first `num_found` positions are computed already."""
         request = item.request
         self._manager.record_prefix_cache_stats(request, num_found)
@@ -153,7 +153,7 @@ class Paging:
         request.num_computed_tokens = num_found
         item.keep(num_found)
 
-    def reset(self, running: Iterable[Scheduled]) -> bool:
+    def reset(self, running: Iterable[RequestState]) -> bool:
         """Forget all published pages; False if some page is in use.
 
         Args:
@@ -164,7 +164,7 @@ class Paging:
                 self.preempt(item)
         return bool(self._manager.reset_prefix_cache())
 
-    def preempt(self, item: Scheduled) -> None:
+    def preempt(self, item: RequestState) -> None:
         """Take away a request's pages; it continues when there are some again."""
         request = item.request
         self._manager.free(request)
@@ -175,7 +175,7 @@ class Paging:
         item.keep(0)
         self._new_pages[item.req_id] = NewPages([], 0)
 
-    def publish(self, item: Scheduled) -> None:
+    def publish(self, item: RequestState) -> None:
         """Let other requests find the final part of a request's keys and values."""
         request = item.request
         if item.num_pages == 0 or item.num_kept == request.num_computed_tokens:
@@ -184,7 +184,7 @@ class Paging:
         if _shares(item):
             self._manager.cache_blocks(request, min(item.num_kept, request.num_tokens))
 
-    def free(self, item: Scheduled) -> None:
+    def free(self, item: RequestState) -> None:
         """Release the pages of an ended request; published ones stay until they are needed."""
         if item.num_pages:
             self._manager.free(item.request)
@@ -204,7 +204,7 @@ class Paging:
             stats.prefix_cache_stats = found
 
 
-def _shares(item: Scheduled) -> bool:
+def _shares(item: RequestState) -> bool:
     """Whether a request's pages hold what their hashes name: whole blocks of these tokens."""
     params = item.params
     return PAGE_SIZE % params.block_length == 0 and not params.allow_infill

@@ -26,7 +26,7 @@ WaitsFor = Literal["rows", "memory", "requests", "others", "prompt", "call", "or
 
 
 @dataclass(eq=False)
-class Scheduled:
+class RequestState:
     """A request with its decided parameters, from arrival to its last token; compared by identity.
 
     Attributes:

@@ -29,8 +29,8 @@ from vllm.diffusion.engine.scheduler import outputs
 from vllm.diffusion.engine.scheduler.admission import Gathering, WaitingLine
 from vllm.diffusion.engine.scheduler.observer import Observer, seconds_since_arrival
 from vllm.diffusion.engine.scheduler.paging import Paging
-from vllm.diffusion.engine.scheduler.scheduled import Scheduled
-from vllm.diffusion.engine.scheduler.siblings import Siblings
+from vllm.diffusion.engine.scheduler.scheduled import RequestState
+from vllm.diffusion.engine.scheduler.siblings import PromptGroups
 from vllm.diffusion.engine.scheduler.slicing import Slicing
 from vllm.diffusion.engine.scheduler.turns import by_priority, take_turns, to_the_end
 from vllm.diffusion.process import startup_log, watchdog
@@ -81,9 +81,9 @@ class DiffusionScheduler(SchedulerInterface):
         self.last_usage: StepUsage | None = None
         self._paging = Paging(vllm_config, kv_cache_config, hash_block_size, log_stats=log_stats)
         self._waiting = WaitingLine(vllm_config.scheduler_config.max_num_seqs)
-        self._running: dict[str, Scheduled] = {}  # in the order of their turns
+        self._running: dict[str, RequestState] = {}  # in the order of their turns
         self._untold: list[tuple[int, EngineCoreOutput]] = []  # clients, and that a request ended
-        self._siblings = Siblings()
+        self._siblings = PromptGroups()
         self._gathering = Gathering()
         self._launched: list[list[str]] = []  # requests of each step that is under way already
         settings = settings_of(vllm_config)
@@ -111,7 +111,7 @@ class DiffusionScheduler(SchedulerInterface):
         if decided.priority is None:
             decided = replace(decided, priority=request.priority)
         demand = demand_of(decided, request.num_prompt_tokens)
-        item = Scheduled(request, decided, demand)
+        item = RequestState(request, decided, demand)
         if decided.timeout_s is not None:
             left_s = decided.timeout_s - seconds_since_arrival(request)
             item.deadline = time.monotonic() + left_s
@@ -207,10 +207,10 @@ class DiffusionScheduler(SchedulerInterface):
         for item in self._waiting:
             self._siblings.place(item)
 
-        def is_long(item: Scheduled) -> bool:
+        def is_long(item: RequestState) -> bool:
             return self.slicing.is_long(item, item.demand.steady_rows, planner)
 
-        def waits(item: Scheduled) -> WaitsFor | None:
+        def waits(item: RequestState) -> WaitsFor | None:
             if self._siblings.waits(item):
                 return "prompt"
             return "call" if self._gathering.waits(item) else None
@@ -277,7 +277,7 @@ class DiffusionScheduler(SchedulerInterface):
             self._planner = make_planner(self._vllm_config, budget_bytes, usage.rates)
 
     def _advance(
-        self, item: Scheduled, result: StepResult, usage: StepUsage | None
+        self, item: RequestState, result: StepResult, usage: StepUsage | None
     ) -> list[EngineCoreOutput]:
         """Take in a request's result and return the outputs for its client."""
         request = item.request
@@ -347,5 +347,5 @@ class DiffusionScheduler(SchedulerInterface):
         pass
 
 
-def _priority(item: Scheduled) -> int:
+def _priority(item: RequestState) -> int:
     return item.priority

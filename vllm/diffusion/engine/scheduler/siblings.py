@@ -23,7 +23,7 @@ from vllm.diffusion.core.pages import PAGE_SIZE, in_whole_pages
 from vllm.diffusion.engine.messages import MOST_SHARED_ROWS
 
 if TYPE_CHECKING:
-    from vllm.diffusion.engine.scheduler.scheduled import Scheduled
+    from vllm.diffusion.engine.scheduler.scheduled import RequestState
     from vllm.diffusion.request.params import DiffusionParams
 
 # First forwards that have fewer rows all together cost no more than one of them.
@@ -46,25 +46,25 @@ class _Group:
         num_places: number of requests that may still join.
     """
 
-    members: list[Scheduled]
+    members: list[RequestState]
     num_places: int
 
 
-class Siblings:
+class PromptGroups:
     """Decides which waiting requests may begin with what a running one has computed."""
 
     def __init__(self) -> None:
         self._groups: dict[Prompt, _Group] = {}
         self._prompts: dict[str, Prompt] = {}  # by request
 
-    def arrived(self, item: Scheduled) -> None:
+    def arrived(self, item: RequestState) -> None:
         """Note a request that waits; until it is placed, it is expected to compute its prompt."""
         if item.params.num_answers > 1 and _may_share(item):
             token_ids = np.array(item.request.prompt_token_ids or []).tobytes()
             self._prompts[item.req_id] = Prompt(token_ids, replace(item.params, seed=None))
             self._compute(item)
 
-    def place(self, item: Scheduled) -> None:
+    def place(self, item: RequestState) -> None:
         """Update a waiting request's demand by whose prompt it would read if it started now."""
         prompt = self._prompts.get(item.req_id)
         if prompt is None:
@@ -78,7 +78,7 @@ class Siblings:
             item.demand = replace(item.demand, reads_prompt=True, spare=0, host_layers=0)
             item.next_rows = item.demand.first_rows
 
-    def _compute(self, item: Scheduled) -> None:
+    def _compute(self, item: RequestState) -> None:
         """Make a request compute its prompt and keep room for its siblings."""
         item.prompt_of = None
         if item.params.cache == "frozen":
@@ -87,14 +87,14 @@ class Siblings:
             item.demand = replace(demand, spare=spare)
             item.next_rows = item.demand.first_rows
 
-    def waits(self, item: Scheduled) -> bool:
+    def waits(self, item: RequestState) -> bool:
         """Whether a request is to begin with something that a sibling has not computed yet."""
         group = self._group_of(item)
         if group is None or not group.num_places:  # it is to be placed anew
             return item.prompt_of is not None
         return item.prompt_of is None or not group.members[0].num_forwards
 
-    def start(self, item: Scheduled) -> None:
+    def start(self, item: RequestState) -> None:
         """Start a request: with what a sibling has computed, or as the one that computes it."""
         prompt, group = self._prompts.get(item.req_id), self._group_of(item)
         if prompt is None:
@@ -107,7 +107,7 @@ class Siblings:
             group.members.append(item)
             group.num_places -= 1
 
-    def left(self, item: Scheduled) -> None:
+    def left(self, item: RequestState) -> None:
         """Remove a request that is over; another one's demand then counts what all keep."""
         group, prompt = self._group_of(item), self._prompts.pop(item.req_id, None)
         if prompt is None or group is None or item not in group.members:
@@ -119,12 +119,12 @@ class Siblings:
         elif was_first:
             group.members[0].demand = item.demand
 
-    def _group_of(self, item: Scheduled) -> _Group | None:
+    def _group_of(self, item: RequestState) -> _Group | None:
         prompt = self._prompts.get(item.req_id)
         return None if prompt is None else self._groups.get(prompt)
 
 
-def _may_share(item: Scheduled) -> bool:
+def _may_share(item: RequestState) -> bool:
     """Whether a request's first forward has something for its siblings that is worth sharing."""
     params, demand, request = item.params, item.demand, item.request
     if params.cache == "frozen":
@@ -136,7 +136,7 @@ def _may_share(item: Scheduled) -> bool:
     return demand.sample_rows <= MOST_SHARED_ROWS
 
 
-def own_positions(item: Scheduled) -> int:
+def own_positions(item: RequestState) -> int:
     """Positions, in whole pages, that a sequence keeps beside the prompt of another one.
 
     The row before the canvas is among them where it predicts the canvas's first token.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.config import Settings
     from vllm.diffusion.engine.messages import DiffusionRunnerOutput, SliceTiming
-    from vllm.diffusion.engine.scheduler.scheduled import Scheduled
+    from vllm.diffusion.engine.scheduler.scheduled import RequestState
     from vllm.diffusion.memory import Planner
 
 
@@ -85,7 +85,7 @@ class Slicing:
 
     # ---- who is long ----
 
-    def is_long(self, item: Scheduled, rows: int, planner: Planner) -> bool:
+    def is_long(self, item: RequestState, rows: int, planner: Planner) -> bool:
         """Whether a step of `rows` rows of this request takes longer than a pause may."""
         if not self.longest_pause_s:
             return False
@@ -95,7 +95,7 @@ class Slicing:
             return False
         return item.predicted_s(min(rows, most), planner) > longest_s
 
-    def long(self, running: Mapping[str, Scheduled], planner: Planner | None) -> list[str]:
+    def long(self, running: Mapping[str, RequestState], planner: Planner | None) -> list[str]:
         """Return the long requests, in the order of their turns, and any whose step has begun.
 
         Args:
@@ -114,7 +114,7 @@ class Slicing:
     # ---- whose turn it is ----
 
     def next_slice(
-        self, long: Sequence[Scheduled], planner: Planner | None, *, is_shared: bool
+        self, long: Sequence[RequestState], planner: Planner | None, *, is_shared: bool
     ) -> Slice | None:
         """Return the next slice of the step that has begun, else the first one of the next step.
 
@@ -136,7 +136,7 @@ class Slicing:
         return Slice(item.req_id, rows[item.req_id], self.slice_s / self.pace.factor)
 
     def fits_beside(
-        self, rows: Mapping[str, int], running: Mapping[str, Scheduled], planner: Planner | None
+        self, rows: Mapping[str, int], running: Mapping[str, RequestState], planner: Planner | None
     ) -> bool:
         """Whether a step of these requests fits beside what a paused step holds of the pool."""
         if self._paused is None or planner is None or not rows:
