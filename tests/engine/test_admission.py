@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from vllm.diffusion.core.errors import ActivationBudgetError
-from vllm.diffusion.engine.scheduler.admission import (
+from vllm.diffusion.engine.scheduler.request_state import RequestState
+from vllm.diffusion.engine.scheduler.waiting import (
     LONGEST_WAIT_S,
     MAX_OVERTAKEN,
     MAX_PASSED,
     Gathering,
     WaitingLine,
 )
-from vllm.diffusion.engine.scheduler.scheduled import RequestState
 from vllm.diffusion.memory import Demand
 from vllm.diffusion.request.likelihood import ScoreRequest
 

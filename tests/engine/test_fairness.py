@@ -10,7 +10,7 @@ import pytest
 
 from tests.checkpoints import random_prompt
 from tests.engine.harness import Ask, record_steps, running, sampling_params, to_answer
-from vllm.diffusion.engine.scheduler import admission
+from vllm.diffusion.engine.scheduler import waiting as admission
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

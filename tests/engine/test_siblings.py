@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllm.diffusion.core.pages import PAGE_SIZE
-from vllm.diffusion.engine.scheduler.siblings import PromptGroups
+from vllm.diffusion.engine.scheduler.prompt_groups import PromptGroups
 from vllm.diffusion.memory import Demand
 
 PROMPT = [3] * (2 * PAGE_SIZE + 10)

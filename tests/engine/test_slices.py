@@ -17,7 +17,7 @@ from tests.engine.harness import Ask, finish, running, shrink, start, step, toke
 from tests.memory.support import LLADA_8B
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.engine.messages import Slice
-from vllm.diffusion.engine.scheduler.slicing import Pace
+from vllm.diffusion.engine.scheduler.long_requests import Pace
 from vllm.diffusion.engine.worker.model_runner import DiffusionModelRunner
 from vllm.diffusion.engine.worker.slices import Slices
 from vllm.diffusion.engine.worker.windows import ALL_ROWS

@@ -11,8 +11,8 @@ import pytest
 from vllm.diffusion.config import Settings
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.engine.messages import Paused, SliceTiming
-from vllm.diffusion.engine.scheduler import slicing
-from vllm.diffusion.engine.scheduler.scheduled import RequestState
+from vllm.diffusion.engine.scheduler import long_requests as slicing
+from vllm.diffusion.engine.scheduler.request_state import RequestState
 from vllm.diffusion.memory import Demand
 
 STEP_S, SHORT_S = 1.0, 0.004  # what the planner predicts of a long step and of a short one

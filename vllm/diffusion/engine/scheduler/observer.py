@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         DiffusionSchedulerOutput,
         StepResult,
     )
-    from vllm.diffusion.engine.scheduler.scheduled import RequestState
+    from vllm.diffusion.engine.scheduler.request_state import RequestState
     from vllm.v1.request import Request
 
 logger = init_logger(__name__)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vllm.diffusion.engine.messages import StepResult
-    from vllm.diffusion.engine.scheduler.scheduled import RequestState
+    from vllm.diffusion.engine.scheduler.request_state import RequestState
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from vllm.config import VllmConfig
-    from vllm.diffusion.engine.scheduler.scheduled import RequestState
+    from vllm.diffusion.engine.scheduler.request_state import RequestState
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.metrics.stats import SchedulerStats
 

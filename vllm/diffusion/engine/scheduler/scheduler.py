@@ -26,13 +26,13 @@ from vllm.diffusion.engine.messages import (
 )
 from vllm.diffusion.engine.planning import demand_of, make_planner
 from vllm.diffusion.engine.scheduler import outputs
-from vllm.diffusion.engine.scheduler.admission import Gathering, WaitingLine
+from vllm.diffusion.engine.scheduler.long_requests import Slicing
 from vllm.diffusion.engine.scheduler.observer import Observer, seconds_since_arrival
 from vllm.diffusion.engine.scheduler.paging import Paging
-from vllm.diffusion.engine.scheduler.scheduled import RequestState
-from vllm.diffusion.engine.scheduler.siblings import PromptGroups
-from vllm.diffusion.engine.scheduler.slicing import Slicing
+from vllm.diffusion.engine.scheduler.prompt_groups import PromptGroups
+from vllm.diffusion.engine.scheduler.request_state import RequestState
 from vllm.diffusion.engine.scheduler.turns import by_priority, take_turns, to_the_end
+from vllm.diffusion.engine.scheduler.waiting import Gathering, WaitingLine
 from vllm.diffusion.process import startup_log, watchdog
 from vllm.diffusion.request.decision import decision_of
 from vllm.diffusion.request.params import DRAWN_SEED_BITS
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from vllm.config import VllmConfig
-    from vllm.diffusion.engine.scheduler.scheduled import WaitsFor
+    from vllm.diffusion.engine.scheduler.request_state import WaitsFor
     from vllm.diffusion.memory import Planner
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.metrics.stats import SchedulerStats

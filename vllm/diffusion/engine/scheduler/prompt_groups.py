@@ -23,7 +23,7 @@ from vllm.diffusion.core.pages import PAGE_SIZE, in_whole_pages
 from vllm.diffusion.engine.messages import MOST_SHARED_ROWS
 
 if TYPE_CHECKING:
-    from vllm.diffusion.engine.scheduler.scheduled import RequestState
+    from vllm.diffusion.engine.scheduler.request_state import RequestState
     from vllm.diffusion.request.params import DiffusionParams
 
 # First forwards that have fewer rows all together cost no more than one of them.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.config import Settings
     from vllm.diffusion.engine.messages import DiffusionRunnerOutput, SliceTiming
-    from vllm.diffusion.engine.scheduler.scheduled import RequestState
+    from vllm.diffusion.engine.scheduler.request_state import RequestState
     from vllm.diffusion.memory import Planner
 
 
