@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm.diffusion.decoding import Candidates, ForwardTarget, Together, make_rule
+from vllm.diffusion.decoding import BatchedChoice, Candidates, ForwardTarget, make_rule
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.families import SDAR
 from vllm.diffusion.request.params import ServedModel, SpecialIds
@@ -19,7 +19,7 @@ from vllm.diffusion.request.params import ServedModel, SpecialIds
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm.diffusion.decoding import Choice, Commit
+    from vllm.diffusion.decoding import BatchedCommit, Commit
     from vllm.diffusion.decoding.base import Array
 
 MASK, STOP = 9, 8
@@ -51,7 +51,7 @@ class Request:
         self.work = self.rule.prepare(self.tokens)
         self.settled = self.rule.settled(self.tokens)
 
-    def write(self, commit: Commit | Choice) -> None:
+    def write(self, commit: Commit | BatchedCommit) -> None:
         self.tokens[commit.positions] = commit.tokens
 
     def see(self, tokens: Array, scores: Array) -> None:
@@ -61,7 +61,7 @@ class Request:
         self.settled = self.rule.settled(self.tokens)
         self.work = self.rule.prepare(self.tokens)
 
-    def take(self, choice: Choice) -> None:
+    def take(self, choice: BatchedCommit) -> None:
         """Commit what was chosen beside others."""
         self.write(choice)
         work = self.rule.go_on(self.tokens, choice.left, choice.changes)
@@ -94,7 +94,7 @@ def test_together_is_one_by_one(
         works = [together.work for _, together in pairs if together.work is not None]
         tokens, scores = drawn(data, pairs, works)
         picks = [together.rule.pick for _, together in pairs]
-        choices = Together(picks, works, MASK).decide(tokens, scores)
+        choices = BatchedChoice(picks, works, MASK).decide(tokens, scores)
         ends = np.cumsum([0, *[work.eligible.size for work in works]]).tolist()
         for (alone, together), choice, (start, end) in zip(
             pairs, choices, pairwise(ends), strict=True

@@ -12,12 +12,12 @@ from vllm.diffusion.decoding.base import (
     Commit,
     DecodingRule,
     ForwardTarget,
-    Pick,
+    ScorePick,
     most_certain_first,
 )
 from vllm.diffusion.decoding.score import ScoreTokens
 from vllm.diffusion.decoding.selection import Selector, select
-from vllm.diffusion.decoding.together import Choice, Together
+from vllm.diffusion.decoding.together import BatchedChoice, BatchedCommit
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 
 if TYPE_CHECKING:
@@ -50,15 +50,15 @@ def make_rule(params: DiffusionParams, prompt_length: int) -> DecodingRule:
 __all__ = [
     "BLOCK_RULES",
     "RULES",
+    "BatchedChoice",
+    "BatchedCommit",
     "BlockwiseRule",
     "Candidates",
-    "Choice",
     "Commit",
     "DecodingRule",
     "ForwardTarget",
-    "Pick",
+    "ScorePick",
     "Selector",
-    "Together",
     "make_rule",
     "most_certain_first",
     "select",

@@ -74,7 +74,7 @@ class Commit(NamedTuple):
     tokens: Array
 
 
-class Pick(NamedTuple):
+class ScorePick(NamedTuple):
     """Commit of a rule that looks only at scores: the most certain candidates.
 
     Attributes:
@@ -155,15 +155,15 @@ class DecodingRule(ABC):
         """Choose for `select` by the algorithm; there is at least one candidate."""
 
     @property
-    def pick(self) -> Pick | None:
-        """Choice as data, where `Together` may choose in place of `choose`; else None.
+    def pick(self) -> ScorePick | None:
+        """Choice as data, where `BatchedChoice` may choose in place of `choose`; else None.
 
         Only for rules that commit tokens as they are proposed.
         """
         return None
 
     def go_on(self, tokens: Array, left: Array, changes: bool) -> ForwardTarget | None:
-        """Advance the rule after a choice made by `Together` has been committed.
+        """Advance the rule after a choice made by `BatchedChoice` has been committed.
 
         Args:
             tokens: [T] int64, the sequence after the commit; read only.

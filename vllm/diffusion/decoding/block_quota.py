@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vllm.diffusion.core.scoring import Scoring
-from vllm.diffusion.decoding.base import Candidates, Pick, most_certain_first
+from vllm.diffusion.decoding.base import Candidates, ScorePick, most_certain_first
 from vllm.diffusion.decoding.block_grid import GridRule
 from vllm.diffusion.decoding.semi_ar import transfer_quota
 
@@ -41,8 +41,8 @@ class Quota(GridRule):
         return super().work(masked)
 
     @property
-    def pick(self) -> Pick:
-        return Pick(self._quota())
+    def pick(self) -> ScorePick:
+        return ScorePick(self._quota())
 
     def choose(self, candidates: Candidates) -> Array:
         pick, scores = self.pick, candidates.scores
@@ -65,16 +65,16 @@ class ConfidenceOrQuota(Quota):
     """Commit all that exceeds the threshold if that meets the quota, else the best ones."""
 
     @property
-    def pick(self) -> Pick:
-        return Pick(self._quota(), self.params.threshold)
+    def pick(self) -> ScorePick:
+        return ScorePick(self._quota(), self.params.threshold)
 
 
 class FirstMasked(Quota):
     """Commit the first masked positions, however confident."""
 
     @property
-    def pick(self) -> Pick:
-        return Pick(self._quota(), in_order=True)
+    def pick(self) -> ScorePick:
+        return ScorePick(self._quota(), in_order=True)
 
 
 class EntropyBounded(GridRule):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vllm.diffusion.decoding.base import Pick
+from vllm.diffusion.decoding.base import ScorePick
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array, ForwardTarget
 
 
-class Choice(NamedTuple):
+class BatchedCommit(NamedTuple):
     """A commit chosen in place of a rule, and the positions that it leaves masked.
 
     Attributes:
@@ -30,7 +30,7 @@ class Choice(NamedTuple):
     changes: bool
 
 
-class Together:
+class BatchedChoice:
     """Picks of several rules, with all that can be computed before their forwards are over.
 
     Args:
@@ -40,7 +40,7 @@ class Together:
     """
 
     def __init__(
-        self, picks: Sequence[Pick | None], works: Sequence[ForwardTarget], mask_id: int
+        self, picks: Sequence[ScorePick | None], works: Sequence[ForwardTarget], mask_id: int
     ) -> None:
         self._has_pick = [pick is not None for pick in picks]
         self._mask_id = mask_id
@@ -48,7 +48,7 @@ class Together:
         self._starts = counts.cumsum() - counts
         self._owners = np.repeat(np.arange(counts.size), counts)
         self._positions = np.concatenate([work.eligible for work in works])
-        quotas, thresholds, in_order = zip(*[pick or Pick(0) for pick in picks], strict=True)
+        quotas, thresholds, in_order = zip(*[pick or ScorePick(0) for pick in picks], strict=True)
         self._quotas = np.array(quotas)
         self._thresholds = np.repeat(thresholds, counts)
         self._has_scores = ~np.repeat(in_order, counts)
@@ -56,7 +56,7 @@ class Together:
         self._keys = np.full((counts.size, counts.max()), np.nan)
         self._cells = np.arange(counts.max()) < counts[:, None]
 
-    def decide(self, tokens: Array, scores: Array) -> list[Choice | None]:
+    def decide(self, tokens: Array, scores: Array) -> list[BatchedCommit | None]:
         """Return the choice for each rule; None where it chooses by itself.
 
         Args:
@@ -77,13 +77,13 @@ class Together:
 
         positions, found, left = self._positions[chosen], tokens[chosen], self._positions[is_left]
         ends, left_ends = num_chosen.cumsum().tolist(), (counts - num_filled).cumsum().tolist()
-        choices: list[Choice | None] = []
+        choices: list[BatchedCommit | None] = []
         start = left_start = 0
         for has_pick, end, left_end, num in zip(
             self._has_pick, ends, left_ends, num_filled.tolist(), strict=True
         ):
             own = slice(start, end)
-            choice = Choice(positions[own], found[own], left[left_start:left_end], num > 0)
+            choice = BatchedCommit(positions[own], found[own], left[left_start:left_end], num > 0)
             choices.append(choice if has_pick else None)
             start, left_start = end, left_end
         return choices

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vllm.diffusion.core.spans import Span
-from vllm.diffusion.decoding import Candidates, Together
+from vllm.diffusion.decoding import BatchedChoice, Candidates
 from vllm.diffusion.guided.joint import choose_all, gather
 from vllm.diffusion.memory import StepShape
 from vllm.diffusion.sampling import RowGroup
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm.diffusion import ops
-    from vllm.diffusion.decoding import Choice, ForwardTarget
+    from vllm.diffusion.decoding import BatchedCommit, ForwardTarget
     from vllm.diffusion.engine.worker.canvas import Canvas, Window
     from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.ops import Array
@@ -318,7 +318,7 @@ class StepBatch:
             choose_all(sampled, joints)
         return sampled
 
-    def found(self, sampled: ops.HostCopy) -> list[Candidates | Choice]:
+    def found(self, sampled: ops.HostCopy) -> list[Candidates | BatchedCommit]:
         """Split what was sampled by request: its candidates, or already the choice among them.
 
         Args:
@@ -327,7 +327,7 @@ class StepBatch:
         picks = [canvas.pick for canvas in self.canvases]
         together = None
         if len(picks) - picks.count(None) > 1:  # one has it sooner by itself
-            together = Together(picks, self.works, self.canvases[0].params.mask_id)
+            together = BatchedChoice(picks, self.works, self.canvases[0].params.mask_id)
         rows = sampled.host.numpy()
         awaited, end = [], 0
         for canvas, work in zip(self.canvases, self.works, strict=True):
@@ -337,7 +337,7 @@ class StepBatch:
             awaited.append((work.eligible, slice(start, end), *given))
         sampled.wait()  # the device waits from here on
         tokens, greedy = rows[0].astype(np.int64), rows[2].astype(np.int64)
-        choices: list[Choice | None] = [None] * len(self.works)
+        choices: list[BatchedCommit | None] = [None] * len(self.works)
         if together is not None:
             choices = together.decide(tokens, rows[1])
         return [

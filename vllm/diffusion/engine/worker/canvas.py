@@ -10,7 +10,7 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.core.pages import in_whole_pages
-from vllm.diffusion.decoding import Candidates, Choice, ForwardTarget, make_rule, select
+from vllm.diffusion.decoding import BatchedCommit, Candidates, ForwardTarget, make_rule, select
 from vllm.diffusion.engine.messages import StepResult
 from vllm.diffusion.engine.scheduler.turns import NextForward
 from vllm.diffusion.engine.worker.guided import Guided
@@ -21,7 +21,7 @@ from vllm.diffusion.request.visibility import FULL, Forward, num_positions
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm.diffusion.decoding import Commit, Pick
+    from vllm.diffusion.decoding import Commit, ScorePick
     from vllm.diffusion.engine.messages import CanvasView, NewCanvas
     from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.memory import KeptSequence
@@ -325,18 +325,18 @@ class Canvas:
         return drawn
 
     @property
-    def pick(self) -> Pick | None:
+    def pick(self) -> ScorePick | None:
         """The rule's choice for a batched decision; None where others take part in it."""
         is_plain = self._is_for_rule and self._selector is None and self._proposals is None
         return self.rule.pick if is_plain and not self._is_over else None
 
-    def commit(self, found: Candidates | Choice) -> None:
+    def commit(self, found: Candidates | BatchedCommit) -> None:
         """Let the rule choose, write the chosen tokens, and collect those that became final.
 
         The device may be waiting for the next forward, so all else is left to `report`.
         """
         work, written = None, _NO_POSITIONS
-        if isinstance(found, Choice):
+        if isinstance(found, BatchedCommit):
             written = self._write(found)
             work = self.rule.go_on(self.tokens, found.left, found.changes)
             if work is not None:
@@ -383,7 +383,7 @@ class Canvas:
             self._proposals.note(candidates, commit, was_masked)
         return commit
 
-    def _write(self, commit: Commit | Choice) -> Array:
+    def _write(self, commit: Commit | BatchedCommit) -> Array:
         """Write tokens and return their positions [K]."""
         self._work = None
         self.tokens[commit.positions] = commit.tokens

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from vllm.diffusion import ops
-    from vllm.diffusion.decoding import Candidates, Choice
+    from vllm.diffusion.decoding import BatchedCommit, Candidates
     from vllm.diffusion.engine.messages import NewCanvas, Slice
     from vllm.diffusion.engine.scheduler.turns import NextForward, StepLimits
     from vllm.diffusion.engine.worker.agreement import Agreement
@@ -357,7 +357,7 @@ class StepLoop:
         )
 
 
-def commit(canvas: Canvas, found: Candidates | Choice) -> Exception | None:
+def commit(canvas: Canvas, found: Candidates | BatchedCommit) -> Exception | None:
     """Commit what a step found for a request; return the error that ends it alone, if any."""
     try:
         canvas.commit(found)
