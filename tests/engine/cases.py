@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from tests.checkpoints import MASK_ID, random_prompt
 from tests.engine.harness import BLOCKS, NOISY, Ask
-from vllm.diffusion.memory.footprint import Layout
-from vllm.diffusion.memory.plan import Plan, Sizes
+from vllm.diffusion.memory.footprint import Residency
+from vllm.diffusion.memory.plan import ChunkRows, Plan
 from vllm.diffusion.request.families import LLADA
 from vllm.diffusion.request.params import ServedModel, SpecialIds
 
@@ -101,15 +101,15 @@ MIXED: list[tuple[int, dict[str, Any]]] = [
     (71, {**SHORT, "cache": "frozen", "cfg_scale": 1.0}),
 ]
 # Sizes that divide nothing, so that chunks cross sequences and requests.
-CUT = Plan(Layout(keep_queries=False), Sizes(37, 29, 23, 5))
+CUT = Plan(Residency(keep_queries=False), ChunkRows(37, 29, 23, 5))
 PLANS = {
     "chunks": CUT,
-    "chunks, queries kept": Plan(Layout(keep_queries=True), CUT.rows),
-    "2 head groups": Plan(Layout(False, 2), CUT.rows),
-    "rows in host memory": Plan(Layout(False, host_residual=True), CUT.rows),
-    "2 head groups, rows in host memory": Plan(Layout(False, 2, host_residual=True), CUT.rows),
-    "one chunk, 2 head groups": Plan(Layout(False, 2), Sizes.equal(1000)),
-    "one chunk in host memory": Plan(Layout(False, host_residual=True), Sizes.equal(1000)),
+    "chunks, queries kept": Plan(Residency(keep_queries=True), CUT.rows),
+    "2 head groups": Plan(Residency(False, 2), CUT.rows),
+    "rows in host memory": Plan(Residency(False, host_residual=True), CUT.rows),
+    "2 head groups, rows in host memory": Plan(Residency(False, 2, host_residual=True), CUT.rows),
+    "one chunk, 2 head groups": Plan(Residency(False, 2), ChunkRows.equal(1000)),
+    "one chunk in host memory": Plan(Residency(False, host_residual=True), ChunkRows.equal(1000)),
 }
 
 SCHEMA: dict[str, Any] = {

@@ -183,10 +183,10 @@ def test_chunked_steps_give_the_same_tokens(
     keep_queries: bool,
 ) -> None:
     """Chunk sizes that divide nothing, so that chunks cross sequences and requests."""
-    from vllm.diffusion.memory.footprint import Layout
-    from vllm.diffusion.memory.plan import Plan, Sizes
+    from vllm.diffusion.memory.footprint import Residency
+    from vllm.diffusion.memory.plan import ChunkRows, Plan
 
-    plan = Plan(Layout(keep_queries), Sizes(17, 11, 7, 3))
+    plan = Plan(Residency(keep_queries), ChunkRows(17, 11, 7, 3))
     monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
     asks, wanted = mixed
     assert_decoded(engine.ask(*asks[2:5]), wanted[2:5])

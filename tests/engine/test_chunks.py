@@ -20,8 +20,8 @@ from tests.checkpoints import random_prompt
 from tests.engine.cases import CUT, PLANS, SHORT, mixed_asks
 from tests.engine.harness import Ask, record_plans, running, shrink, tokens
 from vllm.diffusion.core.buffers import row_bytes
-from vllm.diffusion.memory.footprint import Footprint, Layout
-from vllm.diffusion.memory.plan import Plan, Sizes
+from vllm.diffusion.memory.footprint import Footprint, Residency
+from vllm.diffusion.memory.plan import ChunkRows, Plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -90,7 +90,7 @@ def test_every_head_may_be_a_group(
 ) -> None:
     with running(checkpoint("mha")) as engine:
         wanted = tokens(engine.ask(*mixed_asks()))
-        plan = Plan(Layout(False, 4, host_residual=True), CUT.rows)
+        plan = Plan(Residency(False, 4, host_residual=True), CUT.rows)
         monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
         assert tokens(engine.ask(*mixed_asks())) == wanted
 
@@ -181,9 +181,9 @@ def test_nothing_grows_with_the_sequence_but_what_is_resident(
     prompt, asked = random_prompt(1984), {**SHORT, "gen_length": 64, "block_length": 64, "steps": 1}
     with running(checkpoint("mha"), max_model_len=2048) as engine:
         footprint = Footprint(engine.runner.planner.shape)
-        layout = Layout(False, head_groups, host_residual)
+        layout = Residency(False, head_groups, host_residual)
         planned = 2048 * row_bytes(footprint.resident(layout))
-        plan = Plan(layout, Sizes(32, 32, 32, 5))
+        plan = Plan(layout, ChunkRows(32, 32, 32, 5))
         monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
         with LiveBytes(engine.runner.model.parameters()) as live:
             engine.ask(Ask(prompt, asked))

@@ -13,8 +13,8 @@ from jsonschema import Draft202012Validator
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, random_prompt
 from tests.engine.cases import GUIDED, GUIDED_RULES, SCHEMA, guided_asks
 from tests.engine.harness import Ask, refusal_error, running, sampling_params
-from vllm.diffusion.memory.footprint import Layout
-from vllm.diffusion.memory.plan import Plan, Sizes
+from vllm.diffusion.memory.footprint import Residency
+from vllm.diffusion.memory.plan import ChunkRows, Plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,7 +87,7 @@ def test_steps_in_chunks_and_in_groups_of_heads_choose_the_same(
 ) -> None:
     found = guided_asks(("semi_ar", "threshold"), 0.7, json=SCHEMA)
     whole = [answer.token_ids for answer in engine.ask(*found)]
-    plan = Plan(Layout(False, head_groups), Sizes(37, 29, 23, 5))
+    plan = Plan(Residency(False, head_groups), ChunkRows(37, 29, 23, 5))
     monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
     assert [answer.token_ids for answer in engine.ask(*found)] == whole
 

@@ -21,8 +21,8 @@ from tests.engine.ranks import ranked
 from vllm.diffusion.engine.executor import RanksExecutor
 from vllm.diffusion.engine.worker.budget import planning_budget
 from vllm.diffusion.memory import Plan, Planner
-from vllm.diffusion.memory.footprint import Layout
-from vllm.diffusion.memory.plan import Sizes
+from vllm.diffusion.memory.footprint import Residency
+from vllm.diffusion.memory.plan import ChunkRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from tests.engine.ranks import Ranked
 
-DIVIDED = Plan(Layout(False, shards=2), CUT.rows)
+DIVIDED = Plan(Residency(False, shards=2), CUT.rows)
 # Read at the first and the last row of every 16.
 READ = [0, 15, 16, 31, 32, 47, 48, 63]
 SCORED = Ask(random_prompt(64, 9), {"score": {"positions": READ, "token_ids": [[5, 6]] * 8}})
@@ -70,7 +70,7 @@ def test_head_groups_host_rows_and_kept_keys_give_the_same_tokens(
         assert tokens(engine.ask(*mixed_asks())) == wanted
         assert ranks.num_exchanges == 0
         for on_host in (False, True):
-            use(Plan(Layout(False, 2, on_host, shards=2), CUT.rows), ranks, monkeypatch)
+            use(Plan(Residency(False, 2, on_host, shards=2), CUT.rows), ranks, monkeypatch)
             assert tokens(engine.ask(*whole_asks())) == whole
         assert engine.is_idle() and ranks.are_idle()
 
@@ -84,10 +84,10 @@ def test_four_ranks_divide_few_rows(
         wanted, whole = tokens(engine.ask(few)), tokens(engine.ask(*whole_asks()))
     with ranked(checkpoint("mha"), 4) as (engine, ranks):
         assert tokens(engine.ask(few)) == wanted
-        on_host = Layout(False, host_residual=True, shards=4)
+        on_host = Residency(False, host_residual=True, shards=4)
         use(Plan(on_host, CUT.rows._replace(attend=1)), ranks, monkeypatch)
         assert tokens(engine.ask(few)) == wanted
-        use(Plan(Layout(False, shards=4), CUT.rows), ranks, monkeypatch)
+        use(Plan(Residency(False, shards=4), CUT.rows), ranks, monkeypatch)
         assert tokens(engine.ask(*whole_asks())) == whole
         assert engine.is_idle() and ranks.are_idle()
 
@@ -100,8 +100,8 @@ def test_records_are_bit_equal(
     for shards in (1, 2):
         with ranked(checkpoint("mha"), shards) as (engine, ranks):
             # In host memory, so that one rank runs the same products, too.
-            layout = Layout(False, host_residual=True, shards=shards)
-            use(Plan(layout, Sizes(16, 16, 16, 4)), ranks, monkeypatch)
+            layout = Residency(False, host_residual=True, shards=shards)
+            use(Plan(layout, ChunkRows(16, 16, 16, 4)), ranks, monkeypatch)
             answers += engine.ask(replace(SCORED, sampling={"max_tokens": 1}))
             assert (ranks.num_exchanges > 0) == (shards > 1)
     one, two = (answer.report["scores"] for answer in answers)

@@ -6,14 +6,14 @@ from __future__ import annotations
 import torch
 
 from vllm.diffusion.core.stages import GATE_UP
-from vllm.diffusion.memory import ModelShape, Products
+from vllm.diffusion.memory import LinearBuffers, ModelShape
 
 BF16 = torch.bfloat16
 
 
-def in_place(mlp_width: int, most_gated_rows: int | None = None) -> tuple[Products, ...]:
+def in_place(mlp_width: int, most_gated_rows: int | None = None) -> tuple[LinearBuffers, ...]:
     """Of plain weights on a GPU of their own."""
-    return (Products((), (GATE_UP.of(BF16, 2 * mlp_width),), (), most_gated_rows),)
+    return (LinearBuffers((), (GATE_UP.of(BF16, 2 * mlp_width),), (), most_gated_rows),)
 
 
 # LLaDA-8B, bf16, one rank.

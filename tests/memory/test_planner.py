@@ -23,14 +23,14 @@ from vllm.diffusion.memory import (
     Demand,
     Experts,
     HostBuffers,
+    LinearBuffers,
     ModelShape,
     Plan,
     Planner,
-    Products,
     StepShape,
     chunks,
 )
-from vllm.diffusion.memory.footprint import ROUNDING_BYTES, Footprint, Layout
+from vllm.diffusion.memory.footprint import ROUNDING_BYTES, Footprint, Residency
 from vllm.diffusion.ops.fp8 import Fp8Projection
 from vllm.diffusion.ops.packed import PackedProjection
 from vllm.diffusion.ops.projection import PlainProjection, Projection
@@ -81,7 +81,9 @@ LLADA_MOE = ModelShape(
 QUANTISED = replace(
     LLADA_8B,
     products=(
-        Products(project=upstreams(3 * 4096), gated=upstreams(6 * 4096), add_to=upstreams(4096)),
+        LinearBuffers(
+            project=upstreams(3 * 4096), gated=upstreams(6 * 4096), add_to=upstreams(4096)
+        ),
         *LLADA_8B.products,  # the layers that the checkpoint leaves plain
     ),
     can_group_heads=False,
@@ -99,7 +101,9 @@ TINY = ModelShape(
     rotary_dim=16,
     rotary_dtype=torch.float32,
     products=(
-        Products((), (GATE_UP.of(torch.float32, 2 * 128),), (PROJECTED.of(torch.float32, 64),)),
+        LinearBuffers(
+            (), (GATE_UP.of(torch.float32, 2 * 128),), (PROJECTED.of(torch.float32, 64),)
+        ),
     ),
 )
 SHAPES = {
@@ -124,17 +128,17 @@ def test_resident_bytes_of_a_token_are_those_of_the_residual_and_one_layers_keys
     None
 ):
     footprint = Footprint(LLADA_8B)
-    floor = footprint.resident(Layout(keep_queries=False))
+    floor = footprint.resident(Residency(keep_queries=False))
     assert listed(floor) == {"inputs": 24, "x": 8 * KIB, "qkv": 16 * KIB}
-    grouped = footprint.resident(Layout(False, head_groups=4))
+    grouped = footprint.resident(Residency(False, head_groups=4))
     assert row_bytes(grouped) == 24 + 4 * KIB + 2 * 8 * KIB
-    assert row_bytes(footprint.resident(Layout(False, 4, host_residual=True))) == 24 + 4 * KIB
-    kept = footprint.resident(Layout(keep_queries=True))
+    assert row_bytes(footprint.resident(Residency(False, 4, host_residual=True))) == 24 + 4 * KIB
+    kept = footprint.resident(Residency(keep_queries=True))
     assert row_bytes(kept) == row_bytes(floor) + 8 * KIB + 1 * KIB
 
 
 def test_bytes_of_a_row_of_every_stage() -> None:
-    footprint, layout = Footprint(LLADA_8B), Layout(keep_queries=True)
+    footprint, layout = Footprint(LLADA_8B), Residency(keep_queries=True)
     assert tuple(map(listed, footprint.keys_values(layout))) == ({"normed": 8 * KIB},)
     attending = {"attention": 8 * KIB, "statistics": 128}
     assert tuple(map(listed, footprint.attend(layout, is_packed=False))) == (attending,)
@@ -150,7 +154,7 @@ def test_bytes_of_a_row_of_every_stage() -> None:
 
 
 def test_long_chunks_store_no_gate_and_up_where_one_kernel_computes_their_product() -> None:
-    footprint, layout = Footprint(FUSED), Layout(keep_queries=True)
+    footprint, layout = Footprint(FUSED), Residency(keep_queries=True)
     fed = {"normed rows": 8 * KIB, "activated": 24 * KIB}
     assert listed(footprint.feed_forward(layout, is_long=True)[0]) == fed
     resident = row_bytes(footprint.resident(layout))
@@ -167,7 +171,7 @@ def test_long_chunks_store_no_gate_and_up_where_one_kernel_computes_their_produc
 
 
 def test_what_computes_the_queries_is_gone_when_they_attend() -> None:
-    layout = Layout(keep_queries=False)
+    layout = Residency(keep_queries=False)
     projecting, attending = map(listed, Footprint(LLADA_8B).attend(layout, is_packed=False))
     queries = {"cos": KIB // 2, "sin": KIB // 2, "queries": 8 * KIB}
     assert projecting == queries | {"normed rows": 8 * KIB}
@@ -177,17 +181,18 @@ def test_what_computes_the_queries_is_gone_when_they_attend() -> None:
 def test_few_heads_at_a_time_take_their_share() -> None:
     footprint = Footprint(LLADA_8B)
     (_, one), (projecting, four) = (
-        map(listed, footprint.attend(Layout(False, groups), is_packed=False)) for groups in (1, 4)
+        map(listed, footprint.attend(Residency(False, groups), is_packed=False))
+        for groups in (1, 4)
     )
     assert one["attention"] == one["queries"] == 4 * four["queries"]
     assert projecting["normed rows"] == 8 * KIB  # more than the attention of a quarter of the heads
-    visiting, _ = footprint.attend(Layout(False, 4, host_residual=True), is_packed=False)
+    visiting, _ = footprint.attend(Residency(False, 4, host_residual=True), is_packed=False)
     names = ("x 0", "x 1", "updated x 0", "updated x 1")
     assert listed(visiting).items() >= dict.fromkeys(names, 8 * KIB).items()
 
 
 def test_experts_count_with_their_temporaries() -> None:
-    terms = listed(Footprint(LLADA_MOE).feed_forward(Layout(True))[-1])
+    terms = listed(Footprint(LLADA_MOE).feed_forward(Residency(True))[-1])
     assert terms["terms of experts"] == 8 * 2048 * 2
     assert terms["activated of experts"] == 8 * 1024 * 2
     assert terms["normed"] == 2048 * 2
@@ -239,7 +244,7 @@ def test_every_plan_keeps_to_its_budget_and_uses_it(name: str, length: int, is_s
 def test_predicted_bytes_are_the_sum_of_the_footprint(name: str) -> None:
     shape = SHAPES[name]
     footprint, step = Footprint(shape), half_masked(50_000)
-    whole = row_bytes(footprint.resident(Layout(True))) * step.rows
+    whole = row_bytes(footprint.resident(Residency(True))) * step.rows
     for budget in (whole // 8, whole // 2, whole, 4 * whole):
         try:
             plan = Planner(shape, budget, row_budget=1).plan(step)
@@ -260,7 +265,7 @@ def test_predicted_bytes_are_the_sum_of_the_footprint(name: str) -> None:
 
 def test_a_split_pool_holds_the_most_of_buffers_and_the_most_of_temporaries() -> None:
     """Attention's results are PyTorch's; of the other stages normed rows can have that memory."""
-    step, layout = half_masked(50_000), Layout(keep_queries=False)
+    step, layout = half_masked(50_000), Residency(keep_queries=False)
     footprint = Footprint(LLADA_8B)
     resident = row_bytes(footprint.resident(layout)) * step.rows
     resident += row_bytes(footprint.read_results(layout)) * step.sample_rows + ROUNDING_BYTES
@@ -294,10 +299,10 @@ def test_normed_rows_that_attention_cannot_replace_are_buffers() -> None:
         (narrow, {"normed": 4 * KIB}),
         (fp8, {"normed": 4 * KIB, "scales of normed": 4}),
     ):
-        projecting, _ = Footprint(shape).attend(Layout(False), is_packed=False)
+        projecting, _ = Footprint(shape).attend(Residency(False), is_packed=False)
         assert listed(projecting).items() >= normed.items()
         assert row_bytes(projecting, is_temporary=True) == 0
-    projecting, _ = Footprint(narrow).attend(Layout(False, 2), is_packed=False)
+    projecting, _ = Footprint(narrow).attend(Residency(False, 2), is_packed=False)
     assert row_bytes(projecting, is_temporary=True) == narrow.row_bytes
 
 
@@ -601,7 +606,7 @@ def test_a_copy_of_kept_keys_is_counted_where_one_is_made() -> None:
     without = peak(copying, step._replace(kept_keys=0))
     assert peak(copying, step) == without + 500 * TINY.key_value_bytes
     assert peak(TINY, step) == without
-    grouped = Footprint(copying).collected_keys(Layout(False, head_groups=4))
+    grouped = Footprint(copying).collected_keys(Residency(False, head_groups=4))
     assert grouped == TINY.key_value_bytes // 4
 
 

@@ -13,7 +13,7 @@ from tests.models.support import Recorder, engine_config
 from vllm.diffusion.core.spans import AttentionLayout, KeySource, Span
 from vllm.diffusion.engine.planning import model_shape
 from vllm.diffusion.layers.norm import AllHeadsRMSNorm
-from vllm.diffusion.memory.footprint import Footprint, Layout
+from vllm.diffusion.memory.footprint import Footprint, Residency
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +78,7 @@ def test_stages_take_what_is_planned(
     case_path: Callable[[str], Path],
 ) -> None:
     """By name and to the byte, so that no layer takes what the footprint does not know."""
-    path, rows, layout = case_path(case), 7, Layout(keep_queries=False)
+    path, rows, layout = case_path(case), 7, Residency(keep_queries=False)
     model = load_model(path, quantization=quantization)
     layer, x = model.layers[-1], torch.ones(rows, model.hidden_size)
     rotary = model.rotary(torch.arange(rows))

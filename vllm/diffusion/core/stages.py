@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-class Kind(NamedTuple):
+class BufferSpec(NamedTuple):
     """Name and owner of a buffer, see `Buffer`."""
 
     name: str
@@ -28,25 +28,25 @@ class Kind(NamedTuple):
 
 
 # Of a step
-INPUTS = Kind("inputs", is_temporary=True).of(torch.int64, 3)  # token, position and slot
+INPUTS = BufferSpec("inputs", is_temporary=True).of(torch.int64, 3)  # token, position and slot
 # Of a sample row: row and position, and what sampling finds.
-RESULTS = Kind("results", is_temporary=True).of(torch.float64, 2 + 3)
+RESULTS = BufferSpec("results", is_temporary=True).of(torch.float64, 2 + 3)
 NUM_STREAM_BUFFERS = 2  # chunks of rows on the device at a time when they come from the host
 
 # Of products; projections list theirs.
-GATE_UP = Kind("gate and up")  # side by side
-PROJECTED = Kind("projected")  # before it is added to the residual stream
-QUANTISED_ROWS = Kind("quantised rows")  # that were not written as such
+GATE_UP = BufferSpec("gate and up")  # side by side
+PROJECTED = BufferSpec("projected")  # before it is added to the residual stream
+QUANTISED_ROWS = BufferSpec("quantised rows")  # that were not written as such
 
-_NORMED = Kind("normed")
-_NORMED_ASIDE = Kind("normed rows", is_temporary=True)
+_NORMED = BufferSpec("normed")
+_NORMED_ASIDE = BufferSpec("normed rows", is_temporary=True)
 
 # Of a stage, in the order in which it takes them: all that its layer, or the engine, may take.
 Listed: TypeAlias = tuple[Buffer, ...]
 
 
 def _each(names: Iterable[str], dtype: torch.dtype, *shape: int) -> Listed:
-    return tuple(Kind(name).of(dtype, *shape) for name in names)
+    return tuple(BufferSpec(name).of(dtype, *shape) for name in names)
 
 
 def residual(dtype: torch.dtype, hidden_size: int, head_groups: int = 1) -> Listed:
@@ -66,7 +66,7 @@ def rotary(dtype: torch.dtype, rotary_dim: int, *, is_read: bool = False) -> Lis
 
 def fused_heads(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> Buffer:
     """Queries (of all heads, or of none), keys and values, side by side."""
-    return Kind("qkv").of(dtype, (num_heads + 2 * num_kv_heads) * head_dim)
+    return BufferSpec("qkv").of(dtype, (num_heads + 2 * num_kv_heads) * head_dim)
 
 
 def keys_values(
@@ -95,15 +95,15 @@ def querying(
     """
     is_apart = quantises or num_heads * head_dim > hidden_size
     rows = (_NORMED if is_apart else _NORMED_ASIDE).of(dtype, hidden_size)
-    return Kind("queries").of(dtype, num_heads, head_dim), rows
+    return BufferSpec("queries").of(dtype, num_heads, head_dim), rows
 
 
 def attending(dtype: torch.dtype, num_heads: int, head_dim: int) -> Listed:
     """Results of attention, their log-sum-exp, and the results of several sequences or sources."""
     return (
-        Kind("attention", is_temporary=True).of(dtype, num_heads, head_dim),
-        Kind("statistics", is_temporary=True).of(torch.float32, num_heads),
-        Kind("collected attention", is_temporary=True).of(dtype, num_heads, head_dim),
+        BufferSpec("attention", is_temporary=True).of(dtype, num_heads, head_dim),
+        BufferSpec("statistics", is_temporary=True).of(torch.float32, num_heads),
+        BufferSpec("collected attention", is_temporary=True).of(dtype, num_heads, head_dim),
     )
 
 
@@ -114,17 +114,17 @@ SPLIT_ROWS = 128
 
 def split_attention(head_dim: int) -> Buffer:
     """Attention of a query to each part of its keys, with the log-sum-exp."""
-    return Kind("parts of attention", is_temporary=True).of(torch.float32, head_dim + 1)
+    return BufferSpec("parts of attention", is_temporary=True).of(torch.float32, head_dim + 1)
 
 
 def collected_keys(dtype: torch.dtype, num_heads: int, head_dim: int) -> Buffer:
     """Keys and values copied out of their pages."""
-    return Kind("collected keys", is_temporary=True).of(dtype, 2, num_heads, head_dim)
+    return BufferSpec("collected keys", is_temporary=True).of(dtype, 2, num_heads, head_dim)
 
 
 def gating(dtype: torch.dtype, hidden_size: int, width: int) -> Listed:
     """Activations silu(gate) * up, and the normed rows, given back before the second product."""
-    return Kind("activated").of(dtype, width), _NORMED_ASIDE.of(dtype, hidden_size)
+    return BufferSpec("activated").of(dtype, width), _NORMED_ASIDE.of(dtype, hidden_size)
 
 
 def beside_experts(dtype: torch.dtype, hidden_size: int, *, has_shared: bool) -> Listed:
@@ -139,7 +139,7 @@ def read_rows(dtype: torch.dtype, hidden_size: int) -> Listed:
 
 def head(dtype: torch.dtype, hidden_size: int, num_columns: int) -> Listed:
     """Sample rows after the last norm, and their logits."""
-    return _NORMED.of(dtype, hidden_size), Kind("logits").of(dtype, num_columns)
+    return _NORMED.of(dtype, hidden_size), BufferSpec("logits").of(dtype, num_columns)
 
 
 def of_experts(

@@ -18,7 +18,7 @@ from vllm.diffusion import ops
 from vllm.diffusion.config import row_budget, settings_of
 from vllm.diffusion.core import envs, stages
 from vllm.diffusion.core.pages import HEAD_DIMS
-from vllm.diffusion.memory import Demand, Experts, ModelShape, Planner, Products
+from vllm.diffusion.memory import Demand, Experts, LinearBuffers, ModelShape, Planner
 from vllm.diffusion.ops import arena
 from vllm.diffusion.request.visibility import BlockCausal, num_positions
 
@@ -168,9 +168,9 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
 
 def _products(
     kind: type[ops.Projection], qkv: ops.Matrix, gate_up: ops.Matrix, out: ops.Matrix
-) -> Products:
+) -> LinearBuffers:
     gated = kind.workspace(ops.Use.GATED, gate_up)
-    return Products(
+    return LinearBuffers(
         project=kind.workspace(ops.Use.PROJECT, qkv).buffers,
         gated=gated.buffers,
         add_to=kind.workspace(ops.Use.ADD_TO, out).buffers,

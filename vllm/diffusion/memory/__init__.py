@@ -9,7 +9,7 @@ from vllm.diffusion.memory.activation_pool import (
 )
 from vllm.diffusion.memory.cost import Rates
 from vllm.diffusion.memory.demand import Demand
-from vllm.diffusion.memory.footprint import Experts, ModelShape, Products, StepShape
+from vllm.diffusion.memory.footprint import Experts, LinearBuffers, ModelShape, StepShape
 from vllm.diffusion.memory.graphs import GraphMemory
 from vllm.diffusion.memory.host import HostBuffers
 from vllm.diffusion.memory.page_store import KeptSequence, PageStore
@@ -29,12 +29,12 @@ __all__ = [
     "HostBuffers",
     "HostRows",
     "KeptSequence",
+    "LinearBuffers",
     "ModelShape",
     "PageStore",
     "Plan",
     "Planner",
     "PoolExhaustedError",
-    "Products",
     "Rates",
     "Rows",
     "StepShape",

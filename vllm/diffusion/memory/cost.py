@@ -15,8 +15,8 @@ from vllm.diffusion.memory.drafts import even_chunk
 from vllm.diffusion.memory.plan import StageSeconds
 
 if TYPE_CHECKING:
-    from vllm.diffusion.memory.footprint import Layout, ModelShape, StepShape
-    from vllm.diffusion.memory.plan import Sizes
+    from vllm.diffusion.memory.footprint import ModelShape, Residency, StepShape
+    from vllm.diffusion.memory.plan import ChunkRows
 
 LAUNCHES_KEYS_VALUES = 4
 LAUNCHES_ATTEND = 3
@@ -101,7 +101,7 @@ class Costs:
         """Number of tiles that the busiest multiprocessor computes for `rows` query rows."""
         return -(-(-(-rows // QUERY_TILE) * heads) // self._rates.multiprocessors)
 
-    def step(self, step: StepShape, layout: Layout, sizes: Sizes) -> StageSeconds:
+    def step(self, step: StepShape, layout: Residency, sizes: ChunkRows) -> StageSeconds:
         """Return the seconds of a step's stages, summed over all layers.
 
         In a streamed step the sample rows may lie in any chunk, so the last layer counts in full.
@@ -117,7 +117,7 @@ class Costs:
             self._read(step, layout, StageRows(step.sample_rows, sizes.read)),
         )
 
-    def longest_chunks(self, step: StepShape, layout: Layout, sizes: Sizes) -> StageSeconds:
+    def longest_chunks(self, step: StepShape, layout: Residency, sizes: ChunkRows) -> StageSeconds:
         """Return the seconds of each stage's longest chunk, for one group of heads of one layer."""
         groups = layout.head_groups
         *works, read = (StageRows(rows, rows) for rows in sizes)
@@ -128,7 +128,7 @@ class Costs:
     def _layer(
         self,
         step: StepShape,
-        layout: Layout,
+        layout: Residency,
         keys_values: StageRows,
         attend: StageRows,
         feed_forward: StageRows,
@@ -201,7 +201,7 @@ class Costs:
         )
         return max(seconds, mixed)
 
-    def _read(self, step: StepShape, layout: Layout, work: StageRows) -> float:
+    def _read(self, step: StepShape, layout: Residency, work: StageRows) -> float:
         """Return the seconds of the sample rows: the output head, and the rest of the last layer.
 
         In a streamed step the last layer is already over.

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion.core.buffers import row_bytes
 from vllm.diffusion.memory.footprint import ROUNDING_BYTES
-from vllm.diffusion.memory.plan import Sizes
+from vllm.diffusion.memory.plan import ChunkRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from vllm.diffusion.memory.footprint import Footprint, Layout, Phases, StepShape
+    from vllm.diffusion.memory.footprint import Footprint, Phases, Residency, StepShape
 
 MIN_CHUNK_ROWS = 16
 TILE_ROWS = 128  # chunks are whole tiles of a product where they can be
@@ -47,7 +47,7 @@ class StageBytes(NamedTuple):
         )
 
     @classmethod
-    def of_feed_forward(cls, footprint: Footprint, layout: Layout, is_split: bool) -> StageBytes:
+    def of_feed_forward(cls, footprint: Footprint, layout: Residency, is_split: bool) -> StageBytes:
         few = cls.of(footprint.feed_forward(layout), is_split)
         few_rows = footprint.shape.most_gated_rows
         if few_rows is None:
@@ -87,7 +87,7 @@ class RowBytes(NamedTuple):
 
     @classmethod
     def of(
-        cls, footprint: Footprint, layout: Layout, is_packed: bool, *, is_split: bool
+        cls, footprint: Footprint, layout: Residency, is_packed: bool, *, is_split: bool
     ) -> RowBytes:
         return cls(
             row_bytes(footprint.resident(layout)),
@@ -101,7 +101,7 @@ class RowBytes(NamedTuple):
         )
 
 
-class Draft:
+class PlanCandidate:
     """A way to keep a step's rows, with its chunks not chosen yet.
 
     Args:
@@ -116,11 +116,11 @@ class Draft:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: Residency,
         step: StepShape,
         row_bytes: RowBytes,
         most_read: int,
-        longest: Sizes,
+        longest: ChunkRows,
         attend_chunk: Callable[[int, int], int],
     ) -> None:
         self.layout, self.step, self._of_row = layout, step, row_bytes
@@ -144,11 +144,11 @@ class Draft:
     def whole_bytes(self) -> int:
         return max(self.peaks(self._at_most(self.step.rows)))
 
-    def _at_most(self, rows: int) -> Sizes:
+    def _at_most(self, rows: int) -> ChunkRows:
         """Chunks of at most `rows` rows in every stage."""
-        return self._longest.at_most(Sizes.equal(rows))
+        return self._longest.at_most(ChunkRows.equal(rows))
 
-    def ways_to_cut(self, available: int) -> Iterator[Sizes]:
+    def ways_to_cut(self, available: int) -> Iterator[ChunkRows]:
         """Yield chunks that fit into `available` bytes.
 
         In a split pool, long chunks of attention may leave other stages too few bytes of one kind.
@@ -156,7 +156,7 @@ class Draft:
         parts = ATTEND_PARTS if self._of_row.attend.temporaries else (1,)
         return (self.sizes(available, part) for part in parts)
 
-    def sizes(self, available: int, attend_part: int = 1) -> Sizes:
+    def sizes(self, available: int, attend_part: int = 1) -> ChunkRows:
         """Return the longest chunks that fit into `available` bytes; attention comes first.
 
         The other stages use the buffers and temporaries that attention leaves.
@@ -182,16 +182,16 @@ class Draft:
         feed_forward = even_chunk(rows, min(fitting, longest.feed_forward))
         fitting = of_row.keys_values.rows_in(buffers, temporaries)
         most_read = max(min(longest.read, attend, feed_forward), 1)
-        return Sizes(
+        return ChunkRows(
             even_chunk(rows, min(fitting, longest.keys_values)),
             attend,
             feed_forward,
             even_chunk(most_read, of_row.read.rows_in(buffers, temporaries)),
         )
 
-    def peaks(self, sizes: Sizes) -> tuple[int, int, int, int]:
+    def peaks(self, sizes: ChunkRows) -> tuple[int, int, int, int]:
         """Bytes in use during each stage, with what is resident."""
-        rows = Sizes.equal(self.step.rows)._replace(read=self.step.sample_rows)
+        rows = ChunkRows.equal(self.step.rows)._replace(read=self.step.sample_rows)
         stages = list(zip(sizes.at_most(rows), self._of_row.stages, strict=True))
         stays = self._resident + max(count * stage.temporaries for count, stage in stages)
         keys_values, attend, feed_forward, read = (

@@ -49,7 +49,7 @@ class Experts:
     quantises: bool = False
 
 
-class Products(NamedTuple):
+class LinearBuffers(NamedTuple):
     """Scratch buffers of a layer's products for one kind of weights, besides their results.
 
     `project`, `gated` and `add_to` assume rows in the products' dtype (`rows`).
@@ -115,7 +115,7 @@ class ModelShape:
     dtype: torch.dtype
     rotary_dim: int
     rotary_dtype: torch.dtype
-    products: tuple[Products, ...]
+    products: tuple[LinearBuffers, ...]
     experts: Experts | None = None
     can_group_heads: bool = True
     collects_keys: bool = False
@@ -208,7 +208,7 @@ class StepShape(NamedTuple):
         )
 
 
-class Layout(NamedTuple):
+class Residency(NamedTuple):
     """Data that stays on the device for a whole step.
 
     Attributes:
@@ -241,7 +241,7 @@ class Footprint:
         self.shape = shape
         self._tables = stages.rotary(shape.rotary_dtype, shape.rotary_dim)
 
-    def resident(self, layout: Layout) -> Listed:
+    def resident(self, layout: Residency) -> Listed:
         """Buffers of a row that stay on the device from the first to the last stage."""
         shape = self.shape
         rows = () if layout.host_residual else self._stores(layout)
@@ -252,7 +252,7 @@ class Footprint:
         fused = stages.fused_heads(shape.dtype, num_heads, shape.num_kv_heads, shape.head_dim)
         return stages.INPUTS, *rows, fused, *(self._tables if layout.keep_queries else ())
 
-    def collected_keys(self, layout: Layout) -> int:
+    def collected_keys(self, layout: Residency) -> int:
         """Bytes of a key of `StepShape.kept_keys` in the stages that attend."""
         shape = self.shape
         if not shape.collects_keys:
@@ -260,7 +260,7 @@ class Footprint:
         heads = self._heads(shape.num_kv_heads // layout.head_groups)
         return stages.collected_keys(*heads).row_bytes
 
-    def keys_values(self, layout: Layout) -> Phases:
+    def keys_values(self, layout: Residency) -> Phases:
         """Buffers of the keys-values stage: the norm of the rows; projections are resident."""
         shape = self.shape
         visiting = (*self._visiting(layout, 1), *self._rotary(layout))
@@ -273,7 +273,7 @@ class Footprint:
         exchanged = stages.exchanged(*heads)
         return *((*own, *phase) for phase in phases), (*visiting, *own, *exchanged)
 
-    def attend(self, layout: Layout, *, is_packed: bool) -> Phases:
+    def attend(self, layout: Residency, *, is_packed: bool) -> Phases:
         """Buffers of the attend stage: queries, then attention and its projection.
 
         Args:
@@ -284,7 +284,7 @@ class Footprint:
         phases = self._attending(layout, is_packed, has_queries=layout.keep_queries)
         return tuple((*visiting, *phase) for phase in phases)
 
-    def _attending(self, layout: Layout, is_packed: bool, *, has_queries: bool) -> Phases:
+    def _attending(self, layout: Residency, is_packed: bool, *, has_queries: bool) -> Phases:
         shape = self.shape
         heads = self._heads(shape.num_heads // layout.head_groups)
         *attending, collected = stages.attending(*heads)
@@ -300,7 +300,7 @@ class Footprint:
         phases = *projecting, *((queries, *phase) for phase in phases)
         return tuple((*exchanged, *phase) for phase in phases)
 
-    def feed_forward(self, layout: Layout, *, is_long: bool = False) -> Phases:
+    def feed_forward(self, layout: Residency, *, is_long: bool = False) -> Phases:
         """Buffers of the feed-forward stage, for each kind of MLP of the model.
 
         Args:
@@ -313,7 +313,7 @@ class Footprint:
             (*visiting, *phase) for phases in (*dense, self._experts()) for phase in phases
         )
 
-    def read(self, layout: Layout, *, is_packed: bool) -> Phases:
+    def read(self, layout: Residency, *, is_packed: bool) -> Phases:
         """Buffers of sample rows after the body: the rest of the last layer, then logits.
 
         In a streamed layout the last layer is over by then.
@@ -332,7 +332,7 @@ class Footprint:
         )
         return tuple((sampled, *self._tables, *phase) for phase in phases)
 
-    def read_results(self, layout: Layout) -> Listed:
+    def read_results(self, layout: Residency) -> Listed:
         """Buffers of a sample row for the rest of the step; for those of other ranks, too."""
         return (stages.RESULTS,) * layout.shards
 
@@ -340,27 +340,27 @@ class Footprint:
         """Arguments (dtype, heads, head width) of the functions of `stages`."""
         return self.shape.dtype, count, self.shape.head_dim
 
-    def _querying(self, heads: tuple[torch.dtype, int, int], products: Products) -> Listed:
+    def _querying(self, heads: tuple[torch.dtype, int, int], products: LinearBuffers) -> Listed:
         dtype, *sizes = heads
         queries, normed = stages.querying(
             dtype, self.shape.hidden_size, *sizes, quantises=products.quantises
         )
         return queries, *products.rows(normed)
 
-    def _rotary(self, layout: Layout) -> Listed:
+    def _rotary(self, layout: Residency) -> Listed:
         return () if layout.keep_queries else self._tables
 
-    def _stores(self, layout: Layout) -> Listed:
+    def _stores(self, layout: Residency) -> Listed:
         return stages.residual(self.shape.dtype, self.shape.hidden_size, layout.head_groups)
 
-    def _visiting(self, layout: Layout, most: int) -> Listed:
+    def _visiting(self, layout: Residency, most: int) -> Listed:
         """Buffers of chunks of at most `most` stores, where rows come from the host."""
         if not layout.host_residual:
             return ()
         stores = self._stores(layout)[:most]
         return tuple(chunk for store in stores for chunk in stages.visiting(store))
 
-    def _mlp(self, products: Products, is_long: bool) -> Phases:
+    def _mlp(self, products: LinearBuffers, is_long: bool) -> Phases:
         """Buffers of a dense MLP; with several kinds of products, the second may get plain rows."""
         shape = self.shape
         if not shape.mlp_width:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vllm.diffusion.memory.footprint import Layout
+    from vllm.diffusion.memory.footprint import Residency
 
 
-class Sizes(NamedTuple):
+class ChunkRows(NamedTuple):
     """Rows per chunk of every stage."""
 
     keys_values: int
@@ -21,11 +21,11 @@ class Sizes(NamedTuple):
     read: int
 
     @classmethod
-    def equal(cls, rows: int) -> Sizes:
+    def equal(cls, rows: int) -> ChunkRows:
         return cls(*[rows] * len(cls._fields))
 
-    def at_most(self, other: Sizes) -> Sizes:
-        return Sizes(*map(min, self, other))
+    def at_most(self, other: ChunkRows) -> ChunkRows:
+        return ChunkRows(*map(min, self, other))
 
 
 class StageSeconds(NamedTuple):
@@ -54,8 +54,8 @@ class Plan:
         chunk_seconds: seconds of one chunk of every stage.
     """
 
-    layout: Layout
-    rows: Sizes
+    layout: Residency
+    rows: ChunkRows
     predicted_peak_bytes: int = 0
     predicted_average_bytes: int = 0
     predicted_seconds: float = 0.0
@@ -72,7 +72,7 @@ class Plan:
 
     def resized(self, num_rows: int) -> Plan:
         """Return this plan with whole stages of `num_rows` rows."""
-        return replace(self, rows=Sizes.equal(num_rows)._replace(read=self.rows.read))
+        return replace(self, rows=ChunkRows.equal(num_rows)._replace(read=self.rows.read))
 
     def __str__(self) -> str:
         """Describe the plan on one line."""

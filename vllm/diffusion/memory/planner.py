@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.core.pages import PAGE_SIZE
-from vllm.diffusion.memory.footprint import Layout, StepShape, device_layers
+from vllm.diffusion.memory.footprint import Residency, StepShape, device_layers
 from vllm.diffusion.memory.plans import MAX_KNOWN_PLANS, Plans
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Planner(Plans):
     def reserved_bytes(self) -> int:
         """Bytes that a long step leaves, if it can, to steps between its slices."""
         rows = self.row_budget
-        shared = self._draft(Layout(keep_queries=True), StepShape(rows, rows, rows, 2))
+        shared = self._draft(Residency(keep_queries=True), StepShape(rows, rows, rows, 2))
         return min(shared.whole_bytes, self.budget_bytes // RESERVED_PART)
 
     def plan_beside_others(self, step: StepShape, kept_bytes: int, longest_chunk_s: float) -> Plan:

@@ -2,7 +2,7 @@
 """Plans: how the rows of a step are cut into chunks, so that it stays within a budget of bytes.
 
 A plan is found when a step of its shape first comes: nothing is measured or stored beforehand. A
-step that fits as a whole runs as a whole. Otherwise every way to keep its rows (`Layout`) is tried;
+step that fits as a whole runs as a whole. Otherwise every way to keep its rows (`Residency`) is tried;
 each stage takes the longest chunks that fit beside what is resident, and of the plans that fit the
 one with the least predicted time is taken. Nothing here computes with torch, or imports upstream.
 """
@@ -19,11 +19,11 @@ from vllm.diffusion.memory.cost import H200, Costs
 from vllm.diffusion.memory.drafts import (
     MIN_CHUNK_ROWS,
     WHOLE_STEP_ROWS,
-    Draft,
+    PlanCandidate,
     RowBytes,
 )
-from vllm.diffusion.memory.footprint import Footprint, Layout, StepShape
-from vllm.diffusion.memory.plan import Plan, Sizes, StageSeconds
+from vllm.diffusion.memory.footprint import Footprint, Residency, StepShape
+from vllm.diffusion.memory.plan import ChunkRows, Plan, StageSeconds
 
 if TYPE_CHECKING:
     from vllm.diffusion.memory.cost import Rates
@@ -101,14 +101,14 @@ class Plans:
         # by how many ranks divide the rows.
         self._layouts = {
             count: [
-                Layout(False, groups, host_residual, count)
+                Residency(False, groups, host_residual, count)
                 for host_residual in ((False, True) if uses_host else (False,))
                 for groups in shape.head_groups
                 if shape.num_kv_heads // groups % count == 0
             ]
             for count in {1, shards}
         }
-        self._row_bytes: dict[tuple[Layout, bool], RowBytes] = {}
+        self._row_bytes: dict[tuple[Residency, bool], RowBytes] = {}
         self._known: dict[tuple[StepShape, int, float], Plan] = {}
         self.num_found = 0
 
@@ -173,11 +173,11 @@ class Plans:
 
     def _gains_by_dividing(self, step: StepShape) -> bool:
         share, layout = step.share(self._shards), self._layouts[self._shards][0]
-        alone = self._costs.step(step, Layout(keep_queries=True), Sizes.equal(step.rows))
-        divided = self._costs.step(share, layout, Sizes.equal(share.rows))
+        alone = self._costs.step(step, Residency(keep_queries=True), ChunkRows.equal(step.rows))
+        divided = self._costs.step(share, layout, ChunkRows.equal(share.rows))
         return sum(divided) < WORTH_DIVIDING * sum(alone)
 
-    def _as_computed(self, step: StepShape) -> tuple[StepShape, list[Layout]]:
+    def _as_computed(self, step: StepShape) -> tuple[StepShape, list[Residency]]:
         """Return the part of a step that one rank computes, and the layouts to try."""
         if self.divides(step):
             return step.share(self._shards), self._layouts[self._shards]
@@ -187,7 +187,7 @@ class Plans:
         available = self.budget_bytes - kept_bytes
         asked, is_divided = step, self.divides(step)
         step, layouts = self._as_computed(step)
-        whole = self._draft(Layout(keep_queries=True), step, longest_chunk_s)
+        whole = self._draft(Residency(keep_queries=True), step, longest_chunk_s)
         may_be_whole = step.rows <= WHOLE_STEP_ROWS and not is_divided
         if may_be_whole and whole.whole_bytes <= available:
             return self._finish(whole, whole.sizes(available), kept_bytes)
@@ -203,7 +203,9 @@ class Plans:
         )
         return min(plans, key=lambda plan: plan.predicted_seconds)
 
-    def _draft(self, layout: Layout, step: StepShape, longest_chunk_s: float = math.inf) -> Draft:
+    def _draft(
+        self, layout: Residency, step: StepShape, longest_chunk_s: float = math.inf
+    ) -> PlanCandidate:
         key = (layout, step.num_sequences > 1)
         row_bytes = self._row_bytes.get(key)
         if row_bytes is None:
@@ -211,26 +213,26 @@ class Plans:
             self._row_bytes[key] = row_bytes
         longest = self._longest_chunks(layout, step, longest_chunk_s)
         attend_chunk = partial(self._costs.attend_chunk, groups=layout.head_groups)
-        return Draft(layout, step, row_bytes, self._most_read, longest, attend_chunk)
+        return PlanCandidate(layout, step, row_bytes, self._most_read, longest, attend_chunk)
 
-    def _longest_chunks(self, layout: Layout, step: StepShape, seconds: float) -> Sizes:
+    def _longest_chunks(self, layout: Residency, step: StepShape, seconds: float) -> ChunkRows:
         """Return the most rows of a chunk of every stage that take at most `seconds`."""
         if seconds == math.inf:
-            return Sizes.equal(step.rows)
+            return ChunkRows.equal(step.rows)
 
         def seconds_of(rows: int) -> StageSeconds:
-            return self._costs.longest_chunks(step, layout, Sizes.equal(rows))
+            return self._costs.longest_chunks(step, layout, ChunkRows.equal(rows))
 
         least = min(MIN_CHUNK_ROWS, step.rows)
         counts = range(least + 1, step.rows + 1)
-        return Sizes(
+        return ChunkRows(
             *(
                 least + bisect_right(counts, seconds, key=lambda rows: seconds_of(rows)[stage])
-                for stage in range(len(Sizes._fields))
+                for stage in range(len(ChunkRows._fields))
             )
         )
 
-    def _finish(self, draft: Draft, sizes: Sizes, kept_bytes: int) -> Plan:
+    def _finish(self, draft: PlanCandidate, sizes: ChunkRows, kept_bytes: int) -> Plan:
         """Make the plan of chosen chunks, with its predicted costs."""
         peaks = draft.peaks(sizes)
         times = self._costs.step(draft.step, draft.layout, sizes)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.diffusion.core.errors import CheckpointError, ServerConfigError
-from vllm.diffusion.core.stages import Kind
+from vllm.diffusion.core.stages import BufferSpec
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter
 from vllm.diffusion.ops.packed import PackedProjection, group_of, reserve_unpacked
 from vllm.diffusion.ops.projection import ALL, Matrix, Use, Workspace
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.ops.projection import ParallelLayer
 
-_ORDERED = Kind("ordered rows")
+_ORDERED = BufferSpec("ordered rows")
 _IN_WORD = 8
 _ONES = 0x11111111  # a word of eight ones
 _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # where a word has its columns

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from gather_gemm import gather_gemm
-from vllm.diffusion.core.stages import GATE_UP, PROJECTED, Kind
+from vllm.diffusion.core.stages import GATE_UP, PROJECTED, BufferSpec
 from vllm.diffusion.ops import collectives, dispatch
 from vllm.diffusion.ops.fused import silu_mul
 from vllm.model_executor.layers.linear import RowParallelLinear
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 ALL = slice(None)
 _AT_REST = True  # no kernel of a step writes a weight, so it may be read before the one before ends
 _SCANNED_ROWS = 16_384
-_RETURNED = Kind("quantised product", is_temporary=True)  # by a method of upstream's
+_RETURNED = BufferSpec("quantised product", is_temporary=True)  # by a method of upstream's
 
 
 class Use(Enum):
