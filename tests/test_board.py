@@ -12,7 +12,7 @@ import pytest
 from vllm.diffusion.core.errors import RankError, RankMemoryError
 from vllm.diffusion.engine.worker.agreement import Agreement
 from vllm.diffusion.memory import PoolExhaustedError
-from vllm.diffusion.parallel.board import FAILED, NO_MEMORY, Board
+from vllm.diffusion.parallel.board import FAILED, NO_MEMORY, HostBoard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,10 +35,10 @@ class Ranks:
 
 
 @pytest.fixture
-def boards(tmp_path: Path) -> list[Board]:
+def boards(tmp_path: Path) -> list[HostBoard]:
     path = tmp_path / "board"
-    path.write_bytes(bytes(Board.SIZE))
-    return [Board(str(path), rank, 2) for rank in range(2)]
+    path.write_bytes(bytes(HostBoard.SIZE))
+    return [HostBoard(str(path), rank, 2) for rank in range(2)]
 
 
 def on_both(*work: Callable[[], Any]) -> list[Any]:
@@ -47,15 +47,15 @@ def on_both(*work: Callable[[], Any]) -> list[Any]:
         return [future.result(20) for future in [pool.submit(run) for run in work]]
 
 
-def test_numbers_of_all_ranks_arrive_in_order(boards: list[Board]) -> None:
-    def tell(board: Board) -> list[Any]:
+def test_numbers_of_all_ranks_arrive_in_order(boards: list[HostBoard]) -> None:
+    def tell(board: HostBoard) -> list[Any]:
         return [list(board.exchange(10 * turn + board.rank)) for turn in range(300)]
 
     wanted = [[10 * turn, 10 * turn + 1] for turn in range(300)]
     assert on_both(*(lambda b=board: tell(b) for board in boards)) == [wanted, wanted]
 
 
-def test_a_failure_is_seen_before_the_others_come(boards: list[Board]) -> None:
+def test_a_failure_is_seen_before_the_others_come(boards: list[HostBoard]) -> None:
     first, second = boards
 
     def wait() -> int:
@@ -79,7 +79,7 @@ def test_a_failure_is_seen_before_the_others_come(boards: list[Board]) -> None:
     ],
 )
 def test_ranks_agree_on_what_failed(
-    boards: list[Board], errors: tuple[Any, Any], kinds: tuple[Any, Any]
+    boards: list[HostBoard], errors: tuple[Any, Any], kinds: tuple[Any, Any]
 ) -> None:
     ranks = [Ranks(), Ranks()]
     agreements = [Agreement(r, board=b) for r, b in zip(ranks, boards, strict=True)]
@@ -93,7 +93,7 @@ def test_ranks_agree_on_what_failed(
         assert rank.asked == 3 * (["stop"] * (error is not None) + ["anew"] * has_failed)
 
 
-def test_a_rank_that_asks_for_a_number_hears_of_a_failure(boards: list[Board]) -> None:
+def test_a_rank_that_asks_for_a_number_hears_of_a_failure(boards: list[HostBoard]) -> None:
     ranks = [Ranks(), Ranks()]
     asking, failing = (Agreement(r, board=b) for r, b in zip(ranks, boards, strict=True))
     assert on_both(lambda: asking.most(7), lambda: failing.most(9)) == [9, 9]
@@ -118,7 +118,7 @@ def test_one_rank_keeps_its_own_error() -> None:
 
 @pytest.mark.parametrize(("code", "kind"), [(FAILED, RankError), (NO_MEMORY, RankMemoryError)])
 def test_nobody_waits_for_a_rank_that_has_failed(
-    boards: list[Board], code: int, kind: type[RankError]
+    boards: list[HostBoard], code: int, kind: type[RankError]
 ) -> None:
     first, second = boards
     never, done = mock.Mock(), mock.Mock()

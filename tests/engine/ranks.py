@@ -46,7 +46,7 @@ class Meeting:
 
 
 class ThreadPeers:
-    """`Peers` of threads; all meet in every call, and one that does not come breaks it."""
+    """`RankGroup` of threads; all meet in every call, and one that does not come breaks it."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.size, self._meeting = rank, len(meeting.left), meeting

@@ -17,7 +17,7 @@ from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.errors import RankError
 from vllm.diffusion.engine.worker.agreement import Agreement
 from vllm.diffusion.ops.collectives import CardCollectives
-from vllm.diffusion.parallel.board import Board
+from vllm.diffusion.parallel.board import HostBoard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +60,7 @@ def check_sums(ranks: CardCollectives, rank: int, dtype: torch.dtype) -> None:
             assert torch.equal(static, wanted)
 
 
-def check_failure(ranks: CardCollectives, board: Board, rank: int) -> None:
+def check_failure(ranks: CardCollectives, board: HostBoard, rank: int) -> None:
     """The second rank leaves the first one waiting in kernels; then both go on."""
     agreement = Agreement(ranks, board=board)
     x = torch.ones(64, 256, device="cuda")
@@ -85,7 +85,7 @@ def run_rank() -> None:
     torch.cuda.set_device(device)
     distributed.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     group = cast("distributed.ProcessGroup", distributed.group.WORLD)
-    board = Board.join(group)
+    board = HostBoard.join(group)
     assert board is not None
     ranks = CardCollectives(group, board, device, BUFFER_BYTES)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

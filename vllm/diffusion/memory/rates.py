@@ -31,7 +31,7 @@ from vllm.logger import init_logger
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm.diffusion.parallel.ranks import Peers
+    from vllm.diffusion.parallel.ranks import RankGroup
 
 logger = init_logger(__name__)
 
@@ -54,7 +54,7 @@ _HEADS, _HEAD_DIM = 32, 128
 _QUERIES = 8448  # 66 tiles of 128 in each of 32 heads: whole waves on 132 multiprocessors
 
 
-def rates_of(device: torch.device, ranks: Peers) -> Rates:
+def rates_of(device: torch.device, ranks: RankGroup) -> Rates:
     """Return the least rates of any rank, as all of them follow the same plans.
 
     On a CPU nothing is measured, as other processes may use its cores at any moment.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.core.buffers import Buffers
-    from vllm.diffusion.parallel.board import Board
+    from vllm.diffusion.parallel.board import HostBoard
 
 logger = init_logger(__name__)
 
@@ -43,7 +43,7 @@ class Collectives:
         board: shared counters of the ranks, if they are on one host.
     """
 
-    def __init__(self, group: distributed.ProcessGroup, board: Board | None = None) -> None:
+    def __init__(self, group: distributed.ProcessGroup, board: HostBoard | None = None) -> None:
         self._group, self._board = group, board
         self.num_ranks = group.size()
 
@@ -116,7 +116,7 @@ class CardCollectives(Collectives):
     def __init__(
         self,
         group: distributed.ProcessGroup,
-        board: Board,
+        board: HostBoard,
         device: torch.device,
         buffer_bytes: int,
     ) -> None:
@@ -233,7 +233,7 @@ def align_ranks() -> None:
         _current.align()
 
 
-def join_ranks(device: torch.device, buffer_bytes: int, board: Board | None) -> None:
+def join_ranks(device: torch.device, buffer_bytes: int, board: HostBoard | None) -> None:
     """Set up the collectives that `tensor_parallel` returns; every tensor-parallel rank calls it.
 
     Args:
@@ -255,7 +255,7 @@ def join_ranks(device: torch.device, buffer_bytes: int, board: Board | None) -> 
         _current = Collectives(group.device_group)
 
 
-def _reads_others(device: torch.device, board: Board) -> bool:
+def _reads_others(device: torch.device, board: HostBoard) -> bool:
     """Whether every rank's card can read the memory of all others."""
     cards = board.exchange(device.index)
     sees_all = len(set(cards)) == len(cards) and all(

@@ -36,7 +36,7 @@ def processes_here(group: distributed.ProcessGroup) -> list[int]:
     return [pid for host, pid in found if host == mine[0] and pid != mine[1]]
 
 
-class Board:
+class HostBoard:
     """Shared memory with a number of every rank, exchanged repeatedly, and a flag that kernels see.
 
     All ranks call `exchange` equally often. One cannot be two calls ahead of another, so two places
@@ -63,7 +63,7 @@ class Board:
         self._count = 0
 
     @classmethod
-    def join(cls, group: distributed.ProcessGroup) -> Board | None:
+    def join(cls, group: distributed.ProcessGroup) -> HostBoard | None:
         """Return the board of a group, or None if it spans hosts; every process must call this.
 
         Args:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.core.buffers import Buffers
-    from vllm.diffusion.parallel.ranks import Peers
+    from vllm.diffusion.parallel.ranks import RankGroup
 
 
 class HeadExchange:
@@ -32,7 +32,7 @@ class HeadExchange:
         counts: number of rows of every rank; the rows of all follow one another by rank.
     """
 
-    def __init__(self, peers: Peers, counts: Sequence[int]) -> None:
+    def __init__(self, peers: RankGroup, counts: Sequence[int]) -> None:
         self._peers, self.counts = peers, list(counts)
         self._own = [self.counts[peers.rank]] * peers.size
 

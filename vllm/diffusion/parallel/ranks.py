@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from vllm.diffusion.parallel.board import Board
+from vllm.diffusion.parallel.board import HostBoard
 from vllm.distributed import get_tp_group
 from vllm.distributed.parallel_state import get_world_group, init_model_parallel_group
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
 
 
-class Peers:
+class RankGroup:
     """Ranks of one group, and their collective operations, which all of them call.
 
     This class is a single rank, which exchanges nothing.
@@ -64,15 +64,15 @@ class Peers:
         """Return the least number of any rank; the host waits for all of them."""
         return number
 
-    def join_board(self) -> Board | None:
+    def join_board(self) -> HostBoard | None:
         """Return a board of these ranks, if several on one host; every rank must call this."""
         return None
 
 
-ALONE = Peers()
+ALONE = RankGroup()
 
 
-class Group(Peers):
+class ConnectedGroup(RankGroup):
     """Ranks in separate processes, connected by torch's collectives.
 
     Once they listen to a board, hosts look at it while they wait for others, and stop waiting when
@@ -82,7 +82,7 @@ class Group(Peers):
     def __init__(self, group: GroupCoordinator) -> None:
         self._device, self._host = group.device_group, group.cpu_group
         self.rank, self.size = group.rank_in_group, group.world_size
-        self._board: Board | None = None
+        self._board: HostBoard | None = None
 
     def exchange(
         self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
@@ -113,10 +113,10 @@ class Group(Peers):
 
     # ---- when a rank fails ----
 
-    def join_board(self) -> Board | None:
-        return Board.join(self._host) if self.size > 1 else None
+    def join_board(self) -> HostBoard | None:
+        return HostBoard.join(self._host) if self.size > 1 else None
 
-    def listen(self, board: Board) -> None:
+    def listen(self, board: HostBoard) -> None:
         """Watch a board, of these ranks and maybe of others, for failures."""
         self._board = board
 
@@ -144,16 +144,16 @@ class Ranks:
         every: all ranks of the engine.
     """
 
-    tensor: Peers = ALONE
-    sequence: Peers = ALONE
-    every: Peers = ALONE
+    tensor: RankGroup = ALONE
+    sequence: RankGroup = ALONE
+    every: RankGroup = ALONE
 
     @classmethod
     def join(cls, tensor_size: int, sequence_size: int) -> Ranks:
         """Make the ranks of this process, after upstream's groups; every process must call this."""
         size = tensor_size * sequence_size
         engines = [range(first, first + size) for first in range(0, dist.get_world_size(), size)]
-        tensor = Group(get_tp_group())
+        tensor = ConnectedGroup(get_tp_group())
         if sequence_size == 1:
             return cls(tensor, ALONE, tensor)
         every = _group("ranks", [list(engine) for engine in engines])
@@ -185,11 +185,11 @@ class Ranks:
         return [slice(start, end) for start, end in itertools.pairwise(starts)]
 
 
-def _group(name: str, members: list[list[int]]) -> Group:
+def _group(name: str, members: list[list[int]]) -> ConnectedGroup:
     """Make, with all processes, several groups; return the one of this process."""
     world = get_world_group()
     backend = dist.get_backend(world.device_group)
-    return Group(
+    return ConnectedGroup(
         init_model_parallel_group(
             members, world.local_rank, backend, group_name=name, use_device_communicator=False
         )

@@ -16,7 +16,7 @@ from vllm.diffusion.memory import PoolExhaustedError
 from vllm.diffusion.parallel.board import FAILED, NO_MEMORY, NUMBER, WELL
 
 if TYPE_CHECKING:
-    from vllm.diffusion.parallel.board import Board
+    from vllm.diffusion.parallel.board import HostBoard
 
 OUT_OF_MEMORY = (
     torch.OutOfMemoryError,
@@ -28,7 +28,7 @@ _CODE_BITS = 2
 _CODE = (1 << _CODE_BITS) - 1
 
 
-class Meets(Protocol):
+class Interruptible(Protocol):
     """A place where ranks wait for each other within a step."""
 
     @property
@@ -51,7 +51,7 @@ class Agreement:
             engine, as other ranks wait for this one.
     """
 
-    def __init__(self, *meets: Meets, board: Board | None = None) -> None:
+    def __init__(self, *meets: Interruptible, board: HostBoard | None = None) -> None:
         self._meets, self._board = meets, board
 
     def reach(self, error: Exception | None) -> Exception | None:
@@ -94,7 +94,7 @@ class Agreement:
         return max(told) >> _CODE_BITS
 
 
-def _worst(board: Board, code: int) -> int:
+def _worst(board: HostBoard, code: int) -> int:
     """Return the worst code of any rank, once no rank asks for a number any more."""
     while True:
         told = board.exchange(code)

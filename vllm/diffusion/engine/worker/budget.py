@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.engine.messages import StepUsage
     from vllm.diffusion.memory import ActivationPool, GraphMemory, PageStore, Plan
-    from vllm.diffusion.parallel.ranks import Peers
+    from vllm.diffusion.parallel.ranks import RankGroup
 
 # What runs outside of the pool on a GPU: libraries' workspaces, kernels loaded later, the small
 # tensors of steps that a graph runs.
@@ -28,7 +28,7 @@ OUTSIDE_BYTES = 512 << 20
 ROUNDING_SHARE, MAX_ROUNDING_BYTES = 1 / 64, 128 << 20
 
 
-def activation_budget(device: torch.device, utilization: float, ranks: Peers) -> int:
+def activation_budget(device: torch.device, utilization: float, ranks: RankGroup) -> int:
     """Return the bytes of the activation pool: as configured, else what is free less a margin.
 
     Args:
@@ -94,7 +94,7 @@ class StepMemory(NamedTuple):
         )
 
 
-class Ledger:
+class PoolAccount:
     """Account of the bytes of the pool that a step cannot have.
 
     Args:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.worker.graphs import GraphRunner
     from vllm.diffusion.memory import ActivationPool, HostBuffers, PageStore, Plan
     from vllm.diffusion.models.base import DiffusionModel
-    from vllm.diffusion.parallel.ranks import Peers
+    from vllm.diffusion.parallel.ranks import RankGroup
 
 
 SHORT_ROWS = 4_096  # of a step; memory that PyTorch keeps of a shorter one is not worth a wait
@@ -157,7 +157,7 @@ class Compute:
             return gathered(own.to(self._device), parts, peers)
 
     def _dealt(
-        self, streamed: StreamedForward, taken: Round, given: torch.Tensor, peers: Peers
+        self, streamed: StreamedForward, taken: Round, given: torch.Tensor, peers: RankGroup
     ) -> torch.Tensor:
         """Return the hidden states [r, D] of this rank's part of a round, after all layers."""
         own, others = read_rows(self._model.dtype, self._model.hidden_size)

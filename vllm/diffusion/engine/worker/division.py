@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.worker.batch import SamplePart
     from vllm.diffusion.memory import Plan
     from vllm.diffusion.ops import Array
-    from vllm.diffusion.parallel.ranks import Peers, Ranks
+    from vllm.diffusion.parallel.ranks import RankGroup, Ranks
 
 
 class Chunk(NamedTuple):
@@ -168,7 +168,7 @@ def rounds_of(parts: Sequence[SamplePart], division: Division) -> list[Round]:
     return rounds
 
 
-def gathered(found: torch.Tensor, parts: Sequence[SamplePart], peers: Peers) -> torch.Tensor:
+def gathered(found: torch.Tensor, parts: Sequence[SamplePart], peers: RankGroup) -> torch.Tensor:
     """Collect what all ranks have sampled, in the order of the parts: one record crosses a row.
 
     Args:

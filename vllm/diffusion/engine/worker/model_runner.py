@@ -2,7 +2,7 @@
 """The hot path: one denoise step of every running request.
 
 A step is built, planned, computed chunk by chunk, sampled and committed. `StepLoop` handles what
-may go wrong on the way, `Ledger` the memory that is taken.
+may go wrong on the way, `PoolAccount` the memory that is taken.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm.diffusion.engine.messages import DiffusionRunnerOutput, Paused, StepUs
 from vllm.diffusion.engine.scheduler.turns import StepLimits
 from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY, Agreement
 from vllm.diffusion.engine.worker.batch import build_batch
-from vllm.diffusion.engine.worker.budget import Ledger
+from vllm.diffusion.engine.worker.budget import PoolAccount
 from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.engine.worker.compute import Compute
 from vllm.diffusion.engine.worker.first_forwards import is_copied, is_shared
@@ -98,7 +98,7 @@ class DiffusionModelRunner:
         self.shares = StepLimits(rows=buckets_of(model.config).windows[-1])
         self.canvases: dict[str, Canvas] = {}
         self.runs_ahead = device.type == "cuda"
-        self._ledger = Ledger(pool, self.caches, graph_memory, device)
+        self._ledger = PoolAccount(pool, self.caches, graph_memory, device)
         self._ranks = ranks or Ranks()
         self._compute = Compute(model, pool, self.caches, self.graphs, device, self._ranks)
         self._slices = Slices(self._compute, self._ledger, pool, self.caches, device)

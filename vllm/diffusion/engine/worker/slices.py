@@ -24,7 +24,7 @@ from vllm.diffusion.memory import HostBuffers
 if TYPE_CHECKING:
     from vllm.diffusion.engine.messages import Slice
     from vllm.diffusion.engine.worker.batch import StepBatch
-    from vllm.diffusion.engine.worker.budget import Ledger
+    from vllm.diffusion.engine.worker.budget import PoolAccount
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.compute import Compute
     from vllm.diffusion.engine.worker.forward import Chunked
@@ -101,7 +101,7 @@ class Slices:
     def __init__(
         self,
         compute: Compute,
-        ledger: Ledger,
+        ledger: PoolAccount,
         pool: ActivationPool,
         caches: PageStore,
         device: torch.device,

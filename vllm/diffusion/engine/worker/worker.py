@@ -14,7 +14,7 @@ from vllm.diffusion.config import row_budget, served_model, settings_of
 from vllm.diffusion.core import envs, pages
 from vllm.diffusion.engine.planning import make_planner
 from vllm.diffusion.engine.scheduler.paging import most_positions
-from vllm.diffusion.engine.worker.agreement import Agreement, Meets
+from vllm.diffusion.engine.worker.agreement import Agreement, Interruptible
 from vllm.diffusion.engine.worker.budget import activation_budget, planning_budget
 from vllm.diffusion.engine.worker.model_runner import DiffusionModelRunner
 from vllm.diffusion.engine.worker.status import build_info, log_build_info, status_of
@@ -24,7 +24,7 @@ from vllm.diffusion.memory.plan import readable
 from vllm.diffusion.models.ahead import compile_ahead
 from vllm.diffusion.models.weights import quantised_sizes
 from vllm.diffusion.parallel.board import processes_here
-from vllm.diffusion.parallel.ranks import Group, Ranks
+from vllm.diffusion.parallel.ranks import ConnectedGroup, Ranks
 from vllm.diffusion.process import startup_log, watchdog
 from vllm.distributed import (
     ensure_model_parallel_initialized,
@@ -151,8 +151,8 @@ class DiffusionWorker(WorkerBase):
         if not self.ranks.are_several:
             return Agreement()
         watchdog.follow_ranks(processes_here(get_world_group().cpu_group))
-        meets: list[Meets] = [ops.tensor_parallel()] if tensor.size > 1 else []
-        if isinstance(sequence, Group):
+        meets: list[Interruptible] = [ops.tensor_parallel()] if tensor.size > 1 else []
+        if isinstance(sequence, ConnectedGroup):
             meets.append(sequence)
             if board is not None:
                 sequence.listen(board)
