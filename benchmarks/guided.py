@@ -37,7 +37,7 @@ from vllm.diffusion.guided.joint import Joint, choose_all, gather, read_all
 from vllm.diffusion.guided.language import Ends, Language, over_tokens
 from vllm.diffusion.guided.schema import from_schema
 from vllm.diffusion.guided.vocabulary import Vocabulary
-from vllm.diffusion.guided.window import OPEN, Window
+from vllm.diffusion.guided.window import OPEN, OpenWindow
 
 if TYPE_CHECKING:
     import argparse
@@ -125,7 +125,7 @@ def step_us(
     for _ in range(repeats):
         sampled = torch.zeros(3, len(rows), dtype=torch.float64, device="cuda")
         kinds = np.full(num_rows, OPEN, dtype=np.int32)
-        window = Window(0, 0, kinds, 200)
+        window = OpenWindow(0, 0, kinds, 200)
         joints = [
             Joint(language, window, temperature, seed, 0, is_tempered=False, sets_scores=True)
             for seed in range(num_requests)

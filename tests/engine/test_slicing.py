@@ -10,7 +10,7 @@ import pytest
 
 from vllm.diffusion.config import Settings
 from vllm.diffusion.core.errors import ServerConfigError
-from vllm.diffusion.engine.messages import Paused, SliceTiming
+from vllm.diffusion.engine.messages import PausedStep, SliceTiming
 from vllm.diffusion.engine.scheduler import long_requests as slicing
 from vllm.diffusion.engine.scheduler.request_state import RequestState
 from vllm.diffusion.memory import Demand
@@ -50,7 +50,7 @@ class Device:
         self.slicing = slicing.Slicing(Settings(**settings))
         self.now = self.long_s = 0.0
         self.slices: list[str] = []
-        self.paused: Paused | None = None
+        self.paused: PausedStep | None = None
         self._factor, self._unheard = factor, [None] * lag
         self._left = {"a": STEP_S, "b": STEP_S}
         clock = SimpleNamespace(monotonic=lambda: self.now)
@@ -68,9 +68,11 @@ class Device:
             self.slices.append(asked.req_id)
             worked = SliceTiming(seconds, taken, 1)
             self._left[asked.req_id] = (self._left[asked.req_id] - seconds) or STEP_S
-            self.paused = None if self._left[asked.req_id] == STEP_S else Paused(asked.req_id, 1)
+            self.paused = (
+                None if self._left[asked.req_id] == STEP_S else PausedStep(asked.req_id, 1)
+            )
         elif self.slices and self._left[self.slices[-1]] < STEP_S:
-            self.paused = Paused(self.slices[-1], 1)
+            self.paused = PausedStep(self.slices[-1], 1)
         self._unheard.append(worked)
         done = SimpleNamespace(worked=self._unheard.pop(0), paused=self.paused)
         self.slicing.learn(done)  # type: ignore[arg-type]

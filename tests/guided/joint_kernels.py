@@ -11,7 +11,7 @@ import torch
 from tests.guided.support import language_of
 from vllm.diffusion.guided.joint import Joint, choose_all, gather, read_all
 from vllm.diffusion.guided.regex import regex
-from vllm.diffusion.guided.window import FREE, OPEN, Window
+from vllm.diffusion.guided.window import FREE, OPEN, OpenWindow
 
 LETTERS = tuple(bytes([byte]) for byte in b'abcdefgh1234"{}: ,')
 TOKENS: tuple[bytes | None, ...] = (
@@ -35,7 +35,7 @@ def joints(seed: int, temperature: float, num_requests: int) -> list[Joint]:
             kinds[0] = language.class_of_token[TOKENS.index(b"{")]
             kinds[5:7] = FREE
         left = int(draw.integers(-2, 6))
-        window = Window(3 * index, 0, kinds, left)
+        window = OpenWindow(3 * index, 0, kinds, left)
         own = temperature if index != 2 or temperature == 0 else temperature / 2
         joint = Joint(
             language,

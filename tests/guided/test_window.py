@@ -15,12 +15,12 @@ import torch
 from tests.guided.support import TOKENS, bytes_of, language_of
 from vllm.diffusion.guided.joint import Joint
 from vllm.diffusion.guided.regex import regex
-from vllm.diffusion.guided.window import FREE, OPEN, Window, can_be_completed
+from vllm.diffusion.guided.window import FREE, OPEN, OpenWindow, can_be_completed
 
 PATTERNS = ["(a|bc)*1?", "[abc]{2,4}", "ab+c?|1+", "(abc|cab)1*", "a(b|c){0,3}"]
 
 
-def joint(language: Any, window: Window, temperature: float = 0.0, step: int = 0) -> Joint:
+def joint(language: Any, window: OpenWindow, temperature: float = 0.0, step: int = 0) -> Joint:
     return Joint(
         language, window, temperature, seed=5, step=step, is_tempered=False, sets_scores=True
     )
@@ -51,7 +51,7 @@ def test_the_best_string_is_found(pattern: str) -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         logits = 3 * torch.randn(length, len(TOKENS), generator=generator)
-        window = Window(0, 0, np.full(length, OPEN, dtype=np.int32), 0)
+        window = OpenWindow(0, 0, np.full(length, OPEN, dtype=np.int32), 0)
         found = chosen(joint(language, window), logits)
         worth = torch.log_softmax(logits, dim=-1)
         best = max(sum(worth[i, t].item() for i, t in enumerate(ids)) for ids in allowed)
@@ -65,7 +65,7 @@ def test_what_stands_there_and_what_is_still_free_is_respected() -> None:
     logits = torch.randn(2, len(TOKENS), generator=torch.Generator().manual_seed(1))
     fixed = int(language.class_of_token[1])  # b at position 1
     kinds = np.array([OPEN, fixed, FREE, OPEN], dtype=np.int32)
-    made = joint(language, Window(0, 0, kinds, 1))
+    made = joint(language, OpenWindow(0, 0, kinds, 1))
     made.read(logits, torch.tensor([0, 3]))
     first, last = made.choose()[0].tolist()
     worth = torch.log_softmax(logits.double(), dim=-1)
@@ -80,7 +80,7 @@ def test_an_answer_ends_within_its_limit() -> None:
     language = language_of(regex("[abc]*1"))
     logits = torch.zeros(5, len(TOKENS))
     logits[:, 0] = 9.0
-    window = Window(0, 0, np.full(5, OPEN, dtype=np.int32), -2)
+    window = OpenWindow(0, 0, np.full(5, OPEN, dtype=np.int32), -2)
     found = chosen(joint(language, window), logits)
     text = bytes_of(found[:3])
     assert text is not None
@@ -92,22 +92,22 @@ def test_room_is_kept_for_what_must_follow() -> None:
     assert language.least_tokens == 4
     logits = torch.zeros(2, len(TOKENS))
     logits[:, 0] = 9.0
-    window = Window(0, 0, np.full(2, OPEN, dtype=np.int32), 3)
+    window = OpenWindow(0, 0, np.full(2, OPEN, dtype=np.int32), 3)
     assert chosen(joint(language, window), logits) == [0, 6]
 
 
 def test_a_language_can_run_out_of_room() -> None:
     language = language_of(regex("[abc]*1111"))
     kinds = np.array([int(language.class_of_token[0]), FREE, FREE], dtype=np.int32)
-    assert can_be_completed(language, Window(0, 0, kinds, 2))
-    assert not can_be_completed(language, Window(0, 0, kinds, 1))
+    assert can_be_completed(language, OpenWindow(0, 0, kinds, 2))
+    assert not can_be_completed(language, OpenWindow(0, 0, kinds, 1))
 
 
 def test_what_the_model_excludes_may_be_all_that_fits() -> None:
     language = language_of(regex("abc"))
     logits = torch.full((2, len(TOKENS)), -torch.inf)
     logits[:, 6] = 0.0
-    window = Window(0, 0, np.full(2, OPEN, dtype=np.int32), 0)
+    window = OpenWindow(0, 0, np.full(2, OPEN, dtype=np.int32), 0)
     made = joint(language, window)
     made.read(logits, torch.arange(2))
     assert bytes_of(made.choose()[0].tolist()) == b"abc"
@@ -124,7 +124,7 @@ def test_draws_have_the_conditional_distribution() -> None:
         for ids in strings(pattern, length)
     }
     total = sum(weights.values())
-    window = Window(0, 0, np.full(length, OPEN, dtype=np.int32), 0)
+    window = OpenWindow(0, 0, np.full(length, OPEN, dtype=np.int32), 0)
     counts: Counter[tuple[int, ...]] = Counter()
     for step in range(num):
         made = joint(language, window, temperature, step)
@@ -140,7 +140,7 @@ def test_draws_have_the_conditional_distribution() -> None:
 def test_draws_are_repeated_by_seed_and_step() -> None:
     language = language_of(regex("[abc]{6}"))
     logits = torch.randn(6, len(TOKENS), generator=torch.Generator().manual_seed(3))
-    window = Window(0, 0, np.full(6, OPEN, dtype=np.int32), 0)
+    window = OpenWindow(0, 0, np.full(6, OPEN, dtype=np.int32), 0)
     found = [chosen(joint(language, window, 1.0, step), logits) for step in (0, 0, 1, 2)]
     assert found[0] == found[1]
     assert len({tuple(ids) for ids in found}) == 3

@@ -8,19 +8,21 @@ import pytest
 import torch
 
 from vllm.diffusion.core.buffers import Buffer
-from vllm.diffusion.memory import ActivationPool, HostRows, Rows, chunks
+from vllm.diffusion.memory import ActivationPool, HostRows, ResidualRows, chunks
 from vllm.diffusion.memory.activation_pool import Backing
 
 NUM_ROWS, WIDTH = 23, 5
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
-def rows_of(place: str, device: str, name: str = "x") -> tuple[Rows, torch.Tensor, ActivationPool]:
+def rows_of(
+    place: str, device: str, name: str = "x"
+) -> tuple[ResidualRows, torch.Tensor, ActivationPool]:
     """Rows that hold their numbers, the same numbers, and the pool of the chunks."""
     pool = ActivationPool(1 << 20, Backing(torch.device(device)))
     wanted = torch.arange(NUM_ROWS * WIDTH, dtype=torch.float32).view(NUM_ROWS, WIDTH)
     if place == "device":
-        return Rows(wanted.clone().to(device)), wanted, pool
+        return ResidualRows(wanted.clone().to(device)), wanted, pool
     on_host = wanted.clone()
     if device == "cuda":
         on_host = on_host.pin_memory()
@@ -28,7 +30,7 @@ def rows_of(place: str, device: str, name: str = "x") -> tuple[Rows, torch.Tenso
     return HostRows(on_host, pool, store, torch.device(device)), wanted, pool
 
 
-def content(rows: Rows, device: str) -> torch.Tensor:
+def content(rows: ResidualRows, device: str) -> torch.Tensor:
     places = np.arange(NUM_ROWS)
     out = torch.empty(NUM_ROWS, WIDTH, device=device)
     rows.select(torch.from_numpy(places).to(device), places, out)

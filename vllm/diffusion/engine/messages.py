@@ -152,7 +152,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Paused:
+class PausedStep:
     """A step that waits for its next slice.
 
     Attributes:
@@ -211,5 +211,5 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
     usage: StepUsage | None = None
     num_rows: int = 0
     launched: list[list[str]] = field(default_factory=list)
-    paused: Paused | None = None
+    paused: PausedStep | None = None
     worked: SliceTiming | None = None

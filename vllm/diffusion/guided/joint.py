@@ -13,14 +13,14 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.core.random_streams import GUIDED, TOKEN
-from vllm.diffusion.guided.window import OPEN, Rows, choose, num_uniform, read
+from vllm.diffusion.guided.window import OPEN, CandidateRows, choose, num_uniform, read
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm.diffusion.guided.device import DeviceStep
     from vllm.diffusion.guided.language import Language
-    from vllm.diffusion.guided.window import Window
+    from vllm.diffusion.guided.window import OpenWindow
     from vllm.diffusion.ops import Array
 
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # the GPU's way, for tests
@@ -48,7 +48,7 @@ class Joint:
     """
 
     language: Language
-    window: Window
+    window: OpenWindow
     temperature: float
     seed: int
     step: int
@@ -60,7 +60,7 @@ class Joint:
     end: int = 0
     num_seen: int = 0
     on_device: DeviceStep | None = None
-    _read: list[Rows] = field(default_factory=list)
+    _read: list[CandidateRows] = field(default_factory=list)
 
     @cached_property
     def num_rows(self) -> int:
@@ -105,7 +105,7 @@ class Joint:
 
     def choose(self) -> tuple[Array, Array]:
         """Choose, on the host, tokens [R] int64 and log probabilities [R] of the rows read."""
-        rows = Rows(*(np.concatenate(parts) for parts in zip(*self._read, strict=True)))
+        rows = CandidateRows(*(np.concatenate(parts) for parts in zip(*self._read, strict=True)))
         window, draws = self.window, None
         if self.temperature > 0:
             positions = torch.arange(window.first, window.first + len(window.kinds))

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from vllm.diffusion.guided.automaton import Array
     from vllm.diffusion.guided.language import Language
 
-OPEN = -2  # of `Window.kinds`: there are logits
+OPEN = -2  # of `OpenWindow.kinds`: there are logits
 FREE = -3  # anything may stand there, later
 _NEVER = -1e30  # instead of -inf, which leaves differences undefined
 LEAST_WEIGHT = -1e4  # of a token in nats: what the model excludes may still be all that fits
 
 
-class Window(NamedTuple):
+class OpenWindow(NamedTuple):
     """Positions of a canvas that a forward chooses for, and those between them.
 
     Attributes:
@@ -49,7 +49,7 @@ class Window(NamedTuple):
         return self.first + len(self.kinds)
 
 
-class Rows(NamedTuple):
+class CandidateRows(NamedTuple):
     """Reduction of the logits of R rows to C classes.
 
     Attributes:
@@ -78,7 +78,7 @@ def read(
     temperature: float,
     *,
     is_tempered: bool,
-) -> Rows:
+) -> CandidateRows:
     """Reduce rows of logits to the classes of a language.
 
     A token is drawn in three steps: within its segment, the segment among those of its class, and
@@ -119,7 +119,7 @@ def read(
     logprobs -= np.logaddexp.reduce(scored, axis=1, keepdims=True)
     weights = join.reduceat(weights[:, :end], starts, axis=1) - base
     weights = np.maximum(weights, LEAST_WEIGHT)
-    return Rows(weights, weights + noise, tokens, logprobs)
+    return CandidateRows(weights, weights + noise, tokens, logprobs)
 
 
 def _drawn(own: Array, is_token: Array, uniform: Array) -> tuple[Array, Array]:
@@ -131,7 +131,9 @@ def _drawn(own: Array, is_token: Array, uniform: Array) -> tuple[Array, Array]:
     return top + np.log(total), np.minimum(taken, is_token.sum(axis=1) - 1)
 
 
-def choose(language: Language, window: Window, rows: Rows, draws: Array | None) -> Array:
+def choose(
+    language: Language, window: OpenWindow, rows: CandidateRows, draws: Array | None
+) -> Array:
     """Choose the class of every row: [R] int64, in the order of the open positions.
 
     Args:
@@ -162,7 +164,7 @@ def choose(language: Language, window: Window, rows: Rows, draws: Array | None) 
     return chosen
 
 
-def can_be_completed(language: Language, window: Window) -> bool:
+def can_be_completed(language: Language, window: OpenWindow) -> bool:
     """Whether the tokens in a window can become part of a whole answer."""
     nothing = np.empty((np.count_nonzero(window.kinds == OPEN), language.num_classes))
     weights = _set_weights(language, window, nothing * 0, is_drawn=False)
@@ -170,7 +172,9 @@ def can_be_completed(language: Language, window: Window) -> bool:
     return bool(values[0, window.start] > -np.inf)
 
 
-def _set_weights(language: Language, window: Window, weights: Array, *, is_drawn: bool) -> Array:
+def _set_weights(
+    language: Language, window: OpenWindow, weights: Array, *, is_drawn: bool
+) -> Array:
     """Weight of each set at each position, [n, S + 1] float64; the last column is no set."""
     found = np.zeros((len(window.kinds), language.num_sets + 1))
     members, starts = language.set_members, language.set_starts[:-1]
@@ -188,7 +192,7 @@ def _set_weights(language: Language, window: Window, weights: Array, *, is_drawn
     return found
 
 
-def _backward(language: Language, window: Window, weights: Array, *, is_drawn: bool) -> Array:
+def _backward(language: Language, window: OpenWindow, weights: Array, *, is_drawn: bool) -> Array:
     """Value of each state behind each position, [n + 1, Q] float64."""
     num = len(window.kinds)
     values = np.empty((num + 1, language.num_states))

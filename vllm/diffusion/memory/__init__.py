@@ -17,7 +17,7 @@ from vllm.diffusion.memory.plan import Plan, chunks
 from vllm.diffusion.memory.planner import Planner
 from vllm.diffusion.memory.plans import planned_as
 from vllm.diffusion.memory.rates import rates_of
-from vllm.diffusion.memory.rows import HostRows, Rows
+from vllm.diffusion.memory.rows import HostRows, ResidualRows
 from vllm.diffusion.memory.usage import UsageMeter
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
     "Planner",
     "PoolExhaustedError",
     "Rates",
-    "Rows",
+    "ResidualRows",
     "StepShape",
     "UsageMeter",
     "activation_pool",

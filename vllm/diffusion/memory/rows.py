@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Chunks = Sequence[slice]
 
 
-class Rows:
+class ResidualRows:
     """T rows of D numbers on the device, visited chunk by chunk; chunks are views."""
 
     def __init__(self, x: torch.Tensor) -> None:
@@ -46,7 +46,7 @@ class Rows:
         torch.index_select(self._x, 0, rows, out=out)
 
 
-class HostRows(Rows):
+class HostRows(ResidualRows):
     """Rows in host memory; the next chunk is on its way while one is worked on.
 
     Copies run on streams of their own, one for each way, so that they overlap with computing and

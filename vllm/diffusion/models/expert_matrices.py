@@ -143,7 +143,7 @@ class Fp8Matrices(ExpertMatrices):
         param.data[expert, rows].copy_(scales.flatten().expand(self.rows))
 
 
-class PackedMatrices(ExpertMatrices):
+class PackedExpertMatrices(ExpertMatrices):
     """Experts' matrices in 4 bits, grouped along the depth, with memory to unpack a layer's."""
 
     def _make(self) -> None:
@@ -157,7 +157,7 @@ class PackedMatrices(ExpertMatrices):
 
     @property
     def matrices(self) -> ops.ExpertWeights:
-        return ops.PackedMatrices(self._packed(), self.size[0])
+        return ops.PackedExpertMatrices(self._packed(), self.size[0])
 
     def _packed(self) -> ops.Packed:
         return ops.Packed(self.weight.data.flatten(0, 1), *(getattr(self, name) for name in _PARTS))
@@ -179,7 +179,7 @@ def expert_matrices(
     """Make matrices stored by a scheme; the other arguments are those of `ExpertMatrices`."""
     kind = ExpertMatrices
     if scheme is not None:
-        kind = Fp8Matrices if isinstance(scheme, Fp8Scheme) else PackedMatrices
+        kind = Fp8Matrices if isinstance(scheme, Fp8Scheme) else PackedExpertMatrices
     return kind(num_experts, num_parts, shape, sharded_dim, scheme)
 
 

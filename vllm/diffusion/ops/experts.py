@@ -95,7 +95,7 @@ class Matrices(NamedTuple):
         return self.scales is not None
 
 
-class PackedMatrices(NamedTuple):
+class PackedExperts(NamedTuple):
     """Matrices of all experts, one each, in 4 bits.
 
     Attributes:
@@ -117,7 +117,7 @@ class PackedMatrices(NamedTuple):
         return False
 
 
-ExpertWeights: TypeAlias = Matrices | PackedMatrices
+ExpertWeights: TypeAlias = Matrices | PackedExperts
 
 
 def _matrices(weights: ExpertWeights, like: Tensor) -> Matrices:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import create_model
 
 from vllm.diffusion.api.choices import RequestTimedOut
-from vllm.diffusion.api.likelihood.readings import MOST_AT_ONCE, TERMS, Group, Reader, Reading
+from vllm.diffusion.api.likelihood.readings import MOST_AT_ONCE, TERMS, Reader, ReadGroup, Reading
 from vllm.diffusion.api.protocol import set_priority
 from vllm.diffusion.api.schema import described
 from vllm.diffusion.api.validator import RequestRefused, validator_of
@@ -199,7 +199,7 @@ class BlockStrategy(NextTokenStrategy):
         self, sheets: list[Sheet], request_id: str, options: dict[str, Any]
     ) -> list[QuestionRead]:
         readings = [sheet.reading for sheet in sheets]
-        group = Group(request_id, len(readings))
+        group = ReadGroup(request_id, len(readings))
         found = await self._reader.read(readings, request_id, self.terms, group=group, **options)
         reads = []
         for reading, read in zip(readings, found, strict=True):
@@ -374,7 +374,7 @@ class _NextTokens:
     ) -> None:
         self._engine, self._validator, self._terms = engine, validator, terms
         self._reader = Reader(engine, validator)
-        self._group = Group(uuid.uuid4().hex, min(num_items, MOST_AT_ONCE))
+        self._group = ReadGroup(uuid.uuid4().hex, min(num_items, MOST_AT_ONCE))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

@@ -59,7 +59,7 @@ class Reading(NamedTuple):
     cfg_scale: float = 0.0
     context_length: int = 0
 
-    def score(self, group: Group) -> ScoreRequest:
+    def score(self, group: ReadGroup) -> ScoreRequest:
         """Return the reading as the engine's request."""
         return ScoreRequest(
             tuple(self.positions),
@@ -76,14 +76,14 @@ class Reading(NamedTuple):
         return len(self.prompt), self.cfg_scale > 0
 
 
-class Group(NamedTuple):
+class ReadGroup(NamedTuple):
     """Readings that are to share a step, as in `ScoreRequest`; at most MOST_AT_ONCE."""
 
     group: str
     group_size: int
 
 
-_ALONE = Group("", 1)
+_ALONE = ReadGroup("", 1)
 
 
 class Read(NamedTuple):
@@ -111,7 +111,7 @@ class Reader:
         request_id: str,
         terms: Mapping[str, Any],
         *,
-        group: Group | None = None,
+        group: ReadGroup | None = None,
         **options: Any,
     ) -> list[Read]:
         """Return the result of each reading; cancelling this coroutine aborts them all.

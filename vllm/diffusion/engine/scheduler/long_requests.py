@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING
 
 from vllm.diffusion.core.errors import ActivationBudgetError
-from vllm.diffusion.engine.messages import Paused, Slice
+from vllm.diffusion.engine.messages import PausedStep, Slice
 from vllm.diffusion.engine.scheduler.turns import take_turns
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Slicing:
     def __init__(self, settings: Settings) -> None:
         self._share, self.longest_pause_s = settings.long_share, settings.longest_pause_s
         self.pace = Pace()
-        self._paused: Paused | None = None
+        self._paused: PausedStep | None = None
         self._is_shared = False  # both kinds took part in the step that runs
         self._owed_s = 0.0  # seconds that long requests have had less than their share
         self._seen = 0.0  # time.monotonic() of the newest results

@@ -38,7 +38,7 @@ class Prompt(NamedTuple):
 
 
 @dataclass
-class _Group:
+class _Sharers:
     """Running requests that share what one of them has computed.
 
     Attributes:
@@ -54,7 +54,7 @@ class PromptGroups:
     """Decides which waiting requests may begin with what a running one has computed."""
 
     def __init__(self) -> None:
-        self._groups: dict[Prompt, _Group] = {}
+        self._groups: dict[Prompt, _Sharers] = {}
         self._prompts: dict[str, Prompt] = {}  # by request
 
     def arrived(self, item: RequestState) -> None:
@@ -102,7 +102,7 @@ class PromptGroups:
         if group is None:
             demand, is_frozen = item.demand, item.params.cache == "frozen"
             if not demand.host_layers and (demand.spare or not is_frozen):
-                self._groups[prompt] = _Group([item], item.params.num_answers - 1)
+                self._groups[prompt] = _Sharers([item], item.params.num_answers - 1)
         elif item.prompt_of is not None:
             group.members.append(item)
             group.num_places -= 1
@@ -119,7 +119,7 @@ class PromptGroups:
         elif was_first:
             group.members[0].demand = item.demand
 
-    def _group_of(self, item: RequestState) -> _Group | None:
+    def _group_of(self, item: RequestState) -> _Sharers | None:
         prompt = self._prompts.get(item.req_id)
         return None if prompt is None else self._groups.get(prompt)
 

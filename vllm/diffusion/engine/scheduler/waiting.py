@@ -130,7 +130,7 @@ def _refusal(item: RequestState, planner: Planner) -> ActivationBudgetError | No
     return None
 
 
-class _Group(NamedTuple):
+class _Call(NamedTuple):
     """A likelihood call of which some requests have not arrived."""
 
     num_arrived: int
@@ -146,7 +146,7 @@ class Gathering:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, _Call] = {}
 
     def arrived(self, item: RequestState) -> None:
         """Count a request that has arrived toward its call."""
@@ -154,7 +154,7 @@ class Gathering:
         if score is None or score.group_size == 1:
             return
         self._forget_late()
-        group = self._groups.pop(score.group, _Group(0, self._clock()))
+        group = self._groups.pop(score.group, _Call(0, self._clock()))
         if group.num_arrived + 1 < score.group_size:
             self._groups[score.group] = group._replace(num_arrived=group.num_arrived + 1)
 

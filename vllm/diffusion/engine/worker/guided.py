@@ -12,7 +12,7 @@ import numpy as np
 from vllm.diffusion.decoding import Commit, Selector
 from vllm.diffusion.guided.joint import Joint
 from vllm.diffusion.guided.language import Language
-from vllm.diffusion.guided.window import FREE, OPEN, Window, can_be_completed
+from vllm.diffusion.guided.window import FREE, OPEN, OpenWindow, can_be_completed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,7 +110,7 @@ class Guided(Selector):
                 found.append(self._joint(window, scoring, step))
         return found
 
-    def _joint(self, window: Window, scoring: Scoring, step: int) -> Joint:
+    def _joint(self, window: OpenWindow, scoring: Scoring, step: int) -> Joint:
         params = self._params
         is_scored = scoring.score == "confidence" and (
             scoring.is_categorical or params.remasking != "random"
@@ -158,7 +158,7 @@ class Guided(Selector):
 
     def _window(
         self, stretch: _Stretch, tokens: Array, eligible: Array, *, are_open: bool = True
-    ) -> Window:
+    ) -> OpenWindow:
         """Make the window of a stretch.
 
         It reaches from the first position that may change to the last one that is filled or may be.
@@ -176,7 +176,7 @@ class Guided(Selector):
         if are_open:
             kinds[eligible - first] = OPEN
         on_canvas = start - self._prompt_length + first
-        return Window(on_canvas, stretch.state, kinds, stretch.limit - end)
+        return OpenWindow(on_canvas, stretch.state, kinds, stretch.limit - end)
 
     def _pass(self, stretch: _Stretch, own: Array, first: int) -> None:
         """Advance to the state before position `first`, up to which nothing changes any more."""

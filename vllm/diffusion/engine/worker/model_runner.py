@@ -15,7 +15,7 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.core.errors import ActivationBudgetError
-from vllm.diffusion.engine.messages import DiffusionRunnerOutput, Paused, StepUsage
+from vllm.diffusion.engine.messages import DiffusionRunnerOutput, PausedStep, StepUsage
 from vllm.diffusion.engine.scheduler.turns import StepLimits
 from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY, Agreement
 from vllm.diffusion.engine.worker.batch import build_batch
@@ -196,9 +196,9 @@ class DiffusionModelRunner:
         self._slices.drop()
         return was_paused
 
-    def _paused(self) -> Paused | None:
+    def _paused(self) -> PausedStep | None:
         req_id = self._slices.req_id
-        return None if req_id is None else Paused(req_id, self.pool.frame_bytes)
+        return None if req_id is None else PausedStep(req_id, self.pool.frame_bytes)
 
     def _planned(
         self, req_ids: Sequence[str], longest_chunk_s: float = math.inf

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Paused:
+class _SlicedStep:
     """A step between its slices; `kept_at` is the page store's generation that it knows."""
 
     started: float  # time.perf_counter()
@@ -110,7 +110,7 @@ class Slices:
         self._pool, self._caches = pool, caches
         # Rows in host memory are not those of the steps in between.
         self._host = HostBuffers(is_pinned=device.type == "cuda")
-        self._paused: _Paused | None = None
+        self._paused: _SlicedStep | None = None
         self._device = device
         self._under_way: deque[tuple[float, _Stopwatch]] = deque()  # predicted seconds of slices
 
@@ -135,7 +135,7 @@ class Slices:
     def begin(self, batch: StepBatch, plan: Plan, planner_us: float) -> None:
         """Take a step of one request, of which nothing is computed yet; no other may be paused."""
         self._compute.make_room(batch, plan)
-        self._paused = _Paused(
+        self._paused = _SlicedStep(
             started=time.perf_counter(),
             batch=batch,
             plan=plan,
@@ -168,7 +168,7 @@ class Slices:
         memory = self._ledger.memory(paused.plan, paused.planner_us, peak_bytes=paused.peak_bytes)
         return Step(paused.started, paused.batch, ops.HostCopy(sampled), memory)
 
-    def _advance(self, paused: _Paused, seconds: float) -> tuple[float, torch.Tensor | None]:
+    def _advance(self, paused: _SlicedStep, seconds: float) -> tuple[float, torch.Tensor | None]:
         """Run chunks of at most `seconds` predicted seconds, but at least one chunk.
 
         Returns:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from vllm.diffusion.core.spans import HeadGroup
 from vllm.diffusion.core.stages import keys_values, residual
 from vllm.diffusion.engine.worker.forward import keep, sources_of
-from vllm.diffusion.memory import HostRows, Rows
+from vllm.diffusion.memory import HostRows, ResidualRows
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -63,13 +63,13 @@ class StreamedForward:
         self._groups = [HeadGroup(i, num_groups) for i in range(num_groups)]
         # Of full length, so that all ranks have taken as much of their pools.
         shape = (division.longest, model.hidden_size)
-        stores: list[Rows] = []
+        stores: list[ResidualRows] = []
         for store in residual(model.dtype, model.hidden_size, num_groups):
             if plan.layout.host_residual:
                 rows = host.take(store.name, shape, model.dtype)
                 stores.append(HostRows(rows, pool, store, inputs.token_ids.device))
             else:
-                stores.append(Rows(store.take(pool, division.longest)))
+                stores.append(ResidualRows(store.take(pool, division.longest)))
         self._x, self._updated = stores[0], stores[-1]
         self._group_heads = model.num_kv_heads // num_groups
         heads = self._group_heads // division.peers.size, model.head_dim
