@@ -157,7 +157,7 @@ class PackedExpertMatrices(ExpertMatrices):
 
     @property
     def matrices(self) -> ops.ExpertWeights:
-        return ops.PackedExpertMatrices(self._packed(), self.size[0])
+        return ops.PackedExperts(self._packed(), self.size[0])
 
     def _packed(self) -> ops.Packed:
         return ops.Packed(self.weight.data.flatten(0, 1), *(getattr(self, name) for name in _PARTS))

@@ -32,7 +32,7 @@ __all__ = [
     "SOFTMAX",
     "ExpertWeights",
     "Matrices",
-    "PackedMatrices",
+    "PackedExperts",
     "Routing",
     "Scoring",
     "add_experts",
