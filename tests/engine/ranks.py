@@ -17,7 +17,7 @@ from tests.engine.harness import running
 from vllm.diffusion.config import Settings
 from vllm.diffusion.engine import planning as sizes
 from vllm.diffusion.engine.worker.agreement import Agreement
-from vllm.diffusion.engine.worker.model_runner import DiffusionModelRunner
+from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
 from vllm.diffusion.memory import activation_pool
 from vllm.diffusion.parallel.ranks import Ranks
 

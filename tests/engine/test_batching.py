@@ -20,7 +20,7 @@ from tests.engine.harness import (
     start,
     step,
 )
-from vllm.diffusion.engine.worker import loop
+from vllm.diffusion.engine.worker import step_loop as loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -16,8 +16,8 @@ from vllm.diffusion.decoding import Candidates
 from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.engine.worker.batch import build_batch
 from vllm.diffusion.engine.worker.canvas import Canvas
-from vllm.diffusion.engine.worker.graphs import Bucket
-from vllm.diffusion.engine.worker.step_inputs import fill
+from vllm.diffusion.engine.worker.inputs import fill
+from vllm.diffusion.engine.worker.step_graphs import Bucket
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.families import LLADA, SDAR
 from vllm.diffusion.request.params import ServedModel, SpecialIds

@@ -22,7 +22,8 @@ from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.engine.worker.batch import StepBatch, build_batch
 from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.engine.worker.forward import run_body, run_to_end, upload
-from vllm.diffusion.engine.worker.graphs import (
+from vllm.diffusion.engine.worker.inputs import SequenceBounds, StepInputs, fill
+from vllm.diffusion.engine.worker.step_graphs import (
     MOST_WHOLE_ROWS,
     MOST_WHOLE_ROWS_FP8,
     MOST_WINDOW_ROWS,
@@ -31,7 +32,6 @@ from vllm.diffusion.engine.worker.graphs import (
     Buckets,
     buckets_of,
 )
-from vllm.diffusion.engine.worker.step_inputs import SequenceBounds, StepInputs, fill
 from vllm.diffusion.models.llada import LLaDAConfig
 from vllm.diffusion.models.llada2 import LLaDA2Config
 from vllm.diffusion.models.sdar import SDARConfig

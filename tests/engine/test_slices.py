@@ -18,9 +18,9 @@ from tests.memory.support import LLADA_8B
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.engine.messages import Slice
 from vllm.diffusion.engine.scheduler.long_requests import Pace
-from vllm.diffusion.engine.worker.model_runner import DiffusionModelRunner
-from vllm.diffusion.engine.worker.slices import Slices
-from vllm.diffusion.engine.worker.windows import ALL_ROWS
+from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
+from vllm.diffusion.engine.worker.sliced_step import Slices
+from vllm.diffusion.engine.worker.window import ALL_ROWS
 from vllm.diffusion.memory import Demand, Planner, PoolExhaustedError, StepShape, rates
 from vllm.diffusion.memory.plan import Plan, StageSeconds
 

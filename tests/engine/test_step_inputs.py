@@ -10,7 +10,7 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.core.spans import AttentionLayout, PageTable, Span
 from vllm.diffusion.engine.worker.batch import SpanGroup
-from vllm.diffusion.engine.worker.step_inputs import (
+from vllm.diffusion.engine.worker.inputs import (
     SequenceBounds,
     StepInputs,
     bounds_of,

@@ -11,7 +11,7 @@ import torch
 from tests.engine.cases import SERVED
 from tests.engine.harness import BLOCKS, as_request, clear_case, running
 from vllm.diffusion.config import served_model
-from vllm.diffusion.engine.worker.graphs import ROW_BUCKETS, buckets_of
+from vllm.diffusion.engine.worker.step_graphs import ROW_BUCKETS, buckets_of
 from vllm.diffusion.engine.worker.warm_up import warm_up
 from vllm.diffusion.models.ahead import kernel_calls
 

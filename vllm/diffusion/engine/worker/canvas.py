@@ -13,9 +13,9 @@ from vllm.diffusion.core.pages import in_whole_pages
 from vllm.diffusion.decoding import BatchedCommit, Candidates, ForwardTarget, make_rule, select
 from vllm.diffusion.engine.messages import StepResult
 from vllm.diffusion.engine.scheduler.turns import NextForward
-from vllm.diffusion.engine.worker.guided import Guided
+from vllm.diffusion.engine.worker.constrained import Guided
 from vllm.diffusion.engine.worker.proposals import Proposals
-from vllm.diffusion.engine.worker.windows import ALL_ROWS, windows_of
+from vllm.diffusion.engine.worker.window import ALL_ROWS, windows_of
 from vllm.diffusion.request.visibility import FULL, Forward, num_positions
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from vllm.diffusion import ops
 from vllm.diffusion.core.stages import INPUTS, RESULTS, head, read_rows
 from vllm.diffusion.engine.worker.batch import EMPTY_PART
-from vllm.diffusion.engine.worker.division import Cuts, Division, gathered, rounds_of, to_first
 from vllm.diffusion.engine.worker.first_forwards import FirstForwards
 from vllm.diffusion.engine.worker.forward import (
     run_body,
@@ -19,6 +18,7 @@ from vllm.diffusion.engine.worker.forward import (
     upload_samples,
     upload_share,
 )
+from vllm.diffusion.engine.worker.row_shares import Cuts, Division, gathered, rounds_of, to_first
 from vllm.diffusion.engine.worker.streamed import StreamedForward
 from vllm.diffusion.parallel.ranks import Ranks
 from vllm.diffusion.sampling import joined, sample
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.engine.worker.batch import SamplePart, StepBatch
-    from vllm.diffusion.engine.worker.division import Round
     from vllm.diffusion.engine.worker.forward import BodyOutputs, Chunked
-    from vllm.diffusion.engine.worker.graphs import GraphRunner
+    from vllm.diffusion.engine.worker.row_shares import Round
+    from vllm.diffusion.engine.worker.step_graphs import GraphRunner
     from vllm.diffusion.memory import ActivationPool, HostBuffers, PageStore, Plan
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.parallel.ranks import RankGroup

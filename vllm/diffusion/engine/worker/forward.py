@@ -21,7 +21,7 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.core import stages
 from vllm.diffusion.core.spans import AttentionLayout, KeySource, KeyTarget
-from vllm.diffusion.engine.worker.step_inputs import layout_of, pack, pack_samples
+from vllm.diffusion.engine.worker.inputs import layout_of, pack, pack_samples
 from vllm.diffusion.memory import chunks
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.core.spans import PageTable
     from vllm.diffusion.engine.worker.batch import SamplePart, SpanGroup, StepBatch
-    from vllm.diffusion.engine.worker.division import Cuts, Round
-    from vllm.diffusion.engine.worker.step_inputs import SampleInputs, SequenceBounds, StepInputs
+    from vllm.diffusion.engine.worker.inputs import SampleInputs, SequenceBounds, StepInputs
+    from vllm.diffusion.engine.worker.row_shares import Cuts, Round
     from vllm.diffusion.layers.rotary import Rotary
     from vllm.diffusion.memory import PageStore, Plan
     from vllm.diffusion.models.base import DiffusionModel

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm.diffusion.engine.worker.canvas import Canvas
-    from vllm.diffusion.engine.worker.model_runner import DiffusionModelRunner
+    from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
     from vllm.diffusion.memory import ActivationPool
 
 logger = init_logger(__name__)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.core.buffers import Buffer
-    from vllm.diffusion.engine.worker.division import Chunk, Cuts, Division
     from vllm.diffusion.engine.worker.forward import Attending, BodyInputs, Chunked
+    from vllm.diffusion.engine.worker.row_shares import Chunk, Cuts, Division
     from vllm.diffusion.memory import ActivationPool, HostBuffers, PageStore, Plan
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.ops import Array

@@ -13,14 +13,14 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from vllm.diffusion.core.pages import num_pages
 from vllm.diffusion.engine.messages import NewCanvas, NewPages
 from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY
-from vllm.diffusion.engine.worker.graphs import buckets_of
+from vllm.diffusion.engine.worker.step_graphs import buckets_of
 from vllm.diffusion.request import decision, fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vllm.diffusion.engine.worker.graphs import Buckets
-    from vllm.diffusion.engine.worker.model_runner import DiffusionModelRunner
+    from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
+    from vllm.diffusion.engine.worker.step_graphs import Buckets
     from vllm.diffusion.request.params import ServedModel
 
 # Positions of a request that are sampled, at most: the last layer and the logits are computed for

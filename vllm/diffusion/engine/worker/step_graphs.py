@@ -18,7 +18,7 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.spans import AttentionLayout, PageTable
-from vllm.diffusion.engine.worker import step_inputs
+from vllm.diffusion.engine.worker import inputs as step_inputs
 from vllm.diffusion.engine.worker.forward import (
     Attending,
     BodyInputs,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.engine.worker.agreement import Agreement
     from vllm.diffusion.engine.worker.batch import Packing, StepBatch
-    from vllm.diffusion.engine.worker.step_inputs import StepInputs
+    from vllm.diffusion.engine.worker.inputs import StepInputs
     from vllm.diffusion.memory import ActivationPool, GraphMemory, PageStore, Plan, Planner
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.models.config import DiffusionConfig

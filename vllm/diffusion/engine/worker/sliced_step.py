@@ -18,16 +18,16 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.engine.messages import SliceTiming
-from vllm.diffusion.engine.worker.loop import Step
+from vllm.diffusion.engine.worker.step_loop import Step
 from vllm.diffusion.memory import HostBuffers
 
 if TYPE_CHECKING:
     from vllm.diffusion.engine.messages import Slice
     from vllm.diffusion.engine.worker.batch import StepBatch
-    from vllm.diffusion.engine.worker.budget import PoolAccount
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.compute import Compute
     from vllm.diffusion.engine.worker.forward import Chunked
+    from vllm.diffusion.engine.worker.step_memory import PoolAccount
     from vllm.diffusion.memory import ActivationPool, Frame, PageStore, Plan
 
 

@@ -17,7 +17,7 @@ from vllm.diffusion.engine.messages import StepResult
 from vllm.diffusion.engine.scheduler.turns import by_priority, step_behind, to_the_end
 from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY
 from vllm.diffusion.engine.worker.first_forwards import is_copied
-from vllm.diffusion.engine.worker.windows import ALL_ROWS
+from vllm.diffusion.engine.worker.window import ALL_ROWS
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.scheduler.turns import NextForward, StepLimits
     from vllm.diffusion.engine.worker.agreement import Agreement
     from vllm.diffusion.engine.worker.batch import StepBatch
-    from vllm.diffusion.engine.worker.budget import StepMemory
     from vllm.diffusion.engine.worker.canvas import Canvas
+    from vllm.diffusion.engine.worker.step_memory import StepMemory
     from vllm.diffusion.memory import ActivationPool, PageStore, Planner
 
 logger = init_logger(__name__)

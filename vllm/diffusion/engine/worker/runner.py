@@ -19,14 +19,14 @@ from vllm.diffusion.engine.messages import DiffusionRunnerOutput, PausedStep, St
 from vllm.diffusion.engine.scheduler.turns import StepLimits
 from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY, Agreement
 from vllm.diffusion.engine.worker.batch import build_batch
-from vllm.diffusion.engine.worker.budget import PoolAccount
 from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.engine.worker.compute import Compute
 from vllm.diffusion.engine.worker.first_forwards import is_copied, is_shared
-from vllm.diffusion.engine.worker.graphs import GraphRunner, buckets_of
-from vllm.diffusion.engine.worker.loop import Outcomes, Step, StepLoop, commit
-from vllm.diffusion.engine.worker.slices import Slices
+from vllm.diffusion.engine.worker.sliced_step import Slices
+from vllm.diffusion.engine.worker.step_graphs import GraphRunner, buckets_of
 from vllm.diffusion.engine.worker.step_log import StepLog
+from vllm.diffusion.engine.worker.step_loop import Outcomes, Step, StepLoop, commit
+from vllm.diffusion.engine.worker.step_memory import PoolAccount
 from vllm.diffusion.memory import HostBuffers, PageStore, planned_as
 from vllm.diffusion.parallel.ranks import Ranks
 
