@@ -12,7 +12,7 @@ import pytest
 from vllm.diffusion.core.errors import RankError, RankMemoryError
 from vllm.diffusion.engine.worker.agreement import Agreement
 from vllm.diffusion.memory import PoolExhaustedError
-from vllm.diffusion.parallel.board import FAILED, NO_MEMORY, HostBoard
+from vllm.diffusion.parallel.host_board import FAILED, NO_MEMORY, HostBoard
 
 if TYPE_CHECKING:
     from collections.abc import Callable

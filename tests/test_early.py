@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from vllm.diffusion.process import early, late
+from vllm.diffusion.process import deferred_imports as late
+from vllm.diffusion.process import prestart as early
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -47,9 +47,9 @@ def _allow_our_plugins() -> None:
     _os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*(named or others), *ours]))
 
 
-from vllm.diffusion.process import early as _early  # noqa: E402
-from vllm.diffusion.process import late as _late  # noqa: E402
+from vllm.diffusion.process import deferred_imports as _late  # noqa: E402
 from vllm.diffusion.process import preflight as _preflight  # noqa: E402
+from vllm.diffusion.process import prestart as _early  # noqa: E402
 
 _early.keep_title()
 _early.say_nothing_twice()

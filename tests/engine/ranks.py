@@ -19,7 +19,7 @@ from vllm.diffusion.engine import planning as sizes
 from vllm.diffusion.engine.worker.agreement import Agreement
 from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
 from vllm.diffusion.memory import activation_pool
-from vllm.diffusion.parallel.ranks import Ranks
+from vllm.diffusion.parallel.groups import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

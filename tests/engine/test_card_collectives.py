@@ -17,7 +17,7 @@ from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.errors import RankError
 from vllm.diffusion.engine.worker.agreement import Agreement
 from vllm.diffusion.ops.collectives import CardCollectives
-from vllm.diffusion.parallel.board import HostBoard
+from vllm.diffusion.parallel.host_board import HostBoard
 
 if TYPE_CHECKING:
     from torch import Tensor

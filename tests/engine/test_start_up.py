@@ -24,7 +24,7 @@ from vllm.diffusion.engine.worker import status
 from vllm.diffusion.engine.worker.worker import DiffusionWorker
 from vllm.diffusion.metrics import BUILD_INFO
 from vllm.diffusion.ops.rooms import BUILD, Room, rooms
-from vllm.diffusion.process import startup_log
+from vllm.diffusion.process import log_filter as startup_log
 
 if TYPE_CHECKING:
     from tests.engine.harness import Engine

@@ -380,7 +380,7 @@ def test_processes_of_an_engine_have_the_names_that_are_watched() -> None:
 
 
 def test_an_engines_process_comes_from_one_context() -> None:
-    """`vllm.diffusion.process.early` puts another in its place."""
+    """`vllm.diffusion.process.prestart` puts another in its place."""
     from vllm.v1.engine import utils
 
     source = inspect.getsource(utils.CoreEngineProcManager.__init__)
@@ -390,7 +390,7 @@ def test_an_engines_process_comes_from_one_context() -> None:
 
 
 def test_what_is_imported_early_is_there() -> None:
-    from vllm.diffusion.process import early
+    from vllm.diffusion.process import prestart as early
 
     for name in early.NEEDED + early._ROUTES:
         assert importlib.util.find_spec(name) is not None, name

@@ -12,7 +12,7 @@ import torch
 from vllm import envs
 from vllm.diffusion.memory import Rates, rates, rates_of
 from vllm.diffusion.memory.cost import CPU, H200
-from vllm.diffusion.parallel.ranks import ALONE
+from vllm.diffusion.parallel.groups import ALONE
 
 if TYPE_CHECKING:
     from pathlib import Path

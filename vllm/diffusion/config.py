@@ -13,7 +13,7 @@ from vllm.diffusion.core.errors import ModelConfigError, ServerConfigError
 from vllm.diffusion.guided.guides import Guides
 from vllm.diffusion.guided.language import Ends
 from vllm.diffusion.guided.vocabulary import vocabulary_of
-from vllm.diffusion.process import startup_log
+from vllm.diffusion.process import log_filter as startup_log
 from vllm.diffusion.request import families
 from vllm.diffusion.request.fields import server_defaults
 from vllm.diffusion.request.params import ServedModel, SpecialIds

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vllm.diffusion.core.errors import ServerConfigError
 
 # The engine's process imports this module too: what only the server needs is imported by functions.
-from vllm.diffusion.process import early
+from vllm.diffusion.process import prestart as early
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -26,7 +26,7 @@ def main() -> None:
         import uvloop
 
         from vllm.diffusion.api.server import cli
-        from vllm.diffusion.process import startup_log
+        from vllm.diffusion.process import log_filter as startup_log
         from vllm.entrypoints.launchers.api_server.entry import run_server
         from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
         from vllm.entrypoints.serve.utils.api_utils import cli_env_setup

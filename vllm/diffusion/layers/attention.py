@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.spans import KeySource, KeyTarget
     from vllm.diffusion.layers.norm import RMSNorm
     from vllm.diffusion.layers.rotary import Rotary
-    from vllm.diffusion.parallel.exchange import HeadExchange
+    from vllm.diffusion.parallel.head_exchange import HeadExchange
 
 
 ALL_HEADS = HeadGroup(0, 1)

@@ -31,7 +31,7 @@ from vllm.logger import init_logger
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm.diffusion.parallel.ranks import RankGroup
+    from vllm.diffusion.parallel.groups import RankGroup
 
 logger = init_logger(__name__)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.core.buffers import Buffers
-    from vllm.diffusion.parallel.board import HostBoard
+    from vllm.diffusion.parallel.host_board import HostBoard
 
 logger = init_logger(__name__)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from vllm.diffusion.process import early
+from vllm.diffusion.process import prestart as early
 from vllm.entrypoints.serve.utils.api_utils import get_non_default_args
 from vllm.logger import init_logger
 

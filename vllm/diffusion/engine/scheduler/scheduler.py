@@ -33,7 +33,8 @@ from vllm.diffusion.engine.scheduler.prompt_groups import PromptGroups
 from vllm.diffusion.engine.scheduler.request_state import RequestState
 from vllm.diffusion.engine.scheduler.turns import by_priority, take_turns, to_the_end
 from vllm.diffusion.engine.scheduler.waiting import Gathering, WaitingLine
-from vllm.diffusion.process import startup_log, watchdog
+from vllm.diffusion.process import log_filter as startup_log
+from vllm.diffusion.process import watchdog
 from vllm.diffusion.request.decision import decision_of
 from vllm.diffusion.request.params import DRAWN_SEED_BITS
 from vllm.logger import init_logger

@@ -13,10 +13,10 @@ import torch
 
 from vllm.diffusion.core.errors import ActivationBudgetError, RankError, RankMemoryError
 from vllm.diffusion.memory import PoolExhaustedError
-from vllm.diffusion.parallel.board import FAILED, NO_MEMORY, NUMBER, WELL
+from vllm.diffusion.parallel.host_board import FAILED, NO_MEMORY, NUMBER, WELL
 
 if TYPE_CHECKING:
-    from vllm.diffusion.parallel.board import HostBoard
+    from vllm.diffusion.parallel.host_board import HostBoard
 
 OUT_OF_MEMORY = (
     torch.OutOfMemoryError,

@@ -20,7 +20,7 @@ from vllm.diffusion.engine.worker.forward import (
 )
 from vllm.diffusion.engine.worker.row_shares import Cuts, Division, gathered, rounds_of, to_first
 from vllm.diffusion.engine.worker.streamed import StreamedForward
-from vllm.diffusion.parallel.ranks import Ranks
+from vllm.diffusion.parallel.groups import Ranks
 from vllm.diffusion.sampling import joined, sample
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.worker.step_graphs import GraphRunner
     from vllm.diffusion.memory import ActivationPool, HostBuffers, PageStore, Plan
     from vllm.diffusion.models.base import DiffusionModel
-    from vllm.diffusion.parallel.ranks import RankGroup
+    from vllm.diffusion.parallel.groups import RankGroup
 
 
 SHORT_ROWS = 4_096  # of a step; memory that PyTorch keeps of a shorter one is not worth a wait

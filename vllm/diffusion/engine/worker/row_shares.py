@@ -15,7 +15,7 @@ import torch
 
 from vllm.diffusion.engine.worker.batch import EMPTY_PART
 from vllm.diffusion.memory import chunks
-from vllm.diffusion.parallel.exchange import HeadExchange
+from vllm.diffusion.parallel.head_exchange import HeadExchange
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.worker.batch import SamplePart
     from vllm.diffusion.memory import Plan
     from vllm.diffusion.ops import Array
-    from vllm.diffusion.parallel.ranks import RankGroup, Ranks
+    from vllm.diffusion.parallel.groups import RankGroup, Ranks
 
 
 class Chunk(NamedTuple):

@@ -28,7 +28,7 @@ from vllm.diffusion.engine.worker.step_log import StepLog
 from vllm.diffusion.engine.worker.step_loop import Outcomes, Step, StepLoop, commit
 from vllm.diffusion.engine.worker.step_memory import PoolAccount
 from vllm.diffusion.memory import HostBuffers, PageStore, planned_as
-from vllm.diffusion.parallel.ranks import Ranks
+from vllm.diffusion.parallel.groups import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

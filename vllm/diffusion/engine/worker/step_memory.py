@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.engine.messages import StepUsage
     from vllm.diffusion.memory import ActivationPool, GraphMemory, PageStore, Plan
-    from vllm.diffusion.parallel.ranks import RankGroup
+    from vllm.diffusion.parallel.groups import RankGroup
 
 # What runs outside of the pool on a GPU: libraries' workspaces, kernels loaded later, the small
 # tensors of steps that a graph runs.

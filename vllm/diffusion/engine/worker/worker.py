@@ -23,9 +23,10 @@ from vllm.diffusion.memory import ActivationPool, GraphMemory, Rates, activation
 from vllm.diffusion.memory.plan import readable
 from vllm.diffusion.models.ahead import compile_ahead
 from vllm.diffusion.models.weights import quantised_sizes
-from vllm.diffusion.parallel.board import processes_here
-from vllm.diffusion.parallel.ranks import ConnectedGroup, Ranks
-from vllm.diffusion.process import startup_log, watchdog
+from vllm.diffusion.parallel.groups import ConnectedGroup, Ranks
+from vllm.diffusion.parallel.host_board import processes_here
+from vllm.diffusion.process import log_filter as startup_log
+from vllm.diffusion.process import watchdog
 from vllm.distributed import (
     ensure_model_parallel_initialized,
     init_distributed_environment,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.core.buffers import Buffers
-    from vllm.diffusion.parallel.ranks import RankGroup
+    from vllm.diffusion.parallel.groups import RankGroup
 
 
 class HeadExchange:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from vllm.diffusion.parallel.board import HostBoard
+from vllm.diffusion.parallel.host_board import HostBoard
 from vllm.distributed import get_tp_group
 from vllm.distributed.parallel_state import get_world_group, init_model_parallel_group
 
