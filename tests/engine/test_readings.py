@@ -13,7 +13,7 @@ from tests.checkpoints import MASK_ID, random_prompt
 from tests.engine.harness import Ask, running
 from tests.reference.families import load_reference
 from tests.reference.layers import shift_right
-from vllm.diffusion.api.likelihood.decisions import masked_behind
+from vllm.diffusion.api.likelihood.typed_decisions import masked_behind
 from vllm.diffusion.api.openai.echo import readings_of
 from vllm.diffusion.api.validator import validator_of
 from vllm.diffusion.core.errors import InvalidParameterError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from vllm.diffusion.api.likelihood.readings import Reading
+    from vllm.diffusion.api.likelihood.prompt_scores import Reading
 
 FAMILIES = ("dream", "sdar", "llada2", "fast_dllm")
 PROMPT = random_prompt(21, 5)

@@ -279,7 +279,7 @@ def test_typed_decisions_have_what_is_overridden_and_called() -> None:
     from vllm.entrypoints.generate.generative_scoring import serving as scoring
     from vllm.entrypoints.generate.structured_decisions import serving, strategies
 
-    from vllm.diffusion.api.likelihood.decisions import DiffusionDecisions, DiffusionScoring
+    from vllm.diffusion.api.likelihood.typed_decisions import DiffusionDecisions, DiffusionScoring
 
     assert isinstance(strategies.READ_STRATEGIES, dict)
     for name in ("_render", "_read_request", "_content", "_tokenizer"):
@@ -436,7 +436,7 @@ def test_transformers_reads_its_models_by_one_function() -> None:
 
 
 def test_upstream_brings_a_swagger_ui_that_knows_openapi_3_1() -> None:
-    from vllm.diffusion.api.documentation.routes import SWAGGER_UI
+    from vllm.diffusion.api.documentation.offline_docs import SWAGGER_UI
 
     library = (SWAGGER_UI / "swagger-ui-bundle.js").read_text(encoding="utf-8")
     version = re.search(r'PACKAGE_VERSION:"(\d+)\.', library)

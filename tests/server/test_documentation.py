@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 
 from tests.server.process import PATIENCE_S, POLL_S
 from vllm.diffusion import __version__
-from vllm.diffusion.api.documentation import routes as documentation
+from vllm.diffusion.api.documentation import offline_docs as documentation
 from vllm.diffusion.api.documentation.examples import EXAMPLES, shown
 from vllm.diffusion.api.server import gate
 

@@ -17,10 +17,10 @@ import pytest
 from tests.server.client import ANSWER, GENERATE, PUZZLE, QUESTION
 from tests.server.process import ROOT
 from vllm.diffusion import __version__
-from vllm.diffusion.api.documentation.routes import OPEN_PATHS as DOCUMENTATION_PATHS
-from vllm.diffusion.api.documentation.routes import STATIC as DOCUMENTATION
+from vllm.diffusion.api.documentation.offline_docs import OPEN_PATHS as DOCUMENTATION_PATHS
+from vllm.diffusion.api.documentation.offline_docs import STATIC as DOCUMENTATION
 from vllm.diffusion.api.page.options import page_options
-from vllm.diffusion.api.page.routes import OPEN_PATHS, STATIC
+from vllm.diffusion.api.page.site import OPEN_PATHS, STATIC
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 from vllm.diffusion.request.families import DREAM, LLADA2, SDAR
 from vllm.diffusion.request.fields import BY_NAME

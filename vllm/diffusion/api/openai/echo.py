@@ -14,7 +14,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.api.choices import Cancelling
-from vllm.diffusion.api.likelihood.readings import Reader, Reading
+from vllm.diffusion.api.likelihood.prompt_scores import Reader, Reading
 from vllm.diffusion.api.report import told
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from vllm.diffusion.api.choices import ChoicesClient
-    from vllm.diffusion.api.likelihood.readings import Read
+    from vllm.diffusion.api.likelihood.prompt_scores import Read
     from vllm.diffusion.api.report import TokenTexts
     from vllm.diffusion.api.validator import Validator
     from vllm.sampling_params import SamplingParams

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, Field, model_validator
 
 from vllm.diffusion.api.bodies import left_out, refuse_fields
-from vllm.diffusion.api.openai.tools import asked_tools
+from vllm.diffusion.api.openai.tool_calls import asked_tools
 from vllm.diffusion.api.report import DiffusionReport
 from vllm.diffusion.api.schema import MAX_CHOICES, check_logprobs, with_diffusion_fields
 from vllm.diffusion.core.errors import InvalidParameterError

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.diffusion.api.choices import ChoicesClient, RequestTimedOut, primed
 from vllm.diffusion.api.events import DONE, Listener, event
-from vllm.diffusion.api.likelihood.readings import TERMS
+from vllm.diffusion.api.likelihood.prompt_scores import TERMS
 from vllm.diffusion.api.openai.echo import EchoClient
 from vllm.diffusion.api.openai.openai_protocol import prepare, reads_prompt
-from vllm.diffusion.api.openai.tools import described, put_calls, with_calls
+from vllm.diffusion.api.openai.tool_calls import described, put_calls, with_calls
 from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, timeout_in, told
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from vllm.diffusion import __version__
-from vllm.diffusion.api import metrics
+from vllm.diffusion.api import prometheus as metrics
 from vllm.diffusion.api.bodies import (
     check_body,
     check_conversations,
@@ -18,16 +18,16 @@ from vllm.diffusion.api.bodies import (
     check_prompt,
     refuse_fields,
 )
-from vllm.diffusion.api.documentation import routes as documentation
+from vllm.diffusion.api.documentation import offline_docs as documentation
 from vllm.diffusion.api.documentation.examples import shown
 from vllm.diffusion.api.generate import GenerateHandler
-from vllm.diffusion.api.likelihood.decisions import DecisionRequest, adopt_decisions, register
-from vllm.diffusion.api.likelihood.likelihood import (
+from vllm.diffusion.api.likelihood.loglikelihood import (
     LikelihoodHandler,
     LikelihoodRequest,
     LikelihoodResponse,
 )
-from vllm.diffusion.api.openai.messages import (
+from vllm.diffusion.api.likelihood.typed_decisions import DecisionRequest, adopt_decisions, register
+from vllm.diffusion.api.openai.anthropic import (
     DiffusionServingMessages,
     MessagesAnswer,
     MessagesBody,
@@ -50,9 +50,9 @@ from vllm.diffusion.api.openai.responses import (
     ResponsesBody,
     check_input,
 )
-from vllm.diffusion.api.page import routes as page
+from vllm.diffusion.api.page import site as page
 from vllm.diffusion.api.page.options import page_options
-from vllm.diffusion.api.page.routes import Status
+from vllm.diffusion.api.page.site import Status
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse, set_priority
 from vllm.diffusion.api.server import gate, refusals
 from vllm.diffusion.api.server.lifecycle import Lifecycle
@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable
 
-    from vllm.diffusion.api.likelihood.likelihood import LikelihoodBody
+    from vllm.diffusion.api.likelihood.loglikelihood import LikelihoodBody
     from vllm.diffusion.api.protocol import GenerateBody
     from vllm.diffusion.api.validator import Validator
     from vllm.engine.protocol import EngineClient

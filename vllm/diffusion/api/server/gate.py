@@ -14,9 +14,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 
 from vllm import envs as upstream_envs
-from vllm.diffusion.api.documentation.routes import OPEN_PATHS as _DOCUMENTATION_PATHS
-from vllm.diffusion.api.metrics import count_refusal
-from vllm.diffusion.api.page.routes import OPEN_PATHS as _PAGE_PATHS
+from vllm.diffusion.api.documentation.offline_docs import OPEN_PATHS as _DOCUMENTATION_PATHS
+from vllm.diffusion.api.page.site import OPEN_PATHS as _PAGE_PATHS
+from vllm.diffusion.api.prometheus import count_refusal
 from vllm.diffusion.api.server.lifecycle import LEAVING
 from vllm.diffusion.core import envs
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response

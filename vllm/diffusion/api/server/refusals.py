@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from vllm.diffusion.api import metrics
+from vllm.diffusion.api import prometheus as metrics
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response

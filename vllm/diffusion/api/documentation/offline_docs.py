@@ -10,7 +10,7 @@ from fastapi import APIRouter, HTTPException, Request, Response
 
 from vllm.diffusion import __version__
 from vllm.diffusion.api.files import WebFile
-from vllm.diffusion.api.page.routes import STATIC as PAGE
+from vllm.diffusion.api.page.site import STATIC as PAGE
 from vllm.entrypoints.serve.instrumentator import offline_docs
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from vllm.diffusion.api.choices import answers, last
 from vllm.diffusion.api.likelihood.estimator import draw_maskings, estimate
-from vllm.diffusion.api.likelihood.readings import TERMS, Reader, Reading
+from vllm.diffusion.api.likelihood.prompt_scores import TERMS, Reader, Reading
 from vllm.diffusion.api.protocol import Usage, check_model
 from vllm.diffusion.api.schema import described
 from vllm.diffusion.api.validator import RequestRefused

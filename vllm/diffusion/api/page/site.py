@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 
-from vllm.diffusion.api import metrics
+from vllm.diffusion.api import prometheus as metrics
 from vllm.diffusion.api.files import WebFile
 
 if TYPE_CHECKING:

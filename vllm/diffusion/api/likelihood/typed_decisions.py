@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import create_model
 
 from vllm.diffusion.api.choices import RequestTimedOut
-from vllm.diffusion.api.likelihood.readings import MOST_AT_ONCE, TERMS, Reader, ReadGroup, Reading
+from vllm.diffusion.api.likelihood.prompt_scores import (
+    MOST_AT_ONCE,
+    TERMS,
+    Reader,
+    ReadGroup,
+    Reading,
+)
 from vllm.diffusion.api.protocol import set_priority
 from vllm.diffusion.api.schema import described
 from vllm.diffusion.api.validator import RequestRefused, validator_of
