@@ -34,10 +34,10 @@ from benchmarks import harness
 from benchmarks.harness import Table, positive
 from vllm.diffusion.guided.automaton import build
 from vllm.diffusion.guided.joint import Joint, choose_all, gather, read_all
+from vllm.diffusion.guided.json_schema import from_schema
 from vllm.diffusion.guided.language import Ends, Language, over_tokens
-from vllm.diffusion.guided.schema import from_schema
+from vllm.diffusion.guided.open_window import OPEN, OpenWindow
 from vllm.diffusion.guided.vocabulary import Vocabulary
-from vllm.diffusion.guided.window import OPEN, OpenWindow
 
 if TYPE_CHECKING:
     import argparse

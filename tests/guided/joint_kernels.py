@@ -10,8 +10,8 @@ import torch
 
 from tests.guided.support import language_of
 from vllm.diffusion.guided.joint import Joint, choose_all, gather, read_all
+from vllm.diffusion.guided.open_window import FREE, OPEN, OpenWindow
 from vllm.diffusion.guided.regex import regex
-from vllm.diffusion.guided.window import FREE, OPEN, OpenWindow
 
 LETTERS = tuple(bytes([byte]) for byte in b'abcdefgh1234"{}: ,')
 TOKENS: tuple[bytes | None, ...] = (

@@ -17,9 +17,9 @@ from tests.guided.support import TOKENS, bytes_of, language_of
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.guided.automaton import Automaton, TooLargeError, build
 from vllm.diffusion.guided.guides import Guides, asked_spec, forced, spec_of, spec_of_format
+from vllm.diffusion.guided.json_schema import FORMATS, SchemaError, any_object, from_schema
 from vllm.diffusion.guided.language import Ends, Language, over_tokens
 from vllm.diffusion.guided.regex import UnsupportedPatternError, regex
-from vllm.diffusion.guided.schema import FORMATS, SchemaError, any_object, from_schema
 from vllm.diffusion.guided.vocabulary import Vocabulary
 
 if TYPE_CHECKING:

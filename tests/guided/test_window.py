@@ -14,8 +14,8 @@ import torch
 
 from tests.guided.support import TOKENS, bytes_of, language_of
 from vllm.diffusion.guided.joint import Joint
+from vllm.diffusion.guided.open_window import FREE, OPEN, OpenWindow, can_be_completed
 from vllm.diffusion.guided.regex import regex
-from vllm.diffusion.guided.window import FREE, OPEN, OpenWindow, can_be_completed
 
 PATTERNS = ["(a|bc)*1?", "[abc]{2,4}", "ab+c?|1+", "(abc|cab)1*", "a(b|c){0,3}"]
 

@@ -17,7 +17,7 @@ from vllm.diffusion.memory.activation_pool import (
     PoolExhaustedError,
     activation_pool,
 )
-from vllm.diffusion.memory.graphs import GraphMemory
+from vllm.diffusion.memory.graph_memory import GraphMemory
 from vllm.diffusion.memory.usage import UsageMeter
 
 MIB = 1024 * 1024

@@ -18,11 +18,11 @@ from tests.models.support import Recorder, engine_config, logits, some_ids, stag
 from vllm.diffusion import ops
 from vllm.diffusion.core.buffers import Buffer, row_bytes
 from vllm.diffusion.core.errors import CheckpointError, ModelConfigError, ServerConfigError
+from vllm.diffusion.core.quantisation import Fp8Scheme, scheme_of
 from vllm.diffusion.core.stages import QUANTISED_ROWS
 from vllm.diffusion.models.llada import LLaDAConfig
 from vllm.diffusion.models.weights import checkpoint_name
 from vllm.diffusion.ops import dispatch
-from vllm.diffusion.quantisation import Fp8Scheme, scheme_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

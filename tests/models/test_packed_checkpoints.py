@@ -15,7 +15,7 @@ from tests.models.support import assert_same_logits, logits, some_ids, staged_lo
 from tests.reference.llada_model import LLaDAReference
 from vllm.diffusion import ops
 from vllm.diffusion.core.errors import CheckpointError, ModelConfigError
-from vllm.diffusion.quantisation import PackedScheme, scheme_of
+from vllm.diffusion.core.quantisation import PackedScheme, scheme_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -24,10 +24,10 @@ def register() -> None:
     import vllm.envs
     from vllm.diffusion import ops
     from vllm.diffusion.core import envs
+    from vllm.diffusion.core.quantisation import BITSANDBYTES, ONLINE
     from vllm.diffusion.models import tokenizers
     from vllm.diffusion.process import log_filter as startup_log
     from vllm.diffusion.process import watchdog
-    from vllm.diffusion.quantisation import BITSANDBYTES, ONLINE
     from vllm.model_executor.layers.quantization import (
         QUANTIZATION_METHODS,
         register_quantization_config,

@@ -10,8 +10,8 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.core.random_streams import GUIDED, TOKEN
-from vllm.diffusion.guided import kernel
-from vllm.diffusion.guided.window import FREE, OPEN
+from vllm.diffusion.guided import joint_kernel as kernel
+from vllm.diffusion.guided.open_window import FREE, OPEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

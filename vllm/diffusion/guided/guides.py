@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.guided.automaton import TooLargeError, build
+from vllm.diffusion.guided.json_schema import SchemaError, any_object, from_schema
 from vllm.diffusion.guided.language import EmptyLanguageError, Language, over_tokens
 from vllm.diffusion.guided.regex import UnsupportedPatternError, regex
-from vllm.diffusion.guided.schema import SchemaError, any_object, from_schema
 from vllm.diffusion.guided.syntax import either
-from vllm.diffusion.guided.tools import Tools, calls
+from vllm.diffusion.guided.tool_grammar import Tools, calls
 from vllm.diffusion.guided.vocabulary import Vocabulary, VocabularyError
 
 if TYPE_CHECKING:

@@ -13,14 +13,14 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.core.random_streams import GUIDED, TOKEN
-from vllm.diffusion.guided.window import OPEN, CandidateRows, choose, num_uniform, read
+from vllm.diffusion.guided.open_window import OPEN, CandidateRows, choose, num_uniform, read
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm.diffusion.guided.device import DeviceStep
     from vllm.diffusion.guided.language import Language
-    from vllm.diffusion.guided.window import OpenWindow
+    from vllm.diffusion.guided.open_window import OpenWindow
     from vllm.diffusion.ops import Array
 
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # the GPU's way, for tests

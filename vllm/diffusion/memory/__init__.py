@@ -10,14 +10,14 @@ from vllm.diffusion.memory.activation_pool import (
 from vllm.diffusion.memory.cost import Rates
 from vllm.diffusion.memory.demand import Demand
 from vllm.diffusion.memory.footprint import Experts, LinearBuffers, ModelShape, StepShape
-from vllm.diffusion.memory.graphs import GraphMemory
+from vllm.diffusion.memory.graph_memory import GraphMemory
 from vllm.diffusion.memory.host import HostBuffers
 from vllm.diffusion.memory.page_store import KeptSequence, PageStore
 from vllm.diffusion.memory.plan import Plan, chunks
 from vllm.diffusion.memory.planner import Planner
 from vllm.diffusion.memory.plans import planned_as
 from vllm.diffusion.memory.rates import rates_of
-from vllm.diffusion.memory.rows import HostRows, ResidualRows
+from vllm.diffusion.memory.residual_rows import HostRows, ResidualRows
 from vllm.diffusion.memory.usage import UsageMeter
 
 __all__ = [

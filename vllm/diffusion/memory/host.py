@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.diffusion.core.stages import NUM_STREAM_BUFFERS
-from vllm.diffusion.memory.rows import CopyStreams
+from vllm.diffusion.memory.residual_rows import CopyStreams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm.diffusion.core.errors import ModelConfigError
-from vllm.diffusion.quantisation import scheme_of, stores_experts
+from vllm.diffusion.core.quantisation import scheme_of, stores_experts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,7 +10,7 @@ from torch import nn
 
 from vllm.diffusion import ops
 from vllm.diffusion.core.errors import ServerConfigError
-from vllm.diffusion.quantisation import Fp8Scheme, PackedScheme, stores_experts
+from vllm.diffusion.core.quantisation import Fp8Scheme, PackedScheme, stores_experts
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,

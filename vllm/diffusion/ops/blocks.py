@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.core.quantisation import BlockScheme
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter
 from vllm.diffusion.ops.packed import reserve_unpacked
-from vllm.diffusion.quantisation import BlockScheme
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 
 from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.core.quantisation import BlockScheme, Fp8Scheme, PackedScheme, scheme_of
 from vllm.diffusion.ops.blocks import BlockMethod
 from vllm.diffusion.ops.fp8 import Fp8HeadMethod, Fp8Method, Fp8Projection
 from vllm.diffusion.ops.packed import PackedMethod, PackedProjection
@@ -19,7 +20,6 @@ from vllm.diffusion.ops.packed_checkpoints import (
     PackedCheckpointMethod,
 )
 from vllm.diffusion.ops.projection import PlainProjection, Projection, QuantisedProjection
-from vllm.diffusion.quantisation import BlockScheme, Fp8Scheme, PackedScheme, scheme_of
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import QuantizationMethods
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm.config import VllmConfig
+    from vllm.diffusion.core.quantisation import Scheme
     from vllm.diffusion.ops.projection import ParallelLayer
-    from vllm.diffusion.quantisation import Scheme
 
 # How upstream's method says that a weight is stored; any other is upstream's to multiply by.
 _KIND_OF_METHOD: dict[type, type[Projection]] = {

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.diffusion.core.errors import CheckpointError, ServerConfigError
+from vllm.diffusion.core.quantisation import PackedScheme
 from vllm.diffusion.core.stages import BufferSpec
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter
 from vllm.diffusion.ops.packed import PackedProjection, group_of, reserve_unpacked
 from vllm.diffusion.ops.projection import ALL, Matrix, Use, Workspace
-from vllm.diffusion.quantisation import PackedScheme
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm_add_llada.cuda_kernels.fused_ops import pack

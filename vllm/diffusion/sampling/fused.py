@@ -19,7 +19,7 @@ from vllm.diffusion.request.params import SEED_BITS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm.diffusion.sampling.rows import RowGroup
+    from vllm.diffusion.sampling.row_group import RowGroup
 
 _SCORES: dict[str, ops.Score] = {
     "confidence": "confidence",

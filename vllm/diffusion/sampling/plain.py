@@ -21,7 +21,7 @@ from vllm.diffusion.core.random_streams import CATEGORICAL, REMASKING, TOKEN
 
 if TYPE_CHECKING:
     from vllm.diffusion.core.scoring import Scoring
-    from vllm.diffusion.sampling.rows import RowGroup
+    from vllm.diffusion.sampling.row_group import RowGroup
 
 
 def sample_plain(

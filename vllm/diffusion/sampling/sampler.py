@@ -23,7 +23,7 @@ from vllm.diffusion.sampling.plain import sample_plain
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from vllm.diffusion.sampling.rows import LogitsModel, RowGroup
+    from vllm.diffusion.sampling.row_group import LogitsModel, RowGroup
 
 
 BYTES_OF_COPIES = 24  # of a logit, where PyTorch sorts, draws or takes logarithms in fp32

@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from vllm.diffusion.api.events import DONE, event
 from vllm.diffusion.core.errors import InvalidParameterError
-from vllm.diffusion.guided.tools import CALL_END, CALL_START, Tools
+from vllm.diffusion.guided.tool_grammar import CALL_END, CALL_START, Tools
 from vllm.entrypoints.generate.base.protocol import FunctionCall, ToolCall
 
 if TYPE_CHECKING:

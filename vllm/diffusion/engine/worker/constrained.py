@@ -12,7 +12,7 @@ import numpy as np
 from vllm.diffusion.decoding import Commit, Selector
 from vllm.diffusion.guided.joint import Joint
 from vllm.diffusion.guided.language import Language
-from vllm.diffusion.guided.window import FREE, OPEN, OpenWindow, can_be_completed
+from vllm.diffusion.guided.open_window import FREE, OPEN, OpenWindow, can_be_completed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm.diffusion.guided.json_schema import SchemaError, from_schema
 from vllm.diffusion.guided.regex import ANY
-from vllm.diffusion.guided.schema import SchemaError, from_schema
 from vllm.diffusion.guided.syntax import Repeat, chars, complement, either, maybe, then
 
 if TYPE_CHECKING:
