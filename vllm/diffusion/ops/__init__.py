@@ -3,6 +3,14 @@
 
 from flash_sample import Rows, Sampled, Score
 from vllm.diffusion.ops.collectives import Collectives, align_ranks, join_ranks, tensor_parallel
+from vllm.diffusion.ops.elementwise import (
+    apply_rotary,
+    norm_rotary,
+    rms_norm,
+    rotary_tables,
+    silu_mul,
+    store_keys_values,
+)
 from vllm.diffusion.ops.experts import (
     SOFTMAX,
     ExpertWeights,
@@ -14,14 +22,6 @@ from vllm.diffusion.ops.experts import (
     route_rows,
 )
 from vllm.diffusion.ops.fp8 import Fp8Projection, quantise_weight
-from vllm.diffusion.ops.fused import (
-    apply_rotary,
-    norm_rotary,
-    rms_norm,
-    rotary_tables,
-    silu_mul,
-    store_keys_values,
-)
 from vllm.diffusion.ops.kinds import (
     SchemeConfig,
     adopt_scheme,

@@ -19,7 +19,7 @@ import torch
 from gather_gemm import gather_gemm
 from vllm.diffusion.core.stages import GATE_UP, PROJECTED, BufferSpec
 from vllm.diffusion.ops import collectives, dispatch
-from vllm.diffusion.ops.fused import silu_mul
+from vllm.diffusion.ops.elementwise import silu_mul
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm_add_llada.cuda_kernels.fused_ops import (
     Epilogue,
