@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from vllm.diffusion import ops
 from vllm.diffusion.core import stages
 from vllm.diffusion.core.buffers import FreshBuffers
+from vllm.diffusion.core.devices import num_multiprocessors
 from vllm.diffusion.core.spans import HeadGroup
 from vllm.diffusion.layers.attention_backends import attend, reads_pages
-from vllm.diffusion.layers.devices import num_multiprocessors
 from vllm.diffusion.layers.norm import AllHeadsRMSNorm
 from vllm.diffusion.layers.split_attention import can_split
 

@@ -19,8 +19,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vllm.diffusion import ops
+from vllm.diffusion.core.devices import capability, num_multiprocessors
 from vllm.diffusion.core.spans import Span, check_tiling
-from vllm.diffusion.layers.devices import capability, num_multiprocessors
 from vllm.diffusion.layers.split_attention import can_split, split_attention
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm.diffusion.core.devices import capability, num_multiprocessors
 from vllm.diffusion.core.pages import HEAD_DIMS
-from vllm.diffusion.layers.devices import capability, num_multiprocessors
 
 if TYPE_CHECKING:
     from types import ModuleType
