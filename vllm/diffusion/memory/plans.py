@@ -4,7 +4,8 @@
 A plan is found when a step of its shape first comes: nothing is measured or stored beforehand. A
 step that fits as a whole runs as a whole. Otherwise every way to keep its rows (`Residency`) is
 tried; each stage takes the longest chunks that fit beside what is resident, and of the plans that
-fit the one with the least predicted time is taken. Nothing here computes with torch, or imports upstream.
+fit the one with the least predicted time is taken. Nothing here computes with torch, or imports
+upstream.
 """
 
 from __future__ import annotations
