@@ -26,7 +26,7 @@ class NewCanvas:
 
     `selector` takes part in what is committed, if there is one; every rank gets a copy.
     `host_layers` is the number of layers whose kept keys and values lie in host memory. `prompt_of`
-    names a running request that has computed what its first forward begins with (`siblings.py`);
+    names a running request that has computed what its first forward begins with (`scheduler/prompt_groups.py`);
     `spare_positions` of kept keys and values are for requests that will read its own.
     """
 

@@ -174,6 +174,6 @@ def _max_tiles(
 def _kernels() -> ModuleType | None:
     """Import the Triton kernels; None without Triton."""
     try:
-        return importlib.import_module(f"{__name__}.kernel")
+        return importlib.import_module(f"{__name__}.split_kernel")
     except (ImportError, RuntimeError):
         return None
