@@ -26,8 +26,9 @@ class NewCanvas:
 
     `selector` takes part in what is committed, if there is one; every rank gets a copy.
     `host_layers` is the number of layers whose kept keys and values lie in host memory. `prompt_of`
-    names a running request that has computed what its first forward begins with (`scheduler/prompt_groups.py`);
-    `spare_positions` of kept keys and values are for requests that will read its own.
+    names a running request that has computed what its first forward begins with
+    (`prompt_groups.py`); `spare_positions` of kept keys and values are for requests that will read
+    its own.
     """
 
     req_id: str
