@@ -196,7 +196,7 @@ def test_what_the_first_forward_keeps_is_copied(
     together = sampling_params(asks[0])
     together.n = 3
     for ahead in (False, True):
-        monkeypatch.setattr(engine.runner, "runs_ahead", ahead)
+        monkeypatch.setattr(engine.loop, "runs_ahead", ahead)
         rows.clear()
         (output,) = engine.llm.generate(
             [{"prompt_token_ids": prompt}], [together.clone()], use_tqdm=False

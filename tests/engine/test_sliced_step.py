@@ -42,8 +42,8 @@ class Slicer:
         self.runner, self.seconds = engine.runner, seconds
         self.long: set[str] = set()
         self.outputs: list[Any] = []
-        self._execute = engine.runner.execute
-        monkeypatch.setattr(engine.runner, "execute", self.execute)
+        self._execute = engine.loop.execute
+        monkeypatch.setattr(engine.loop, "execute", self.execute)
 
     def execute(self, message: Any) -> Any:
         named = [req_id for req_id in message.num_scheduled_tokens if req_id in self.long]
@@ -111,7 +111,7 @@ def test_slices_beside_other_requests_give_the_same_tokens(
     """Chunks, head groups, rows in host memory; the others use the same names of buffers."""
     engine, wanted = alone
     plan = replace(plan, chunk_seconds=SECOND)
-    monkeypatch.setattr(engine.runner, "runs_ahead", runs_ahead)
+    monkeypatch.setattr(engine.loop, "runs_ahead", runs_ahead)
     monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
     slicer = Slicer(engine, monkeypatch, seconds=3.0)
     assert run_beside(engine, slicer) == wanted
@@ -276,13 +276,13 @@ def slow(
     monkeypatch.setattr(Pace, "learn", lambda *_: None)
     with running(checkpoint("mha")) as engine:
         outputs: list[Any] = []
-        execute = engine.runner.execute
+        execute = engine.loop.execute
 
         def recorded(message: Any) -> Any:
             outputs.append(execute(message))
             return outputs[-1]
 
-        monkeypatch.setattr(engine.runner, "execute", recorded)
+        monkeypatch.setattr(engine.loop, "execute", recorded)
         yield engine, outputs
 
 
@@ -295,7 +295,7 @@ def test_the_scheduler_hands_out_long_steps_in_slices(
 ) -> None:
     """Two long requests take their steps one after the other; others step meanwhile."""
     engine, outputs = slow
-    monkeypatch.setattr(engine.runner, "runs_ahead", runs_ahead)
+    monkeypatch.setattr(engine.loop, "runs_ahead", runs_ahead)
     asked = {**SHORT, "cache": cache}
     asks = [Ask(random_prompt(n, n), asked) for n in (200, 15, 180, 8)]
     wanted = tokens(engine.ask(*asks))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from contextlib import closing, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion import ops
 from vllm.diffusion.core.stages import INPUTS, RESULTS, head, read_rows
@@ -31,12 +31,33 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.worker.forward import BodyOutputs, Chunked
     from vllm.diffusion.engine.worker.row_shares import Round
     from vllm.diffusion.engine.worker.step_graphs import GraphRunner
+    from vllm.diffusion.engine.worker.step_memory import StepMemory
     from vllm.diffusion.memory import ActivationPool, HostBuffers, PageStore, Plan
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.parallel.groups import RankGroup
 
 
 SHORT_ROWS = 4_096  # of a step; memory that PyTorch keeps of a shorter one is not worth a wait
+
+
+class Step(NamedTuple):
+    """A launched step, to be waited for and committed.
+
+    Attributes:
+        started: time.perf_counter() before its first instruction.
+        batch: its input.
+        sampled: its result.
+        memory: memory that it took.
+    """
+
+    started: float
+    batch: StepBatch
+    sampled: ops.HostCopy
+    memory: StepMemory
+
+    @property
+    def req_ids(self) -> list[str]:
+        return [canvas.req_id for canvas in self.batch.canvases]
 
 
 class Compute:

@@ -1,48 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hot path: one denoise step of every running request.
+"""One denoise step of the named requests: built, planned, computed, sampled and committed.
 
-A step is built, planned, computed chunk by chunk, sampled and committed. `StepLoop` handles what
-may go wrong on the way, `PoolAccount` the memory that is taken.
+`StepLoop`, above, decides whose step is next and handles what may go wrong on the way.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.core.errors import ActivationBudgetError
-from vllm.diffusion.engine.messages import DiffusionRunnerOutput, PausedStep, StepUsage
-from vllm.diffusion.engine.scheduler.turns import StepLimits
+from vllm.diffusion.engine.messages import PausedStep, StepUsage
 from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY, Agreement
 from vllm.diffusion.engine.worker.batch import build_batch
 from vllm.diffusion.engine.worker.canvas import Canvas
-from vllm.diffusion.engine.worker.compute import Compute
+from vllm.diffusion.engine.worker.compute import Compute, Step
 from vllm.diffusion.engine.worker.first_forwards import is_copied, is_shared
 from vllm.diffusion.engine.worker.sliced_step import Slices
-from vllm.diffusion.engine.worker.step_graphs import GraphRunner, buckets_of
+from vllm.diffusion.engine.worker.step_graphs import GraphRunner
 from vllm.diffusion.engine.worker.step_log import StepLog
-from vllm.diffusion.engine.worker.step_loop import Outcomes, Step, StepLoop, commit
 from vllm.diffusion.engine.worker.step_memory import PoolAccount
 from vllm.diffusion.memory import HostBuffers, PageStore, planned_as
 from vllm.diffusion.parallel.groups import Ranks
+from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from vllm.diffusion.decoding import BatchedCommit, Candidates
     from vllm.diffusion.engine.messages import (
-        DiffusionSchedulerOutput,
         NewCanvas,
         NewPages,
         Slice,
+        SliceTiming,
     )
     from vllm.diffusion.engine.worker.batch import Packing, StepBatch
     from vllm.diffusion.memory import ActivationPool, GraphMemory, Plan, Planner, StepShape
     from vllm.diffusion.models.base import DiffusionModel
 
+logger = init_logger(__name__)
+
+# The requests of a step, and why those failed that did.
+Outcomes: TypeAlias = "dict[str, Exception | None]"
 # Reserved pages that nobody uses are given back where a step in chunks then takes at most this part
 # of its time.
 WORTH_TRIMMING = 0.95
@@ -61,11 +64,6 @@ class DiffusionModelRunner:
         graph_memory: memory for CUDA graphs of the layers; None runs without graphs.
         max_model_len: positions of the longest sequence.
         ranks: ranks that compute the same steps; None where there are no others.
-
-    Attributes:
-        shares: limits above which a step takes only some requests, where steps are launched behind
-            others.
-        runs_ahead: a step is launched before the results of the one before are handed out.
     """
 
     def __init__(
@@ -95,16 +93,13 @@ class DiffusionModelRunner:
             self.graphs = GraphRunner(
                 model, pool, self.caches, planner, graph_memory, self._agreement, max_model_len
             )
-        self.shares = StepLimits(rows=buckets_of(model.config).windows[-1])
         self.canvases: dict[str, Canvas] = {}
-        self.runs_ahead = device.type == "cuda"
         self._ledger = PoolAccount(pool, self.caches, graph_memory, device)
         self._ranks = ranks or Ranks()
         self._compute = Compute(model, pool, self.caches, self.graphs, device, self._ranks)
         self._slices = Slices(self._compute, self._ledger, pool, self.caches, device)
         self._log = StepLog(is_on=is_reporting)
-        self._loop = StepLoop(self, self._agreement)
-        self._usage = self._idle_usage()  # of the newest step whose results were handed out
+        self.usage = self.idle_usage  # of the newest step whose results were handed out
         self._packing: Packing | None = None  # of the newest step
         self._packed_by = self.caches.table
         self._asked: tuple[object, ...] | None = None  # what its plan depends on, if it is whole,
@@ -112,43 +107,6 @@ class DiffusionModelRunner:
         self._over: list[
             tuple[Step, float]
         ] = []  # not yet reported; time.perf_counter() at its end
-
-    # ---- one engine step ----
-
-    def execute(self, message: DiffusionSchedulerOutput) -> DiffusionRunnerOutput:
-        """Take in started and finished requests, then return the results of one step.
-
-        Requests that start while a step is under way take part in one after it.
-        """
-        self._loop.num_rows = 0
-        for req_id in message.finished_req_ids:
-            self.forget(req_id)
-        results = self._loop.start(message.admitted)
-        self._assign(message.new_pages)
-        req_ids = list(message.num_scheduled_tokens)
-        asked, long = message.next_slice, message.long
-        stepping = {
-            req_id: rows
-            for req_id, rows in message.num_scheduled_tokens.items()
-            if req_id not in results and (asked is None or req_id != asked.req_id)
-        }
-        if stepping and self.runs_ahead:
-            results |= self._loop.ahead(stepping, long)
-        elif stepping:
-            results |= self._loop.plain(stepping)
-        if asked is not None and asked.req_id not in results:
-            results |= self._loop.slice(asked)
-        self._take_note()
-        return DiffusionRunnerOutput(
-            req_ids=req_ids,
-            req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
-            results=results,
-            usage=self._usage if req_ids else self._idle_usage(),
-            num_rows=self._loop.num_rows,
-            launched=self._loop.launched,
-            paused=self._paused(),
-            worked=self._slices.take_worked(),
-        )
 
     # ---- one denoise step ----
 
@@ -165,22 +123,22 @@ class DiffusionModelRunner:
         """Commit what a step found; requests that have gone meanwhile are left out."""
         found = step.batch.found(step.sampled)
         outcomes = {
-            canvas.req_id: commit(canvas, own)
+            canvas.req_id: _commit(canvas, own)
             for canvas, own in zip(step.batch.canvases, found, strict=True)
             if self.canvases.get(canvas.req_id) is canvas
         }
         self._over.append((step, time.perf_counter()))
         return outcomes
 
-    def _take_note(self) -> None:
+    def take_note(self) -> None:
         """Log collected steps and publish their memory use.
 
         Called after the next launch, so the GPU never waits for it.
         """
         over, self._over = self._over, []
         for step, ended in over:
-            self._usage = step.memory.usage(self._idle_usage())
-            self._log.step(step.started, ended, step.batch, self._usage, step.memory.plan)
+            self.usage = step.memory.usage(self.idle_usage)
+            self._log.step(step.started, ended, step.batch, self.usage, step.memory.plan)
 
     def launch_slice(self, asked: Slice) -> Step | None:
         """Launch the next slice of a request's step; return the step if it was the last one."""
@@ -196,9 +154,15 @@ class DiffusionModelRunner:
         self._slices.drop()
         return was_paused
 
-    def _paused(self) -> PausedStep | None:
+    @property
+    def paused(self) -> PausedStep | None:
+        """The step that waits for its next slice, if there is one."""
         req_id = self._slices.req_id
         return None if req_id is None else PausedStep(req_id, self.pool.frame_bytes)
+
+    def take_worked(self) -> SliceTiming | None:
+        """Sum the slices that have ended since the last call; None if there are none."""
+        return self._slices.take_worked()
 
     def _planned(
         self, req_ids: Sequence[str], longest_chunk_s: float = math.inf
@@ -285,10 +249,10 @@ class DiffusionModelRunner:
         try:
             for new in requests:
                 self.start(new)
-            self._assign(pages or {})
+            self.assign(pages or {})
             with torch.inference_mode():
                 self.collect(self.launch([new.req_id for new in requests]))
-            self._take_note()
+            self.take_note()
         except OUT_OF_MEMORY as error:
             failure = error.with_traceback(None)
         finally:
@@ -306,7 +270,7 @@ class DiffusionModelRunner:
             canvas.read_prompt(
                 self.caches.share(new.req_id, new.prompt_of, length, canvas.frozen_positions)
             )
-        elif new.params.cache not in ("none", "exact"):  # exact ones get pages by `_assign`
+        elif new.params.cache not in ("none", "exact"):  # exact ones get pages by `assign`
             canvas.cache = self.caches.allocate(new.req_id, length, layers, new.spare_positions)
         if layers:
             self._log.host_layers(new.req_id, self.caches)
@@ -328,9 +292,9 @@ class DiffusionModelRunner:
         if sampled is None:
             return {}
         (found,) = batch.found(ops.HostCopy(sampled))
-        return {new.req_id: commit(canvas, found)}
+        return {new.req_id: _commit(canvas, found)}
 
-    def _assign(self, new_pages: Mapping[str, NewPages]) -> None:
+    def assign(self, new_pages: Mapping[str, NewPages]) -> None:
         """Take in the pages that the scheduler hands to requests."""
         for req_id, new in new_pages.items():
             canvas = self.canvases.get(req_id)
@@ -350,7 +314,6 @@ class DiffusionModelRunner:
         self.caches.release(req_id)
         self._packing = self._asked = None
         self._compute.first_forwards.forget(req_id)
-        self._loop.forget()
 
     # ---- what memory there is ----
 
@@ -359,11 +322,22 @@ class DiffusionModelRunner:
         """Bytes that steps and kept keys and values may take together."""
         return self.planner.budget_bytes - self._ledger.fixed_bytes
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of the pool that the next step cannot have."""
-        return self._ledger.kept_bytes
+    def runs_whole(self, num_rows: int) -> bool:
+        """Whether a step of so many rows would run without chunks in the memory that is free."""
+        return self.planner.runs_whole(num_rows, self._ledger.kept_bytes)
 
-    def _idle_usage(self) -> StepUsage:
+    @property
+    def idle_usage(self) -> StepUsage:
+        """Memory report without a step."""
         kept = self.caches.num_bytes, self.caches.host_bytes
         return StepUsage(self.budget_bytes, self.planner.rates, *kept)
+
+
+def _commit(canvas: Canvas, found: Candidates | BatchedCommit) -> Exception | None:
+    """Commit what a step found for a request; return the error that ends it alone, if any."""
+    try:
+        canvas.commit(found)
+    except Exception as error:
+        logger.exception("decoding of request %s failed", canvas.req_id)
+        return error
+    return None

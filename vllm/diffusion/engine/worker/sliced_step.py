@@ -18,7 +18,7 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.engine.messages import SliceTiming
-from vllm.diffusion.engine.worker.step_loop import Step
+from vllm.diffusion.engine.worker.compute import Step
 from vllm.diffusion.memory import HostBuffers
 
 if TYPE_CHECKING:
