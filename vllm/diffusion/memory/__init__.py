@@ -18,7 +18,6 @@ from vllm.diffusion.memory.planner import Planner
 from vllm.diffusion.memory.plans import planned_as
 from vllm.diffusion.memory.rates import rates_of
 from vllm.diffusion.memory.residual_rows import HostRows, ResidualRows
-from vllm.diffusion.memory.usage import UsageMeter
 
 __all__ = [
     "ActivationPool",
@@ -38,7 +37,6 @@ __all__ = [
     "Rates",
     "ResidualRows",
     "StepShape",
-    "UsageMeter",
     "activation_pool",
     "chunks",
     "planned_as",

@@ -94,7 +94,7 @@ class DiffusionModelRunner:
                 model, pool, self.caches, planner, graph_memory, self._agreement, max_model_len
             )
         self.canvases: dict[str, Canvas] = {}
-        self._ledger = PoolAccount(pool, self.caches, graph_memory, device)
+        self._ledger = PoolAccount(pool, self.caches, graph_memory)
         self._ranks = ranks or Ranks()
         self._compute = Compute(model, pool, self.caches, self.graphs, device, self._ranks)
         self._slices = Slices(self._compute, self._ledger, pool, self.caches, device)
@@ -114,9 +114,9 @@ class DiffusionModelRunner:
         """Give the device one denoise step of the named requests, without waiting for a GPU."""
         started = time.perf_counter()
         batch, plan, planner_us = self._planned(req_ids)
-        with self._ledger.measuring(plan, batch.num_rows) as meter:
-            sampled = self._compute.whole(batch, plan, self.host)
-        memory = self._ledger.memory(plan, planner_us, meter)
+        self.pool.reset_peak(looks_often=not plan.is_whole(batch.num_rows))
+        sampled = self._compute.whole(batch, plan, self.host)
+        memory = self._ledger.memory(plan, planner_us)
         return Step(started, batch, ops.HostCopy(sampled), memory)
 
     def collect(self, step: Step) -> Outcomes:
