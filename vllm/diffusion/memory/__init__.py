@@ -15,7 +15,6 @@ from vllm.diffusion.memory.host import HostBuffers
 from vllm.diffusion.memory.page_store import KeptSequence, PageStore
 from vllm.diffusion.memory.plan import Plan, chunks
 from vllm.diffusion.memory.planner import Planner
-from vllm.diffusion.memory.plans import planned_as
 from vllm.diffusion.memory.rates import rates_of
 from vllm.diffusion.memory.residual_rows import HostRows, ResidualRows
 
@@ -39,6 +38,5 @@ __all__ = [
     "StepShape",
     "activation_pool",
     "chunks",
-    "planned_as",
     "rates_of",
 ]
