@@ -29,7 +29,7 @@ from vllm.diffusion.engine.worker.sliced_step import SlicedStep
 from vllm.diffusion.engine.worker.step_graphs import GraphRunner
 from vllm.diffusion.engine.worker.step_log import StepLog
 from vllm.diffusion.engine.worker.step_memory import PoolAccount
-from vllm.diffusion.memory import HostBuffers, PageStore, planned_as
+from vllm.diffusion.memory import HostBuffers, PageStore
 from vllm.diffusion.parallel.groups import Ranks
 from vllm.logger import init_logger
 
@@ -104,7 +104,7 @@ class DiffusionModelRunner:
                 max_model_len,
             )
         self.canvases: dict[str, Canvas] = {}
-        self._ledger = PoolAccount(pool, self.caches, graph_memory, device)
+        self._ledger = PoolAccount(pool, self.caches, graph_memory)
         self._ranks = ranks or Ranks()
         self._compute = Compute(model, pool, self.caches, self.graphs, device, self._ranks)
         self.sliced: SlicedStep | None = None  # from the first long step on
@@ -112,8 +112,6 @@ class DiffusionModelRunner:
         self.usage = self.idle_usage  # of the newest step whose results were handed out
         self._packing: Packing | None = None  # of the newest step
         self._packed_by = self.caches.table
-        self._asked: tuple[object, ...] | None = None  # what its plan depends on, if it is whole,
-        self._answer: Plan  # and the plan
         self._over: list[
             tuple[Step, float]
         ] = []  # not yet reported; time.perf_counter() at its end
@@ -124,9 +122,9 @@ class DiffusionModelRunner:
         """Give the device one denoise step of the named requests, without waiting for a GPU."""
         started = time.perf_counter()
         batch, plan, planner_us = self._planned(req_ids)
-        with self._ledger.measuring(plan, batch.num_rows) as meter:
-            sampled = self._compute.whole(batch, plan, self.host)
-        memory = self._ledger.memory(plan, planner_us, meter)
+        self.pool.reset_peak(looks_often=not plan.is_whole(batch.num_rows))
+        sampled = self._compute.whole(batch, plan, self.host)
+        memory = self._ledger.memory(plan, planner_us)
         return Step(started, batch, ops.HostCopy(sampled), memory)
 
     def collect(self, step: Step) -> Outcomes:
@@ -187,32 +185,25 @@ class DiffusionModelRunner:
     def _plan(self, batch: StepBatch, longest_chunk_s: float = math.inf) -> tuple[Plan, float]:
         """Return the plan of a batch and the microseconds that finding it took.
 
-        A step that comes in slices leaves room for others. Caches give back unused pages where
-        memory is wanted.
+        The caches give back pages that nobody uses if no plan fits beside them, or if a step in
+        chunks would gain by it. The next requests that keep keys and values then reserve pages
+        anew, and capture their graphs again.
         """
         started = time.perf_counter()
-        shape = planned_as(batch.shape)
-        asked = shape, self.planner, self._ledger.kept_bytes, longest_chunk_s
-        if asked != self._asked:  # most often it is the question of the step before
-            self._answer = plan = self._new_plan(batch.shape, longest_chunk_s)
-            is_for_all = plan.is_whole(batch.num_rows) and not self.planner.divides(batch.shape)
-            self._asked = asked if is_for_all else None
-        return self._answer, 1e6 * (time.perf_counter() - started)
-
-    def _new_plan(self, shape: StepShape, longest_chunk_s: float) -> Plan:
-        num_found = self.planner.num_found
+        shape, num_found = batch.shape, self.planner.num_found
         try:
-            plan = self._found_plan(shape, self._kept_by_all(shape), longest_chunk_s)
-            is_whole = plan.is_whole(shape.rows)
-            has_room = is_whole or not self._gains_by_trimming(shape, plan, longest_chunk_s)
+            plan = self.planner.plan_alike(shape, self._kept_by_all(shape), longest_chunk_s)
+            is_slow = not plan.is_whole(shape.rows) and self._gains_by_trimming(
+                shape, plan, longest_chunk_s
+            )
         except ActivationBudgetError:
-            has_room = False
-        if not has_room:
+            is_slow = True
+        if is_slow:
             self.caches.trim()
-            plan = self._found_plan(shape, self._kept_by_all(shape), longest_chunk_s)
+            plan = self.planner.plan_alike(shape, self._kept_by_all(shape), longest_chunk_s)
         if self.planner.num_found > num_found:
             self._log.plan(shape.rows, plan, self.planner.budget_bytes - self._ledger.kept_bytes)
-        return plan
+        return plan, 1e6 * (time.perf_counter() - started)
 
     def _kept_by_all(self, shape: StepShape) -> int:
         """Bytes of the pool that the step cannot have; on any rank, if all must cut alike."""
@@ -221,23 +212,12 @@ class DiffusionModelRunner:
             return kept_bytes
         return -self._ranks.sequence.least(-kept_bytes)
 
-    def _found_plan(self, shape: StepShape, kept_bytes: int, longest_chunk_s: float) -> Plan:
-        is_sliced = longest_chunk_s < math.inf
-        find = self.planner.plan_beside_others if is_sliced else self.planner.plan_alike
-        return find(shape, kept_bytes, longest_chunk_s)
-
     def _gains_by_trimming(self, shape: StepShape, plan: Plan, longest_chunk_s: float) -> bool:
-        """Whether a step in chunks is worth giving back pages that nobody uses.
-
-        The next requests that keep keys and values then reserve pages anew, and capture their
-        graphs again.
-        """
+        """Whether the step would take clearly less time without the pages that nobody uses."""
         unused = self.caches.unused_bytes
         if not unused or self.pool.has_frame:
             return False
-        is_sliced = longest_chunk_s < math.inf
-        find = self.planner.plan_beside_others if is_sliced else self.planner.plan
-        roomy = find(shape, self._ledger.kept_bytes - unused, longest_chunk_s)
+        roomy = self.planner.plan(shape, self._ledger.kept_bytes - unused, longest_chunk_s)
         return roomy.predicted_seconds < WORTH_TRIMMING * plan.predicted_seconds
 
     # ---- requests ----
@@ -322,7 +302,7 @@ class DiffusionModelRunner:
             self.sliced.drop(req_id)
         self.canvases.pop(req_id, None)
         self.caches.release(req_id)
-        self._packing = self._asked = None
+        self._packing = None
         if self._compute.first_forwards is not None:
             self._compute.first_forwards.forget(req_id)
 
