@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm.diffusion.memory.drafts import even_chunk
-from vllm.diffusion.memory.plan import StageSeconds
+from vllm.diffusion.memory.plan import StageSeconds, even_chunk
 
 if TYPE_CHECKING:
     from vllm.diffusion.memory.footprint import ModelShape, Residency, StepShape

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion.core.buffers import row_bytes
 from vllm.diffusion.memory.footprint import ROUNDING_BYTES
-from vllm.diffusion.memory.plan import ChunkRows
+from vllm.diffusion.memory.plan import TILE_ROWS, ChunkRows, even_chunk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from vllm.diffusion.memory.footprint import Footprint, Phases, Residency, StepShape
 
 MIN_CHUNK_ROWS = 16
-TILE_ROWS = 128  # chunks are whole tiles of a product where they can be
 # Up to here a step that fits runs as a whole. Beyond, the row-wise stages gain nothing from longer
 # chunks than `FULL_SPEED_ROWS`, so they take no more memory than attention does.
 WHOLE_STEP_ROWS = 16_384
@@ -198,13 +197,3 @@ class PlanCandidate:
             stays + stage.buffers_in(count) for count, stage in stages
         )
         return keys_values, attend, feed_forward, read
-
-
-def even_chunk(num_rows: int, most: int) -> int:
-    """Rows of a chunk: rows are cut into the fewest equal chunks, in whole tiles if they fit."""
-    if most >= num_rows:
-        return max(num_rows, 1)
-    most = max(most, 1)
-    most -= most % TILE_ROWS if most > TILE_ROWS else 0
-    even = -(-num_rows // -(-num_rows // most))
-    return min(-(-even // TILE_ROWS) * TILE_ROWS, most)

@@ -393,11 +393,3 @@ class Footprint:
             phases += [(*p.rows(activated), *p.made_of(normed), *p.gated) for p in shape.products]
         beside = stages.beside_experts(dtype, width, has_shared=experts.shared_width > 0)
         return tuple((*beside, *phase) for phase in phases)
-
-
-def device_layers(num_layers: int, host_layers: int) -> int:
-    """Number of layers of kept keys and values that take memory of the device.
-
-    Layers in host memory visit it in turn, `NUM_STREAM_BUFFERS` at a time.
-    """
-    return num_layers - host_layers + (stages.NUM_STREAM_BUFFERS if host_layers else 0)

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.memory.footprint import Residency
 
+TILE_ROWS = 128  # chunks are whole tiles of a product where they can be
+
 
 class ChunkRows(NamedTuple):
     """Rows per chunk of every stage."""
@@ -92,6 +94,16 @@ def chunks(num_rows: int, rows_per_chunk: int) -> Iterator[slice]:
     """Yield consecutive slices of at most `rows_per_chunk` rows that cover `num_rows` rows."""
     for start in range(0, num_rows, rows_per_chunk):
         yield slice(start, min(start + rows_per_chunk, num_rows))
+
+
+def even_chunk(num_rows: int, most: int) -> int:
+    """Rows of a chunk: rows are cut into the fewest equal chunks, in whole tiles if they fit."""
+    if most >= num_rows:
+        return max(num_rows, 1)
+    most = max(most, 1)
+    most -= most % TILE_ROWS if most > TILE_ROWS else 0
+    even = -(-num_rows // -(-num_rows // most))
+    return min(-(-even // TILE_ROWS) * TILE_ROWS, most)
 
 
 def readable(num_bytes: int) -> str:
