@@ -12,7 +12,8 @@ from vllm.diffusion.memory.plan import TILE_ROWS, ChunkRows, even_chunk
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from vllm.diffusion.memory.footprint import Footprint, Phases, Residency, StepShape
+    from vllm.diffusion.memory.footprint import Footprint, Phases, StepShape
+    from vllm.diffusion.memory.plan import Residency
 
 MIN_CHUNK_ROWS = 16
 # Up to here a step that fits runs as a whole. Beyond, the row-wise stages gain nothing from longer

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm.diffusion.core.buffers import Buffer
+    from vllm.diffusion.memory.plan import Residency
 
 ROUNDING_BYTES = 16 * 512  # rounding of a step's buffers: each starts at a multiple of 512 bytes
 
@@ -210,29 +211,6 @@ class StepShape(NamedTuple):
             longest=int(self.longest * part),
             kept_keys=int(self.kept_keys * part),
         )
-
-
-class Residency(NamedTuple):
-    """Data that stays on the device for a whole step.
-
-    Attributes:
-        keep_queries: queries and rotary tables are computed once for all rows, else by every chunk
-            for itself.
-        head_groups: G; keys and values of one group of heads exist at a time.
-        host_residual: the residual stream lies in host memory and visits the device in chunks.
-        shards: N ranks divide the rows, and each has all keys and values of its part of the heads
-            of a group. Row counts are then those of one rank.
-    """
-
-    keep_queries: bool
-    head_groups: int = 1
-    host_residual: bool = False
-    shards: int = 1
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether layers run group by group, share by share or from the host."""
-        return self.head_groups > 1 or self.host_residual or self.shards > 1
 
 
 class Footprint:

@@ -9,9 +9,30 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vllm.diffusion.memory.footprint import Residency
-
 TILE_ROWS = 128  # chunks are whole tiles of a product where they can be
+
+
+class Residency(NamedTuple):
+    """Data that stays on the device for a whole step.
+
+    Attributes:
+        keep_queries: queries and rotary tables are computed once for all rows, else by every chunk
+            for itself.
+        head_groups: G; keys and values of one group of heads exist at a time.
+        host_residual: the residual stream lies in host memory and visits the device in chunks.
+        shards: N ranks divide the rows, and each has all keys and values of its part of the heads
+            of a group. Row counts are then those of one rank.
+    """
+
+    keep_queries: bool
+    head_groups: int = 1
+    host_residual: bool = False
+    shards: int = 1
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether layers run group by group, share by share or from the host."""
+        return self.head_groups > 1 or self.host_residual or self.shards > 1
 
 
 class ChunkRows(NamedTuple):

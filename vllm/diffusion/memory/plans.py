@@ -22,8 +22,8 @@ from vllm.diffusion.memory.drafts import (
     PlanCandidate,
     RowBytes,
 )
-from vllm.diffusion.memory.footprint import Footprint, Residency, StepShape
-from vllm.diffusion.memory.plan import ChunkRows, Plan, StageSeconds
+from vllm.diffusion.memory.footprint import Footprint, StepShape
+from vllm.diffusion.memory.plan import ChunkRows, Plan, Residency, StageSeconds
 
 if TYPE_CHECKING:
     from vllm.diffusion.memory.cost import Rates
