@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm.diffusion.memory.plan import StageSeconds, even_chunk
 
 if TYPE_CHECKING:
-    from vllm.diffusion.memory.footprint import ModelShape, StepShape
     from vllm.diffusion.memory.plan import ChunkRows, Residency
+    from vllm.diffusion.memory.shapes import ModelShape, StepShape
 
 LAUNCHES_KEYS_VALUES = 4
 LAUNCHES_ATTEND = 3

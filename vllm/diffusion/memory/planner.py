@@ -18,16 +18,15 @@ from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.core.stages import device_layers
 from vllm.diffusion.memory.cost import H200
-from vllm.diffusion.memory.footprint import StepShape
 from vllm.diffusion.memory.search import PlanSearch
+from vllm.diffusion.memory.shapes import StepShape
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from vllm.diffusion.memory.cost import Rates
-    from vllm.diffusion.memory.footprint import ModelShape
     from vllm.diffusion.memory.plan import Plan
-    from vllm.diffusion.memory.shapes import Demand
+    from vllm.diffusion.memory.shapes import Demand, ModelShape
 
 MAX_KNOWN_PLANS = 4_096
 # Steps share a plan if these sizes round up to equal multiples of a unit: sample rows,
