@@ -149,7 +149,7 @@ def test_shares_of_the_requests_step_one_behind_the_other(
     prompt, _ = clear_case(model, 20, **BLOCKS)
     asks = [as_request(prompt[i:], **BLOCKS, cache=cache) for i in range(4)]
     alone = [engine.ask(ask)[0] for ask in asks]
-    monkeypatch.setattr(engine.runner, "shares", StepLimits(2 * 52))
+    monkeypatch.setattr(engine.loop, "limits", StepLimits(2 * 52))
     seen: list[tuple[list[list[str]], list[str]]] = []
     collect = engine.runner.collect
 
@@ -178,7 +178,7 @@ def test_an_abort_of_the_first_of_two_steps_under_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompt, wanted = clear_case(model, 20, **BLOCKS)
-    monkeypatch.setattr(engine.runner, "shares", StepLimits(52))
+    monkeypatch.setattr(engine.loop, "limits", StepLimits(52))
     execute, outputs = engine.loop.execute, []
 
     def recorded(message: Any) -> Any:

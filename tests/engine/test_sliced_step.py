@@ -16,7 +16,7 @@ from tests.engine.cases import CUT, PLANS, SHORT
 from tests.engine.harness import Ask, finish, running, shrink, start, step, tokens
 from vllm.diffusion.engine.messages import Slice
 from vllm.diffusion.engine.scheduler.long_requests import Pace
-from vllm.diffusion.engine.worker.sliced_step import Slices
+from vllm.diffusion.engine.worker.sliced_step import SlicedStep
 from vllm.diffusion.engine.worker.window import ALL_ROWS
 from vllm.diffusion.memory import Demand, Planner, PoolExhaustedError, StepShape, rates
 from vllm.diffusion.memory.plan import Plan, StageSeconds
@@ -351,13 +351,13 @@ def test_a_step_whose_keys_were_moved_begins_anew(
     runner.caches.trim()  # so that there is no more room than is in use
     slicing = engine.scheduler.slicing
     slicing.longest_pause_s = 2 * runner.planner.seconds_of(Demand(216, 16), 216) / 30
-    begin, forwards_begun = Slices.begin, []
+    begin, forwards_begun = SlicedStep.begin, []
 
-    def recorded(slices: Slices, batch: Any, *arguments: Any) -> None:
+    def recorded(slices: SlicedStep, batch: Any, *arguments: Any) -> None:
         forwards_begun.append(batch.canvases[0].num_forwards)
         begin(slices, batch, *arguments)
 
-    monkeypatch.setattr(Slices, "begin", recorded)
+    monkeypatch.setattr(SlicedStep, "begin", recorded)
     names: list[str] = []
     monkeypatch.setattr(slicing, "long", lambda running, *_: [n for n in names if n in running])
     first = start(engine, "first", asks[0])

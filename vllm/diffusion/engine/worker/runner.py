@@ -14,13 +14,18 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.core.errors import ActivationBudgetError
-from vllm.diffusion.engine.messages import PausedStep, StepUsage
+from vllm.diffusion.engine.messages import StepUsage
 from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY, Agreement
 from vllm.diffusion.engine.worker.batch import build_batch
 from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.engine.worker.compute import Compute, Step
-from vllm.diffusion.engine.worker.first_forwards import is_copied, is_shared
-from vllm.diffusion.engine.worker.sliced_step import Slices
+from vllm.diffusion.engine.worker.first_forwards import (
+    FirstForwards,
+    is_copied,
+    is_shared,
+    shares_first_forward,
+)
+from vllm.diffusion.engine.worker.sliced_step import SlicedStep
 from vllm.diffusion.engine.worker.step_graphs import GraphRunner
 from vllm.diffusion.engine.worker.step_log import StepLog
 from vllm.diffusion.engine.worker.step_memory import PoolAccount
@@ -29,14 +34,13 @@ from vllm.diffusion.parallel.groups import Ranks
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from vllm.diffusion.decoding import BatchedCommit, Candidates
     from vllm.diffusion.engine.messages import (
         NewCanvas,
         NewPages,
         Slice,
-        SliceTiming,
     )
     from vllm.diffusion.engine.worker.batch import Packing, StepBatch
     from vllm.diffusion.memory import ActivationPool, GraphMemory, Plan, Planner, StepShape
@@ -87,17 +91,23 @@ class DiffusionModelRunner:
         self.caches = PageStore(
             len(model.layers), model.num_kv_heads, model.head_dim, model.dtype, pool
         )
-        self._agreement = agreement or Agreement()
+        self._agreement = agreement
         self.graphs: GraphRunner | None = None
         if graph_memory is not None:
             self.graphs = GraphRunner(
-                model, pool, self.caches, planner, graph_memory, self._agreement, max_model_len
+                model,
+                pool,
+                self.caches,
+                planner,
+                graph_memory,
+                agreement or Agreement(),
+                max_model_len,
             )
         self.canvases: dict[str, Canvas] = {}
         self._ledger = PoolAccount(pool, self.caches, graph_memory)
         self._ranks = ranks or Ranks()
         self._compute = Compute(model, pool, self.caches, self.graphs, device, self._ranks)
-        self._slices = Slices(self._compute, self._ledger, pool, self.caches, device)
+        self.sliced: SlicedStep | None = None  # from the first long step on
         self._log = StepLog(is_on=is_reporting)
         self.usage = self.idle_usage  # of the newest step whose results were handed out
         self._packing: Packing | None = None  # of the newest step
@@ -140,27 +150,18 @@ class DiffusionModelRunner:
 
     def launch_slice(self, asked: Slice) -> Step | None:
         """Launch the next slice of a request's step; return the step if it was the last one."""
-        if not self._slices.is_of(self.canvases[asked.req_id]):
-            self._slices.drop()
-            planned = self._planned([asked.req_id], asked.seconds)
-            self._slices.begin(*planned)
-        return self._slices.run(asked)
+        if self.sliced is None:
+            self.sliced = SlicedStep(
+                self._compute, self._ledger, self.pool, self.caches, self.device
+            )
+        if not self.sliced.is_of(self.canvases[asked.req_id]):
+            self.sliced.drop()
+            self.sliced.begin(*self._planned([asked.req_id], asked.seconds))
+        return self.sliced.run(asked)
 
     def drop_slices(self) -> bool:
         """Give back the memory of a paused step, which will begin anew; whether there was one."""
-        was_paused = self._slices.req_id is not None
-        self._slices.drop()
-        return was_paused
-
-    @property
-    def paused(self) -> PausedStep | None:
-        """The step that waits for its next slice, if there is one."""
-        req_id = self._slices.req_id
-        return None if req_id is None else PausedStep(req_id, self.pool.frame_bytes)
-
-    def take_worked(self) -> SliceTiming | None:
-        """Sum the slices that have ended since the last call; None if there are none."""
-        return self._slices.take_worked()
+        return self.sliced is not None and self.sliced.drop()
 
     def _planned(
         self, req_ids: Sequence[str], longest_chunk_s: float = math.inf
@@ -238,7 +239,8 @@ class DiffusionModelRunner:
         finally:
             for new in requests:
                 self.forget(new.req_id)
-        failure = self._agreement.reach(failure)
+        if self._agreement is not None:
+            failure = self._agreement.reach(failure)
         if failure is not None:
             raise failure
 
@@ -254,11 +256,13 @@ class DiffusionModelRunner:
             canvas.cache = self.caches.allocate(new.req_id, length, layers, new.spare_positions)
         if layers:
             self._log.host_layers(new.req_id, self.caches)
+        if self._compute.first_forwards is None and shares_first_forward(new.params):
+            self._compute.first_forwards = FirstForwards()
         self.canvases[new.req_id] = canvas
 
     @torch.inference_mode()
     def step_known(self, new: NewCanvas) -> Outcomes:
-        """Run a started request's first step from a sibling's results; empty if unknown."""
+        """Run a started request's first step from what another one computed; empty if unknown."""
         canvas = self.canvases[new.req_id]
         if new.prompt_of is None or not is_shared(canvas):
             return {}
@@ -274,26 +278,33 @@ class DiffusionModelRunner:
         (found,) = batch.found(ops.HostCopy(sampled))
         return {new.req_id: _commit(canvas, found)}
 
+    def to_be_copied(self, req_ids: Iterable[str]) -> list[str]:
+        """Return the requests whose keys and values others may copy with the next message."""
+        if self._compute.first_forwards is None:
+            return []
+        return [req_id for req_id in req_ids if is_copied(self.canvases[req_id])]
+
     def assign(self, new_pages: Mapping[str, NewPages]) -> None:
         """Take in the pages that the scheduler hands to requests."""
         for req_id, new in new_pages.items():
             canvas = self.canvases.get(req_id)
             if canvas is None:
                 continue  # it could not start
-            if new.num_kept is not None and req_id == self._slices.req_id:
-                self._slices.drop()
+            if new.num_kept is not None and self.sliced is not None:
+                self.sliced.drop(req_id)
             self.caches.assign(req_id, new.page_ids, behind=new.num_kept is None)
             canvas.assign(self.caches.kept(req_id), new.num_kept)
         if new_pages:
             self.caches.renew_table()
 
     def forget(self, req_id: str) -> None:
-        if req_id == self._slices.req_id:
-            self._slices.drop()
+        if self.sliced is not None:
+            self.sliced.drop(req_id)
         self.canvases.pop(req_id, None)
         self.caches.release(req_id)
         self._packing = None
-        self._compute.first_forwards.forget(req_id)
+        if self._compute.first_forwards is not None:
+            self._compute.first_forwards.forget(req_id)
 
     # ---- what memory there is ----
 

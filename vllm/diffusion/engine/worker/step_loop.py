@@ -15,8 +15,7 @@ import torch
 
 from vllm.diffusion.engine.messages import DiffusionRunnerOutput, StepResult
 from vllm.diffusion.engine.scheduler.turns import by_priority, step_behind, to_the_end
-from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY, Agreement
-from vllm.diffusion.engine.worker.first_forwards import is_copied
+from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY
 from vllm.diffusion.engine.worker.window import ALL_ROWS
 from vllm.logger import init_logger
 
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.engine.messages import DiffusionSchedulerOutput, NewCanvas, Slice
     from vllm.diffusion.engine.scheduler.turns import StepLimits
+    from vllm.diffusion.engine.worker.agreement import Agreement
     from vllm.diffusion.engine.worker.compute import Step
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner, Outcomes
 
@@ -70,8 +70,8 @@ class StepLoop:
         runs_ahead: bool = False,
         limits: StepLimits,
     ) -> None:
-        self._runner, self._agreement = runner, agreement or Agreement()
-        self.runs_ahead, self._limits = runs_ahead, limits
+        self._runner, self._agreement = runner, agreement
+        self.runs_ahead, self.limits = runs_ahead, limits
         self._under_way: list[LaunchResult] = []  # in the order in which they were launched
         self._begun_anew: str | None = None  # whose long step has run out of memory once
         self._num_rows = 0  # of the steps collected for this message
@@ -109,8 +109,8 @@ class StepLoop:
             usage=runner.usage if req_ids else runner.idle_usage,
             num_rows=self._num_rows,
             launched=[launched.req_ids for launched in self._under_way],
-            paused=runner.paused,
-            worked=runner.take_worked(),
+            paused=None if runner.sliced is None else runner.sliced.paused,
+            worked=None if runner.sliced is None else runner.sliced.take_worked(),
         )
 
     def _forget(self, req_ids: Collection[str]) -> None:
@@ -163,10 +163,8 @@ class StepLoop:
             self._under_way.append(self._launch(rows))
         self._launch_behind(apart)
         outcomes = self._collect(self._under_way.pop(0))
-        # Siblings may start with the next message, before what a request keeps changes.
-        canvases = self._runner.canvases
-        stays = [r for r, error in outcomes.items() if error or is_copied(canvases[r])]
-        self._launch_behind({*apart, *stays})
+        failed = [req_id for req_id, error in outcomes.items() if error]
+        self._launch_behind({*apart, *failed, *self._runner.to_be_copied(outcomes)})
         return self._results(outcomes)
 
     @torch.inference_mode()
@@ -214,7 +212,7 @@ class StepLoop:
             for req_id, canvas in canvases.items()
             if req_id not in apart and not canvas.is_complete
         }
-        taken = step_behind(under_way, asked, self._runner.planner.row_budget, self._limits)
+        taken = step_behind(under_way, asked, self._runner.planner.row_budget, self.limits)
         if taken and self._runner.runs_whole(sum(taken.values())):
             self._under_way.append(self._launch(taken))
 
@@ -289,7 +287,8 @@ class StepLoop:
             if not isinstance(error, OUT_OF_MEMORY):
                 logger.exception(what)
             failure = error.with_traceback(None)  # whose frames hold tensors
-        failure = self._agreement.reach(failure)
+        if self._agreement is not None:
+            failure = self._agreement.reach(failure)
         return (found, None) if failure is None else (None, failure)
 
     def _results(self, outcomes: Outcomes) -> dict[str, StepResult]:

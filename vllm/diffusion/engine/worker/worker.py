@@ -149,8 +149,8 @@ class DiffusionWorker(WorkerBase):
                 host = readable(self.model_runner.planner.host_bytes)
                 logger.info("kept keys and values: in the pool, else %s of host memory", host)
 
-    def _join_ranks(self, model: DiffusionModel) -> Agreement:
-        """Let tensor-parallel ranks sum; return how all ranks of the engine agree on failures."""
+    def _join_ranks(self, model: DiffusionModel) -> Agreement | None:
+        """Let tensor-parallel ranks sum; return how all ranks agree on failures, if several."""
         tensor, sequence, device = self.ranks.tensor, self.ranks.sequence, self._device()
         # Nobody can end what a card waits for with NCCL, as those that divide rows do.
         may_fail = sequence.size == 1 or device.type == "cpu"
@@ -159,7 +159,7 @@ class DiffusionWorker(WorkerBase):
         summing = board if may_fail else tensor.join_board()
         ops.join_ranks(device, _SUMMED_ROWS * row_bytes, summing)
         if not self.ranks.are_several:
-            return Agreement()
+            return None
         watchdog.follow_ranks(processes_here(get_world_group().cpu_group))
         meets: list[Interruptible] = [ops.tensor_parallel()] if tensor.size > 1 else []
         if isinstance(sequence, ConnectedGroup):
