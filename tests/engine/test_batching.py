@@ -168,8 +168,7 @@ def test_chunked_steps_give_the_same_tokens(
     keep_queries: bool,
 ) -> None:
     """Chunk sizes that divide nothing, so that chunks cross sequences and requests."""
-    from vllm.diffusion.memory.footprint import Residency
-    from vllm.diffusion.memory.plan import ChunkRows, Plan
+    from vllm.diffusion.memory.plan import ChunkRows, Plan, Residency
 
     plan = Plan(Residency(keep_queries), ChunkRows(17, 11, 7, 3))
     monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)

@@ -21,8 +21,7 @@ from tests.engine.ranks import ranked
 from vllm.diffusion.engine.executor import RanksExecutor
 from vllm.diffusion.engine.worker.step_memory import planning_budget
 from vllm.diffusion.memory import Plan, Planner
-from vllm.diffusion.memory.footprint import Residency
-from vllm.diffusion.memory.plan import ChunkRows
+from vllm.diffusion.memory.plan import ChunkRows, Residency
 
 if TYPE_CHECKING:
     from collections.abc import Callable

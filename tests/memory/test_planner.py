@@ -30,7 +30,8 @@ from vllm.diffusion.memory import (
     StepShape,
     chunks,
 )
-from vllm.diffusion.memory.footprint import ROUNDING_BYTES, Footprint, Residency
+from vllm.diffusion.memory.footprint import ROUNDING_BYTES, Footprint
+from vllm.diffusion.memory.plan import Residency
 from vllm.diffusion.ops.fp8 import Fp8Projection
 from vllm.diffusion.ops.packed import PackedProjection
 from vllm.diffusion.ops.projection import PlainProjection, Projection

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Literal
 
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.core.pages import PAGE_SIZE
+from vllm.diffusion.core.stages import device_layers
 from vllm.diffusion.memory.cost import H200
-from vllm.diffusion.memory.footprint import StepShape, device_layers
-from vllm.diffusion.memory.plans import PlanSearch
+from vllm.diffusion.memory.search import PlanSearch
+from vllm.diffusion.memory.shapes import StepShape
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from vllm.diffusion.memory.cost import Rates
-    from vllm.diffusion.memory.demand import Demand
-    from vllm.diffusion.memory.footprint import ModelShape
     from vllm.diffusion.memory.plan import Plan
+    from vllm.diffusion.memory.shapes import Demand, ModelShape
 
 MAX_KNOWN_PLANS = 4_096
 # Steps share a plan if these sizes round up to equal multiples of a unit: sample rows,
@@ -72,7 +72,7 @@ class Planner:
     ) -> None:
         self.shape, self.rates = shape, rates
         self.budget_bytes, self.host_bytes = budget_bytes, host_bytes
-        self.row_budget = row_budget
+        self.row_budget, self._shards = row_budget, shards
         self._search = PlanSearch(
             shape,
             budget_bytes,
@@ -152,7 +152,7 @@ class Planner:
 
     def divides(self, step: StepShape) -> bool:
         """Whether ranks divide the rows of a step; a step that keeps is computed by every rank."""
-        return self._search.divides(step)
+        return self._shards > 1 and self._search.divides(step)
 
     @property
     def min_rows(self) -> int:

@@ -16,22 +16,131 @@ from typing import TYPE_CHECKING
 
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.memory.cost import Costs
-from vllm.diffusion.memory.drafts import (
-    MIN_CHUNK_ROWS,
-    WHOLE_STEP_ROWS,
-    PlanCandidate,
-    RowBytes,
+from vllm.diffusion.memory.footprint import ROUNDING_BYTES, Footprint, RowBytes
+from vllm.diffusion.memory.plan import (
+    TILE_ROWS,
+    ChunkRows,
+    Plan,
+    Residency,
+    StageSeconds,
+    even_chunk,
 )
-from vllm.diffusion.memory.footprint import Footprint, Residency, StepShape
-from vllm.diffusion.memory.plan import ChunkRows, Plan, StageSeconds
+from vllm.diffusion.memory.shapes import StepShape
 
 if TYPE_CHECKING:
-    from vllm.diffusion.memory.cost import Rates
-    from vllm.diffusion.memory.footprint import ModelShape
+    from collections.abc import Callable, Iterator
 
+    from vllm.diffusion.memory.cost import Rates
+    from vllm.diffusion.memory.shapes import ModelShape
+
+MIN_CHUNK_ROWS = 16
+# Up to here a step that fits runs as a whole. Beyond, the row-wise stages gain nothing from longer
+# chunks than `FULL_SPEED_ROWS`, so they take no more memory than attention does.
+WHOLE_STEP_ROWS = 16_384
+FULL_SPEED_ROWS = 4_096
+ATTEND_PARTS = (1, 2, 4)  # of its longest chunks that are tried
 LOGITS_CHUNK_BYTES = 256 << 20  # more rows at a time would not be faster
 WORTH_DIVIDING = 0.8  # of one rank's time: several ranks must take less
 MOST_MIN_ROWS = 65_536  # rows that are divided in any case
+
+
+class PlanCandidate:
+    """A way to keep a step's rows, with its chunks not chosen yet.
+
+    Args:
+        layout: the way to keep them.
+        step: the step.
+        row_bytes: bytes of a row in this layout.
+        most_read: rows that may have logits at a time.
+        longest: most rows of a chunk of every stage, however much memory there is.
+        attend_chunk: function of the rows that attend and the most rows of a chunk that returns the
+            rows of a chunk.
+    """
+
+    def __init__(
+        self,
+        layout: Residency,
+        step: StepShape,
+        row_bytes: RowBytes,
+        most_read: int,
+        longest: ChunkRows,
+        attend_chunk: Callable[[int, int], int],
+    ) -> None:
+        self.layout, self.step, self._of_row = layout, step, row_bytes
+        self._resident = row_bytes.resident * step.rows + row_bytes.results * step.sample_rows
+        self._resident += row_bytes.collected * step.kept_keys + row_bytes.split + ROUNDING_BYTES
+        if step.rows <= WHOLE_STEP_ROWS:  # what attention has returned lies beside the logits
+            beside = step.rows * row_bytes.attend.temporaries // row_bytes.read.buffers
+            most_read = max(most_read - beside, min(most_read, TILE_ROWS))
+        most_read = min(step.sample_rows, most_read, longest.read)
+        self._longest, self._attend_chunk = longest._replace(read=most_read), attend_chunk
+
+    @property
+    def smallest_bytes(self) -> int:
+        return self.bytes_with(MIN_CHUNK_ROWS)
+
+    def bytes_with(self, chunk_rows: int) -> int:
+        """Bytes of the step with chunks of at most `chunk_rows` rows, or the smallest allowed."""
+        return max(self.peaks(self._at_most(max(chunk_rows, MIN_CHUNK_ROWS))))
+
+    @property
+    def whole_bytes(self) -> int:
+        return max(self.peaks(self._at_most(self.step.rows)))
+
+    def _at_most(self, rows: int) -> ChunkRows:
+        """Chunks of at most `rows` rows in every stage."""
+        return self._longest.at_most(ChunkRows.equal(rows))
+
+    def ways_to_cut(self, available: int) -> Iterator[ChunkRows]:
+        """Yield chunks that fit into `available` bytes.
+
+        In a split pool, long chunks of attention may leave other stages too few bytes of one kind.
+        """
+        parts = ATTEND_PARTS if self._of_row.attend.temporaries else (1,)
+        return (self.sizes(available, part) for part in parts)
+
+    def sizes(self, available: int, attend_part: int = 1) -> ChunkRows:
+        """Return the longest chunks that fit into `available` bytes; attention comes first.
+
+        The other stages use the buffers and temporaries that attention leaves.
+
+        Args:
+            available: bytes.
+            attend_part: divisor of the rows that attention could take.
+        """
+        rows, of_row, free = self.step.rows, self._of_row, available - self._resident
+        longest = self._longest
+        fitting = free // (attend_part * sum(of_row.attend))
+        attend = self._attend_chunk(rows, max(min(fitting, longest.attend), 1))
+        attending = attend * of_row.attend.buffers
+        temporaries = attend * of_row.attend.temporaries
+        enough_rows = rows if rows <= WHOLE_STEP_ROWS else FULL_SPEED_ROWS
+        of_others = max(of_row.keys_values.temporaries, of_row.feed_forward.temporaries)
+        temporaries = min(max(temporaries, enough_rows * of_others), free - attending)
+        buffers = free - temporaries
+        if rows > WHOLE_STEP_ROWS:
+            enough = of_row.feed_forward.buffers_in(FULL_SPEED_ROWS)
+            buffers = min(buffers, max(attending, enough))
+        fitting = of_row.feed_forward.rows_in(buffers, temporaries)
+        feed_forward = even_chunk(rows, min(fitting, longest.feed_forward))
+        fitting = of_row.keys_values.rows_in(buffers, temporaries)
+        most_read = max(min(longest.read, attend, feed_forward), 1)
+        return ChunkRows(
+            even_chunk(rows, min(fitting, longest.keys_values)),
+            attend,
+            feed_forward,
+            even_chunk(most_read, of_row.read.rows_in(buffers, temporaries)),
+        )
+
+    def peaks(self, sizes: ChunkRows) -> tuple[int, int, int, int]:
+        """Bytes in use during each stage, with what is resident."""
+        rows = ChunkRows.equal(self.step.rows)._replace(read=self.step.sample_rows)
+        stages = list(zip(sizes.at_most(rows), self._of_row.stages, strict=True))
+        stays = self._resident + max(count * stage.temporaries for count, stage in stages)
+        keys_values, attend, feed_forward, read = (
+            stays + stage.buffers_in(count) for count, stage in stages
+        )
+        return keys_values, attend, feed_forward, read
 
 
 class PlanSearch:
