@@ -17,7 +17,7 @@ from tests.engine.harness import Ask, finish, running, shrink, start, step, toke
 from tests.memory.support import LLADA_8B
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.engine.messages import Slice
-from vllm.diffusion.engine.scheduler.long_requests import Pace
+from vllm.diffusion.engine.scheduler.long_requests import Pace, Slicing
 from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
 from vllm.diffusion.engine.worker.sliced_step import Slices
 from vllm.diffusion.engine.worker.window import ALL_ROWS
@@ -304,7 +304,7 @@ def test_the_scheduler_hands_out_long_steps_in_slices(
     seconds = planner.seconds_of(Demand(216, 16), 216) / 5
     assert planner.seconds_of(Demand(31, 16), 31) < seconds
     outputs.clear()
-    engine.scheduler.slicing.longest_pause_s = 2 * seconds
+    engine.cut_steps(2 * seconds)
     assert tokens(engine.ask(*asks)) == wanted
     paused = [output.paused.req_id for output in outputs if output.paused is not None]
     assert len(set(paused)) == 2
@@ -320,9 +320,7 @@ def test_an_abort_between_slices_ends_the_step(slow: tuple[Engine, list[Any]]) -
     long, short = Ask(random_prompt(200), SHORT), Ask(random_prompt(15), {**SHORT, "steps": 16})
     wanted = tokens(engine.ask(short))
     before = engine.runner.pool.used_bytes
-    engine.scheduler.slicing.longest_pause_s = (
-        2 * engine.runner.planner.seconds_of(Demand(216, 16), 216) / 5
-    )
+    engine.cut_steps(2 * engine.runner.planner.seconds_of(Demand(216, 16), 216) / 5)
     aborted = start(engine, "long", long)
     for _ in range(3):
         engine.llm.llm_engine.step()
@@ -344,7 +342,7 @@ def test_who_does_not_fit_beside_a_paused_step_waits_for_its_end(
     planner = engine.runner.planner
     long, short = Ask(random_prompt(200), SHORT), Ask(random_prompt(15), SHORT)
     wanted = tokens(engine.ask(long, short))
-    engine.scheduler.slicing.longest_pause_s = 2 * planner.seconds_of(Demand(216, 16), 216) / 5
+    engine.cut_steps(2 * planner.seconds_of(Demand(216, 16), 216) / 5)
     plan_of = Planner.plan_of
 
     def in_a_full_pool(planner: Planner, demands: Any, kept_bytes: int = 0) -> Plan:
@@ -370,8 +368,7 @@ def test_a_step_whose_keys_were_moved_begins_anew(
     wanted = tokens(engine.ask(*asks))
     runner = engine.runner
     runner.caches.trim()  # so that there is no more room than is in use
-    slicing = engine.scheduler.slicing
-    slicing.longest_pause_s = 2 * runner.planner.seconds_of(Demand(216, 16), 216) / 30
+    engine.cut_steps(2 * runner.planner.seconds_of(Demand(216, 16), 216) / 30)
     begin, forwards_begun = Slices.begin, []
 
     def recorded(slices: Slices, batch: Any, *arguments: Any) -> None:
@@ -380,7 +377,7 @@ def test_a_step_whose_keys_were_moved_begins_anew(
 
     monkeypatch.setattr(Slices, "begin", recorded)
     names: list[str] = []
-    monkeypatch.setattr(slicing, "long", lambda running, *_: [n for n in names if n in running])
+    monkeypatch.setattr(Slicing, "long", lambda _, running, *__: [n for n in names if n in running])
     first = start(engine, "first", asks[0])
     step(engine)
     names.append(start(engine, "long", asks[1]))
