@@ -101,6 +101,10 @@ class Engine:
         return self.core.scheduler
 
     @property
+    def loop(self) -> Any:
+        return self.core.model_executor.driver_worker.worker.loop
+
+    @property
     def runner(self) -> Any:
         return self.core.model_executor.driver_worker.worker.model_runner
 
@@ -299,7 +303,7 @@ def record_plans(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
     """The plan and the measured memory of every step from now on."""
     found: list[tuple[Plan, StepUsage]] = []
     planned: list[Plan] = []
-    plan, execute = engine.runner.planner.plan, engine.runner.execute
+    plan, execute = engine.runner.planner.plan, engine.loop.execute
 
     def recording_plan(*arguments: Any) -> Plan:
         planned.append(plan(*arguments))
@@ -312,7 +316,7 @@ def record_plans(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
         return output
 
     monkeypatch.setattr(engine.runner.planner, "plan", recording_plan)
-    monkeypatch.setattr(engine.runner, "execute", recording_execute)
+    monkeypatch.setattr(engine.loop, "execute", recording_execute)
     return found
 
 

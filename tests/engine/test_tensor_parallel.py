@@ -119,7 +119,7 @@ def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
 
 
 def run_ahead(worker: Any) -> None:
-    worker.worker.model_runner.runs_ahead = True
+    worker.worker.loop.runs_ahead = True
 
 
 @pytest.mark.slow

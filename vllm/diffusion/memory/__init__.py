@@ -15,10 +15,8 @@ from vllm.diffusion.memory.host import HostBuffers
 from vllm.diffusion.memory.page_store import KeptSequence, PageStore
 from vllm.diffusion.memory.plan import Plan, chunks
 from vllm.diffusion.memory.planner import Planner
-from vllm.diffusion.memory.plans import planned_as
 from vllm.diffusion.memory.rates import rates_of
 from vllm.diffusion.memory.residual_rows import HostRows, ResidualRows
-from vllm.diffusion.memory.usage import UsageMeter
 
 __all__ = [
     "ActivationPool",
@@ -38,9 +36,7 @@ __all__ = [
     "Rates",
     "ResidualRows",
     "StepShape",
-    "UsageMeter",
     "activation_pool",
     "chunks",
-    "planned_as",
     "rates_of",
 ]

@@ -197,6 +197,10 @@ class StepShape(NamedTuple):
         rows, sample_rows = -(-self.rows // count), -(-self.sample_rows // count)
         return self._replace(rows=rows, sample_rows=sample_rows)
 
+    def with_rows(self, rows: int) -> StepShape:
+        """Return this step with so many rows, of which no more are sampled."""
+        return self._replace(rows=rows, sample_rows=min(self.sample_rows, rows))
+
     def scaled(self, rows: int) -> StepShape:
         """Return a step of the same kind with fewer rows."""
         part = rows / self.rows

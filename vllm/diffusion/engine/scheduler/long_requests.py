@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.engine.messages import PausedStep, Slice
 from vllm.diffusion.engine.scheduler.turns import take_turns
 
@@ -198,8 +197,4 @@ class Slicing:
         demands = [running[req_id].demand for req_id in rows]
         kept_bytes = planner.kept_bytes(item.demand for item in running.values())
         kept_bytes += self._paused.held_bytes
-        try:
-            planner.plan_of(demands, kept_bytes)
-        except ActivationBudgetError:
-            return False
-        return True
+        return planner.fits(planner.step_of(demands), kept_bytes)

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from contextlib import closing, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion import ops
 from vllm.diffusion.core.stages import INPUTS, RESULTS, head, read_rows
 from vllm.diffusion.engine.worker.batch import EMPTY_PART
-from vllm.diffusion.engine.worker.first_forwards import FirstForwards
 from vllm.diffusion.engine.worker.forward import (
     run_body,
     run_last_layer,
@@ -28,15 +27,37 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.engine.worker.batch import SamplePart, StepBatch
+    from vllm.diffusion.engine.worker.first_forwards import FirstForwards
     from vllm.diffusion.engine.worker.forward import BodyOutputs, Chunked
     from vllm.diffusion.engine.worker.row_shares import Round
     from vllm.diffusion.engine.worker.step_graphs import GraphRunner
+    from vllm.diffusion.engine.worker.step_memory import StepMemory
     from vllm.diffusion.memory import ActivationPool, HostBuffers, PageStore, Plan
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.parallel.groups import RankGroup
 
 
 SHORT_ROWS = 4_096  # of a step; memory that PyTorch keeps of a shorter one is not worth a wait
+
+
+class Step(NamedTuple):
+    """A launched step, to be waited for and committed.
+
+    Attributes:
+        started: time.perf_counter() before its first instruction.
+        batch: its input.
+        sampled: its result.
+        memory: memory that it took.
+    """
+
+    started: float
+    batch: StepBatch
+    sampled: ops.HostCopy
+    memory: StepMemory
+
+    @property
+    def req_ids(self) -> list[str]:
+        return [canvas.req_id for canvas in self.batch.canvases]
 
 
 class Compute:
@@ -51,7 +72,7 @@ class Compute:
         ranks: ranks that compute the same steps.
 
     Attributes:
-        first_forwards: results that several requests share.
+        first_forwards: results for requests that share a prompt; None until the first of them.
     """
 
     def __init__(
@@ -69,7 +90,7 @@ class Compute:
         self._head = PooledHead(model, pool)
         self._last_sizes: tuple[object, ...] = ()
         self._most_rows = SHORT_ROWS
-        self.first_forwards = FirstForwards()
+        self.first_forwards: FirstForwards | None = None
 
     def whole(self, batch: StepBatch, plan: Plan, host: HostBuffers) -> torch.Tensor:
         """Compute a step at once; arguments and result as for `chunks`."""
@@ -107,7 +128,8 @@ class Compute:
                 for part in samples:
                     yield plan.chunk_seconds.read
                     sample_rows = next(hidden)
-                    self.first_forwards.note(batch, part.part, sample_rows)
+                    if self.first_forwards is not None:
+                        self.first_forwards.note(batch, part.part, sample_rows)
                     found.append(self._sampled(batch, part.part, part.positions, sample_rows))
             if batch.slot_mapping.size:
                 caches.end_step()
@@ -144,7 +166,7 @@ class Compute:
                     hidden = self._dealt(streamed, taken, given, peers)
                     if taken.part is None or taken.part is EMPTY_PART:
                         continue
-                    if plan.layout.shards == 1:  # this rank has all of them
+                    if plan.layout.shards == 1 and self.first_forwards is not None:
                         self.first_forwards.note(batch, taken.part, hidden)
                     found.append(self._sampled(batch, taken.part, positions, hidden))
             if batch.slot_mapping.size:
@@ -180,15 +202,19 @@ class Compute:
 
         So all of them commit the same tokens.
         """
-        return self._ranks.sequence.follow(found.contiguous()) if found.numel() else found
+        if self._ranks.sequence.size == 1 or not found.numel():
+            return found
+        return self._ranks.sequence.follow(found.contiguous())
 
     def known(self, batch: StepBatch, of: str) -> torch.Tensor | None:
-        """Sample a request's first forward from a sibling's hidden states; None if unknown.
+        """Sample a first forward from hidden states that another request left; None if unknown.
 
         Args:
             batch: the forward, whose layers are not computed.
-            of: id of the sibling.
+            of: id of the request that shares its prompt.
         """
+        if self.first_forwards is None:
+            return None
         found = []
         for part, hidden in self.first_forwards.share(batch.canvases[0].req_id, of):
             (positions,) = ops.to_device([part.positions], self._device)
