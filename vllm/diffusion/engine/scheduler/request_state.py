@@ -124,6 +124,8 @@ class RequestState:
 
     def start(self) -> NewCanvas:
         """Mark the request as running and return what the workers need of it."""
+        for gate in self.gates:
+            gate.started(self)
         self.started = time.monotonic()
         self.request.status = RequestStatus.RUNNING
         prompt = list(self.request.prompt_token_ids or [])
@@ -136,16 +138,29 @@ class RequestState:
             spare_positions=self.demand.spare,
         )
 
-    def take_part(self, result: StepResult, usage: StepUsage | None) -> None:
-        """Take in the result of a step, and the memory that it used."""
+    def advance(self, result: StepResult, usage: StepUsage | None) -> list[int]:
+        """Take in the result of a step, and the memory that it used.
+
+        Returns:
+            The new final tokens that belong to the answer.
+        """
         self.next_rows, self.num_kept = result.next_rows, result.num_kept
         self.num_forwards, self.num_committed = result.num_forwards, result.num_committed
         if usage is not None and (
             self.largest is None or usage.peak_bytes > self.largest.peak_bytes
         ):
             self.largest = usage
+        new = self._accept(result)
+        for gate in self.gates:
+            gate.advanced(self)
+        return new
 
-    def accept(self, result: StepResult) -> list[int]:
+    def leave(self) -> None:
+        """Tell the gates that the request is over, whether it has started or not."""
+        for gate in self.gates:
+            gate.left(self)
+
+    def _accept(self, result: StepResult) -> list[int]:
         """Return the new final tokens that belong to the answer; note how the answer ends."""
         request, tokens = self.request, result.new_token_ids
         if result.scores is not None:

@@ -34,11 +34,12 @@ from vllm.diffusion.engine.scheduler.paging import Paging
 from vllm.diffusion.engine.scheduler.prompt_groups import PromptGroups
 from vllm.diffusion.engine.scheduler.request_state import RequestState
 from vllm.diffusion.engine.scheduler.turns import by_priority, take_turns, to_the_end
+from vllm.diffusion.engine.scheduler.upstream_interface import CanvasSchedulerInterface
 from vllm.diffusion.engine.scheduler.waiting import WaitingLine
 from vllm.diffusion.process import log_filter as startup_log
 from vllm.diffusion.process import watchdog
 from vllm.logger import init_logger
-from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.request import RequestStatus
 
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
-class DiffusionScheduler(SchedulerInterface):
+class DiffusionScheduler(CanvasSchedulerInterface):
     """Decides which requests start and which take part in a step, and reports to their clients.
 
     Attributes:
@@ -63,10 +64,6 @@ class DiffusionScheduler(SchedulerInterface):
         paging: pages of exact keys and values; None for families that have none.
         slicing: sharing of steps with long requests; None where no step is cut.
     """
-
-    connector = None
-    ec_connector = None
-    _pause_state = PauseState.UNPAUSED
 
     def __init__(
         self,
@@ -153,7 +150,7 @@ class DiffusionScheduler(SchedulerInterface):
         for item in items:
             if item.req_id not in self._running:
                 self._waiting.remove(item)
-                _leave(item)
+                item.leave()
             self._end(item.request, finished_status)
         return [item.request for item in items]
 
@@ -161,7 +158,7 @@ class DiffusionScheduler(SchedulerInterface):
         request.status = status
         item = self._running.pop(request.request_id, None)
         if item is not None:
-            _leave(item)
+            item.leave()
             self._finished_req_ids.add(request.request_id)
             self._observer.ended(item)
         self._outbox.note_end(request)
@@ -174,7 +171,7 @@ class DiffusionScheduler(SchedulerInterface):
         launched = set().union(*self._launched)
         if self.paging is not None:
             self.paging.provide(self._running.values(), launched)
-        is_unpaused = self.pause_state == PauseState.UNPAUSED
+        is_unpaused = self._pause_state == PauseState.UNPAUSED
         admitted = self._start_waiting() if is_unpaused and self._waiting.requests else []
         rows, next_slice, long = self._divide(launched)
         finished, self._finished_req_ids = self._finished_req_ids, set()
@@ -206,15 +203,13 @@ class DiffusionScheduler(SchedulerInterface):
         admitted = []
         for item, error in self._waiting.admit(self._running.values(), planner, is_long):
             if error is not None:
-                _leave(item)
+                item.leave()
                 self._refuse(item.request, str(error), reason="memory")
                 continue
             self._running[item.req_id] = item
-            for gate in item.gates:
-                gate.started(item)
+            admitted.append(item.start())
             if slicing is not None:
                 slicing.started(item, planner)
-            admitted.append(item.start())
             self._observer.started(item.request)
         return admitted
 
@@ -225,7 +220,7 @@ class DiffusionScheduler(SchedulerInterface):
             launched: requests of the steps that are under way.
         """
         turns = by_priority(self._running, _priority)
-        is_paused = self.pause_state == PauseState.PAUSED_ALL
+        is_paused = self._pause_state == PauseState.PAUSED_ALL
         planner, slicing = self._planner, self.slicing
         if planner is None or slicing is None or slicing.is_idle:
             return {} if is_paused else self._next_step(turns), None, []
@@ -290,10 +285,7 @@ class DiffusionScheduler(SchedulerInterface):
             self._end(request, RequestStatus.FINISHED_ERROR)
             return [outputs.refusal(request, result.error)]
         self._observer.progressed(item, result)
-        item.take_part(result, usage)
-        new_token_ids = item.accept(result)
-        for gate in item.gates:
-            gate.advanced(item)
+        new_token_ids = item.advance(result, usage)
         if request.is_finished():
             self._end(request, request.status)
         elif not new_token_ids and result.canvas is None:
@@ -301,16 +293,6 @@ class DiffusionScheduler(SchedulerInterface):
         return outputs.progress(item, new_token_ids, result)
 
     # ---- state that upstream asks for ----
-
-    @property
-    def pause_state(self) -> PauseState:
-        return self._pause_state
-
-    def set_pause_state(self, pause_state: PauseState) -> None:
-        self._pause_state = pause_state
-
-    def shutdown(self) -> None:
-        pass
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._waiting.requests) + len(self._running) + self._outbox.num_outputs
@@ -334,25 +316,6 @@ class DiffusionScheduler(SchedulerInterface):
             return True
         return self.paging.reset(self._running.values() if reset_running_requests else ())
 
-    # ---- what upstream's interface has and canvases do not: drafts, grammars, encoder caches ----
-
-    def get_grammar_bitmask(self, scheduler_output: Any) -> None:
-        return None
-
-    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        pass
-
-    def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
-        pass
-
-    def reset_encoder_cache(self) -> None:
-        pass
-
 
 def _priority(item: RequestState) -> int:
     return item.priority
-
-
-def _leave(item: RequestState) -> None:
-    for gate in item.gates:
-        gate.left(item)
