@@ -58,8 +58,11 @@ def test_plain_loop_and_engine_give_the_same_tokens(tmp_path: Path) -> None:
     assert [answer.num_forwards for answer in ours] == [8, 8]
 
 
-def test_block_causal_families_are_measured_beside_their_own_loops(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "model", family="llada2", seed=3)
+@pytest.mark.parametrize("family", ["llada2", "fast_dllm"])
+def test_block_causal_families_are_measured_beside_their_own_loops(
+    family: str, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path / "model", family=family, seed=3)
     arguments = ["--model", str(folder), "--in-process", "--clients", "2", *SMALL]
     options = compare_hf.parse_arguments([*arguments, "--output-dir", str(tmp_path)])
     shape = compare_hf.Shape.of(json.loads((folder / "config.json").read_text()))
