@@ -20,9 +20,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    import numpy as np
 
-A = TypeVar("A", torch.Tensor, "np.ndarray[Any, Any]")
+A = TypeVar("A")  # torch.Tensor on the device, an array on the host
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +32,7 @@ class Samples(Generic[A]):
         table: [3 or more, R] float64, a tensor or an array; the properties are views of it.
     """
 
-    table: A
+    table: Any  # a matrix of what the properties are rows of
 
     @staticmethod
     def of(
