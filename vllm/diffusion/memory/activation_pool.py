@@ -58,12 +58,6 @@ class Backing:
         self._device = device
         self._kept: dict[str, int] = {}
 
-    def reserve(self, num_bytes: int) -> None:
-        """Have the first `num_bytes` ready. Raises PoolExhaustedError.
-
-        PyTorch's allocator keeps freed memory itself, so this one does nothing.
-        """
-
     def memory(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Return bytes [num_bytes] at an offset, uninitialised. Raises PoolExhaustedError."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -137,13 +131,6 @@ class ArenaBacking(Backing):
         self._temporaries = vmm.TorchPool(self._arena, card)
         self._graphs = vmm.TorchPool(self._arena, card)
 
-    def reserve(self, num_bytes: int) -> None:
-        try:
-            self._arena.grow(num_bytes)
-        except (vmm.LimitError, vmm.OutOfMemoryError):
-            self.drop_unused()  # comes back as spares
-            self._grow_or_say_why(num_bytes)
-
     def _grow_or_say_why(self, num_bytes: int) -> None:
         try:
             self._arena.grow(num_bytes)
@@ -159,7 +146,11 @@ class ArenaBacking(Backing):
             ) from error
 
     def memory(self, offset: int, num_bytes: int) -> torch.Tensor:
-        self.reserve(offset + num_bytes)
+        try:
+            self._arena.grow(offset + num_bytes)
+        except (vmm.LimitError, vmm.OutOfMemoryError):
+            self.drop_unused()  # comes back as spares
+            self._grow_or_say_why(offset + num_bytes)
         return self._arena.tensor(offset, (num_bytes,), torch.uint8)
 
     def keep(self, name: str, num_bytes: int) -> torch.Tensor:
@@ -452,15 +443,6 @@ class ActivationPool:
     def graph_pool(self) -> tuple[int, int] | None:
         """Argument `pool` of `torch.cuda.graph`, so that graphs count against the budget."""
         return self._backing.graph_pool()
-
-    def reserve(self, num_bytes: int) -> None:
-        """Map memory for `num_bytes` of buffers now, before a step or a capture needs it.
-
-        Raises as `take` does.
-        """
-        if num_bytes > self.budget_bytes:
-            raise PoolExhaustedError("reserve", num_bytes, self.budget_bytes)
-        self._backing.reserve(num_bytes)
 
     def drop_unused(self) -> None:
         """Give back memory that PyTorch caches unused; a step with other buffers may need it."""
