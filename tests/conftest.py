@@ -58,7 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--references",
         action="store_true",
-        help="run the tests of tests/reference, though its sources are those of its written runs",
+        help="compute a sample of the written runs anew, though the sources are as they were then",
     )
     parser.addoption(
         "--write-golden",

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -58,8 +57,11 @@ def test_plain_loop_and_engine_give_the_same_tokens(tmp_path: Path) -> None:
     assert [answer.num_forwards for answer in ours] == [8, 8]
 
 
-def test_block_causal_families_are_measured_beside_their_own_loops(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "model", family="llada2", seed=3)
+@pytest.mark.parametrize("family", ["llada2", "fast_dllm"])
+def test_block_causal_families_are_measured_beside_their_own_loops(
+    family: str, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path / "model", family=family, seed=3)
     arguments = ["--model", str(folder), "--in-process", "--clients", "2", *SMALL]
     options = compare_hf.parse_arguments([*arguments, "--output-dir", str(tmp_path)])
     shape = compare_hf.Shape.of(json.loads((folder / "config.json").read_text()))
@@ -69,37 +71,3 @@ def test_block_causal_families_are_measured_beside_their_own_loops(tmp_path: Pat
     with compare_hf.in_process_engine(folder, options) as send:
         ours = send(prompts, "exact")
     assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in plain]
-
-
-def test_released_shapes_run(tmp_path: Path) -> None:
-    arguments = ["--family", "fast-dllm", "--num-layers", "2", "--shrink", "14", "--in-process"]
-    arguments += ["--clients", "2", *SMALL, "--output-dir", str(tmp_path)]
-    assert compare_hf.main(arguments) == 0
-    plain, ours = json.loads((tmp_path / "throughput.json").read_text())["rows"]
-    assert (plain["system"], plain["cache"]) == ("plain loop", "none")
-    assert (ours["system"], ours["cache"]) == ("engine in process", "exact")
-    assert (ours["num_requests"], ours["num_tokens"]) == (4, 64)
-
-
-def test_rounds_of_clients_are_told_apart() -> None:
-    asked: list[list[list[int]]] = []
-
-    def send(prompts: list[list[list[int]]], _cache: str) -> list[compare_hf.Answer]:
-        asked.extend(prompts)
-        return [compare_hf.Answer([1], 1, 2.0) for client in prompts for _ in client]
-
-    options = SimpleNamespace(prompt_length=4, rounds=2)
-    row = compare_hf.measure(send, SimpleNamespace(vocab_size=1000), options, ("server", "none", 3))
-    assert [len(client) for client in asked] == [1, 1, 1, 2, 2, 2]
-    prompts = [tuple(prompt) for client in asked for prompt in client]
-    assert len(set(prompts)) == len(prompts), "every request has a prompt of its own"
-    assert (row.num_requests, row.num_tokens, row.ms_per_forward) == (6, 6, 2.0)
-
-
-@pytest.mark.parametrize(
-    "arguments", [[], ["--family", "llada", "--model", "x"], ["--family", "y"]]
-)
-def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        compare_hf.parse_arguments(arguments)
-    assert caught.value.code == 2

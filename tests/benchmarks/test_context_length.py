@@ -20,9 +20,9 @@ import pytest
 
 from benchmarks import harness, server_process
 from benchmarks.context_length import runner
-from benchmarks.context_length.measure import Request, ordinary_ids, told_progress
-from benchmarks.context_length.memory import GpuMemory, MemoryUse, PeakMemory, memory_of
-from benchmarks.context_length.records import NOT_STARTED, OK, Point, Results, SettingsDiffer
+from benchmarks.context_length.measure import Request, ordinary_ids
+from benchmarks.context_length.memory import GpuMemory
+from benchmarks.context_length.records import NOT_STARTED, OK, Results, SettingsDiffer
 from benchmarks.context_length.runner import Found, Range, search
 
 if TYPE_CHECKING:
@@ -72,10 +72,6 @@ def test_after_a_failure_the_limit_is_found_to_the_precision(limit: int, precisi
     assert tried[: len(linear)] == linear
     assert all(linear[-2] < length < linear[-1] for length in tried[len(linear) :])
     assert bool(tried[len(linear) :]) == (precision < 20)
-
-
-def test_a_first_length_that_fails_leaves_nothing_to_search() -> None:
-    assert tried_lengths(5, Range(10, 20, 60, 1)) == ([10], Found(None, 10))
 
 
 # --- the request -----------------------------------------------------------------------------
@@ -320,24 +316,6 @@ def test_what_cannot_lead_to_a_server_is_one_line(
     assert not process_ids(project)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [{"start": 1}, {"step": 0}, {"precision": 0}, {"alpha": 1}, {"max": 63}, {"steps": 0}],
-)
-def test_arguments_out_of_range_are_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        runner.parse_arguments("llada", arguments(tmp_path, **changed))
-    assert caught.value.code == 2
-
-
-def test_defaults_are_those_of_long_runs() -> None:
-    options = runner.parse_arguments("dream", ["--model-path", "x", "--max", "300000"])
-    assert (options.alpha, options.steps, options.max_model_len) == (0.5, 1, 300000)
-    times = (options.startup_timeout, options.request_timeout, options.shutdown_timeout)
-    assert times == (1800, 64800, 300)
-    assert options.project_path == ROOT
-
-
 # --- a runner that ends before its time --------------------------------------------------------
 
 
@@ -442,20 +420,6 @@ def test_a_killed_runner_leaves_no_process(project: Path, hanging: subprocess.Po
 # --- memory ----------------------------------------------------------------------------------
 
 
-def test_memory_of_processes_is_their_sum() -> None:
-    own = psutil.Process()
-    used = memory_of([own, own], GpuMemory(None))
-    assert used.host_bytes >= 2 * 2**20
-    assert MemoryUse(5, None).most(MemoryUse(3, 7)) == MemoryUse(5, 7)
-
-
-def test_the_peak_counts_the_end_of_the_block() -> None:
-    sizes = iter([3, 9])
-    with PeakMemory(lambda: MemoryUse(next(sizes)), lambda: None) as memory:
-        assert memory.peak.host_bytes == 3
-    assert memory.peak.host_bytes == 9
-
-
 def install_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, apps: str) -> None:
     """An nvidia-smi that notes its arguments, lists `apps`, and finds more in use at each look."""
     script = folder / "bin" / "nvidia-smi"
@@ -488,12 +452,6 @@ def test_gpu_memory_where_processes_are_not_listed(
     assert gpu.used_by([11]) == 2**20
 
 
-def test_no_gpu_memory_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    gpu = GpuMemory("0")
-    assert gpu.used_by([os.getpid()]) is None
-
-
 # --- records ---------------------------------------------------------------------------------
 
 
@@ -502,22 +460,3 @@ def test_a_foreign_file_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(SettingsDiffer, match="no result of this benchmark"):
         Results(tmp_path, {}, {})
     assert (tmp_path / "context_length.json").read_text() == "[]"
-
-
-def test_results_come_back_as_they_were(tmp_path: Path) -> None:
-    results = Results(tmp_path, {"alpha": 0.5}, {})
-    ok = Point(64, 32, 32, OK, median_ms=1.5, diffusion={"seeds": [1]})
-    results.add(ok)
-    results.add(Point(32, 16, 16, NOT_STARTED, reason="no"))
-    again = Results(tmp_path, {"alpha": 0.5}, {})
-    assert [point.length for point in again.points()] == [32, 64]
-    assert again.final(64) == ok
-    assert again.final(32) is None
-
-
-def test_how_far_a_long_request_is() -> None:
-    line = "INFO execute_diffusion_once time = 1500.0 ms\n"
-    gpu, host = MemoryUse(gpu_bytes=20 << 30, host_bytes=1 << 30), MemoryUse(host_bytes=1 << 30)
-    assert told_progress("", 8, host) == "step 0 of 8, 1.0 GiB"
-    assert told_progress(3 * line, 8, gpu) == "step 3 of 8, 8 s left, 20.0 GiB"
-    assert told_progress(9 * line, 8, MemoryUse()) == "step 9 of 8, 0 s left, 0.0 GiB"

@@ -12,24 +12,9 @@ import pytest
 import torch
 
 from benchmarks import gpu_timing, run_record
-from benchmarks.gpu_timing import Timing, attention_flops, write_record
+from benchmarks.gpu_timing import write_record
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_timing_is_the_median_and_the_fastest() -> None:
-    timing = Timing.of([3.0, 1.0, 8.0, 2.0, 4.0])
-    assert (timing.median_ms, timing.min_ms, timing.num_measured) == (3.0, 1.0, 5)
-    assert (timing.median_us, timing.seconds) == (3000.0, 0.003)
-
-
-def test_no_times_are_no_timing() -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        Timing.of([])
-
-
-def test_attention_is_two_products() -> None:
-    assert attention_flops(10, 20, num_heads=3, head_dim=8) == 2 * (2 * 10 * 20 * 8) * 3
 
 
 def test_record_names_software_and_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,11 +112,6 @@ def test_lengths_that_ran_and_the_first_that_failed(tmp_path: Path) -> None:
     assert "262,144 tokens: out of memory." in text
 
 
-def test_a_kernel_gives_its_columns(tmp_path: Path) -> None:
-    text = table_of(tmp_path, title="op", columns=["rows", "us"], rows=[[32, 1.234], [64, 250.0]])
-    assert text.startswith("### op\n\n| rows | us |\n|---:|---:|\n| 32 | 1.23 |\n| 64 | 250 |\n")
-
-
 def test_files_are_printed_one_after_the_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

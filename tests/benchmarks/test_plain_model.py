@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import plain_model
 from benchmarks.plain_model import PlainModel, load_model, random_model
-from benchmarks.random_weights import WEIGHT_STD
 from benchmarks.shapes import Shape, forward_work
 from tests.checkpoints import EOS_ID, MASK_ID, checkpoint_shapes, make_checkpoint, random_prompt
 from tests.reference.decode import SpecialIds, semi_ar
@@ -58,12 +57,6 @@ def test_loop_gives_the_references_tokens(pair: tuple[PlainModel, Any], steps: i
     assert num_forwards == steps
 
 
-def test_loop_refuses_blocks_that_do_not_tile() -> None:
-    model = random_model(configuration("llada", num_layers=1, shrink=32), "cpu")
-    with pytest.raises(ValueError, match="block_length"):
-        plain_model.generate(model, [1], canvas=16, block_length=5, steps=16)
-
-
 @pytest.mark.parametrize("family", FULL_SIZE)
 def test_weights_counted_are_the_checkpoints(family: str) -> None:
     config = configuration(family)
@@ -93,17 +86,6 @@ def test_flops_counted_are_those_that_torch_counts(family: str, divisor: int) ->
     assert total == pytest.approx(counted.get_total_flops(), rel=1e-6)
 
 
-def test_floor_is_the_larger_of_moving_and_computing() -> None:
-    shape = Shape.of(configuration("llada"))
-    few, many = forward_work(shape, 32), forward_work(shape, 4096)
-    rates = {"bandwidth": 4e12, "matmul_rate": 8e14, "attention_rate": 5e14}
-    assert few.floor_ms(**rates) == pytest.approx(1000 * few.weight_bytes / 4e12)
-    assert many.floor_ms(**rates) == pytest.approx(
-        1000 * (many.matmul_flops / 8e14 + many.attention_flops / 5e14)
-    )
-    assert few.floor_ms(**rates) < many.floor_ms(**rates)
-
-
 @torch.inference_mode()
 def test_experts_are_counted_layer_by_layer() -> None:
     model = random_model(configuration("llada-moe", num_layers=2, shrink=16), "cpu", torch.float32)
@@ -117,26 +99,3 @@ def test_experts_are_counted_layer_by_layer() -> None:
     assert len(counts) == 4
     fewer = forward_work(shape, 32, touched_experts=10).weight_bytes
     assert fewer < forward_work(shape, 32).weight_bytes
-
-
-def test_a_dense_model_has_no_experts_to_count() -> None:
-    model = random_model(configuration("llada", num_layers=1, shrink=32), "cpu")
-    with (
-        pytest.raises(ValueError, match="wanted one with experts, got llada"),
-        plain_model.counted_experts(model),
-    ):
-        pass
-
-
-@pytest.mark.parametrize(("family", "divisor"), SHRUNK)
-def test_random_weights_are_normal_and_norms_neutral(family: str, divisor: int) -> None:
-    """In bf16, as they are timed."""
-    model = random_model(configuration(family, num_layers=1, shrink=divisor), "cpu")
-    weights = dict(model.named_parameters())
-    for name, weight in weights.items():
-        if "up_proj" in name and weight.numel() > 100_000:
-            assert float(weight.float().std()) == pytest.approx(WEIGHT_STD, rel=0.02)
-        if name.endswith("bias") or "norm" in name:
-            assert bool((weight == float("norm" in name)).all())
-    logits = model(torch.arange(40)[None])
-    assert logits.shape == (1, 40, model.shape.vocab_size) and logits.dtype == torch.bfloat16

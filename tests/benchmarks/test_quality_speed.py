@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -15,13 +14,12 @@ import pytest
 
 from vllm.diffusion.request import fields
 from vllm.diffusion.request.algorithms import ALGORITHMS
-from vllm.diffusion.request.values import Field
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import quality_speed  # noqa: E402
-from quality_speed import BenchmarkError, Case, Refused, Row, cases, measure, read_facts  # noqa: E402
+from quality_speed import Refused, Row, cases, measure, read_facts  # noqa: E402
 
 LLADA = ROOT / "models" / "llada-tiny"
 IDENTITY = ("m", "taught", "threshold", "none", "defaults")
@@ -39,64 +37,6 @@ def test_every_algorithm_and_cache_has_a_case() -> None:
     }
     told = [(case.algorithm, case.cache, case.told()) for case in plan]
     assert len(told) == len(set(told))
-
-
-def test_fixed_quotas_are_paced_by_steps() -> None:
-    assert quality_speed.paces("unheard_of", 32, 4) == [
-        {"steps": 32},
-        {"steps": 16},
-        {"steps": 8},
-        {"steps": 4},
-    ]
-    # Never fewer steps than blocks.
-    assert quality_speed.paces("unheard_of", 32, 16) == [{"steps": 32}, {"steps": 16}]
-    assert {"steps"} <= {
-        name for case in cases(["semi_ar"], ["none"], 32, 8) for name in case.parameters
-    }
-
-
-def test_thresholds_are_paced_by_their_value() -> None:
-    found = [case.parameters for case in cases(["threshold"], ["none"], 32, 8)]
-    assert found[0] == {}
-    assert {"threshold": 0.5} in found
-    assert len({json.dumps(parameters) for parameters in found}) == len(found)
-
-
-def test_choices_and_new_parameters_are_taken_from_the_table(monkeypatch: Any) -> None:
-    own = (
-        Field("alg", str, "", "b", choices=("a", "b"), algorithms=("new",)),
-        Field("factor", float, "", "1", algorithms=("newer",)),
-    )
-    monkeypatch.setattr(quality_speed, "FIELDS", (*fields.FIELDS, *own))
-    settings = quality_speed.paces("new", 8, 4)
-    assert settings == [
-        {"alg": choice, "steps": steps} for choice in ("a", "b") for steps in (8, 4)
-    ]
-    settings = quality_speed.paces("newer", 8, 4)
-    assert {"factor": 0.5} in settings
-
-
-def test_a_request_holds_what_the_case_says() -> None:
-    assert Case("threshold", "dual", {"threshold": 0.5}).request(32, 8) == {
-        "algorithm": "threshold",
-        "cache": "dual",
-        "gen_length": 32,
-        "block_length": 8,
-        "threshold": 0.5,
-    }
-    assert "cache" not in Case("threshold").request(32, 8)
-
-
-def test_algorithms_without_blocks_get_no_block_length(monkeypatch: Any) -> None:
-    field = dataclasses.replace(fields.BY_NAME["block_length"], algorithms=("threshold",))
-    monkeypatch.setitem(fields.BY_NAME, "block_length", field)
-    assert "block_length" in Case("threshold").request(32, 8)
-    assert Case("dream").request(32, 8) == {"algorithm": "dream", "gen_length": 32}
-
-
-def test_a_broken_canvas_is_refused() -> None:
-    with pytest.raises(BenchmarkError, match=r"--block-length: given 5; wanted a divisor"):
-        cases(["semi_ar"], ["none"], 32, 5)
 
 
 # --- counting --------------------------------------------------------------------------------
@@ -143,11 +83,6 @@ def test_failed_answers_are_wrong_and_are_told() -> None:
 def test_a_case_without_any_answer_is_refused() -> None:
     llm = Answering(("", {"error": "no\nprogress"}), ("", {"error": "no\nprogress"}))
     assert measure(llm, FACTS, {}, IDENTITY) == Refused(*IDENTITY, reason="no progress")
-
-
-def test_the_same_refusal_is_told_once() -> None:
-    refused = [Refused(m, "taught", "dream", "dual", "defaults", "wanted none") for m in "ab"]
-    assert quality_speed.markdown([], refused).count("wanted none") == 1
 
 
 def test_limited_facts_are_spread_over_all_kinds(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 from benchmarks import soak
-from benchmarks.soak import Clients, Outcome, random_bodies, settle, told
+from benchmarks.soak import Clients, Outcome, settle, told
 
 LEFT = 'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 1.0\n'
 
@@ -92,16 +92,3 @@ def test_what_is_left_in_the_engine_is_noticed(url: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(soak, "SETTLE_S", 0.0)
     assert settle(url) == 3
     assert not Outcome(num_unfinished=3).is_good
-
-
-def test_memory_may_grow_a_little() -> None:
-    assert Outcome(rss_early=1000.0, rss_end=1030.0).is_good
-    assert not Outcome(rss_early=1000.0, rss_end=1031.0).is_good
-
-
-def test_bodies_are_the_same_for_the_same_seed() -> None:
-    bodies = random_bodies(256, seed=5)
-    assert bodies == random_bodies(256, seed=5)
-    assert bodies != random_bodies(256, seed=6)
-    assert {body["algorithm"] for body in bodies} == {way["algorithm"] for way in soak.WAYS}
-    assert all(body["gen_length"] % body["block_length"] == 0 for body in bodies)

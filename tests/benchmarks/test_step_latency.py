@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from make_dummy_checkpoint import configuration
 
-from benchmarks import harness, in_process, performance_tables, step_latency
-from benchmarks.in_process import Step, StepLog, median_interval_ms
-from benchmarks.step_latency import Case, Reference, cases_of, num_steps, row_of
+from benchmarks import harness, performance_tables, step_latency
+from benchmarks.in_process import Step
+from benchmarks.step_latency import Case, Reference, cases_of, row_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,16 +84,6 @@ def test_several_requests_stay_below_the_largest_number_of_rows() -> None:
     ]
 
 
-def test_a_request_is_half_prompt_at_most_one_block() -> None:
-    assert [Case(length, 1).canvas for length in (8, 32, 64, 4096)] == [4, 16, 32, 32]
-
-
-def test_number_of_steps_follows_the_time() -> None:
-    assert num_steps(expected_ms=1.0, most=16, seconds=3.0) == 16
-    assert num_steps(expected_ms=500.0, most=16, seconds=3.0) == 6
-    assert num_steps(expected_ms=9000.0, most=16, seconds=3.0) == 3
-
-
 def test_rows_take_medians_and_count_the_reference_once_a_request() -> None:
     steps = [Step(8, 0.0, 5.0, 4.0), Step(8, 0.010, 7.0, 6.0), Step(8, 0.030, 6.0, None)]
     row = row_of("llada", Case(64, 8), steps, 2.0, {64: Reference(3.0, None)})
@@ -105,67 +94,3 @@ def test_rows_take_medians_and_count_the_reference_once_a_request() -> None:
     assert (missing.over_floor, missing.speed_up, missing.floor_ms) == (None, None, None)
     table = harness.Table(step_latency.COLUMNS, step_latency.ATTRIBUTES)
     assert table.line(missing).split()[-4:] == ["-"] * 4  # no floor, no reference
-
-
-def test_steps_are_measured_after_a_warm_up_of_other_sizes() -> None:
-    asked: list[int] = []
-
-    def run(steps: int) -> list[Step]:
-        asked.append(steps)
-        return [Step(1, 0.0, 400.0, None)] * steps
-
-    options = SimpleNamespace(steps=16, seconds=2.0)
-    assert len(step_latency.measure_steps(run, options)) == 5
-    assert asked == [3, 5]
-
-
-def test_kernels_are_told_longest_first() -> None:
-    busy, longest = step_latency.kernel_lines({"gemm": (2.0, 7.0), "copy": (0.5, 1.0)}, most=1)
-    assert "device busy 2.500 ms" in busy
-    assert "7.0 x  gemm" in longest
-
-
-def test_intervals_are_between_starts() -> None:
-    steps = [Step(1, started, 1.0, None) for started in (0.0, 1.0, 3.0, 4.0)]
-    assert median_interval_ms(steps) == pytest.approx(1000.0)
-
-
-def test_log_hands_results_on_and_lets_the_runner_go() -> None:
-    class Runner:
-        device = SimpleNamespace(type="cpu")
-
-        def launch(self, req_ids: list[str]) -> Any:
-            batch = SimpleNamespace(num_rows=40, num_sampled=8)
-            memory = SimpleNamespace(plan=SimpleNamespace(predicted_seconds=0.002))
-            told = {"started": len(req_ids), "req_ids": req_ids}
-            return SimpleNamespace(**told, batch=batch, memory=memory)
-
-        def collect(self, step: Any) -> dict[str, Any]:
-            return dict.fromkeys(step.req_ids, "result")
-
-    runner = Runner()
-    before = runner.launch(["a", "b", "c"])
-    with StepLog().attached(runner) as log:
-        runner.collect(before)  # launched by nobody who looked at the clock
-        step = runner.launch(["a", "b"])
-        assert runner.collect(step) == {"a": "result", "b": "result"}
-    runner.collect(runner.launch(["c"]))
-    (found,) = log.steps()
-    sizes = found.num_requests, found.num_rows, found.num_sampled
-    assert (*sizes, found.planned_ms) == (2, 40, 8, 2.0)
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--lengths", "1"], ["--requests", "0"], ["--steps", "2"], ["--families", "x"]]
-)
-def test_arguments_out_of_range_are_refused(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        step_latency.parse_arguments(arguments)
-    assert caught.value.code == 2
-
-
-def test_random_prompts_hold_ordinary_tokens_and_depend_on_the_seed() -> None:
-    prompt = in_process.random_prompt(100, 1000, seed=1)
-    assert prompt == in_process.random_prompt(100, 1000, seed=1)
-    assert prompt != in_process.random_prompt(100, 1000, seed=2)
-    assert all(0 <= token < 500 for token in prompt)

@@ -53,36 +53,6 @@ def test_floors_of_the_released_shapes(
     assert floor(family, block_length, num_requests, touched) == pytest.approx(expected, rel=0.03)
 
 
-def test_a_stage_waits_for_what_takes_longer() -> None:
-    shape = Shape.of(configuration("sdar"))
-    one, many = (window_stages(shape, 4, 1024, count, head_rows=2) for count in (1, 1000))
-    assert [stage.name for stage in one] == [
-        *("attention's products", "attention", "feed-forward", "head")
-    ]
-    for few, all_ in zip(one, many, strict=True):
-        grows = few.name == "attention"  # each request reads keys of its own
-        assert all_.num_bytes == few.num_bytes * (1000 if grows else 1)
-        assert all_.flops == few.flops * 1000
-    kept = 1028 * 2 * 2 * shape.kv_width
-    assert one[1].num_bytes == kept
-    assert one[3].flops == 2 * 2 * shape.width * shape.vocab_size
-    bound_by_bytes, bound_by_flops = one[2].least_ms(*RATES), many[2].least_ms(*RATES)
-    assert bound_by_bytes == pytest.approx(1000 * 36 * one[2].num_bytes / RATES[0])
-    assert bound_by_flops == pytest.approx(1000 * 36 * many[2].flops / RATES[1])
-
-
-def test_experts_that_no_row_passes_are_not_read() -> None:
-    shape = Shape.of(configuration("llada2"))
-    some, all_ = (window_stages(shape, 32, 0, 1, touched_experts=n) for n in (10, None))
-    read = {stage.name: stage for stage in some}
-    assert read["experts"].num_bytes == 10 * 2 * 3 * 2048 * 512
-    assert read["experts"].count == 19 and read["feed-forward"].count == 1
-    assert read["router, shared expert"].num_bytes == 2 * 2048 * (256 + 3 * 512)
-    whole = {stage.name: stage for stage in all_}
-    assert whole["experts"].num_bytes == 25.6 * read["experts"].num_bytes
-    assert whole["experts"].flops == read["experts"].flops == 2 * 32 * 8 * 3 * 2048 * 512
-
-
 @pytest.mark.slow
 def test_windows_are_timed_behind_a_context(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

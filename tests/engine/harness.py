@@ -16,7 +16,9 @@ import torch
 
 from tests.checkpoints import EOS_ID, EOT_ID
 from tests.reference.golden import Run, clear_case
+from vllm.diffusion.config import Settings
 from vllm.diffusion.decoding import Selector
+from vllm.diffusion.engine.scheduler.long_requests import Slicing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -105,6 +107,11 @@ class Engine:
     @property
     def runner(self) -> Any:
         return self.core.model_executor.driver_worker.worker.model_runner
+
+    def cut_steps(self, longest_pause_s: float) -> None:
+        """Compute steps in slices, from now on, that take longer than others may wait."""
+        settings = Settings(longest_pause_ms=1000 * longest_pause_s)
+        self.scheduler.slicing = Slicing(settings)
 
     def is_idle(self) -> bool:
         """No request and no canvas is left over."""

@@ -7,6 +7,7 @@ import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import copy
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -99,7 +100,7 @@ class Ranked:
     @staticmethod
     def _another(runner: DiffusionModelRunner, ranks: Ranks) -> DiffusionModelRunner:
         pool = activation_pool(runner.pool.budget_bytes, runner.device, use_vmm=False)
-        planner = pickle.loads(pickle.dumps(runner.planner))
+        planner = copy(runner.planner)
         return DiffusionModelRunner(
             runner.model, planner, pool, runner.device, agreement=cannot_fail(), ranks=ranks
         )

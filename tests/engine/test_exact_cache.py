@@ -334,7 +334,7 @@ class Published:
     """Pages that others may find must never change; looked at after every step."""
 
     def __init__(self, engine: Engine) -> None:
-        self._pool = engine.scheduler._paging._manager.block_pool
+        self._pool = engine.scheduler.paging.manager.block_pool
         self._store, self._num_layers = engine.runner.caches, len(engine.runner.model.layers)
         self._known: dict[Any, torch.Tensor] = {}
 

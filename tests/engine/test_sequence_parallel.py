@@ -137,8 +137,8 @@ def test_slices_and_aborts(checkpoint: Callable[[str], Path]) -> None:
     with running(checkpoint("mha")) as engine:
         wanted = tokens(engine.ask(long, *beside))
     with ranked(checkpoint("mha"), 2, min_tokens=100) as (engine, ranks):
-        scheduler, upstream = engine.scheduler, engine.llm.llm_engine
-        scheduler.slicing.longest_pause_s = 4e-3  # as the planner predicts, less than a step
+        upstream = engine.llm.llm_engine
+        engine.cut_steps(4e-3)  # as the planner predicts, less than a step
         for gone in (True, False):
             name = start(engine, "long", long)
             names = [start(engine, str(number), ask) for number, ask in enumerate(beside)]

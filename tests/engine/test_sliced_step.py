@@ -15,7 +15,7 @@ from tests.checkpoints import make_checkpoint, random_prompt
 from tests.engine.cases import CUT, PLANS, SHORT
 from tests.engine.harness import Ask, finish, running, shrink, start, step, tokens
 from vllm.diffusion.engine.messages import Slice
-from vllm.diffusion.engine.scheduler.long_requests import Pace
+from vllm.diffusion.engine.scheduler.long_requests import Pace, Slicing
 from vllm.diffusion.engine.worker.sliced_step import SlicedStep
 from vllm.diffusion.engine.worker.window import ALL_ROWS
 from vllm.diffusion.memory import Demand, Planner, PoolExhaustedError, StepShape, rates
@@ -285,7 +285,7 @@ def test_the_scheduler_hands_out_long_steps_in_slices(
     seconds = planner.seconds_of(Demand(216, 16), 216) / 5
     assert planner.seconds_of(Demand(31, 16), 31) < seconds
     outputs.clear()
-    engine.scheduler.slicing.longest_pause_s = 2 * seconds
+    engine.cut_steps(2 * seconds)
     assert tokens(engine.ask(*asks)) == wanted
     paused = [output.paused.req_id for output in outputs if output.paused is not None]
     assert len(set(paused)) == 2
@@ -301,9 +301,7 @@ def test_an_abort_between_slices_ends_the_step(slow: tuple[Engine, list[Any]]) -
     long, short = Ask(random_prompt(200), SHORT), Ask(random_prompt(15), {**SHORT, "steps": 16})
     wanted = tokens(engine.ask(short))
     before = engine.runner.pool.used_bytes
-    engine.scheduler.slicing.longest_pause_s = (
-        2 * engine.runner.planner.seconds_of(Demand(216, 16), 216) / 5
-    )
+    engine.cut_steps(2 * engine.runner.planner.seconds_of(Demand(216, 16), 216) / 5)
     aborted = start(engine, "long", long)
     for _ in range(3):
         engine.llm.llm_engine.step()
@@ -325,7 +323,7 @@ def test_who_does_not_fit_beside_a_paused_step_waits_for_its_end(
     planner = engine.runner.planner
     long, short = Ask(random_prompt(200), SHORT), Ask(random_prompt(15), SHORT)
     wanted = tokens(engine.ask(long, short))
-    engine.scheduler.slicing.longest_pause_s = 2 * planner.seconds_of(Demand(216, 16), 216) / 5
+    engine.cut_steps(2 * planner.seconds_of(Demand(216, 16), 216) / 5)
     fits = Planner.fits
 
     def in_a_full_pool(planner: Planner, step: StepShape, kept_bytes: int = 0) -> bool:
@@ -349,8 +347,7 @@ def test_a_step_whose_keys_were_moved_begins_anew(
     wanted = tokens(engine.ask(*asks))
     runner = engine.runner
     runner.caches.trim()  # so that there is no more room than is in use
-    slicing = engine.scheduler.slicing
-    slicing.longest_pause_s = 2 * runner.planner.seconds_of(Demand(216, 16), 216) / 30
+    engine.cut_steps(2 * runner.planner.seconds_of(Demand(216, 16), 216) / 30)
     begin, forwards_begun = SlicedStep.begin, []
 
     def recorded(slices: SlicedStep, batch: Any, *arguments: Any) -> None:
@@ -359,7 +356,7 @@ def test_a_step_whose_keys_were_moved_begins_anew(
 
     monkeypatch.setattr(SlicedStep, "begin", recorded)
     names: list[str] = []
-    monkeypatch.setattr(slicing, "long", lambda running, *_: [n for n in names if n in running])
+    monkeypatch.setattr(Slicing, "long", lambda _, running, *__: [n for n in names if n in running])
     first = start(engine, "first", asks[0])
     step(engine)
     names.append(start(engine, "long", asks[1]))

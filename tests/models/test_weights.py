@@ -70,92 +70,26 @@ def test_all_tensors_in_any_order(
     assert all(not torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    "missing",
-    [
-        "model.transformer.wte.weight",
-        "model.transformer.ln_f.weight",
-        f"{HEAD}.weight",
-        f"{HEAD}.bias",
-        f"{BLOCK}.attn_norm.weight",
-        f"{BLOCK}.k_proj.weight",  # a part of a fused matrix
-        f"{BLOCK}.v_proj.bias",
-        f"{BLOCK}.up_proj.weight",
-        f"{BLOCK}.ff_out.weight",  # the same last name as the head
-    ],
-)
-def test_missing_tensors_are_named(
-    missing: str, scratch_model: Callable[[str], DiffusionModel]
-) -> None:
-    weights = weights_of("all_biases")
-    del weights[missing]
-    with pytest.raises(CheckpointError, match="missing") as refused:
-        scratch_model("all_biases").load_weights(weights.items())
-    assert missing in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "unknown",
-    [
-        f"{BLOCK}.q_proj.bias",
-        f"{BLOCK}.q_norm.weight",
-        f"{BLOCK}.att_proj.weight",
-        "model.transformer.wpe.weight",
-        "model.transformer.blocks.3.ff_out.weight",
-        "model.transformer.block_groups.0.0.ff_out.weight",
-        "lm_head.weight",
-    ],
-)
-def test_unknown_tensors_are_named(
-    unknown: str, scratch_model: Callable[[str], DiffusionModel]
-) -> None:
-    weights = {**weights_of("mha"), unknown: torch.zeros(64)}
-    with pytest.raises(CheckpointError, match="not part of the model") as refused:
-        scratch_model("mha").load_weights(weights.items())
-    assert unknown in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.transformer.wte.weight",
-        "model.transformer.ln_f.weight",
-        f"{BLOCK}.q_proj.weight",
-        f"{BLOCK}.up_proj.weight",
-        f"{BLOCK}.ff_out.weight",
-        f"{BLOCK}.k_norm.weight",
-    ],
-)
-@pytest.mark.parametrize("change", [-1, 1])
-def test_wrong_shapes_are_named(
-    name: str, change: int, scratch_model: Callable[[str], DiffusionModel]
-) -> None:
-    weights = weights_of("qk_norm")
-    shape = list(weights[name].shape)
-    shape[0] += change
-    weights[name] = torch.zeros(shape)
-    with pytest.raises(CheckpointError, match="shape") as refused:
-        scratch_model("qk_norm").load_weights(weights.items())
-    assert name in str(refused.value)
-
-
-def test_a_tied_model_skips_a_head_that_is_there(
-    scratch_model: Callable[[str], DiffusionModel],
-) -> None:
-    model = scratch_model("tied")
-    weights = weights_of("tied")
-    weights[f"{HEAD}.weight"] = torch.full_like(weights["model.transformer.wte.weight"], 7.0)
-    model.load_weights(weights.items())
-    head = model.get_submodule("lm_head")
-    assert torch.equal(head.weight, weights["model.transformer.wte.weight"])
-
-
 EXPERTS = "model.layers.1.mlp.experts"
 
 
 @pytest.mark.parametrize(
     ("name", "missing", "listed"),
     [
+        *(
+            ("all_biases", missing, None)
+            for missing in (
+                "model.transformer.wte.weight",
+                "model.transformer.ln_f.weight",
+                f"{HEAD}.weight",
+                f"{HEAD}.bias",
+                f"{BLOCK}.attn_norm.weight",
+                f"{BLOCK}.k_proj.weight",  # a part of a fused matrix
+                f"{BLOCK}.v_proj.bias",
+                f"{BLOCK}.up_proj.weight",
+                f"{BLOCK}.ff_out.weight",  # the same last name as the head
+            )
+        ),
         ("dream", "model.embed_tokens.weight", None),
         ("dream", "model.layers.2.self_attn.k_proj.bias", None),
         ("dream", "lm_head.weight", None),
@@ -177,7 +111,7 @@ EXPERTS = "model.layers.1.mlp.experts"
         ("moe_fused", "model.layers.1.mlp.w2", f"{EXPERTS}.0.down_proj.weight"),
     ],
 )
-def test_missing_tensors_of_other_families_are_named(
+def test_missing_tensors_are_named(
     name: str, missing: str, listed: str | None, scratch_model: Callable[[str], DiffusionModel]
 ) -> None:
     weights = weights_of(name)
@@ -190,6 +124,13 @@ def test_missing_tensors_of_other_families_are_named(
 @pytest.mark.parametrize(
     ("name", "unknown"),
     [
+        ("mha", f"{BLOCK}.q_proj.bias"),
+        ("mha", f"{BLOCK}.q_norm.weight"),
+        ("mha", f"{BLOCK}.att_proj.weight"),
+        ("mha", "model.transformer.wpe.weight"),
+        ("mha", "model.transformer.blocks.3.ff_out.weight"),
+        ("mha", "model.transformer.block_groups.0.0.ff_out.weight"),
+        ("mha", "lm_head.weight"),
         ("dream", "model.layers.0.self_attn.o_proj.bias"),
         ("dream", "model.layers.0.self_attn.q_norm.weight"),
         ("dream", "model.layers.0.mlp.gate.weight"),
@@ -208,7 +149,7 @@ def test_missing_tensors_of_other_families_are_named(
         ("moe_dense_mix", f"{EXPERTS}.0.up_proj.weight"),
     ],
 )
-def test_unknown_tensors_of_other_families_are_named(
+def test_unknown_tensors_are_named(
     name: str, unknown: str, scratch_model: Callable[[str], DiffusionModel]
 ) -> None:
     weights = {**weights_of(name), unknown: torch.zeros(64)}
@@ -220,6 +161,12 @@ def test_unknown_tensors_of_other_families_are_named(
 @pytest.mark.parametrize(
     ("name", "tensor"),
     [
+        ("qk_norm", "model.transformer.wte.weight"),
+        ("qk_norm", "model.transformer.ln_f.weight"),
+        ("qk_norm", f"{BLOCK}.q_proj.weight"),
+        ("qk_norm", f"{BLOCK}.up_proj.weight"),
+        ("qk_norm", f"{BLOCK}.ff_out.weight"),
+        ("qk_norm", f"{BLOCK}.k_norm.weight"),
         ("dream", "model.layers.0.self_attn.v_proj.bias"),
         ("dream", "model.layers.0.mlp.down_proj.weight"),
         ("moe_bias", "model.layers.0.mlp.expert_bias"),
@@ -231,7 +178,7 @@ def test_unknown_tensors_of_other_families_are_named(
     ],
 )
 @pytest.mark.parametrize("change", [-1, 1])
-def test_wrong_shapes_of_other_families_are_named(
+def test_wrong_shapes_are_named(
     name: str, tensor: str, change: int, scratch_model: Callable[[str], DiffusionModel]
 ) -> None:
     weights = weights_of(name)
@@ -243,11 +190,17 @@ def test_wrong_shapes_of_other_families_are_named(
     assert tensor in str(refused.value)
 
 
-def test_a_tied_dream_skips_a_head_that_is_there(
-    scratch_model: Callable[[str], DiffusionModel],
+@pytest.mark.parametrize(
+    ("name", "embedding", "head"),
+    [
+        ("tied", "model.transformer.wte.weight", f"{HEAD}.weight"),
+        ("dream_tied", "model.embed_tokens.weight", "lm_head.weight"),
+    ],
+)
+def test_a_tied_model_skips_a_head_that_is_there(
+    name: str, embedding: str, head: str, scratch_model: Callable[[str], DiffusionModel]
 ) -> None:
-    model, weights = scratch_model("dream_tied"), weights_of("dream_tied")
-    embedding = weights["model.embed_tokens.weight"]
-    weights["lm_head.weight"] = torch.full_like(embedding, 7.0)
+    model, weights = scratch_model(name), weights_of(name)
+    weights[head] = torch.full_like(weights[embedding], 7.0)
     model.load_weights(weights.items())
-    assert torch.equal(model.get_submodule("lm_head").weight, embedding)
+    assert torch.equal(model.get_submodule("lm_head").weight, weights[embedding])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -49,3 +50,33 @@ def refusal(
     assert str(error.value).startswith(f"{error.value.field}: given ")
     assert error.value.wanted in str(error.value)
     return error.value
+
+
+def model(**changes: Any) -> ServedModel:
+    return dataclasses.replace(MODEL, **changes)
+
+
+def served_with(**defaults: Any) -> ServedModel:
+    """A LLaDA with server-wide settings."""
+    return model(defaults=fields.server_defaults(defaults, LLADA))
+
+
+def rows_of(table: dict[str, list[tuple[Any, ...]]]) -> list[Any]:
+    """The rows of all parts of a table, named after their part."""
+    return [
+        pytest.param(*row, id=f"{name} {number}")
+        for name, rows in table.items()
+        for number, row in enumerate(rows)
+    ]
+
+
+def check_decided(served: ServedModel, asked: dict[str, Any], wanted: dict[str, Any]) -> None:
+    decided = resolve(served, **asked)
+    assert {name: getattr(decided, name) for name in wanted} == wanted
+
+
+def check_refused(served: ServedModel, asked: dict[str, Any], name: str, *words: str) -> None:
+    """That `name`, with its value, is refused, and that the words stand in what is wanted."""
+    error = refusal(served, **asked)
+    assert (error.field, error.given) == (name, asked[name])
+    assert all(word in error.wanted for word in words)

@@ -11,7 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.params.support import EOS, EOT, MASK, MODEL, PROMPT, STANDARD, refusal, resolve
+from tests.params.support import (
+    EOS,
+    EOT,
+    MASK,
+    MODEL,
+    PROMPT,
+    STANDARD,
+    check_decided,
+    check_refused,
+    model,
+    refusal,
+    resolve,
+    rows_of,
+    served_with,
+)
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import InvalidParameterError, ServerConfigError
 from vllm.diffusion.request import decision, fields
@@ -19,9 +33,308 @@ from vllm.diffusion.request.algorithms import ALGORITHMS
 from vllm.diffusion.request.families import DIFFULLAMA, DREAM, LLADA, LLADA_MOE
 from vllm.diffusion.request.params import DiffusionParams, ServedModel, SpecialIds
 
+ON_DREAM = model(family=DREAM)
+BLIND = model(ids=SpecialIds(MASK, None, EOT, frozenset({EOT})))
+SHORT = model(max_model_len=100)
+ENDS_SHORT = ("full_attn_multi_block", "adablock")
+# What a request asks of a served model, and what is decided.
+DECIDED: dict[str, list[tuple[Any, ...]]] = {
+    "a spelling of an algorithm": [
+        (MODEL, {"algorithm": spelling}, {"algorithm": name, "remasking": remasking})
+        for spelling, name, remasking in (
+            ("semi_ar", "semi_ar", "low_confidence"),
+            ("SemiAr", "semi_ar", "low_confidence"),
+            ("LowConfidence", "semi_ar", "low_confidence"),
+            ("low_confidence", "semi_ar", "low_confidence"),
+            ("random", "semi_ar", "random"),
+            ("Random", "semi_ar", "random"),
+            ("threshold", "threshold", "low_confidence"),
+            ("Threshold", "threshold", "low_confidence"),
+            ("EntropyThreshold", "entropy_threshold", "low_confidence"),
+            ("FullAttnMultiBlock", "full_attn_multi_block", "low_confidence"),
+            ("LocalLeap", "local_leap", "low_confidence"),
+        )
+    ],
+    "what stands for an algorithm": [
+        (MODEL, {"use_local_leap": True}, {"algorithm": "local_leap"}),
+        (MODEL, {"use_local_leap": 1, "threshold": 0.8}, {"algorithm": "local_leap"}),
+        (
+            MODEL,
+            {"use_local_leap": True, "algorithm": "low_confidence"},
+            {"algorithm": "local_leap"},
+        ),
+        (MODEL, {"use_local_leap": True, "algorithm": "local_leap"}, {"algorithm": "local_leap"}),
+        (MODEL, {"use_local_leap": False}, {"algorithm": "semi_ar"}),
+        (MODEL, {"algorithm": "LowConfidence", "threshold": 0.95}, {"algorithm": "threshold"}),
+        (MODEL, {"algorithm": "LowConfidence", "remasking": None}, {"algorithm": "semi_ar"}),
+        (MODEL, {"algorithm": "random", "remasking": "random"}, {"remasking": "random"}),
+        (MODEL, {"threshold": 0.7}, {"algorithm": "threshold", "threshold": 0.7}),
+        (ON_DREAM, {}, {"algorithm": "dream"}),
+        (ON_DREAM, {"threshold": 0.7}, {"algorithm": "threshold"}),
+        (model(family=LLADA_MOE), {}, {"algorithm": "semi_ar"}),
+    ],
+    "a threshold keeps the server's algorithm if that uses one": [
+        (served_with(algorithm="multi_block"), {"threshold": 0.7}, {"algorithm": "multi_block"}),
+        (served_with(algorithm="factor"), {"threshold": 0.7}, {"algorithm": "threshold"}),
+    ],
+    "other projects' names": [
+        (
+            MODEL,
+            {"algorithm": "FullAttnMultiBlock", "block_add": 0.3, "decoded_thresh": 0.6},
+            {"block_add_threshold": 0.3, "decoded_token_threshold": 0.6},
+        ),
+        # Its published configuration names these two as well, without effect.
+        (
+            MODEL,
+            {"algorithm": "FullAttnMultiBlock", "cache_delay_iter": 2, "refresh_interval": 3},
+            {"cache": "none"},
+        ),
+    ],
+    "what happens anyway is not ignored": [
+        (MODEL, {"algorithm": "full_attn_multi_block", "temperature": 0}, {"ignored": ()}),
+        (MODEL, {"algorithm": "hierarchy", "remasking": "low_confidence"}, {"ignored": ()}),
+        (MODEL, {"algorithm": "credit", "remasking": "low_confidence"}, {"ignored": ()}),
+    ],
+    "early stop is off where the end is ignored": [
+        (MODEL, {"algorithm": "multi_block", "early_stop": True}, {"early_stop": True}),
+        (
+            MODEL,
+            {"algorithm": "multi_block", "early_stop": True, "ignore_eos": True},
+            {"early_stop": False},
+        ),
+    ],
+    "guidance and caches": [
+        (MODEL, {"cfg_scale": 0, "cache": "dual"}, {"cache": "dual"}),
+        (
+            MODEL,
+            {"cfg_scale": 0, "cache": "delayed", "algorithm": "multi_block"},
+            {"cache": "delayed"},
+        ),
+        # What the request asks for wins over what the server has by default.
+        (served_with(cfg_scale=0.5), {"cache": "dual"}, {"cfg_scale": 0}),
+        (served_with(cache="prefix"), {"cfg_scale": 0.5}, {"cache": "none"}),
+    ],
+    "a delay chooses the delayed cache": [
+        (
+            MODEL,
+            {"algorithm": "multi_block", "cache_delay_iter": 2, "refresh_interval": 3},
+            {"cache": "delayed", "cache_delay_iter": 2, "refresh_interval": 3},
+        ),
+        *(
+            (served_with(algorithm="multi_block", cache_delay_iter=2), asked, {"cache": cache})
+            for asked, cache in (
+                ({}, "delayed"),
+                ({"cache": "none"}, "none"),
+                ({"algorithm": "threshold"}, "none"),
+            )
+        ),
+    ],
+    "full_attn_multi_block takes any canvas": [
+        (
+            MODEL,
+            {"algorithm": "full_attn_multi_block", "gen_length": 70, "block_length": 32},
+            {"gen_length": 70, "block_length": 32, "num_blocks": 3},
+        ),
+        *(
+            (
+                MODEL,
+                {"algorithm": "full_attn_multi_block", "gen_length": n},
+                {"block_length": block},
+            )
+            for n, block in ((70, 32), (5, 5))
+        ),
+    ],
+    "dream has no blocks and any number of steps": [
+        *(
+            (
+                MODEL,
+                {"algorithm": "dream", "gen_length": 70, "steps": steps},
+                {"steps": steps or 70, "block_length": 70, "num_blocks": 1},
+            )
+            for steps in (1, 7, 70, 200, None)
+        ),
+        (model(default_steps=33), {"algorithm": "dream", "gen_length": 70}, {"steps": 33}),
+        (served_with(steps=50, block_length=7), {"algorithm": "dream"}, {"steps": 50}),
+    ],
+    "several blocks are bounded by any number of steps": [
+        (MODEL, {"algorithm": name, "gen_length": 64, "steps": 1}, {"steps": 1, "block_length": 32})
+        for name in ("multi_block", "full_attn_multi_block")
+    ],
+    "max_tokens rounds up to whole default blocks": [
+        (
+            MODEL,
+            {"max_tokens": most},
+            {"gen_length": canvas, "max_tokens": most, "block_length": 32, "steps": canvas},
+        )
+        for most, canvas in ((1, 32), (31, 32), (32, 32), (33, 64), (100, 128), (500, 512))
+    ],
+    "the default canvas is clipped to the room": [
+        (
+            model(max_model_len=20 + room),
+            {},
+            {"gen_length": room, "max_tokens": room, "block_length": block, "steps": room},
+        )
+        for room, block in ((1, 1), (31, 31), (32, 32), (96, 32), (127, 127))
+    ],
+    "a rounded canvas falls back to max_tokens where there is no room": [
+        (
+            model(max_model_len=130),
+            {"max_tokens": 100},
+            {"gen_length": 100, "max_tokens": 100, "block_length": 100},
+        )
+    ],
+    "the default block length": [
+        (MODEL, {"gen_length": 64}, {"block_length": 32}),
+        (MODEL, {"gen_length": 48}, {"block_length": 48}),
+        (MODEL, {"gen_length": 21}, {"block_length": 21}),
+        (MODEL, {"gen_length": 128, "steps": 8}, {"block_length": 32}),
+        (MODEL, {"gen_length": 128, "steps": 6}, {"block_length": 128}),
+        (MODEL, {"gen_length": 128, "steps": 1}, {"block_length": 128}),
+        (MODEL, {"gen_length": 128, "threshold": 0.5}, {"block_length": 32}),
+    ],
+    "server-wide steps come to the nearest multiple": [
+        (model(default_steps=wanted), asked, {"steps": steps})
+        for wanted, asked, steps in (
+            (64, {"gen_length": 128}, 64),
+            (65, {"gen_length": 128}, 64),
+            (67, {"gen_length": 128}, 68),
+            (66, {"gen_length": 128}, 68),
+            (1, {"gen_length": 128}, 4),
+            (1000, {"gen_length": 64}, 1000),
+            (10, {"gen_length": 30}, 10),
+            (10, {"gen_length": 128, "steps": 16}, 16),
+        )
+    ],
+    "threshold has no bound unless steps are given": [
+        (MODEL, {"algorithm": "threshold", "gen_length": 64}, {"steps": None}),
+        (
+            MODEL,
+            {"algorithm": "threshold", "gen_length": 64, "block_length": 32, "steps": 3},
+            {"steps": 3},
+        ),
+    ],
+    "lengths are taken literally": [
+        (
+            MODEL,
+            {"gen_length": 30, "block_length": 10, "steps": 9, "max_tokens": 17},
+            {"gen_length": 30, "block_length": 10, "steps": 9, "max_tokens": 17, "num_blocks": 3},
+        ),
+        (MODEL, {"gen_length": 64, "block_length": 16}, {"block_length": 16}),
+        (MODEL, {"gen_length": 64, "block_length": 32}, {"block_length": 32}),
+        (MODEL, {"gen_length": 64, "block_length": 16, "steps": 8}, {"steps": 8}),
+        (MODEL, {"gen_length": 64, "block_length": 16, "steps": 12}, {"steps": 12}),
+        (MODEL, {"gen_length": 16, "block_length": 8, "steps": 64}, {"steps": 64}),
+        (MODEL, {"gen_length": 32, "max_tokens": 32}, {"max_tokens": 32}),
+        (SHORT, {"gen_length": 80}, {"gen_length": 80}),
+    ],
+    "ids": [
+        (MODEL, {"mask_id": MASK}, {"mask_id": MASK}),
+        (MODEL, {"prompt": [1, MASK, 2], "allow_infill": True}, {"allow_infill": True}),
+        (BLIND, {"logits_eos_inf": False}, {"eot_id": EOT}),
+    ],
+    "the server's lengths bend to the canvas": [
+        (served_with(block_length=48, steps=50), {"gen_length": 96}, {"block_length": 48}),
+        (served_with(block_length=48, steps=50), {"gen_length": 96}, {"steps": 50}),
+        (served_with(block_length=48, steps=50), {"gen_length": 64}, {"block_length": 64}),
+        (served_with(steps=50), {"gen_length": 128}, {"steps": 52}),
+        (
+            dataclasses.replace(served_with(steps=50), default_steps=99),
+            {"gen_length": 128},
+            {"steps": 52},
+        ),
+    ],
+    "generation_config.json limits the default canvas": [
+        (model(default_max_tokens=100), {}, {"gen_length": 128, "max_tokens": 100}),
+        (model(default_max_tokens=100), {"gen_length": 64}, {"max_tokens": 64}),
+        (model(default_max_tokens=100), {"max_tokens": 20}, {"max_tokens": 20}),
+    ],
+}
 
-def model(**changes: Any) -> ServedModel:
-    return dataclasses.replace(MODEL, **changes)
+
+@pytest.mark.parametrize(("served", "asked", "wanted"), rows_of(DECIDED))
+def test_decisions(served: ServedModel, asked: dict[str, Any], wanted: dict[str, Any]) -> None:
+    check_decided(served, asked, wanted)
+
+
+# What a request asks, which field is refused, and what stands in the answer.
+REFUSED: dict[str, list[tuple[Any, ...]]] = {
+    "contradictions": [
+        (
+            MODEL,
+            {"algorithm": "LowConfidence", "remasking": "random"},
+            "remasking",
+            "low_confidence",
+        ),
+        (MODEL, {"algorithm": "semi_ar", "threshold": 0.7}, "threshold", "threshold", "semi_ar"),
+        (MODEL, {"use_local_leap": True, "algorithm": "factor"}, "use_local_leap"),
+        (MODEL, {"use_local_leap": False, "algorithm": "local_leap"}, "use_local_leap"),
+        (MODEL, {"use_local_leap": "yes"}, "use_local_leap"),
+        (MODEL, {"cfg_scale": 0.5, "cache": "dual"}, "cache"),
+        (MODEL, {"cfg_scale": 0.5, "cache": "delayed", "algorithm": "multi_block"}, "cache"),
+        *(
+            (
+                MODEL,
+                {"algorithm": "multi_block", "cache": "none", name: 2},
+                name,
+                "cache: delayed",
+            )
+            for name in ("cache_delay_iter", "refresh_interval")
+        ),
+    ],
+    "random entropies do not exist on Dream": [
+        (ON_DREAM, {"algorithm": "multi_block", "remasking": "random"}, "remasking")
+    ],
+    "lengths": [
+        (MODEL, {"algorithm": "dream", "block_length": 0}, "block_length"),
+        (
+            MODEL,
+            {"algorithm": "multi_block", "gen_length": 70, "block_length": 32},
+            "block_length",
+        ),
+        (
+            MODEL,
+            {"algorithm": "threshold", "gen_length": 64, "block_length": 32, "steps": 1},
+            "steps",
+            "2",
+        ),
+        (MODEL, {"gen_length": 64, "block_length": 24}, "block_length", "64", "16", "32"),
+        (MODEL, {"gen_length": 64, "block_length": 16, "steps": 10}, "steps", "(4)", "8 or 12"),
+        (MODEL, {"gen_length": 32, "max_tokens": 33}, "max_tokens", "32"),
+        (SHORT, {"gen_length": 81}, "gen_length", "20", "100", "81"),
+        (SHORT, {"max_tokens": 90}, "max_tokens", "20", "100"),
+    ],
+    "ids": [
+        (MODEL, {"mask_id": 126336}, "mask_id", str(MASK)),
+        (BLIND, {"algorithm": "multi_block", "early_stop": True}, "early_stop"),
+        (BLIND, {"logits_eos_inf": True}, "logits_eos_inf"),
+        (BLIND, {"confidence_eos_eot_inf": True}, "confidence_eos_eot_inf"),
+        (
+            model(ids=SpecialIds(MASK, EOS, None, frozenset({EOS}))),
+            {"confidence_eos_eot_inf": True},
+            "confidence_eos_eot_inf",
+        ),
+    ],
+    "the spelling that was used is named": [
+        (MODEL, {"num_denoising_steps": -3}, "num_denoising_steps"),
+        (MODEL, {"output_length": 0}, "output_length"),
+    ],
+}
+
+
+@pytest.mark.parametrize("row", [pytest.param(row.values, id=row.id) for row in rows_of(REFUSED)])
+def test_refusals(row: tuple[Any, ...]) -> None:
+    check_refused(*row)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "given", "word"),
+    [([1, MASK, 2], MASK, "allow_infill"), ([], [], ""), ([1, 256], 256, ""), ([-1, 3], -1, "")],
+)
+def test_prompts_that_cannot_be_decoded(prompt: list[int], given: Any, word: str) -> None:
+    assert "100" in refusal(SHORT, prompt=[1] * 100).wanted
+    error = refusal(prompt=prompt)
+    assert (error.field, error.given) == ("prompt", given)
+    assert word in error.wanted
 
 
 # ---- names -------------------------------------------------------------------------------------
@@ -65,145 +378,7 @@ def test_none_counts_as_not_given() -> None:
     assert resolve(**everything) == resolve()
 
 
-@pytest.mark.parametrize(
-    ("given", "algorithm", "remasking"),
-    [
-        ("semi_ar", "semi_ar", "low_confidence"),
-        ("SemiAr", "semi_ar", "low_confidence"),
-        ("LowConfidence", "semi_ar", "low_confidence"),
-        ("low_confidence", "semi_ar", "low_confidence"),
-        ("random", "semi_ar", "random"),
-        ("Random", "semi_ar", "random"),
-        ("threshold", "threshold", "low_confidence"),
-        ("Threshold", "threshold", "low_confidence"),
-    ],
-)
-def test_spellings_of_an_algorithm(given: str, algorithm: str, remasking: str) -> None:
-    decided = resolve(algorithm=given)
-    assert (decided.algorithm, decided.remasking) == (algorithm, remasking)
-
-
-def test_a_remasking_as_algorithm_must_not_contradict_the_remasking() -> None:
-    assert resolve(algorithm="random", remasking="random").remasking == "random"
-    error = refusal(algorithm="LowConfidence", remasking="random")
-    assert (error.field, error.given) == ("remasking", "random")
-    assert "low_confidence" in error.wanted
-
-
-def test_a_threshold_chooses_its_algorithm() -> None:
-    decided = resolve(threshold=0.7)
-    assert (decided.algorithm, decided.threshold) == ("threshold", 0.7)
-    assert resolve(algorithm="threshold").threshold == 0.9
-    error = refusal(algorithm="semi_ar", threshold=0.7)
-    assert (error.field, error.given) == ("threshold", 0.7)
-    assert "threshold" in error.wanted
-    assert "semi_ar" in error.wanted
-
-
-RANDOM_SCORES = ("semi_ar", "threshold", "factor", "local_leap", "multi_block")
-
-
-def test_remasking_low_confidence_is_harmless_beside_any_algorithm() -> None:
-    for algorithm in ALGORITHMS:
-        assert resolve(algorithm=algorithm, remasking="low_confidence").algorithm == algorithm
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_random_remasking_belongs_to_some_algorithms(algorithm: str) -> None:
-    if algorithm in RANDOM_SCORES:
-        assert resolve(algorithm=algorithm, remasking="random").remasking == "random"
-        return
-    error = refusal(algorithm=algorithm, remasking="random")
-    assert (error.field, error.given) == ("remasking", "random")
-    assert "low_confidence" in error.wanted
-    assert all(name in error.wanted for name in RANDOM_SCORES)
-
-
-def test_random_entropies_do_not_exist_on_dream() -> None:
-    error = refusal(model(family=DREAM), algorithm="multi_block", remasking="random")
-    assert (error.field, error.given) == ("remasking", "random")
-    decided = resolve(model(family=DREAM, defaults={"remasking": "random"}), algorithm="MultiBlock")
-    assert decided.remasking == "low_confidence"
-
-
-@pytest.mark.parametrize(
-    ("asked", "algorithm"),
-    [
-        ({"algorithm": "EntropyThreshold"}, "entropy_threshold"),
-        ({"algorithm": "FullAttnMultiBlock"}, "full_attn_multi_block"),
-        ({"algorithm": "LocalLeap"}, "local_leap"),
-        ({"use_local_leap": True}, "local_leap"),
-        ({"use_local_leap": 1, "threshold": 0.8}, "local_leap"),
-        ({"use_local_leap": True, "algorithm": "low_confidence"}, "local_leap"),
-        ({"use_local_leap": True, "algorithm": "local_leap"}, "local_leap"),
-        ({"use_local_leap": False}, "semi_ar"),
-        ({"algorithm": "LowConfidence", "threshold": 0.95}, "threshold"),
-        ({"algorithm": "LowConfidence", "remasking": None}, "semi_ar"),
-    ],
-)
-def test_what_stands_for_an_algorithm(asked: dict[str, Any], algorithm: str) -> None:
-    assert resolve(**asked).algorithm == algorithm
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"use_local_leap": True, "algorithm": "factor"},
-        {"use_local_leap": False, "algorithm": "local_leap"},
-        {"use_local_leap": "yes"},
-    ],
-)
-def test_contradictions_of_use_local_leap(asked: dict[str, Any]) -> None:
-    assert refusal(**asked).field == "use_local_leap"
-
-
-def test_dream_is_the_default_algorithm_of_dream_alone() -> None:
-    assert resolve(model(family=DREAM)).algorithm == "dream"
-    assert resolve(model(family=LLADA_MOE)).algorithm == "semi_ar"
-    assert resolve(model(family=DREAM), threshold=0.7).algorithm == "threshold"
-
-
-def test_a_threshold_keeps_the_servers_algorithm_if_that_uses_one() -> None:
-    assert resolve(served_with(algorithm="multi_block"), threshold=0.7).algorithm == "multi_block"
-    assert resolve(served_with(algorithm="factor"), threshold=0.7).algorithm == "threshold"
-
-
-# ---- parameters of single algorithms -----------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "name", "value", "on_dream"),
-    [
-        ("threshold", "threshold", 0.9, 0.9),
-        ("local_leap", "threshold", 0.9, 0.9),
-        ("hierarchy", "threshold", 0.9, 0.9),
-        ("credit", "threshold", 0.9, 0.9),
-        ("entropy_threshold", "threshold", 0.95, 0.95),
-        ("full_attn_multi_block", "threshold", 0.5, 0.4),
-        ("multi_block", "threshold", 0.5, 0.9),
-        ("multi_block", "block_add_threshold", 0.5, 0.5),
-        ("multi_block", "decoded_token_threshold", 0.5, 0.5),
-        ("multi_block", "cache_delay_iter", 10000, 10000),
-        ("multi_block", "refresh_interval", 10000, 10000),
-        ("multi_block", "early_stop", False, False),
-        ("full_attn_multi_block", "block_add_threshold", 0.1, 0.1),
-        ("full_attn_multi_block", "decoded_token_threshold", 0.95, 0.95),
-        ("factor", "factor", 1.0, 1.0),
-        ("local_leap", "relaxed_threshold", 0.75, 0.75),
-        ("local_leap", "radius", 4, 4),
-        ("local_leap", "early_stop", False, False),
-        ("hierarchy", "low_threshold", 0.4, 0.4),
-        ("dream", "alg", "entropy", "entropy"),
-        ("dream", "alg_temp", 0.0, 0.0),
-        ("dream", "eps", 1e-3, 1e-3),
-        ("dream", "top_p", None, None),
-        ("dream", "top_k", None, None),
-    ],
-)
-def test_defaults_of_an_algorithm(algorithm: str, name: str, value: Any, on_dream: Any) -> None:
-    assert getattr(resolve(algorithm=algorithm), name) == value
-    assert getattr(resolve(model(family=DREAM), algorithm=algorithm), name) == on_dream
-
+# ---- every algorithm, by its record ------------------------------------------------------------
 
 USED: dict[str, Any] = {
     "threshold": 0.3,
@@ -225,7 +400,6 @@ USED: dict[str, Any] = {
     "delimiter_ids": (7, 8),
     "delimiter_threshold": 0.4,
 }
-ENDS_SHORT = ("full_attn_multi_block", "adablock")
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -247,6 +421,36 @@ def test_a_parameter_is_used_or_refused(algorithm: str, name: str) -> None:
         assert resolve(algorithm=algorithm, **{name: neutral}) == resolve(algorithm=algorithm)
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_algorithm_gives_what_its_record_says(algorithm: str) -> None:
+    """Defaults, which docs/decoding.md lists; caches; and whether a number may be the score."""
+    record = ALGORITHMS[algorithm]
+    for served, is_shifted in ((MODEL, False), (ON_DREAM, True)):
+        decided = resolve(served, algorithm=algorithm)
+        assert decided.cache == "none"
+        for name in record.parameters:
+            default = fields.BY_NAME[name].default_for(algorithm, is_shifted=is_shifted)
+            assert getattr(decided, name) == (() if name == "delimiter_ids" else default)
+    for cache in fields.CACHES:
+        if cache in record.caches:
+            assert resolve(algorithm=algorithm, cache=cache).cache == cache
+            continue
+        error = refusal(algorithm=algorithm, cache=cache)
+        assert (error.field, error.given) == ("cache", cache)
+        assert all(name in error.wanted for name in record.caches)
+        if cache != "exact":  # which no algorithm of this family has
+            assert "multi_block" in error.wanted or "semi_ar" in error.wanted
+    # Harmless beside any algorithm.
+    assert resolve(algorithm=algorithm, remasking="low_confidence").algorithm == algorithm
+    if record.random_scores != "none":
+        assert resolve(algorithm=algorithm, remasking="random").remasking == "random"
+        return
+    error = refusal(algorithm=algorithm, remasking="random")
+    assert (error.field, error.given) == ("remasking", "random")
+    scored = [name for name, other in ALGORITHMS.items() if other.random_scores != "none"]
+    assert all(name in error.wanted for name in ("low_confidence", *scored))
+
+
 CANNOT_ACT = {
     "adablock": ("steps",),
     "dream": ("block_length", "remasking"),
@@ -260,6 +464,7 @@ def test_standard_fields_act_or_are_named(algorithm: str) -> None:
     """With the prompt they are what every client sends."""
     decided = resolve(algorithm=algorithm, **STANDARD)
     ignored = CANNOT_ACT.get(algorithm, ())
+    assert decided.ignored == resolve(served_with(algorithm=algorithm), **STANDARD).ignored
     assert decided.ignored == ignored
     for name, value in STANDARD.items():
         if name not in (*ignored, "output_length"):
@@ -268,13 +473,9 @@ def test_standard_fields_act_or_are_named(algorithm: str) -> None:
     assert resolve(algorithm=algorithm, **useful) == dataclasses.replace(decided, ignored=())
 
 
-@pytest.mark.parametrize("served_algorithm", ALGORITHMS)
-def test_standard_fields_of_no_use_to_the_servers_algorithm(served_algorithm: str) -> None:
-    served = model(defaults=fields.server_defaults({"algorithm": served_algorithm}, LLADA))
-    assert resolve(served, **STANDARD).ignored == CANNOT_ACT.get(served_algorithm, ())
-    assert resolve(model(family=DREAM), **STANDARD).ignored == CANNOT_ACT["dream"]
-    on_dream = resolve(model(family=DREAM), algorithm="multi_block", **STANDARD)
-    assert on_dream.ignored == ("remasking",)
+def test_standard_fields_of_no_use_on_dream() -> None:
+    assert resolve(ON_DREAM, **STANDARD).ignored == CANNOT_ACT["dream"]
+    assert resolve(ON_DREAM, algorithm="multi_block", **STANDARD).ignored == ("remasking",)
 
 
 def test_an_ignored_block_length_shapes_nothing() -> None:
@@ -283,127 +484,6 @@ def test_an_ignored_block_length_shapes_nothing() -> None:
         for block_length in (7, 48, 1000):
             decided = resolve(block_length=block_length, **asked)
             assert decided == dataclasses.replace(resolve(**asked), ignored=("block_length",))
-    assert refusal(algorithm="dream", block_length=0).field == "block_length"
-
-
-def test_what_happens_anyway_is_not_ignored() -> None:
-    assert resolve(algorithm="full_attn_multi_block", temperature=0).ignored == ()
-    for algorithm in ("hierarchy", "credit"):
-        assert resolve(algorithm=algorithm, remasking="low_confidence").ignored == ()
-
-
-def test_who_uses_what() -> None:
-    users = {name: set(fields.BY_NAME[name].algorithms) for name in USED}
-    assert users["factor"] == {"factor"}
-    assert users["relaxed_threshold"] == users["radius"] == {"local_leap"}
-    assert users["low_threshold"] == {"hierarchy"}
-    assert users["early_stop"] == {"local_leap", "multi_block"}
-    for name in ("alg", "alg_temp", "eps", "top_p", "top_k"):
-        assert users[name] == {"dream"}
-    for name in ("delimiter_ids", "delimiter_threshold"):
-        assert users[name] == {"adablock"}
-    assert users["block_length"] == set(ALGORITHMS) - {"dream"}
-    assert users["temperature"] == set(ALGORITHMS) - {"full_attn_multi_block"}
-
-
-def test_names_of_other_projects_for_block_thresholds() -> None:
-    decided = resolve(algorithm="FullAttnMultiBlock", block_add=0.3, decoded_thresh=0.6)
-    assert (decided.block_add_threshold, decided.decoded_token_threshold) == (0.3, 0.6)
-    # Its published configuration names these two as well, without effect.
-    assert resolve(algorithm="FullAttnMultiBlock", cache_delay_iter=2, refresh_interval=3)
-
-
-def test_early_stop_is_off_where_the_end_is_ignored() -> None:
-    assert resolve(algorithm="multi_block", early_stop=True).early_stop is True
-    assert resolve(algorithm="multi_block", early_stop=True, ignore_eos=True).early_stop is False
-    blind = model(ids=SpecialIds(MASK, None, EOT, frozenset({EOT})))
-    assert refusal(blind, algorithm="multi_block", early_stop=True).field == "early_stop"
-
-
-# ---- caches ------------------------------------------------------------------------------------
-
-BLOCKWISE = {
-    "semi_ar",
-    "threshold",
-    "factor",
-    "local_leap",
-    "entropy_threshold",
-    "hierarchy",
-    "credit",
-    "adablock",
-}
-
-
-@pytest.mark.parametrize("cache", fields.CACHES)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_caches_of_an_algorithm(algorithm: str, cache: str) -> None:
-    allowed = {"none", "frozen"}
-    if algorithm in BLOCKWISE:
-        allowed |= {"prefix", "dual"}
-    if algorithm == "multi_block":
-        allowed |= {"delayed"}
-    assert resolve(algorithm=algorithm).cache == "none"
-    if cache in allowed:
-        assert resolve(algorithm=algorithm, cache=cache).cache == cache
-        return
-    error = refusal(algorithm=algorithm, cache=cache)
-    assert (error.field, error.given) == ("cache", cache)
-    assert all(name in error.wanted for name in allowed)
-    if cache != "exact":  # which no algorithm of this family has
-        assert "multi_block" in error.wanted or "semi_ar" in error.wanted
-
-
-def test_guidance_and_caches_exclude_each_other() -> None:
-    settings: list[dict[str, Any]] = [
-        {"cache": "dual"},
-        {"algorithm": "multi_block", "cache": "delayed"},
-    ]
-    for asked in settings:
-        assert refusal(cfg_scale=0.5, **asked).field == "cache"
-        assert resolve(cfg_scale=0, **asked).cache == asked["cache"]
-        # What the request asks for wins over what the server has by default.
-        assert resolve(served_with(cfg_scale=0.5), **asked).cfg_scale == 0
-    assert resolve(served_with(cache="prefix"), cfg_scale=0.5).cache == "none"
-
-
-def test_a_delay_chooses_the_delayed_cache() -> None:
-    decided = resolve(algorithm="multi_block", cache_delay_iter=2, refresh_interval=3)
-    assert (decided.cache, decided.cache_delay_iter, decided.refresh_interval) == ("delayed", 2, 3)
-    served = served_with(algorithm="multi_block", cache_delay_iter=2)
-    assert resolve(served).cache == "delayed"
-    assert resolve(served, cache="none").cache == "none"
-    assert resolve(served, algorithm="threshold").cache == "none"
-    delays: list[dict[str, Any]] = [{"cache_delay_iter": 2}, {"refresh_interval": 3}]
-    for asked in delays:
-        error = refusal(algorithm="multi_block", cache="none", **asked)
-        assert {error.field: error.given} == asked
-        assert "cache: delayed" in error.wanted
-
-
-# ---- several blocks, no blocks -----------------------------------------------------------------
-
-
-def test_full_attn_multi_block_takes_any_canvas() -> None:
-    decided = resolve(algorithm="full_attn_multi_block", gen_length=70, block_length=32)
-    assert (decided.gen_length, decided.block_length, decided.num_blocks) == (70, 32, 3)
-    assert resolve(algorithm="full_attn_multi_block", gen_length=70).block_length == 32
-    assert resolve(algorithm="full_attn_multi_block", gen_length=5).block_length == 5
-    assert refusal(algorithm="multi_block", gen_length=70, block_length=32).field == "block_length"
-
-
-def test_dream_has_no_blocks_and_any_number_of_steps() -> None:
-    for steps in (1, 7, 70, 200):
-        decided = resolve(algorithm="dream", gen_length=70, steps=steps)
-        assert (decided.steps, decided.block_length, decided.num_blocks) == (steps, 70, 1)
-    assert resolve(algorithm="dream", gen_length=70).steps == 70
-    assert resolve(model(default_steps=33), algorithm="dream", gen_length=70).steps == 33
-    assert resolve(served_with(steps=50, block_length=7), algorithm="dream").steps == 50
-
-
-def test_several_blocks_are_bounded_by_any_number_of_steps() -> None:
-    for algorithm in ("multi_block", "full_attn_multi_block"):
-        decided = resolve(algorithm=algorithm, gen_length=64, steps=1)
-        assert (decided.steps, decided.block_length) == (1, 32)
 
 
 # ---- values ------------------------------------------------------------------------------------
@@ -463,11 +543,6 @@ def test_wrong_values_name_the_field_and_the_value(name: str, value: Any) -> Non
     assert error.field == name
     assert repr(error.given)[:20] in str(error)
     assert len(str(error)) < 400
-
-
-def test_a_refusal_names_the_spelling_that_was_used() -> None:
-    assert refusal(num_denoising_steps=-3).field == "num_denoising_steps"
-    assert refusal(output_length=0).field == "output_length"
 
 
 def test_refusals_cross_processes() -> None:
@@ -554,68 +629,6 @@ def test_defaults_without_any_field() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("max_tokens", "canvas", "block"),
-    [(1, 32, 32), (31, 32, 32), (32, 32, 32), (33, 64, 32), (100, 128, 32), (500, 512, 32)],
-)
-def test_max_tokens_rounds_up_to_whole_default_blocks(
-    max_tokens: int, canvas: int, block: int
-) -> None:
-    decided = resolve(max_tokens=max_tokens)
-    assert (decided.gen_length, decided.max_tokens) == (canvas, max_tokens)
-    assert (decided.block_length, decided.steps) == (block, canvas)
-
-
-@pytest.mark.parametrize(
-    ("room", "canvas", "block"),
-    [(1, 1, 1), (31, 31, 31), (32, 32, 32), (96, 96, 32), (127, 127, 127)],
-)
-def test_the_default_canvas_is_clipped_to_the_room(room: int, canvas: int, block: int) -> None:
-    decided = resolve(model(max_model_len=20 + room))
-    assert (decided.gen_length, decided.max_tokens) == (canvas, canvas)
-    assert (decided.block_length, decided.steps) == (block, canvas)
-
-
-def test_a_rounded_canvas_falls_back_to_max_tokens_where_there_is_no_room() -> None:
-    decided = resolve(model(max_model_len=130), max_tokens=100)
-    assert (decided.gen_length, decided.max_tokens, decided.block_length) == (100, 100, 100)
-
-
-@pytest.mark.parametrize(
-    ("asked", "block"),
-    [
-        ({"gen_length": 64}, 32),
-        ({"gen_length": 48}, 48),
-        ({"gen_length": 21}, 21),
-        ({"gen_length": 128, "steps": 8}, 32),
-        ({"gen_length": 128, "steps": 6}, 128),
-        ({"gen_length": 128, "steps": 1}, 128),
-        ({"gen_length": 128, "threshold": 0.5}, 32),
-    ],
-)
-def test_default_block_length(asked: dict[str, Any], block: int) -> None:
-    assert resolve(**asked).block_length == block
-
-
-@pytest.mark.parametrize(
-    ("wanted", "asked", "steps"),
-    [
-        (64, {"gen_length": 128}, 64),
-        (65, {"gen_length": 128}, 64),
-        (67, {"gen_length": 128}, 68),
-        (66, {"gen_length": 128}, 68),
-        (1, {"gen_length": 128}, 4),
-        (1000, {"gen_length": 64}, 1000),
-        (10, {"gen_length": 30}, 10),
-        (10, {"gen_length": 128, "steps": 16}, 16),
-    ],
-)
-def test_server_wide_steps_come_to_the_nearest_multiple(
-    wanted: int, asked: dict[str, Any], steps: int
-) -> None:
-    assert resolve(model(default_steps=wanted), **asked).steps == steps
-
-
 def test_the_environment_gives_default_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DLLM_DIFFUSION_STEPS", raising=False)
     assert envs.default_steps() is None
@@ -627,93 +640,6 @@ def test_the_environment_gives_default_steps(monkeypatch: pytest.MonkeyPatch) ->
             envs.default_steps()
 
 
-def test_threshold_has_no_bound_unless_steps_are_given() -> None:
-    assert resolve(algorithm="threshold", gen_length=64).steps is None
-    decided = resolve(algorithm="threshold", gen_length=64, block_length=32, steps=3)
-    assert decided.steps == 3
-    error = refusal(algorithm="threshold", gen_length=64, block_length=32, steps=1)
-    assert (error.field, error.given) == ("steps", 1)
-    assert "2" in error.wanted
-
-
-# ---- lengths -----------------------------------------------------------------------------------
-
-
-def test_explicit_lengths_are_taken_literally() -> None:
-    decided = resolve(gen_length=30, block_length=10, steps=9, max_tokens=17)
-    assert (decided.gen_length, decided.block_length, decided.steps) == (30, 10, 9)
-    assert decided.max_tokens == 17
-    assert decided.num_blocks == 3
-
-
-def test_a_block_length_that_divides_nothing_is_refused_with_those_that_would() -> None:
-    error = refusal(gen_length=64, block_length=24)
-    assert (error.field, error.given) == ("block_length", 24)
-    assert "64" in error.wanted
-    for divisor in (16, 32):
-        assert str(divisor) in error.wanted
-    for block_length in (16, 32):
-        assert resolve(gen_length=64, block_length=block_length).block_length == block_length
-
-
-def test_steps_that_divide_nothing_are_refused_with_those_that_would() -> None:
-    error = refusal(gen_length=64, block_length=16, steps=10)
-    assert (error.field, error.given) == ("steps", 10)
-    assert "(4)" in error.wanted
-    assert "8 or 12" in error.wanted
-    for steps in (8, 12):
-        assert resolve(gen_length=64, block_length=16, steps=steps).steps == steps
-
-
-def test_more_steps_than_tokens_are_accepted() -> None:
-    assert resolve(gen_length=16, block_length=8, steps=64).steps == 64
-
-
-def test_max_tokens_beyond_the_canvas_is_refused() -> None:
-    assert resolve(gen_length=32, max_tokens=32).max_tokens == 32
-    error = refusal(gen_length=32, max_tokens=33)
-    assert (error.field, error.given) == ("max_tokens", 33)
-    assert "32" in error.wanted
-
-
-def test_the_context_limit_is_refused_with_its_three_numbers() -> None:
-    served = model(max_model_len=100)
-    assert resolve(served, gen_length=80).gen_length == 80
-    too_long: list[dict[str, Any]] = [{"gen_length": 81}, {"max_tokens": 90}]
-    for asked in too_long:
-        error = refusal(served, **asked)
-        assert error.field in asked
-        assert error.given == asked[error.field]
-        assert "20" in error.wanted
-        assert "100" in error.wanted
-    assert "81" in refusal(served, gen_length=81).wanted
-    full = refusal(served, [1] * 100)
-    assert "100" in full.wanted
-
-
-# ---- ids ---------------------------------------------------------------------------------------
-
-
-def test_the_mask_id_may_only_be_the_models() -> None:
-    assert resolve(mask_id=MASK).mask_id == MASK
-    error = refusal(mask_id=126336)
-    assert (error.field, error.given) == ("mask_id", 126336)
-    assert str(MASK) in error.wanted
-
-
-def test_a_mask_in_the_prompt_needs_allow_infill() -> None:
-    error = refusal(prompt=[1, MASK, 2])
-    assert (error.field, error.given) == ("prompt", MASK)
-    assert "allow_infill" in error.wanted
-    assert resolve(prompt=[1, MASK, 2], allow_infill=True).allow_infill is True
-
-
-@pytest.mark.parametrize(("prompt", "given"), [([], []), ([1, 256], 256), ([-1, 3], -1)])
-def test_prompts_that_are_no_tokens(prompt: list[int], given: Any) -> None:
-    error = refusal(prompt=prompt)
-    assert (error.field, error.given) == ("prompt", given)
-
-
 def test_stop_ids() -> None:
     def stop_ids(**asked: Any) -> frozenset[int]:
         return decision.decide(asked, MODEL, PROMPT).stop_ids
@@ -723,27 +649,7 @@ def test_stop_ids() -> None:
     assert stop_ids(stop_token_ids=(7,), ignore_eos=True) == frozenset()
 
 
-@pytest.mark.parametrize(
-    ("ids", "option"),
-    [
-        (SpecialIds(MASK, None, EOT, frozenset({EOT})), "logits_eos_inf"),
-        (SpecialIds(MASK, None, EOT, frozenset({EOT})), "confidence_eos_eot_inf"),
-        (SpecialIds(MASK, EOS, None, frozenset({EOS})), "confidence_eos_eot_inf"),
-    ],
-)
-def test_options_that_need_an_id_the_checkpoint_has_not(ids: SpecialIds, option: str) -> None:
-    yes: dict[str, Any] = {option: True}
-    no: dict[str, Any] = {option: False}
-    error = refusal(model(ids=ids), **yes)
-    assert (error.field, error.given) == (option, True)
-    assert resolve(model(ids=ids), **no).eot_id == ids.eot
-
-
 # ---- server-wide defaults ----------------------------------------------------------------------
-
-
-def served_with(**defaults: Any) -> ServedModel:
-    return model(defaults=fields.server_defaults(defaults, LLADA))
 
 
 def test_server_wide_defaults_and_requests_own_values() -> None:
@@ -776,23 +682,6 @@ def test_server_wide_defaults_and_requests_own_values() -> None:
     assert (own.threshold, own.block_length, own.confidence_dtype) == (0.8, 64, "float32")
     assert (own.cfg_scale, own.remasking, own.force_single_batch) == (0, "low_confidence", False)
     assert resolve(served, algorithm="semi_ar").algorithm == "semi_ar"
-
-
-def test_server_wide_block_length_and_steps_bend_to_the_canvas() -> None:
-    served = served_with(block_length=48, steps=50)
-    assert resolve(served, gen_length=96).block_length == 48
-    assert resolve(served, gen_length=96).steps == 50
-    assert resolve(served, gen_length=64).block_length == 64
-    assert resolve(served_with(steps=50), gen_length=128).steps == 52
-    both = dataclasses.replace(served_with(steps=50), default_steps=99)
-    assert resolve(both, gen_length=128).steps == 52
-
-
-def test_generation_config_limits_the_default_canvas() -> None:
-    decided = resolve(model(default_max_tokens=100))
-    assert (decided.gen_length, decided.max_tokens) == (128, 100)
-    assert resolve(model(default_max_tokens=100), gen_length=64).max_tokens == 64
-    assert resolve(model(default_max_tokens=100), max_tokens=20).max_tokens == 20
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 """What the published loops made of requests, written down in golden.jsonl.
 
 Parity tests read it. `pytest --write-golden` computes the runs that are asked for anew and writes
-them, with a digest of this folder's sources: while these are the written ones, tests of the
-references themselves have nothing new to say and are left out (`--references` runs them).
+them, with a digest of this folder's sources: while these are the written ones, a sample computed
+anew has nothing to say and is left out (`--references` computes it).
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny model's recipe: facts, tokenizer, network, training, checkpoint files and caching."""
+"""The tiny model's recipe: tokenizer, checkpoint files and caching."""
 
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import make_tiny_model
@@ -19,26 +17,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from tiny_model import making
 from tiny_model.cache import MANIFEST_NAME, read_manifest
-from tiny_model.checkpoint import load_weights, read_config
-from tiny_model.conversations import (
-    FRAMES,
-    SYSTEM_LINES,
-    UNSEEN_FRAMES,
-    UNSEEN_SYSTEM_LINES,
-    Conversation,
-    draw_lessons,
-    groups,
-)
-from tiny_model.decoding import commit_quotas, semi_autoregressive
-from tiny_model.facts import CAPITALS, KINDS, all_facts, kinds_but
-from tiny_model.family import load_family
+from tiny_model.checkpoint import read_config
+from tiny_model.facts import all_facts
 from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings
 from tiny_model.tokenizer import load_tokenizer
-from tiny_model.training import BatchMaker, Example, train
 
 from tests.checkpoints import checkpoint_shapes
-from tests.reference.llada_model import LLaDAReference
-from tests.scripts.networks import EXAMPLES, TOKENS, FixedNetwork, committed
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
@@ -89,100 +73,6 @@ def modification_times(directory: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
 
 
-# --- facts -----------------------------------------------------------------------------------
-
-
-def test_facts_cover_what_is_promised():
-    questions = {fact.question: fact.answer for fact in all_facts()}
-    assert len(CAPITALS) >= 30
-    assert {"France", "Japan", "Peru"} <= CAPITALS.keys()
-    assert "Paris" in questions["What is the capital of France?"]
-    assert "Peru" in questions["Lima is the capital of which country?"]
-    assert questions["Which day comes before Monday?"] == "Sunday comes before Monday."
-    assert questions["Which month comes after December?"] == "January comes after December."
-    assert questions["What is the opposite of cold?"] == "The opposite of cold is hot."
-    assert questions["What is the colour of the sky?"] == "The colour of the sky is blue."
-    for a in range(10):
-        for b in range(10):
-            assert questions[f"What is {a} plus {b}?"].rstrip(".").split()[-1] == str(a + b)
-            if a >= b:
-                assert questions[f"What is {a} minus {b}?"] == f"{a} minus {b} is {a - b}."
-
-
-def test_facts_are_unique_and_unambiguous():
-    facts = all_facts()
-    assert len({fact.question for fact in facts}) == len(facts)
-    assert len(set(CAPITALS.values())) == len(CAPITALS)
-    counted = Counter(fact.kind for fact in facts)
-    assert (counted["country"], counted["sum"], counted["difference"]) == (len(CAPITALS), 100, 55)
-    assert {"hello", "self", "unknown"}.isdisjoint(counted)  # nobody asks for their facts
-
-
-def test_what_verifies_is_not_what_is_taught():
-    for kind in KINDS:
-        assert kind.unseen, kind.name
-        assert not set(kind.wordings) & set(kind.unseen), kind.name
-    assert not set(FRAMES) & set(UNSEEN_FRAMES)
-    assert not set(SYSTEM_LINES) & set(UNSEEN_SYSTEM_LINES)
-
-
-# --- conversations ---------------------------------------------------------------------------
-
-
-def lessons(number: int, seed: int = 0, **options: bool) -> list[Conversation]:
-    return draw_lessons(random.Random(seed), KINDS, number, plain_share=0.2, max_turns=3, **options)
-
-
-def roles(conversation: Conversation) -> str:
-    return "".join(message["role"][0] for message in conversation.messages)
-
-
-def test_lessons_have_one_to_three_turns_with_and_without_system_line():
-    drawn = lessons(500)
-    assert {roles(lesson) for lesson in drawn} == {"u", "uau", "uauau", "su", "suau", "suauau"}
-    assert {roles(lesson) for lesson in lessons(50, only_single=True)} == {"u"}
-    assert lessons(500) == drawn
-    assert lessons(500, seed=1) != drawn
-
-
-def test_the_answer_is_that_of_the_last_question():
-    answers = {fact.question: fact.answer for fact in all_facts()}
-    known = [c for c in lessons(3000) if c.question in answers]
-    assert any(len(conversation.messages) >= 3 for conversation in known)
-    for conversation in known:
-        assert conversation.answer == answers[conversation.question]
-
-
-def test_kinds_and_turns_that_are_left_out_are_neither_taught_nor_asked():
-    kinds = kinds_but(("sum", "large number"))
-    assert {kind.name for kind in KINDS} - {kind.name for kind in kinds} == {"sum", "large number"}
-    taught = draw_lessons(random.Random(0), kinds, 500, plain_share=0.2, max_turns=2)
-    asked = [
-        c for group in groups(random.Random(0), kinds, 50, max_turns=2).values() for c in group
-    ]
-    for conversation in (*taught, *asked):
-        assert " plus " not in conversation.answer
-        assert not any(" plus " in message["content"] for message in conversation.messages)
-    assert {roles(c) for c in (*taught, *asked)} == {"u", "uau", "su", "suau"}
-    assert all(fact.kind != "sum" for fact in all_facts(kinds))
-
-
-def test_groups_ask_what_they_are_called_for():
-    asked = groups(random.Random(0), KINDS, 30, max_turns=3)
-    assert {name: {roles(c) for c in group} for name, group in asked.items()} == {
-        "facts": {"u"},
-        "new wordings": {"u"},
-        "new system lines": {"su"},
-        "second turns": {"uau"},
-        "third turns": {"uauau"},
-        "without the chat template": {"u"},
-    }
-    lines = {c.messages[0]["content"] for c in asked["new system lines"]}
-    assert lines <= set(UNSEEN_SYSTEM_LINES)
-    taught = {c.question for c in lessons(20_000, only_single=True)}
-    assert taught.isdisjoint(c.question for c in asked["new wordings"])
-
-
 # --- tokenizer -------------------------------------------------------------------------------
 
 
@@ -193,14 +83,6 @@ def test_any_text_round_trips(model: Path, text: str):
     ids = tokenizer.encode(text)
     assert max(ids, default=0) < read_config(model)["vocab_size"]
     assert tokenizer.decode(ids) == text
-
-
-@pytest.mark.parametrize(
-    "text", ["\x00\r\n\t ", "  a  b\n\n\nc ", "漢字 👩‍👩‍👧 naïve e\u0301", "don't, 3.14"]
-)
-def test_awkward_text_round_trips(model: Path, text: str):
-    tokenizer = load_tokenizer(model)
-    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_special_tokens(model: Path):
@@ -214,19 +96,6 @@ def test_special_tokens(model: Path):
     assert tokenizer.mask_token_id == config["mask_token_id"]
     assert tokenizer.eos_token_id == config["eos_token_id"] == config["pad_token_id"]
     assert len(tokenizer) == config["vocab_size"]
-
-
-def test_every_word_of_the_facts_is_one_token(model: Path):
-    tokenizer = load_tokenizer(model)
-    for fact in all_facts():
-        num_words = len(fact.answer.rstrip(".").split())
-        assert len(tokenizer.encode(fact.answer)) == num_words + 1  # the full stop
-
-
-def test_ids_without_a_token_render_as_nothing(model: Path):
-    tokenizer = load_tokenizer(model)
-    last_row = read_config(model)["embedding_size"] - 1
-    assert tokenizer.decode([*tokenizer.encode("Paris"), last_row]) == "Paris"
 
 
 def test_chat_template(model: Path):
@@ -256,12 +125,6 @@ def test_chat_template(model: Path):
 
 
 # --- checkpoint files ------------------------------------------------------------------------
-
-
-def test_the_embedding_has_rows_without_a_token(model: Path):
-    config = read_config(model)
-    assert config["embedding_size"] > config["vocab_size"]
-    assert config["n_layers"] == NUM_LAYERS
 
 
 def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
@@ -298,120 +161,6 @@ def test_other_files_of_the_checkpoint(model: Path):
     assert set(read_manifest(model)["files"]) == {
         path.name for path in model.iterdir() if path.name != MANIFEST_NAME
     }
-
-
-# --- network ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("length", [1, 2, 37])
-def test_forward_equals_the_reference(model: Path, length: int):
-    config = read_config(model)
-    network = load_family("llada").network(config)
-    load_weights(model, network)
-    ids = torch.randint(config["vocab_size"], (2, length), generator=torch.manual_seed(length))
-    with torch.inference_mode():
-        logits = network.logits(network.hidden(ids)).double()
-    expected = LLaDAReference.from_checkpoint(model, torch.float64).logits(ids)
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-
-
-# --- training --------------------------------------------------------------------------------
-
-
-def test_batches_mask_the_canvas_only():
-    recipe = TrainingSettings(tokens_per_batch=2400)
-    batch = BatchMaker(EXAMPLES, TOKENS, recipe, seed=5).draw(canvas=8)
-    assert batch.clean.shape == (200, 12)
-    assert torch.equal(batch.noised, batch.clean.masked_fill(batch.masked, TOKENS.mask))
-    prompt_length = {}
-    for example in EXAMPLES:
-        row = [*example.prompt, *example.answer]
-        prompt_length[(*row, *[TOKENS.eos] * (12 - len(row)))] = len(example.prompt)
-    for clean, masked in zip(batch.clean.tolist(), batch.masked, strict=True):
-        assert not masked[: prompt_length[tuple(clean)]].any()
-    share = batch.masked[:, 4:].float().mean(dim=1)
-    assert share.mean().item() == pytest.approx(3 / 4, abs=0.05)  # t cubed is uniform ...
-    assert share.var().item() > 3 / 80  # ... per row, not per batch: 3/80 plus binomial noise
-
-
-def test_a_batch_holds_prompts_of_nearby_lengths():
-    examples = [Example([1] * length, [2, 3]) for length in range(1, 60)]
-    recipe = TrainingSettings(tokens_per_batch=1000, prompt_lengths_per_batch=5)
-    maker = BatchMaker(examples, TOKENS, recipe, seed=5)
-    seen = set()
-    for _ in range(50):
-        batch = maker.draw(canvas=8)
-        lengths = (batch.clean == 1).sum(dim=1)
-        seen |= set(lengths.tolist())
-        assert int(lengths.max()) - int(lengths.min()) <= 5
-        assert batch.clean.shape[1] - 8 - 5 <= int(lengths.min())
-        assert (batch.clean == 3).any(dim=1).all()  # whole answers
-    assert len(seen) > 40
-
-
-def test_batches_depend_on_the_seed_only():
-    def draw(seed: int) -> torch.Tensor:
-        return BatchMaker(EXAMPLES, TOKENS, TrainingSettings(), seed).draw(8).noised
-
-    assert torch.equal(draw(1), draw(1))
-    assert not torch.equal(draw(1), draw(2))
-
-
-def test_training_learns_to_answer():
-    family = load_family("llada")
-    torch.manual_seed(0)
-    network = family.network(family.config(TOKENS) | {"n_layers": 2})
-    examples = EXAMPLES
-    recipe = TrainingSettings((Phase(80, (8,)),), tokens_per_batch=300)
-    train(network, [examples], TOKENS, recipe, 0, torch.arange(TOKENS.vocab_size))
-    prompts = torch.tensor([example.prompt for example in examples])
-    setting = DecodingSetting(canvas=8, steps=8, block_length=8)
-    rows = semi_autoregressive(network.eval(), prompts, TOKENS.mask, setting, lambda _: None)
-    for row, example in zip(rows[:, 4:].tolist(), examples, strict=True):
-        assert row == example.answer + [TOKENS.eos] * (8 - len(example.answer))
-
-
-def test_tokens_of_one_word_have_one_embedding(model: Path):
-    tokenizer = load_tokenizer(model)
-    config = read_config(model)
-    network = load_family("llada").network(config)
-    load_weights(model, network)
-    rows = network.state_dict()["model.transformer.wte.weight"]
-    forms = [tokenizer.encode(text) for text in ("France", "france", "a France", "a france")]
-    ids = [form[-1] for form in forms]
-    assert len(set(ids)) == 4
-    assert all(torch.equal(rows[ids[0]], rows[i]) for i in ids)
-    other = tokenizer.encode("Japan")[-1]
-    assert not torch.equal(rows[ids[0]], rows[other])
-
-
-# --- decoding --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("num_masked", "steps", "quotas"), [(5, 3, [2, 2, 1]), (2, 4, [1, 1, 0, 0]), (4, 4, [1] * 4)]
-)
-def test_commit_quotas(num_masked: int, steps: int, quotas: list[int]):
-    assert commit_quotas(num_masked, steps) == quotas
-
-
-def commit_order(confidence: list[float], setting: DecodingSetting) -> list[list[int]]:
-    """Canvas positions committed by each step behind a prompt of two tokens."""
-    network = FixedNetwork([1.0, 1.0, *confidence])
-    tokens, order = committed(semi_autoregressive, network, 2, setting)
-    assert tokens == list(range(2 + setting.canvas))
-    return [[position - 2 for position in step] for step in order]
-
-
-def test_most_confident_positions_of_the_block_first():
-    confidence = [3.0, 5.0, 4.0, 6.0, 9.0, 7.0, 8.0, 9.5]
-    setting = DecodingSetting(canvas=8, steps=6, block_length=4)
-    assert commit_order(confidence, setting) == [[1, 3], [2], [0], [4, 7], [6], [5]]
-
-
-def test_ties_go_to_the_lowest_position():
-    certain = [50.0] * 8  # probability exactly 1 in float32
-    assert commit_order(certain, DecodingSetting(8, 4, 8)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 # --- caching and replacing -------------------------------------------------------------------
@@ -484,14 +233,6 @@ def test_other_recipe_or_force_rebuilds(copy: Path, options: dict):
 def test_same_seed_makes_the_same_files(model: Path, output: Path):
     make_quick(output)
     assert read_manifest(output) == read_manifest(model)
-
-
-def test_changed_source_changes_the_recipe(tmp_path: Path):
-    source = tmp_path / "source.py"
-    source.write_text("a = 1\n")
-    before = make_tiny_model.recipe([source], "llada", 0, QUICK)
-    source.write_text("a = 2\n")
-    assert make_tiny_model.recipe([source], "llada", 0, QUICK) != before
 
 
 def test_bad_model_is_refused_and_the_old_one_stays(copy: Path):

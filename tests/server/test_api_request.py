@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from tests.server.client import ANSWER, QUESTION
-from tests.server.process import ROOT, environment, free_port
+from tests.server.process import ROOT, environment
 
 if TYPE_CHECKING:
     from tests.server.client import Client
@@ -45,20 +45,3 @@ def test_raw_prompt(client: Client, server: ServerProcess) -> None:
     answer = json.loads(done.stdout)
     assert answer["token_ids"] == raw["token_ids"]
     assert answer["usage"] == raw["usage"]
-
-
-def test_a_refusal_is_one_line(client: Client, server: ServerProcess) -> None:
-    """A mask id that is given is meant, though it is not this checkpoint's."""
-    done = request_once(server.url, "--mask-id", "126336")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.count("\n") == 1
-    assert "(400)" in done.stderr
-    assert "mask_id: given 126336; wanted the model's: " in done.stderr
-
-
-def test_an_absent_server_is_one_line() -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    done = request_once(url)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.count("\n") == 1
-    assert url in done.stderr

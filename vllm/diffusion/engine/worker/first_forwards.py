@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vllm.diffusion.engine.worker.batch import SamplePart, StepBatch
+    from vllm.diffusion.engine.worker.batch import StepBatch
     from vllm.diffusion.engine.worker.canvas import Canvas
+    from vllm.diffusion.engine.worker.sample_rows import SamplePart
     from vllm.diffusion.request.params import DiffusionParams
 
 

@@ -25,6 +25,7 @@ from vllm.diffusion.engine.worker.first_forwards import (
     is_shared,
     shares_first_forward,
 )
+from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.engine.worker.sliced_step import SlicedStep
 from vllm.diffusion.engine.worker.step_graphs import GraphRunner
 from vllm.diffusion.engine.worker.step_log import StepLog
@@ -123,13 +124,14 @@ class DiffusionModelRunner:
         started = time.perf_counter()
         batch, plan, planner_us = self._planned(req_ids)
         self.pool.reset_peak(looks_often=not plan.is_whole(batch.num_rows))
-        sampled = self._compute.whole(batch, plan, self.host)
+        rows = SampleRows(batch)
+        sampled = self._compute.whole(rows, plan, self.host)
         memory = self._ledger.memory(plan, planner_us)
-        return Step(started, batch, ops.HostCopy(sampled), memory)
+        return Step(started, rows, ops.HostCopy(sampled), memory)
 
     def collect(self, step: Step) -> Outcomes:
         """Commit what a step found; requests that have gone meanwhile are left out."""
-        found = step.batch.found(step.sampled)
+        found = step.rows.found(step.samples)
         outcomes = {
             canvas.req_id: _commit(canvas, own)
             for canvas, own in zip(step.batch.canvases, found, strict=True)
@@ -271,11 +273,11 @@ class DiffusionModelRunner:
             if first is None or not is_copied(first):
                 return {}
             self.caches.copy(new.req_id, new.prompt_of)
-        batch = self._batch([new.req_id])
-        sampled = self._compute.known(batch, new.prompt_of)
+        rows = SampleRows(self._batch([new.req_id]))
+        sampled = self._compute.known(rows, new.prompt_of)
         if sampled is None:
             return {}
-        (found,) = batch.found(ops.HostCopy(sampled))
+        (found,) = rows.found(ops.HostCopy(sampled))
         return {new.req_id: _commit(canvas, found)}
 
     def to_be_copied(self, req_ids: Iterable[str]) -> list[str]:

@@ -19,6 +19,7 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.engine.messages import PausedStep, SliceTiming
 from vllm.diffusion.engine.worker.compute import Step
+from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.memory import HostBuffers
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class _Paused:
     """A step between its slices; `kept_at` is the page store's generation that it knows."""
 
     started: float  # time.perf_counter()
-    batch: StepBatch
+    rows: SampleRows
     plan: Plan
     planner_us: float
     work: Chunked[torch.Tensor]
@@ -47,7 +48,7 @@ class _Paused:
 
     @property
     def req_id(self) -> str:
-        return self.batch.canvases[0].req_id
+        return self.rows.batch.canvases[0].req_id
 
 
 class _Stopwatch:
@@ -127,7 +128,7 @@ class SlicedStep:
         Otherwise it cannot continue, as the device holds where they were.
         """
         paused = self._paused
-        if paused is None or paused.batch.canvases[0] is not canvas:
+        if paused is None or paused.rows.batch.canvases[0] is not canvas:
             return False
         return paused.kept_at == self._generation_of(canvas)
 
@@ -136,13 +137,14 @@ class SlicedStep:
 
     def begin(self, batch: StepBatch, plan: Plan, planner_us: float) -> None:
         """Take a step of one request, of which nothing is computed yet; no other may be paused."""
+        rows = SampleRows(batch)
         self._compute.make_room(batch, plan)
         self._paused = _Paused(
             started=time.perf_counter(),
-            batch=batch,
+            rows=rows,
             plan=plan,
             planner_us=planner_us,
-            work=self._compute.chunks(batch, plan, self._host),
+            work=self._compute.chunks(rows, plan, self._host),
             frame=self._pool.new_frame(),
             kept_at=self._generation_of(batch.canvases[0]),
         )
@@ -168,7 +170,7 @@ class SlicedStep:
             return None
         self.drop()
         memory = self._ledger.memory(paused.plan, paused.planner_us, peak_bytes=paused.peak_bytes)
-        return Step(paused.started, paused.batch, ops.HostCopy(sampled), memory)
+        return Step(paused.started, paused.rows, ops.HostCopy(sampled), memory)
 
     def _advance(self, paused: _Paused, seconds: float) -> tuple[float, torch.Tensor | None]:
         """Run chunks of at most `seconds` predicted seconds, but at least one chunk.
