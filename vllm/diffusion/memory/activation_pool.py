@@ -27,7 +27,6 @@ logger = init_logger(__name__)
 
 ALIGNMENT = 512  # bytes; what PyTorch's own allocator gives
 MAX_KNOWN_PLACES = 4096
-_FRAME = "frame"  # the outermost scope of a frame
 
 
 class PoolExhaustedError(DiffusionError):
@@ -220,10 +219,10 @@ class _Place:
 class _Scope:
     """Buffers taken since a stage began."""
 
-    __slots__ = ("places", "stage", "start")
+    __slots__ = ("places", "start")
 
-    def __init__(self, stage: str, start: int) -> None:
-        self.stage, self.start = stage, start
+    def __init__(self, start: int) -> None:
+        self.start = start
         self.places: dict[str, _Place] = {}
 
 
@@ -232,7 +231,7 @@ class Frame:
 
     def __init__(self, start: int) -> None:
         self.start = self.end = start
-        self.scopes = [_Scope(_FRAME, start)]
+        self.scopes = [_Scope(start)]
 
     @property
     def num_bytes(self) -> int:
@@ -243,13 +242,13 @@ class Frame:
 class _Guard:
     """A scope of a pool as a context."""
 
-    __slots__ = ("_pool", "_stage")
+    __slots__ = ("_pool",)
 
-    def __init__(self, pool: ActivationPool, stage: str) -> None:
-        self._pool, self._stage = pool, stage
+    def __init__(self, pool: ActivationPool) -> None:
+        self._pool = pool
 
     def __enter__(self) -> None:
-        self._pool._begin(self._stage)
+        self._pool._begin_scope()
 
     def __exit__(self, *_: object) -> None:
         self._pool._end_scope()
@@ -281,7 +280,7 @@ class ActivationPool:
             raise ValueError(f"ActivationPool: budget_bytes must be at least 1, got {budget_bytes}")
         self.budget_bytes = budget_bytes
         self._backing = backing
-        self._scopes = [_Scope("", 0)]
+        self._scopes = [_Scope(0)]
         self._end = 0  # of what is taken
         self._peak = 0  # of the bytes in use since it was last reset
         self._looks_often = False  # at PyTorch's memory, with every scope
@@ -306,7 +305,8 @@ class ActivationPool:
         return self._add(name, num_bytes).view(shape, dtype)
 
     def _add(self, name: str, num_bytes: int) -> _Place:
-        if len(self._scopes) == 1 and self.has_frame and self._scopes[0].stage != _FRAME:
+        frame = self._frame
+        if len(self._scopes) == 1 and frame is not None and self._scopes is not frame.scopes:
             raise RuntimeError(f"activation pool: {name}: taken outside all scopes above a frame")
         places = self._scopes[-1].places
         outgrown = places.get(name)
@@ -377,13 +377,13 @@ class ActivationPool:
         return kept
 
     def scope(self, stage: str = "") -> AbstractContextManager[None]:
-        """Context whose buffers are given back at its end."""
-        return _Guard(self, stage)
+        """Context whose buffers are given back at its end; `stage` tells readers what it is for."""
+        return _Guard(self)
 
-    def _begin(self, stage: str) -> None:
+    def _begin_scope(self) -> None:
         if self._looks_often or len(self._scopes) == 1:
             self._look_elsewhere()
-        self._scopes.append(_Scope(stage, self._end))
+        self._scopes.append(_Scope(self._end))
 
     def _end_scope(self) -> None:
         if self._looks_often or len(self._scopes) == 2:
@@ -456,7 +456,7 @@ class ActivationPool:
     def close(self) -> None:
         """Forget all buffers and give everything back."""
         self._known.clear()
-        self._scopes, self._frame = [_Scope("", 0)], None
+        self._scopes, self._frame = [_Scope(0)], None
         self._end = self._peak = self._elsewhere = 0
         self._backing.close()
 
