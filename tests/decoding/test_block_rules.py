@@ -15,7 +15,7 @@ import torch
 from tests.decoding.toy import Decoding, Toy
 from tests.reference import block_loops
 from tests.reference.block_loops import Draw, NoEnd
-from tests.reference.block_models import FastDLLMReference, SDARReference
+from tests.reference.models import FastDLLMReference, SDARReference
 from tests.reference.philox import uniform_matrix
 from vllm.diffusion.core.random_streams import CATEGORICAL
 from vllm.diffusion.request import decision, fields

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tests.reference.layers import KeyValues
+    from tests.reference.models import KeyValues
 
 ENTROPY = Score("entropy", 1e-12)
 VARIANTS = ("llada", "dream")

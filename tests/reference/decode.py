@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tests.reference.layers import shift_right
+from tests.reference.models import shift_right
 
 MINUS_INF = float("-inf")
 

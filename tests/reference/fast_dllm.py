@@ -47,7 +47,7 @@ from tests.reference.decode import (
 )
 
 if TYPE_CHECKING:
-    from tests.reference.layers import KeyValues
+    from tests.reference.models import KeyValues
 
 CACHES = ("none", "prefix", "dual")
 
