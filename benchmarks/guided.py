@@ -32,6 +32,7 @@ import torch
 
 from benchmarks import harness
 from benchmarks.harness import Table, positive
+from vllm.diffusion.core.samples import Samples
 from vllm.diffusion.guided.automaton import build
 from vllm.diffusion.guided.joint import Joint, choose_all, gather, read_all
 from vllm.diffusion.guided.json_schema import from_schema
@@ -139,7 +140,7 @@ def step_us(
         started = time.perf_counter()
         first.record()
         read_all(rows, parts)
-        choose_all(sampled, joints)
+        choose_all(Samples(sampled), joints)
         last.record()
         host.append(1e6 * (time.perf_counter() - started))
         torch.cuda.synchronize()

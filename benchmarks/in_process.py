@@ -149,6 +149,11 @@ def kernel_times(run: Callable[[], Sequence[Step]]) -> dict[str, tuple[float, fl
     return dict(sorted(found.items(), key=lambda item: -item[1][0]))
 
 
+def step_loop(llm: Any) -> Any:
+    """Return the step loop of the only worker of an LLM."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.loop
+
+
 @contextmanager
 def engine(model: Path, *, dummy_weights: bool, **settings: Any) -> Iterator[tuple[Any, Any]]:
     """Yield (LLM, model runner) of a checkpoint; its memory is free when the block ends.

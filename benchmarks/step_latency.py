@@ -256,10 +256,11 @@ def measure_windows(options: argparse.Namespace, ceilings: dict[str, Any], table
             alone = Windows(options.context, max(block_lengths), 1)
             run = partial(windows.run_windows, llm, runner, shape, alone, MIN_STEPS)
             windows.spread_experts(runner, alone.num_rows, run)
-        served, together = runner.shares, StepLimits(rows=sys.maxsize, requests=max(requests))
+        loop = in_process.step_loop(llm)
+        served, together = loop.limits, StepLimits(rows=sys.maxsize, requests=max(requests))
         for case in (Windows(options.context, b, n) for b in block_lengths for n in requests):
             # One step of all requests, also where a server takes shares of them.
-            runner.shares = together
+            loop.limits = together
             run = partial(windows.run_windows, llm, runner, shape, case)
             steps, touched = measure_steps(run, options)[: options.steps], None
             if shape.num_experts:
@@ -271,7 +272,7 @@ def measure_windows(options: argparse.Namespace, ceilings: dict[str, Any], table
                 table.note(f"    {touched:.0f} of {shape.num_experts} experts a layer")
             tell_kernels(options, table, run, len(steps))
             if case.num_requests > served.requests or case.num_rows > served.rows:
-                runner.shares = served
+                loop.limits = served
                 found = windows.served_round(llm, runner, shape, case, len(steps))
                 table.rows[-1] = replace(table.rows[-1], served_ms=found.round_ms)
                 table.note(served_line(found, floor))

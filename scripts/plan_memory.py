@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for tokens in options.tokens:
         read = int(tokens * options.masked_share)
         try:
-            plan = planner.plan_of([Demand(tokens, sample_positions=read)])
+            plan = planner.plan(planner.step_of([Demand(tokens, sample_positions=read)]))
         except ActivationBudgetError as error:
             num_refused += 1
             print(f"T = {tokens}: {error}")

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.checkpoints import MASK_ID, random_prompt
 from tests.engine.harness import BLOCKS, NOISY, Ask
-from vllm.diffusion.memory.footprint import Residency
-from vllm.diffusion.memory.plan import ChunkRows, Plan
+from vllm.diffusion.memory.plan import ChunkRows, Plan, Residency
 from vllm.diffusion.request.families import LLADA
 from vllm.diffusion.request.params import ServedModel, SpecialIds
 

@@ -50,7 +50,7 @@ def runs_ahead(
     request: pytest.FixtureRequest, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> bool:
     """Whether a step is launched before the results of the one before are handed out."""
-    monkeypatch.setattr(engine.runner, "runs_ahead", request.param)
+    monkeypatch.setattr(engine.loop, "runs_ahead", request.param)
     return bool(request.param)
 
 

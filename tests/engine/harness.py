@@ -16,7 +16,9 @@ import torch
 
 from tests.checkpoints import EOS_ID, EOT_ID
 from tests.reference.golden import Run, clear_case
+from vllm.diffusion.config import Settings
 from vllm.diffusion.decoding import Selector
+from vllm.diffusion.engine.scheduler.long_requests import Slicing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -99,8 +101,17 @@ class Engine:
         return self.core.scheduler
 
     @property
+    def loop(self) -> Any:
+        return self.core.model_executor.driver_worker.worker.loop
+
+    @property
     def runner(self) -> Any:
         return self.core.model_executor.driver_worker.worker.model_runner
+
+    def cut_steps(self, longest_pause_s: float) -> None:
+        """Compute steps in slices, from now on, that take longer than others may wait."""
+        settings = Settings(longest_pause_ms=1000 * longest_pause_s)
+        self.scheduler.slicing = Slicing(settings)
 
     def is_idle(self) -> bool:
         """No request and no canvas is left over."""
@@ -292,7 +303,7 @@ def record_plans(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
     """The plan and the measured memory of every step from now on."""
     found: list[tuple[Plan, StepUsage]] = []
     planned: list[Plan] = []
-    plan, execute = engine.runner.planner.plan, engine.runner.execute
+    plan, execute = engine.runner.planner.plan, engine.loop.execute
 
     def recording_plan(*arguments: Any) -> Plan:
         planned.append(plan(*arguments))
@@ -305,7 +316,7 @@ def record_plans(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
         return output
 
     monkeypatch.setattr(engine.runner.planner, "plan", recording_plan)
-    monkeypatch.setattr(engine.runner, "execute", recording_execute)
+    monkeypatch.setattr(engine.loop, "execute", recording_execute)
     return found
 
 

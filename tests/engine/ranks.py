@@ -7,6 +7,7 @@ import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import copy
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -16,8 +17,10 @@ import torch
 from tests.engine.harness import running
 from vllm.diffusion.config import Settings
 from vllm.diffusion.engine import planning as sizes
+from vllm.diffusion.engine.scheduler.turns import StepLimits
 from vllm.diffusion.engine.worker.agreement import Agreement
 from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
+from vllm.diffusion.engine.worker.step_loop import StepLoop
 from vllm.diffusion.memory import activation_pool
 from vllm.diffusion.parallel.groups import Ranks
 
@@ -85,25 +88,26 @@ class ThreadPeers:
 
 
 class Ranked:
-    """Runners of all ranks in place of one; the first one's results count."""
+    """Loops and runners of all ranks in place of one; the first one's results count."""
 
     def __init__(self, runner: DiffusionModelRunner, size: int) -> None:
         meeting = Meeting(size)
         self.peers = [ThreadPeers(rank, meeting) for rank in range(size)]
         self.runners = [self._another(runner, Ranks(sequence=peers)) for peers in self.peers]
+        self._loops = [StepLoop(r, cannot_fail(), limits=StepLimits(256)) for r in self.runners]
         self._threads = ThreadPoolExecutor(size)
 
     @staticmethod
     def _another(runner: DiffusionModelRunner, ranks: Ranks) -> DiffusionModelRunner:
         pool = activation_pool(runner.pool.budget_bytes, runner.device, use_vmm=False)
-        planner = pickle.loads(pickle.dumps(runner.planner))
+        planner = copy(runner.planner)
         return DiffusionModelRunner(
             runner.model, planner, pool, runner.device, agreement=cannot_fail(), ranks=ranks
         )
 
     def execute(self, message: Any) -> Any:
-        copies = [pickle.loads(pickle.dumps(message)) for _ in self.runners]
-        outputs = list(self._threads.map(DiffusionModelRunner.execute, self.runners, copies))
+        copies = [pickle.loads(pickle.dumps(message)) for _ in self._loops]
+        outputs = list(self._threads.map(StepLoop.execute, self._loops, copies))
         for output in outputs[1:]:
             results = {r: result.new_token_ids for r, result in output.results.items()}
             assert results == {r: x.new_token_ids for r, x in outputs[0].results.items()}
@@ -154,8 +158,8 @@ def ranked(
         running(folder, **settings) as engine,
     ):
         worker = engine.core.model_executor.driver_worker.worker
-        own = worker.model_runner
-        ranks = Ranked(own, size)
-        worker.model_runner = ranks
+        loop, runner = worker.loop, worker.model_runner
+        ranks = Ranked(runner, size)
+        worker.loop = worker.model_runner = ranks
         yield engine, ranks
-        worker.model_runner = own
+        worker.loop, worker.model_runner = loop, runner

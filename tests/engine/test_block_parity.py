@@ -148,7 +148,7 @@ def logits_of(model: Any, block_length: int, tokens: Sequence[int]) -> torch.Ten
 
 
 def run_ahead(worker: Any) -> None:
-    worker.worker.model_runner.runs_ahead = True
+    worker.worker.loop.runs_ahead = True
 
 
 # First in this file: where no other engine is there yet, its ranks are forked.
@@ -218,7 +218,7 @@ def test_in_mixed_batches(
 ) -> None:
     """Ahead where blocks are fused; `test_exact_cache.py` has all four combinations."""
     engine, wanted = served
-    monkeypatch.setattr(engine.runner, "runs_ahead", fuses == "1")
+    monkeypatch.setattr(engine.loop, "runs_ahead", fuses == "1")
     asks = [*with_cache(wanted, "exact"), *with_cache(wanted, "none")[::2]]
     same(engine.ask(*asks), [*wanted, *wanted[::2]])
     assert engine.is_idle()

@@ -17,6 +17,7 @@ from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.engine.worker.batch import build_batch
 from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.engine.worker.inputs import fill
+from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.engine.worker.step_graphs import Bucket
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.families import LLADA, SDAR
@@ -61,7 +62,7 @@ def test_no_tensors_stand_between_candidates_and_the_next_launch(algorithm: str)
     inputs = Bucket(16, 4, is_cached=True).inputs()
     sampled = ops.HostCopy(torch.rand(3, batch.num_sampled, dtype=torch.float64))
     with TorchCalls() as calls:
-        for one, found in zip(made, batch.found(sampled), strict=True):
+        for one, found in zip(made, SampleRows(batch).found(sampled), strict=True):
             one.commit(found)
         assert all(one.wish.rows == 4 for one in made)
         fill(inputs, build_batch(made, logit_shift=0))

@@ -20,8 +20,8 @@ from tests.checkpoints import random_prompt
 from tests.engine.cases import CUT, PLANS, SHORT, mixed_asks
 from tests.engine.harness import Ask, record_plans, running, shrink, tokens
 from vllm.diffusion.core.buffers import row_bytes
-from vllm.diffusion.memory.footprint import Footprint, Residency
-from vllm.diffusion.memory.plan import ChunkRows, Plan
+from vllm.diffusion.memory.footprint import Footprint
+from vllm.diffusion.memory.plan import ChunkRows, Plan, Residency
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

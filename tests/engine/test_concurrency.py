@@ -71,7 +71,7 @@ def watched(
     wide: tuple[Engine, int], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Watched:
     engine, _ = wide
-    monkeypatch.setattr(engine.runner, "runs_ahead", request.param)
+    monkeypatch.setattr(engine.loop, "runs_ahead", request.param)
     return Watched(engine, monkeypatch)
 
 

@@ -138,7 +138,7 @@ def same(answers: list[Answer], wanted: list[Answer]) -> None:
 def test_alone(
     engine: Engine, wanted: list[Answer], fuses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.runner, "runs_ahead", fuses)
+    monkeypatch.setattr(engine.loop, "runs_ahead", fuses)
     same([engine.ask(one)[0] for one in ASKS], wanted)
     assert engine.is_idle()
 
@@ -334,7 +334,7 @@ class Published:
     """Pages that others may find must never change; looked at after every step."""
 
     def __init__(self, engine: Engine) -> None:
-        self._pool = engine.scheduler._paging._manager.block_pool
+        self._pool = engine.scheduler.paging.manager.block_pool
         self._store, self._num_layers = engine.runner.caches, len(engine.runner.model.layers)
         self._known: dict[Any, torch.Tensor] = {}
 
@@ -381,7 +381,7 @@ def test_any_schedule_gives_the_same_tokens(
     """Requests come, go and are aborted; who stays has the tokens that it has alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_DLLM_COMMIT_FUSION", str(int(fused)))
-        patch.setattr(engine.runner, "runs_ahead", ahead)
+        patch.setattr(engine.loop, "runs_ahead", ahead)
         answers = run_schedule(engine, schedule)
     for place, (_, number, abort_after) in enumerate(schedule):
         if abort_after is None or place in answers:

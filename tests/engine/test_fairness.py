@@ -124,7 +124,7 @@ def test_those_of_a_lower_number_step_first(
     ahead: bool, narrow: Engine, traffic: Traffic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the rows of all do not fit into one step; first forwards are whole sequences here."""
-    monkeypatch.setattr(narrow.runner, "runs_ahead", ahead)
+    monkeypatch.setattr(narrow.loop, "runs_ahead", ahead)
     asked = {**LARGE.extra, "cache": "dual", "block_length": 8}
     for name, priority in (("first", 1), ("second", 1), ("urgent", 0)):
         traffic.send(name, Ask(LARGE.prompt, {**asked, "priority": priority}))

@@ -25,7 +25,7 @@ from tests.engine.harness import (
     shrink,
 )
 from tests.reference.models import load_reference
-from vllm.diffusion.engine.worker.first_forwards import Known
+from vllm.diffusion.engine.worker.first_forwards import SharedRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -171,7 +171,7 @@ def test_what_several_answers_have_in_common_is_computed_once(
             assert max(rows[1:]) < whole
         assert engine.is_idle()
         assert engine.runner.caches.num_bytes == 0
-        assert not any(isinstance(found, Known) for found in gc.get_objects())
+        assert not any(isinstance(found, SharedRows) for found in gc.get_objects())
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_what_the_first_forward_keeps_is_copied(
     together = sampling_params(asks[0])
     together.n = 3
     for ahead in (False, True):
-        monkeypatch.setattr(engine.runner, "runs_ahead", ahead)
+        monkeypatch.setattr(engine.loop, "runs_ahead", ahead)
         rows.clear()
         (output,) = engine.llm.generate(
             [{"prompt_token_ids": prompt}], [together.clone()], use_tqdm=False
@@ -205,4 +205,4 @@ def test_what_the_first_forward_keeps_is_copied(
         assert sum(rows) == num_rows - 2 * (150 + 16)
         assert engine.is_idle()
         assert engine.runner.caches.num_bytes == 0
-        assert not any(isinstance(found, Known) for found in gc.get_objects())
+        assert not any(isinstance(found, SharedRows) for found in gc.get_objects())

@@ -289,5 +289,5 @@ def test_a_step_waits_for_nothing_but_its_result(
             answers = engine.ask(*asks)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert engine.runner.runs_ahead
+        assert engine.loop.runs_ahead
     assert [answer.report.get("error") for answer in answers] == [None] * len(asks)

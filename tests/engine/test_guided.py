@@ -13,8 +13,7 @@ from jsonschema import Draft202012Validator
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, random_prompt
 from tests.engine.cases import GUIDED, GUIDED_RULES, SCHEMA, guided_asks
 from tests.engine.harness import Ask, refusal_error, running, sampling_params
-from vllm.diffusion.memory.footprint import Residency
-from vllm.diffusion.memory.plan import ChunkRows, Plan
+from vllm.diffusion.memory.plan import ChunkRows, Plan, Residency
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from vllm.diffusion.config import Settings
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.engine.messages import PausedStep, SliceTiming
-from vllm.diffusion.engine.scheduler import long_requests as slicing
+from vllm.diffusion.engine.scheduler.long_requests import Slicing
 from vllm.diffusion.engine.scheduler.request_state import RequestState
 from vllm.diffusion.memory import Demand
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 STEP_S, SHORT_S = 1.0, 0.004  # what the planner predicts of a long step and of a short one
 
@@ -37,24 +40,21 @@ def request(name: str, rows: int, **demand: Any) -> RequestState:
 
 
 class Device:
-    """A scheduler that does nothing but share, and a device whose clock it reads.
+    """A scheduler that does nothing but share, and a device.
 
     Args:
         factor: seconds that the device takes for one that is predicted.
         lag: engine steps after which the scheduler hears what a slice took, as from a GPU.
     """
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, factor: float = 1.0, lag: int = 0, **settings: float
-    ) -> None:
-        self.slicing = slicing.Slicing(Settings(**settings))
+    def __init__(self, factor: float = 1.0, lag: int = 0, **settings: float) -> None:
+        self.slicing = Slicing(Settings(**settings))
         self.now = self.long_s = 0.0
         self.slices: list[str] = []
         self.paused: PausedStep | None = None
         self._factor, self._unheard = factor, [None] * lag
         self._left = {"a": STEP_S, "b": STEP_S}
-        clock = SimpleNamespace(monotonic=lambda: self.now)
-        monkeypatch.setattr(slicing, "time", clock)
+        self._heard_at = 0.0
 
     def step(self, long: list[RequestState], *, short_s: float = 0.0) -> None:
         """One step of the engine, in which short requests take so many seconds."""
@@ -75,33 +75,32 @@ class Device:
             self.paused = PausedStep(self.slices[-1], 1)
         self._unheard.append(worked)
         done = SimpleNamespace(worked=self._unheard.pop(0), paused=self.paused)
-        self.slicing.learn(done)  # type: ignore[arg-type]
+        self.slicing.learn(done, self.now - self._heard_at, long, PLANNER)  # type: ignore[arg-type]
+        self._heard_at = self.now
 
 
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("factor", [0.2, 1.0, 3.0])
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.8])
 def test_long_requests_have_their_share_beside_short_ones(
-    share: float, factor: float, lag: int, monkeypatch: pytest.MonkeyPatch
+    share: float, factor: float, lag: int
 ) -> None:
-    device = Device(monkeypatch, factor, lag, long_share=share)
+    device = Device(factor, lag, long_share=share)
     while device.now < 20.0:
         device.step([request("a", 1000)], short_s=SHORT_S)
     assert device.long_s / device.now == pytest.approx(share, rel=0.1)
 
 
-def test_a_long_request_alone_has_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(monkeypatch, long_share=0.1)
+def test_a_long_request_alone_has_everything() -> None:
+    device = Device(long_share=0.1)
     while device.now < 5.0:
         device.step([request("a", 1000)])
     assert device.long_s == pytest.approx(device.now)
 
 
 @pytest.mark.parametrize("factor", [0.2, 3.0])
-def test_slices_are_half_a_pause_once_the_pace_is_known(
-    factor: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = Device(monkeypatch, factor, longest_pause_ms=80.0)
+def test_slices_are_half_a_pause_once_the_pace_is_known(factor: float) -> None:
+    device = Device(factor, longest_pause_ms=80.0)
     for _ in range(100):
         device.step([request("a", 1000)])
     before = device.now
@@ -109,11 +108,9 @@ def test_slices_are_half_a_pause_once_the_pace_is_known(
     assert device.now - before == pytest.approx(0.04, rel=0.1)
 
 
-def test_a_newcomer_runs_before_the_next_slice_of_who_was_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_newcomer_runs_before_the_next_slice_of_who_was_alone() -> None:
     """What was alone for long owes no more than a pause of two slices: then it has its share."""
-    device = Device(monkeypatch, long_share=0.5)
+    device = Device(long_share=0.5)
     for _ in range(100):
         device.step([request("a", 1000)])
     count, before = len(device.slices), device.now
@@ -122,9 +119,9 @@ def test_a_newcomer_runs_before_the_next_slice_of_who_was_alone(
     assert 0.19 < device.now - before - 0.05 < 0.22
 
 
-def test_several_long_requests_take_their_steps_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_long_requests_take_their_steps_in_turn() -> None:
     """A step that has begun goes on, whoever comes first meanwhile."""
-    device = Device(monkeypatch)
+    device = Device()
     turns = [request("a", 1000), request("b", 1000)]
     for _ in range(100):
         begun = len(device.slices)
@@ -135,11 +132,9 @@ def test_several_long_requests_take_their_steps_in_turn(monkeypatch: pytest.Monk
     assert runs in ("ABABA", "AB" * 2 + "A")
 
 
-def test_long_is_whose_next_step_takes_longer_than_a_pause(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_long_is_whose_next_step_takes_longer_than_a_pause() -> None:
     """By the rows of that step and the pace; one whose step has begun stays long."""
-    device = Device(monkeypatch, 3.0)
+    device = Device(3.0)
     window = request("window", 90, num_sequences=2, window=20)
     running = {r.req_id: r for r in (request("a", 500), request("short", 90), window)}
     assert device.slicing.long(running, PLANNER) == ["a", "window"]
@@ -150,15 +145,28 @@ def test_long_is_whose_next_step_takes_longer_than_a_pause(
     assert device.slicing.long(running, PLANNER) == ["a", "short", "window"]
     running["a"].next_rows = 1
     assert device.slicing.long(running, PLANNER)[0] == "a"
-    assert Device(monkeypatch, longest_pause_ms=0).slicing.long(running, PLANNER) == []
 
 
-def test_a_part_that_the_row_budget_holds_is_taken_of_what_can_be_cut(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = Device(monkeypatch).slicing.next_slice(
-        [request("a", 960, unit=32)], PLANNER, is_shared=False
-    )
+def test_steps_are_shared_only_while_a_request_may_be_long() -> None:
+    """From the start of one that may be until its last slice is reported."""
+    device, short, long = Device(), request("short", 90), request("a", 1000)
+    slicing = device.slicing
+    slicing.started(short, PLANNER)
+    assert slicing.is_idle
+    slicing.started(long, PLANNER)
+    assert not slicing.is_idle
+    rows, first = slicing.share(["a"], {"short": short, "a": long}, set(), PLANNER, of_all)
+    assert rows == {"short": 90, "a": 1000} and first is not None
+    device.step([])  # that step is over, and the long request has left
+    assert slicing.is_idle
+
+
+def of_all(turns: Mapping[str, RequestState]) -> dict[str, int]:
+    return {req_id: item.next_rows for req_id, item in turns.items()}
+
+
+def test_a_part_that_the_row_budget_holds_is_taken_of_what_can_be_cut() -> None:
+    asked = Device().slicing.next_slice([request("a", 960, unit=32)], PLANNER, is_shared=False)
     assert asked is not None and asked.rows == 96
 
 

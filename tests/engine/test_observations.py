@@ -150,7 +150,7 @@ def test_what_a_step_takes_of_the_memory_is_passed_on(
     telling.ask(SMALL)  # what was not told of yet is told now
     first = max(int(value) for name, value, _ in seen if name == metrics.POOL_PEAK.name)
     seen.clear()
-    execute, peaks = telling.runner.execute, [first + 30, first + 70, first + 20]
+    execute, peaks = telling.loop.execute, [first + 30, first + 70, first + 20]
 
     def told(message: Any) -> Any:
         output = execute(message)
@@ -159,7 +159,7 @@ def test_what_a_step_takes_of_the_memory_is_passed_on(
             output.usage = replace(output.usage, **known)
         return output
 
-    monkeypatch.setattr(telling.runner, "execute", told)
+    monkeypatch.setattr(telling.loop, "execute", told)
     telling.ask(SMALL)
     budget = telling.runner.budget_bytes
 

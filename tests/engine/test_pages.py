@@ -93,7 +93,7 @@ def test_requests_that_come_and_go_find_what_they_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Steps in one piece, in chunks, by head groups, with rows in host memory; some run ahead."""
-    monkeypatch.setattr(engine.runner, "runs_ahead", runs_ahead)
+    monkeypatch.setattr(engine.loop, "runs_ahead", runs_ahead)
     if (plan := PLANS.get(name)) is not None:
         monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
     store, rng = engine.runner.caches, random.Random(7)

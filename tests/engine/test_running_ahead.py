@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def launches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The requests of every launched step; steps are launched ahead."""
-    monkeypatch.setattr(engine.runner, "runs_ahead", True)
+    monkeypatch.setattr(engine.loop, "runs_ahead", True)
     return record_steps(engine, monkeypatch)
 
 
@@ -149,7 +149,7 @@ def test_shares_of_the_requests_step_one_behind_the_other(
     prompt, _ = clear_case(model, 20, **BLOCKS)
     asks = [as_request(prompt[i:], **BLOCKS, cache=cache) for i in range(4)]
     alone = [engine.ask(ask)[0] for ask in asks]
-    monkeypatch.setattr(engine.runner, "shares", StepLimits(2 * 52))
+    monkeypatch.setattr(engine.loop, "limits", StepLimits(2 * 52))
     seen: list[tuple[list[list[str]], list[str]]] = []
     collect = engine.runner.collect
 
@@ -178,14 +178,14 @@ def test_an_abort_of_the_first_of_two_steps_under_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompt, wanted = clear_case(model, 20, **BLOCKS)
-    monkeypatch.setattr(engine.runner, "shares", StepLimits(52))
-    execute, outputs = engine.runner.execute, []
+    monkeypatch.setattr(engine.loop, "limits", StepLimits(52))
+    execute, outputs = engine.loop.execute, []
 
     def recorded(message: Any) -> Any:
         outputs.append(execute(message))
         return outputs[-1]
 
-    monkeypatch.setattr(engine.runner, "execute", recorded)
+    monkeypatch.setattr(engine.loop, "execute", recorded)
     names = [start(engine, str(i), as_request(prompt, **BLOCKS)) for i in range(3)]
     for _ in range(4):
         engine.llm.llm_engine.step()

@@ -21,8 +21,7 @@ from tests.engine.ranks import ranked
 from vllm.diffusion.engine.executor import RanksExecutor
 from vllm.diffusion.engine.worker.step_memory import planning_budget
 from vllm.diffusion.memory import Plan, Planner
-from vllm.diffusion.memory.footprint import Residency
-from vllm.diffusion.memory.plan import ChunkRows
+from vllm.diffusion.memory.plan import ChunkRows, Residency
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -138,8 +137,8 @@ def test_slices_and_aborts(checkpoint: Callable[[str], Path]) -> None:
     with running(checkpoint("mha")) as engine:
         wanted = tokens(engine.ask(long, *beside))
     with ranked(checkpoint("mha"), 2, min_tokens=100) as (engine, ranks):
-        scheduler, upstream = engine.scheduler, engine.llm.llm_engine
-        scheduler.slicing.longest_pause_s = 4e-3  # as the planner predicts, less than a step
+        upstream = engine.llm.llm_engine
+        engine.cut_steps(4e-3)  # as the planner predicts, less than a step
         for gone in (True, False):
             name = start(engine, "long", long)
             names = [start(engine, str(number), ask) for number, ask in enumerate(beside)]

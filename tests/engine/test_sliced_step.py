@@ -14,12 +14,9 @@ import torch
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.engine.cases import CUT, PLANS, SHORT
 from tests.engine.harness import Ask, finish, running, shrink, start, step, tokens
-from tests.memory.support import LLADA_8B
-from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.engine.messages import Slice
-from vllm.diffusion.engine.scheduler.long_requests import Pace
-from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
-from vllm.diffusion.engine.worker.sliced_step import Slices
+from vllm.diffusion.engine.scheduler.long_requests import Pace, Slicing
+from vllm.diffusion.engine.worker.sliced_step import SlicedStep
 from vllm.diffusion.engine.worker.window import ALL_ROWS
 from vllm.diffusion.memory import Demand, Planner, PoolExhaustedError, StepShape, rates
 from vllm.diffusion.memory.plan import Plan, StageSeconds
@@ -42,8 +39,8 @@ class Slicer:
         self.runner, self.seconds = engine.runner, seconds
         self.long: set[str] = set()
         self.outputs: list[Any] = []
-        self._execute = engine.runner.execute
-        monkeypatch.setattr(engine.runner, "execute", self.execute)
+        self._execute = engine.loop.execute
+        monkeypatch.setattr(engine.loop, "execute", self.execute)
 
     def execute(self, message: Any) -> Any:
         named = [req_id for req_id in message.num_scheduled_tokens if req_id in self.long]
@@ -83,23 +80,6 @@ def run_beside(engine: Engine, slicer: Slicer) -> list[tuple[list[int], int | No
     return tokens([answers[name] for name in names])
 
 
-def test_pages_are_not_given_back_for_what_a_slice_leaves_to_others() -> None:
-    """A plan that leaves nobody anything is faster, but is not the one that it would get."""
-    planner, step = Planner(LLADA_8B, 380 << 20, row_budget=8192), StepShape(65_536, 128, 65_536)
-    found = planner.plan_beside_others(step, 0, 0.05)
-    assert planner.plan(step, 0, 0.05).predicted_seconds < 0.9 * found.predicted_seconds
-    runner: Any = SimpleNamespace(
-        planner=planner,
-        caches=SimpleNamespace(unused_bytes=1),
-        pool=SimpleNamespace(has_frame=False),
-        _ledger=SimpleNamespace(kept_bytes=0),
-        _found_plan=lambda *a: DiffusionModelRunner._found_plan(runner, *a),
-    )
-    assert not DiffusionModelRunner._gains_by_trimming(runner, step, found, 0.05)
-    runner.caches.unused_bytes = 100 << 20
-    assert DiffusionModelRunner._gains_by_trimming(runner, step, found, 0.05)
-
-
 @pytest.mark.parametrize("runs_ahead", [False, True])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_slices_beside_other_requests_give_the_same_tokens(
@@ -111,7 +91,7 @@ def test_slices_beside_other_requests_give_the_same_tokens(
     """Chunks, head groups, rows in host memory; the others use the same names of buffers."""
     engine, wanted = alone
     plan = replace(plan, chunk_seconds=SECOND)
-    monkeypatch.setattr(engine.runner, "runs_ahead", runs_ahead)
+    monkeypatch.setattr(engine.loop, "runs_ahead", runs_ahead)
     monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
     slicer = Slicer(engine, monkeypatch, seconds=3.0)
     assert run_beside(engine, slicer) == wanted
@@ -177,7 +157,8 @@ def test_what_runs_beside_a_paused_step_comes_out_of_what_is_left(
     runner = engine.runner
     long, short = Ask(random_prompt(1500), SHORT), Ask(random_prompt(300), SHORT)
     wanted = tokens([*engine.ask(long), *engine.ask(short)])
-    whole = runner.planner.plan_of([Demand(1516, 16)])
+    step_alone = StepShape(1516, 16, 1516)
+    whole = runner.planner.plan(step_alone)
     monkeypatch.setattr(runner.pool, "budget_bytes", whole.predicted_peak_bytes)
     monkeypatch.setattr(runner, "planner", runner.planner)
     shrink(runner, whole.predicted_peak_bytes)
@@ -190,7 +171,7 @@ def test_what_runs_beside_a_paused_step_comes_out_of_what_is_left(
         return found
 
     monkeypatch.setattr(runner.planner, "plan", recorded)
-    seconds = runner.planner.plan_of([Demand(1516, 16)]).predicted_seconds / 20
+    seconds = runner.planner.plan(step_alone).predicted_seconds / 20
     slicer = Slicer(engine, monkeypatch, seconds)
     slicer.long = {start(engine, "long", long)}
     engine.llm.llm_engine.step()
@@ -276,13 +257,13 @@ def slow(
     monkeypatch.setattr(Pace, "learn", lambda *_: None)
     with running(checkpoint("mha")) as engine:
         outputs: list[Any] = []
-        execute = engine.runner.execute
+        execute = engine.loop.execute
 
         def recorded(message: Any) -> Any:
             outputs.append(execute(message))
             return outputs[-1]
 
-        monkeypatch.setattr(engine.runner, "execute", recorded)
+        monkeypatch.setattr(engine.loop, "execute", recorded)
         yield engine, outputs
 
 
@@ -295,7 +276,7 @@ def test_the_scheduler_hands_out_long_steps_in_slices(
 ) -> None:
     """Two long requests take their steps one after the other; others step meanwhile."""
     engine, outputs = slow
-    monkeypatch.setattr(engine.runner, "runs_ahead", runs_ahead)
+    monkeypatch.setattr(engine.loop, "runs_ahead", runs_ahead)
     asked = {**SHORT, "cache": cache}
     asks = [Ask(random_prompt(n, n), asked) for n in (200, 15, 180, 8)]
     wanted = tokens(engine.ask(*asks))
@@ -304,7 +285,7 @@ def test_the_scheduler_hands_out_long_steps_in_slices(
     seconds = planner.seconds_of(Demand(216, 16), 216) / 5
     assert planner.seconds_of(Demand(31, 16), 31) < seconds
     outputs.clear()
-    engine.scheduler.slicing.longest_pause_s = 2 * seconds
+    engine.cut_steps(2 * seconds)
     assert tokens(engine.ask(*asks)) == wanted
     paused = [output.paused.req_id for output in outputs if output.paused is not None]
     assert len(set(paused)) == 2
@@ -320,9 +301,7 @@ def test_an_abort_between_slices_ends_the_step(slow: tuple[Engine, list[Any]]) -
     long, short = Ask(random_prompt(200), SHORT), Ask(random_prompt(15), {**SHORT, "steps": 16})
     wanted = tokens(engine.ask(short))
     before = engine.runner.pool.used_bytes
-    engine.scheduler.slicing.longest_pause_s = (
-        2 * engine.runner.planner.seconds_of(Demand(216, 16), 216) / 5
-    )
+    engine.cut_steps(2 * engine.runner.planner.seconds_of(Demand(216, 16), 216) / 5)
     aborted = start(engine, "long", long)
     for _ in range(3):
         engine.llm.llm_engine.step()
@@ -344,15 +323,13 @@ def test_who_does_not_fit_beside_a_paused_step_waits_for_its_end(
     planner = engine.runner.planner
     long, short = Ask(random_prompt(200), SHORT), Ask(random_prompt(15), SHORT)
     wanted = tokens(engine.ask(long, short))
-    engine.scheduler.slicing.longest_pause_s = 2 * planner.seconds_of(Demand(216, 16), 216) / 5
-    plan_of = Planner.plan_of
+    engine.cut_steps(2 * planner.seconds_of(Demand(216, 16), 216) / 5)
+    fits = Planner.fits
 
-    def in_a_full_pool(planner: Planner, demands: Any, kept_bytes: int = 0) -> Plan:
-        if kept_bytes > 0:
-            raise ActivationBudgetError(31, kept_bytes, 0, 0)
-        return plan_of(planner, demands, kept_bytes)
+    def in_a_full_pool(planner: Planner, step: StepShape, kept_bytes: int = 0) -> bool:
+        return kept_bytes == 0 and fits(planner, step)
 
-    monkeypatch.setattr(Planner, "plan_of", in_a_full_pool)
+    monkeypatch.setattr(Planner, "fits", in_a_full_pool)
     outputs.clear()
     assert tokens(engine.ask(long, short)) == wanted
     during = [after for before, after in pairwise(outputs) if before.paused is not None]
@@ -370,17 +347,16 @@ def test_a_step_whose_keys_were_moved_begins_anew(
     wanted = tokens(engine.ask(*asks))
     runner = engine.runner
     runner.caches.trim()  # so that there is no more room than is in use
-    slicing = engine.scheduler.slicing
-    slicing.longest_pause_s = 2 * runner.planner.seconds_of(Demand(216, 16), 216) / 30
-    begin, forwards_begun = Slices.begin, []
+    engine.cut_steps(2 * runner.planner.seconds_of(Demand(216, 16), 216) / 30)
+    begin, forwards_begun = SlicedStep.begin, []
 
-    def recorded(slices: Slices, batch: Any, *arguments: Any) -> None:
+    def recorded(slices: SlicedStep, batch: Any, *arguments: Any) -> None:
         forwards_begun.append(batch.canvases[0].num_forwards)
         begin(slices, batch, *arguments)
 
-    monkeypatch.setattr(Slices, "begin", recorded)
+    monkeypatch.setattr(SlicedStep, "begin", recorded)
     names: list[str] = []
-    monkeypatch.setattr(slicing, "long", lambda running, *_: [n for n in names if n in running])
+    monkeypatch.setattr(Slicing, "long", lambda _, running, *__: [n for n in names if n in running])
     first = start(engine, "first", asks[0])
     step(engine)
     names.append(start(engine, "long", asks[1]))

@@ -103,9 +103,9 @@ def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
         assert_decoded(chunked, wanted)
         peaks = [max(a.report["peak_bytes"] for a in answers) for answers in (chunked, whole)]
         assert peaks[0] <= POOL_BYTES < peaks[1]
-        engine.scheduler.slicing.seconds = 6e-5  # less than any step, more than any chunk
+        engine.cut_steps(1.2e-4)  # less than any step, more than any chunk
         assert_decoded(engine.ask(*asks), wanted)
-        engine.scheduler.slicing.seconds = None
+        engine.cut_steps(math.inf)
         few, wanted = asks[2:5], wanted[2:5]
         engine.llm.collective_rpc(fail_once, args=("other",))
         broken = engine.ask(*few)
@@ -119,7 +119,7 @@ def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
 
 
 def run_ahead(worker: Any) -> None:
-    worker.worker.model_runner.runs_ahead = True
+    worker.worker.loop.runs_ahead = True
 
 
 @pytest.mark.slow
@@ -218,13 +218,13 @@ def processes_equal_one(folder: Path, ranks: dict[str, Any], *errors: str) -> No
     with running(folder, **ranks) as engine:
         assert tokens(engine.ask(*whole_asks())) == whole
         assert tokens(engine.ask(long, *mixed_asks())) == wanted
-        engine.scheduler.slicing.longest_pause_s = 4e-3
+        engine.cut_steps(4e-3)
         start(engine, "gone", long)
         for _ in range(3):
             engine.llm.llm_engine.step()
         engine.llm.llm_engine.abort_request(["gone"])
         assert tokens(engine.ask(long, *mixed_asks())) == wanted
-        engine.scheduler.slicing.longest_pause_s = math.inf
+        engine.cut_steps(math.inf)
         for error in errors:
             engine.llm.collective_rpc(fail_once, args=(error,))
             (answer,) = engine.ask(long)

@@ -16,6 +16,7 @@ from vllm.diffusion.decoding import ForwardTarget
 from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.engine.worker.batch import build_batch
 from vllm.diffusion.engine.worker.canvas import Canvas
+from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.layers.attention_backends import attend
 from vllm.diffusion.memory import chunks
 from vllm.diffusion.request import decision, fields
@@ -187,7 +188,7 @@ def test_a_batch_attends_as_under_a_dense_mask(visibility: Visibility, rows_per_
         for rows in chunks(batch.num_rows, rows_per_chunk)
     ]
     torch.testing.assert_close(torch.cat(found), wanted)
-    for part in batch.sample_parts(rows_per_part=4):
+    for part in SampleRows(batch).parts(rows_per_part=4):
         rows = torch.from_numpy(part.rows)
         given = tensors.attend(part.span_groups, tensors.q[rows])
         torch.testing.assert_close(given, wanted[rows])

@@ -1,27 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The waiting line by itself: a request is itself alone, and the order of who starts.
+"""The waiting line by itself: a request is itself alone, the order of who starts, and gates.
 
-Readings of one call start together.
+Requests of one likelihood call start together.
 """
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from vllm.diffusion.core.errors import ActivationBudgetError
+from vllm.diffusion.engine.scheduler.gates import Gate
+from vllm.diffusion.engine.scheduler.likelihood_calls import LONGEST_WAIT_S, LikelihoodCalls
 from vllm.diffusion.engine.scheduler.request_state import RequestState
-from vllm.diffusion.engine.scheduler.waiting import (
-    LONGEST_WAIT_S,
-    MAX_OVERTAKEN,
-    MAX_PASSED,
-    Gathering,
-    WaitingLine,
-)
+from vllm.diffusion.engine.scheduler.waiting import MAX_OVERTAKEN, MAX_PASSED, WaitingLine
 from vllm.diffusion.memory import Demand
 from vllm.diffusion.request.likelihood import ScoreRequest
+
+if TYPE_CHECKING:
+    from vllm.diffusion.engine.scheduler.request_state import WaitsFor
 
 LIMIT = 100  # positions of the requests that run together
 NEVER = 1000  # positions that do not fit alone
@@ -42,10 +41,23 @@ class Room:
 PLANNER: Any = Room()
 
 
-def waiting(length: int, alone: bool = False, priority: int = 0) -> RequestState:
+class Closed(Gate):
+    """A gate that lets nobody start before it is opened."""
+
+    def __init__(self, reason: WaitsFor | None = None) -> None:
+        self.reason, self.is_open = reason, False
+
+    def waits_for(self, item: RequestState) -> WaitsFor | None:
+        return None if self.is_open else self.reason
+
+    def reserve(self, item: RequestState) -> bool:
+        return self.is_open
+
+
+def waiting(length: int, *gates: Gate, alone: bool = False, priority: int = 0) -> RequestState:
     params: Any = SimpleNamespace(force_single_batch=alone, priority=priority)
     request: Any = SimpleNamespace(request_id="same")
-    return RequestState(request, params, Demand(length, 1))
+    return RequestState(request, params, Demand(length, 1), gates)
 
 
 def line_of(*items: RequestState, max_running: int = 64) -> WaitingLine:
@@ -71,32 +83,45 @@ def test_of_two_equal_requests_the_one_that_is_meant_leaves() -> None:
     assert first != second
     line = line_of(first, second)
     line.remove(second)
-    assert [item is first for item in line] == [True]
+    assert [item is first for item in line.requests] == [True]
 
 
 def test_requests_start_in_order_while_they_fit() -> None:
     items = [waiting(40) for _ in range(4)]
     line = line_of(*items)
     assert started(line) == items[:2]
-    assert list(line) == items[2:]
+    assert list(line.requests) == items[2:]
     assert started(line, items[0]) == [items[2]]
 
 
 def test_who_waits_for_something_else_is_not_overtaken() -> None:
     """However many start before it, and however many such there are."""
-    others = [waiting(1) for _ in range(MAX_PASSED + 1)]
+    gate = Closed("prompt")
+    others = [waiting(1, gate) for _ in range(MAX_PASSED + 1)]
     line = line_of(*others, waiting(2))
     for _ in range(MAX_OVERTAKEN + 1):
         line.append(waiting(2))
-        started = [
-            i
-            for i, _ in line.admit(
-                [], PLANNER, waits=lambda item: "prompt" if item in others else None
-            )
-        ]
-        assert started
-        assert not any(item in others for item in started)
-    assert [i for i, _ in line.admit([], PLANNER)] == others
+        who = started(line)
+        assert who and not any(item in others for item in who)
+    gate.is_open = True
+    assert started(line) == others
+
+
+def test_gates_are_prepared_once_a_step_before_anybody_starts() -> None:
+    """And only those of requests that have one; whoever left is not prepared any more."""
+    seen: list[Any] = []
+
+    class Seen(Gate):
+        def prepare(self, item: RequestState) -> None:
+            seen.append(item)
+
+    first, second, gone = waiting(1, Seen()), waiting(1, Seen()), waiting(1, Seen())
+    line = line_of(waiting(1), first, second, gone)
+    line.remove(gone)
+    for item, _ in line.admit([], PLANNER):
+        seen.append(item.demand)
+    assert seen[:2] == [first, second] and len(seen) == 5
+    assert not started(line) and len(seen) == 5
 
 
 def test_at_most_so_many_run() -> None:
@@ -110,7 +135,7 @@ def test_one_that_never_fits_is_taken_out_with_the_reason() -> None:
     found = list(line.admit([], PLANNER))
     assert [item for item, _ in found] == [giant, small]
     assert isinstance(found[0][1], ActivationBudgetError) and found[1][1] is None
-    assert len(line) == 0
+    assert not line.requests
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -137,7 +162,7 @@ def test_only_so_many_that_do_not_fit_are_looked_past() -> None:
 
 def test_those_of_a_lower_number_stand_before_all_others() -> None:
     items = [waiting(60, priority=number) for number in (0, 1, 0, -1)]
-    assert list(line_of(*items)) == [items[3], items[0], items[2], items[1]]
+    assert list(line_of(*items).requests) == [items[3], items[0], items[2], items[1]]
 
 
 def reading(group: str = "", size: int = 1) -> Any:
@@ -153,39 +178,35 @@ class Clock:
 
 
 def test_nobody_starts_before_all_are_there() -> None:
-    gathering, items = Gathering(Clock()), [reading("a", 3) for _ in range(3)]
+    calls, items = LikelihoodCalls(Clock()), [reading("a", 3) for _ in range(3)]
     for number, item in enumerate(items):
-        gathering.arrived(item)
-        assert gathering.waits(items[0]) is (number < 2)
+        assert calls.arrived(item)
+        assert calls.waits_for(items[0]) == ("call" if number < 2 else None)
 
 
 def test_others_do_not_wait() -> None:
-    gathering, other = Gathering(Clock()), SimpleNamespace(params=SimpleNamespace(score=None))
-    gathering.arrived(reading("a", 2))
+    calls, other = LikelihoodCalls(Clock()), SimpleNamespace(params=SimpleNamespace(score=None))
+    calls.arrived(reading("a", 2))
     for item in (reading("b", 1), reading(), other):
-        gathering.arrived(item)
-        assert not gathering.waits(item)
+        assert not calls.arrived(item)
 
 
 def test_those_that_never_come_are_not_waited_for() -> None:
     clock = Clock()
-    gathering, item = Gathering(clock), reading("a", 2)
-    gathering.arrived(item)
-    assert gathering.waits(item)
+    calls, item = LikelihoodCalls(clock), reading("a", 2)
+    calls.arrived(item)
+    assert calls.waits_for(item)
     clock.now = LONGEST_WAIT_S
-    assert not gathering.waits(item)
-    assert not gathering.waits(reading("a", 2)), "late ones wait for nobody"
+    assert not calls.waits_for(item)
+    assert not calls.waits_for(reading("a", 2)), "late ones wait for nobody"
 
 
 def test_what_a_request_waits_for_is_noted() -> None:
     running = [waiting(60)]
-    items = [waiting(50), waiting(10), waiting(10, alone=True), waiting(30)]
+    items = [waiting(50), waiting(10, Closed("prompt")), waiting(10, alone=True)]
+    items.append(waiting(30, Closed()))
     line = line_of(*items)
-    reasons: dict[RequestState, Any] = {items[1]: "prompt"}
-    pages = {items[3]: False}
-    assert not list(
-        line.admit(running, PLANNER, lambda item: pages.get(item, True), waits=reasons.get)
-    )
+    assert not list(line.admit(running, PLANNER))
     assert [item.waits_for for item in items] == ["rows", "prompt", "others", "memory"]
     full = WaitingLine(max_running=1)
     full.append(item := waiting(1))
@@ -194,3 +215,7 @@ def test_what_a_request_waits_for_is_noted() -> None:
     behind = line_of(*(waiting(90) for _ in range(MAX_PASSED)), last := waiting(1))
     assert not list(behind.admit(running, PLANNER))
     assert last.waits_for == "order"
+    line.append(urgent := waiting(90, priority=-1))
+    urgent.num_overtaken = MAX_OVERTAKEN
+    assert not list(line.admit(running, PLANNER))
+    assert [item.waits_for for item in line.requests] == ["rows", *["order"] * 4]

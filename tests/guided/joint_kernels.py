@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tests.guided.support import language_of
+from vllm.diffusion.core.samples import Samples
 from vllm.diffusion.guided.joint import Joint, choose_all, gather, read_all
 from vllm.diffusion.guided.open_window import FREE, OPEN, OpenWindow
 from vllm.diffusion.guided.regex import regex
@@ -77,7 +78,7 @@ def chosen(
                 at = torch.from_numpy(at[begin - end + count :][: stop - begin])
                 readers.append((joint, slice(begin - part.start, stop - part.start), at))
         read_all(logits[part], readers)
-    choose_all(sampled, made)
+    choose_all(Samples(sampled), made)
     sampled = sampled.cpu()
     taken = logits.cpu().double().gather(1, sampled[0].long()[:, None])[:, 0]
     worth = [taken[end - j.num_rows : end].sum() for j, end in zip(made, ends, strict=True)]

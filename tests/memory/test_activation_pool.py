@@ -9,7 +9,6 @@ import torch
 
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import ServerConfigError
-from vllm.diffusion.memory import usage
 from vllm.diffusion.memory.activation_pool import (
     ActivationPool,
     ArenaBacking,
@@ -18,7 +17,6 @@ from vllm.diffusion.memory.activation_pool import (
     activation_pool,
 )
 from vllm.diffusion.memory.graph_memory import GraphMemory
-from vllm.diffusion.memory.usage import UsageMeter
 
 MIB = 1024 * 1024
 CPU = torch.device("cpu")
@@ -140,35 +138,20 @@ def test_without_virtual_memory_pytorch_serves():
             assert pool.take("x", (4,), torch.float32).device == device
 
 
-def test_a_meter_weighs_bytes_with_time(monkeypatch):
-    clock = iter([-9.0, 0.0, 1.0, 4.0, 6.0])
-    monkeypatch.setattr(usage, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    meter = UsageMeter(CPU)
-    meter.start()
-    meter.mark("a", 100)
-    meter.mark("b", 400)
-    meter.mark("a", 250)
-    assert meter.average_bytes() == pytest.approx((100 + 3 * 400 + 2 * 250) / 6)
+@pytest.mark.parametrize(("looks_often", "peak"), [(False, 1024), (True, 1024 + 700)])
+def test_memory_of_pytorch_is_counted_with_every_scope_where_that_is_asked_for(looks_often, peak):
+    class Temporaries(Backing):
+        temporary_bytes = 0
 
-
-def test_scopes_tell_the_meter_the_peak_of_each_stage(pool):
-    meter = UsageMeter(CPU)
-    pool.measure(meter)
+    backing = Temporaries(CPU)
+    pool = ActivationPool(MIB, backing)
+    pool.reset_peak(looks_often=looks_often)
     with pool.scope("step"):
         pool.take("x", (1024,), torch.uint8)
         with pool.scope("attend"):
-            pool.take("q", (8192,), torch.uint8)
-        with pool.scope("feed-forward"):
-            pool.take("h", (4096,), torch.uint8)
-    peaks = {}
-    for mark in meter.marks:
-        peaks[mark.stage] = max(peaks.get(mark.stage, 0), mark.peak_bytes)
-    # Before the step nothing is in use; "step" is what runs outside its stages.
-    assert peaks == {"": 0, "step": 1024, "attend": 9216, "feed-forward": 5120}
-    assert 0 < meter.average_bytes() <= 9216
-    pool.measure(None)
-    pool.take("x", (MIB,), torch.uint8)
-    assert max(mark.peak_bytes for mark in meter.marks) == 9216
+            backing.temporary_bytes = 700
+        backing.temporary_bytes = 0
+    assert pool.peak_bytes == peak
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from tests.models.support import Recorder, engine_config
 from vllm.diffusion.core.spans import AttentionLayout, KeySource, Span
 from vllm.diffusion.engine.planning import model_shape
 from vllm.diffusion.layers.norm import AllHeadsRMSNorm
-from vllm.diffusion.memory.footprint import Footprint, Residency
+from vllm.diffusion.memory.footprint import Footprint
+from vllm.diffusion.memory.plan import Residency
 
 if TYPE_CHECKING:
     from collections.abc import Callable

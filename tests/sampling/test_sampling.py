@@ -65,7 +65,7 @@ def sampled(
     rows_per_chunk: int = 1000,
 ) -> tuple[Tensor, Tensor]:
     parts = packed_parts(hidden, groups, rows_per_chunk)
-    found = sample(model, parts)
+    found = sample(model, parts).table
     assert (found.shape[0], found.dtype) == (3, torch.float64)
     return found[0].long(), found[1]
 
@@ -264,7 +264,7 @@ def test_rows_whose_logits_are_copied_go_a_few_at_a_time(
 
     def candidates(part: RowGroup) -> Tensor:
         first = dataclasses.replace(part, rows=slice(0, len(part.positions)))
-        return sample(model, [(hidden[part.rows], [first])])
+        return sample(model, [(hidden[part.rows], [first])]).table
 
     plain = group(list(range(7)), temperature=0.8)
     groups = [

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -34,3 +37,23 @@ class Scoring:
     def is_categorical(self) -> bool:
         """Whether tokens are drawn from an explicit distribution."""
         return self.draw != "gumbel"
+
+
+class ScoredTokens(NamedTuple):
+    """Log probabilities that a likelihood request wants of R rows: the extras of `Samples`.
+
+    Attributes:
+        named: [k, R], of the tokens that it names for each row.
+        top: [n, R], of the n most likely tokens of each row, the likeliest first.
+        top_tokens: [n, R], these tokens.
+    """
+
+    named: NDArray[Any]
+    top: NDArray[Any]
+    top_tokens: NDArray[Any]
+
+    @classmethod
+    def unpack(cls, rows: NDArray[Any], num_named: int, num_top: int) -> ScoredTokens:
+        """Split the rows as they are packed; rows beyond these are ignored."""
+        end = num_named + num_top
+        return cls(rows[:num_named], rows[num_named:end], rows[end : end + num_top])

@@ -168,3 +168,11 @@ def of_experts(
         return listed
     num_bytes = max(hidden_size + 4, chosen * (width + 4))  # a byte a number, a scale a row
     return (*listed, Buffer("quantised for experts", (num_bytes,), torch.uint8, is_temporary=True))
+
+
+def device_layers(num_layers: int, host_layers: int) -> int:
+    """Number of layers of kept keys and values that take memory of the device.
+
+    Layers in host memory visit it in turn, `NUM_STREAM_BUFFERS` at a time.
+    """
+    return num_layers - host_layers + (NUM_STREAM_BUFFERS if host_layers else 0)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm.diffusion.core.scoring import ScoredTokens
 from vllm.diffusion.decoding.base import Candidates, DecodingRule, ForwardTarget
 from vllm.diffusion.request.likelihood import TokenScores
 
@@ -35,16 +36,14 @@ class ScoreTokens(DecodingRule):
     def choose(self, candidates: Candidates) -> Array:
         if candidates.logprobs is None:
             raise ValueError("logprobs: a scoring request needs them, got None")
-        width, num_top = self._width, self._asked.num_top
-        found = candidates.logprobs.T.astype(np.float32)
-        top_tokens = candidates.logprobs[width + num_top : width + 2 * num_top].T
+        found = ScoredTokens.unpack(candidates.logprobs, self._width, self._asked.num_top)
+        named = found.named.T.astype(np.float32).tolist()
         self.scores = TokenScores(
             logprobs=[
-                values[: len(ids)]
-                for values, ids in zip(found.tolist(), self._asked.token_ids, strict=True)
+                values[: len(ids)] for values, ids in zip(named, self._asked.token_ids, strict=True)
             ],
             likeliest=candidates.tokens.tolist(),
-            top_tokens=top_tokens.astype(np.int64).tolist(),
-            top_logprobs=found[:, width : width + num_top].tolist(),
+            top_tokens=found.top_tokens.T.astype(np.int64).tolist(),
+            top_logprobs=found.top.T.astype(np.float32).tolist(),
         )
         return np.empty(0, dtype=np.int64)

@@ -115,7 +115,7 @@ class StepUsage:
         in_use_bytes: kept keys and values, which stay between steps.
         host_bytes: host memory of kept keys and values.
         peak_bytes: the most in use at any time of the step; 0 when nothing ran.
-        average_bytes: average in use, weighted by time.
+        average_bytes: average in use, weighted by time, as the plan of the step predicts it.
         planner_us: microseconds that planning took.
     """
 

@@ -13,6 +13,7 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.core.random_streams import GUIDED, TOKEN
+from vllm.diffusion.core.samples import Logprobs, Samples
 from vllm.diffusion.guided.open_window import OPEN, CandidateRows, choose, num_uniform, read
 
 if TYPE_CHECKING:
@@ -145,55 +146,45 @@ def read_all(logits: torch.Tensor, readers: Sequence[tuple[Joint, slice, torch.T
         joint.read(logits[own], positions)
 
 
-def choose_all(sampled: torch.Tensor, joints: Sequence[Joint]) -> None:
+def choose_all(samples: Samples, joints: Sequence[Joint]) -> None:
     """Replace tokens sampled row by row by the joint choices, in place.
 
     Args:
-        sampled: the result of `sample`, which is changed.
+        samples: all samples of the step, which are changed.
         joints: the choices of a step, all of whose rows have been read.
     """
     step = joints[0].on_device
     if step is not None:
-        tokens, logprobs = step.choose(sampled)
+        tokens, logprobs = step.choose(samples.table)
     else:
         found = [joint.choose() for joint in joints]
         tokens, logprobs = (torch.from_numpy(np.concatenate(x)) for x in zip(*found, strict=True))
     start = 0
     for joint in joints:
-        columns = slice(joint.end - joint.num_rows, joint.end)
+        own = Samples(samples.table[:, joint.end - joint.num_rows : joint.end])
         rows = slice(start, start + joint.num_rows)
         start = rows.stop
         if step is None:
-            _put(sampled, columns, tokens[rows], logprobs[rows], joint)
+            _put(own, tokens[rows], logprobs[rows], joint)
         if joint.num_logprobs is not None:
-            _put_logprobs(sampled, columns, logprobs[rows], joint.num_logprobs)
+            _put_logprobs(own, logprobs[rows], joint.num_logprobs)
 
 
-def _put(
-    sampled: torch.Tensor,
-    columns: slice,
-    tokens: torch.Tensor,
-    logprobs: torch.Tensor,
-    joint: Joint,
-) -> None:
-    """Write tokens [R] and their scores into `columns` of what was sampled."""
-    sampled[0, columns] = sampled[2, columns] = tokens.double()
+def _put(samples: Samples, tokens: torch.Tensor, logprobs: torch.Tensor, joint: Joint) -> None:
+    """Write tokens [R] and their scores into samples."""
+    samples.tokens.copy_(tokens)
+    samples.greedy.copy_(tokens)
     if joint.sets_scores:
         scores = torch.exp(logprobs)
         for token in joint.excluded:
             scores = scores.masked_fill(tokens == token, 0.0)
-        sampled[1, columns] = scores
+        samples.scores.copy_(scores)
 
 
-def _put_logprobs(
-    sampled: torch.Tensor, columns: slice, logprobs: torch.Tensor, num_top: int
-) -> None:
-    """Write log probabilities [R] to the places of `Logprobs.packed`.
-
-    The rank is counted among the most likely tokens only.
-    """
-    top = slice(7 + num_top, 7 + 2 * num_top)
-    ranks = 1 + (sampled[top, columns] > logprobs).sum(dim=0)
-    for value, rank in ((3, 4), (5, 6)):
-        sampled[value, columns] = logprobs
-        sampled[rank, columns] = ranks.double()
+def _put_logprobs(samples: Samples, logprobs: torch.Tensor, num_top: int) -> None:
+    """Write log probabilities [R]; a rank is counted among the most likely tokens only."""
+    found = Logprobs.unpack(samples.extras, num_top)
+    ranks = 1 + (found.top > logprobs).sum(dim=0)
+    for value, rank in ((found.token, found.token_rank), (found.greedy, found.greedy_rank)):
+        value.copy_(logprobs)
+        rank.copy_(ranks)

@@ -8,17 +8,14 @@ from vllm.diffusion.memory.activation_pool import (
     activation_pool,
 )
 from vllm.diffusion.memory.cost import Rates
-from vllm.diffusion.memory.demand import Demand
-from vllm.diffusion.memory.footprint import Experts, LinearBuffers, ModelShape, StepShape
 from vllm.diffusion.memory.graph_memory import GraphMemory
 from vllm.diffusion.memory.host import HostBuffers
 from vllm.diffusion.memory.page_store import KeptSequence, PageStore
 from vllm.diffusion.memory.plan import Plan, chunks
 from vllm.diffusion.memory.planner import Planner
-from vllm.diffusion.memory.plans import planned_as
 from vllm.diffusion.memory.rates import rates_of
 from vllm.diffusion.memory.residual_rows import HostRows, ResidualRows
-from vllm.diffusion.memory.usage import UsageMeter
+from vllm.diffusion.memory.shapes import Demand, Experts, LinearBuffers, ModelShape, StepShape
 
 __all__ = [
     "ActivationPool",
@@ -38,9 +35,7 @@ __all__ = [
     "Rates",
     "ResidualRows",
     "StepShape",
-    "UsageMeter",
     "activation_pool",
     "chunks",
-    "planned_as",
     "rates_of",
 ]

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-    from vllm.diffusion.memory.usage import UsageMeter
-
 logger = init_logger(__name__)
 
 ALIGNMENT = 512  # bytes; what PyTorch's own allocator gives
@@ -294,11 +292,10 @@ class ActivationPool:
         self._backing = backing
         self._scopes = [_Scope("", 0)]
         self._end = 0  # of what is taken
-        self._peak = 0  # of the bytes in use since the last mark
-        self._high_water = 0  # since it was last reset
+        self._peak = 0  # of the bytes in use since it was last reset
+        self._looks_often = False  # at PyTorch's memory, with every scope
         self._elsewhere = 0  # bytes of what is kept, of temporaries and graphs, when last seen
         self._known: dict[tuple[int, int], _Place] = {}
-        self._meter: UsageMeter | None = None
         self._frame: Frame | None = None  # of the step that is not run at once
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -335,7 +332,6 @@ class ActivationPool:
 
     def _count(self, in_use: int) -> None:
         self._peak = max(self._peak, in_use)
-        self._high_water = max(self._high_water, in_use)
 
     def _room_until(self, name: str, end: int) -> int:
         """Return the bytes in use if the buffers end at `end`. Raises PoolExhaustedError."""
@@ -394,20 +390,14 @@ class ActivationPool:
         return _Guard(self, stage)
 
     def _begin(self, stage: str) -> None:
-        if self._meter is not None:
-            self._mark(self._scopes[-1].stage)
-        elif len(self._scopes) == 1:
+        if self._looks_often or len(self._scopes) == 1:
             self._look_elsewhere()
         self._scopes.append(_Scope(stage, self._end))
 
     def _end_scope(self) -> None:
-        if self._meter is not None:
-            self._mark(self._scopes[-1].stage)
-        elif len(self._scopes) == 2:
+        if self._looks_often or len(self._scopes) == 2:
             self._look_elsewhere()
         self._end = self._scopes.pop().start
-        if self._meter is not None:
-            self._peak = self._end + self._elsewhere
 
     def new_frame(self) -> Frame:
         """Make room, until `end_frame`, for one step that is interrupted by others.
@@ -485,21 +475,8 @@ class ActivationPool:
         """Forget all buffers and give everything back."""
         self._known.clear()
         self._scopes, self._frame = [_Scope("", 0)], None
-        self._end = self._peak = self._high_water = self._elsewhere = 0
+        self._end = self._peak = self._elsewhere = 0
         self._backing.close()
-
-    def measure(self, meter: UsageMeter | None) -> None:
-        """Report the bytes in use to a meter at every begin and end of a scope; None stops."""
-        self._meter = meter
-        self._peak = self.used_bytes
-        if meter is not None:
-            meter.start()
-
-    def _mark(self, stage: str) -> None:
-        if self._meter is not None:
-            self._look_elsewhere()
-            self._meter.mark(stage, self._peak)
-            self._peak = self._end + self._elsewhere
 
     @property
     def used_bytes(self) -> int:
@@ -509,12 +486,18 @@ class ActivationPool:
     @property
     def peak_bytes(self) -> int:
         """Most bytes in use since `reset_peak`."""
-        return self._high_water
+        return self._peak
 
-    def reset_peak(self) -> None:
-        """Let the peak start again from the bytes in use now."""
+    def reset_peak(self, *, looks_often: bool = False) -> None:
+        """Let the peak start again from the bytes in use now.
+
+        Args:
+            looks_often: from now on count PyTorch's memory whenever a scope begins or ends, not
+                only the outermost one. That takes the host a moment, too long for small steps.
+        """
+        self._looks_often = looks_often
         self._elsewhere = self._backing.temporary_bytes
-        self._high_water = self._end + self._elsewhere
+        self._peak = self._end + self._elsewhere
 
     @property
     def graph_bytes(self) -> int | None:

@@ -11,12 +11,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm.diffusion.memory.drafts import even_chunk
-from vllm.diffusion.memory.plan import StageSeconds
+from vllm.diffusion.memory.plan import StageSeconds, even_chunk
 
 if TYPE_CHECKING:
-    from vllm.diffusion.memory.footprint import ModelShape, Residency, StepShape
-    from vllm.diffusion.memory.plan import ChunkRows
+    from vllm.diffusion.memory.plan import ChunkRows, Residency
+    from vllm.diffusion.memory.shapes import ModelShape, StepShape
 
 LAUNCHES_KEYS_VALUES = 4
 LAUNCHES_ATTEND = 3

@@ -13,222 +13,21 @@ this rank, e bytes of an element of the model dtype, G head groups.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion.core import stages
+from vllm.diffusion.core.buffers import row_bytes
 from vllm.diffusion.core.stages import Listed
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm.diffusion.core.buffers import Buffer
+    from vllm.diffusion.memory.plan import Residency
+    from vllm.diffusion.memory.shapes import LinearBuffers, ModelShape
 
 ROUNDING_BYTES = 16 * 512  # rounding of a step's buffers: each starts at a multiple of 512 bytes
 
 Phases = tuple[Listed, ...]  # of a stage, one after the other: what ended is given back
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A mixture of E experts, k of them for a row, each of this width on this rank.
-
-    Attributes:
-        shared_width: width of a separate expert of all rows; one that is stored with the others
-            counts in E and in k.
-        in_fp32: whether router logits and weights are fp32.
-        quantises: whether matrices are fp8, multiplied by rows quantised to fp8.
-    """
-
-    count: int
-    chosen: int
-    width: int
-    shared_width: int = 0
-    in_fp32: bool = False
-    quantises: bool = False
-
-
-class LinearBuffers(NamedTuple):
-    """Scratch buffers of a layer's products for one kind of weights, besides their results.
-
-    `project`, `gated` and `add_to` assume rows in the products' dtype (`rows`).
-
-    Attributes:
-        project: for the fused product of queries, keys and values.
-        gated: for gate and up, and silu(gate) * up, in the widest MLP.
-        add_to: for the products that are added to the residual stream.
-        most_gated_rows: rows above which chunks take `gated_beyond` instead; None for no limit.
-        quantises: whether they take rows that are quantised already.
-        weight_bytes: bytes of a stored weight; None for e, as of an activation.
-        speed: rate of large products relative to those of 16-bit weights.
-    """
-
-    project: Listed
-    gated: Listed
-    add_to: Listed
-    most_gated_rows: int | None = None
-    gated_beyond: Listed = ()
-    quantises: bool = False
-    weight_bytes: float | None = None
-    speed: float = 1.0
-
-    def rows(self, buffer: Buffer) -> Listed:
-        """Buffers for rows in the products' dtype: fp8 with a scale each where they quantise."""
-        return buffer.quantised if self.quantises else (buffer,)
-
-    def made_of(self, buffer: Buffer) -> Listed:
-        """Buffers for quantising rows that arrive in the model dtype; none for plain weights."""
-        made = stages.QUANTISED_ROWS.of(buffer.dtype, *buffer.shape)
-        return made.quantised if self.quantises else ()
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Sizes of a model on one rank that determine its memory and time.
-
-    Attributes:
-        num_layers: L.
-        hidden_size: D.
-        num_heads, num_kv_heads, head_dim: H, KV, hd.
-        mlp_width: M of the widest dense MLP; 0 where every layer has experts.
-        experts: the experts of the layers that have them, if any do.
-        num_columns: C.
-        dtype: dtype of the model, with elements of e bytes.
-        rotary_dim, rotary_dtype: numbers, and their dtype, of the cosines and of the sines of one
-            position.
-        products: for every kind of weight that a layer may have.
-        can_group_heads: whether projections can be sliced by heads and no norm spans all heads.
-        collects_keys: whether kept keys and values are copied out of their pages to be read.
-        num_ranks: tensor-parallel ranks, whose products are summed.
-        head: buffers of the output head, besides the logits.
-        split_bytes: bytes that attention of few rows takes besides, whatever the rows.
-    """
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_width: int
-    num_columns: int
-    dtype: torch.dtype
-    rotary_dim: int
-    rotary_dtype: torch.dtype
-    products: tuple[LinearBuffers, ...]
-    experts: Experts | None = None
-    can_group_heads: bool = True
-    collects_keys: bool = False
-    num_ranks: int = 1
-    head: Listed = ()
-    split_bytes: int = 0
-
-    @property
-    def element_bytes(self) -> int:
-        """Bytes e of an element of the model dtype."""
-        return self.dtype.itemsize
-
-    @property
-    def most_gated_rows(self) -> int | None:
-        """Rows above which a chunk never stores gate and up together; None for no limit."""
-        most = [products.most_gated_rows for products in self.products]
-        return None if None in most else max(filter(None, most), default=0)
-
-    @property
-    def weight_bytes(self) -> float:
-        """Most bytes of a stored weight of a layer."""
-        return max(products.weight_bytes or self.element_bytes for products in self.products)
-
-    @property
-    def speed(self) -> float:
-        """Least rate of a layer's large products relative to those of 16-bit weights."""
-        return min(products.speed for products in self.products)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes D e of one row of the residual stream."""
-        return self.hidden_size * self.element_bytes
-
-    @property
-    def query_bytes(self) -> int:
-        """Bytes H hd e of the queries of one row."""
-        return self.num_heads * self.head_dim * self.element_bytes
-
-    @property
-    def key_value_bytes(self) -> int:
-        """Bytes 2 KV hd e of keys and values of one row in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * self.element_bytes
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of keys and values of one position in all layers."""
-        return self.num_layers * self.key_value_bytes
-
-    @property
-    def head_groups(self) -> tuple[int, ...]:
-        """Possible numbers of head groups: powers of two that divide KV."""
-        if not self.can_group_heads:
-            return (1,)
-        powers = (1 << exponent for exponent in range(self.num_kv_heads.bit_length()))
-        return tuple(power for power in powers if self.num_kv_heads % power == 0)
-
-
-class StepShape(NamedTuple):
-    """Sizes of a step.
-
-    Attributes:
-        rows: T, rows of all sequences together.
-        sample_rows: rows whose hidden states are sampled, or guide the sampling of others.
-        longest: keys of the longest sequence.
-        num_sequences: sequences.
-        kept_keys: keys of the longest sequence whose keys are kept from earlier steps.
-        keeps: whether it writes keys and values that are kept.
-    """
-
-    rows: int
-    sample_rows: int
-    longest: int
-    num_sequences: int = 1
-    kept_keys: int = 0
-    keeps: bool = False
-
-    def share(self, count: int) -> StepShape:
-        """Return the part of one of `count` ranks: its rows, but all keys of its heads."""
-        rows, sample_rows = -(-self.rows // count), -(-self.sample_rows // count)
-        return self._replace(rows=rows, sample_rows=sample_rows)
-
-    def scaled(self, rows: int) -> StepShape:
-        """Return a step of the same kind with fewer rows."""
-        part = rows / self.rows
-        return self._replace(
-            rows=rows,
-            sample_rows=math.ceil(self.sample_rows * part),
-            longest=int(self.longest * part),
-            kept_keys=int(self.kept_keys * part),
-        )
-
-
-class Residency(NamedTuple):
-    """Data that stays on the device for a whole step.
-
-    Attributes:
-        keep_queries: queries and rotary tables are computed once for all rows, else by every chunk
-            for itself.
-        head_groups: G; keys and values of one group of heads exist at a time.
-        host_residual: the residual stream lies in host memory and visits the device in chunks.
-        shards: N ranks divide the rows, and each has all keys and values of its part of the heads
-            of a group. Row counts are then those of one rank.
-    """
-
-    keep_queries: bool
-    head_groups: int = 1
-    host_residual: bool = False
-    shards: int = 1
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether layers run group by group, share by share or from the host."""
-        return self.head_groups > 1 or self.host_residual or self.shards > 1
 
 
 class Footprint:
@@ -391,9 +190,79 @@ class Footprint:
         return tuple((*beside, *phase) for phase in phases)
 
 
-def device_layers(num_layers: int, host_layers: int) -> int:
-    """Number of layers of kept keys and values that take memory of the device.
+class StageBytes(NamedTuple):
+    """Bytes of a row in a stage's chunk.
 
-    Layers in host memory visit it in turn, `NUM_STREAM_BUFFERS` at a time.
+    Attributes:
+        buffers: bytes of the pool; all bytes, where the pool is not split.
+        temporaries: bytes that PyTorch allocates, where the pool is split.
+        few_buffers, few_rows: bytes of the pool in a chunk of at most `few_rows` rows, if more.
     """
-    return num_layers - host_layers + (stages.NUM_STREAM_BUFFERS if host_layers else 0)
+
+    buffers: int
+    temporaries: int
+    few_buffers: int = 0
+    few_rows: int = 0
+
+    @classmethod
+    def of(cls, phases: Phases, is_split: bool) -> StageBytes:
+        if not is_split:
+            return cls(max(map(row_bytes, phases)), 0)
+        return cls(
+            max(row_bytes(phase, is_temporary=False) for phase in phases),
+            max(row_bytes(phase, is_temporary=True) for phase in phases),
+        )
+
+    @classmethod
+    def of_feed_forward(cls, footprint: Footprint, layout: Residency, is_split: bool) -> StageBytes:
+        few = cls.of(footprint.feed_forward(layout), is_split)
+        few_rows = footprint.shape.most_gated_rows
+        if few_rows is None:
+            return few
+        many = cls.of(footprint.feed_forward(layout, is_long=True), is_split)
+        return many._replace(few_buffers=few.buffers, few_rows=few_rows)
+
+    def buffers_in(self, rows: int) -> int:
+        """Bytes of the pool for a chunk of `rows` rows, or for a shorter last one, if more."""
+        return max(rows * self.buffers, min(rows, self.few_rows) * self.few_buffers)
+
+    def rows_in(self, buffers: int, temporaries: int) -> int:
+        """Number of rows that fit into these bytes of the pool and of temporaries."""
+        is_few = buffers < self.few_rows * self.few_buffers
+        rows = buffers // (self.few_buffers if is_few else self.buffers)
+        return min(rows, temporaries // self.temporaries) if self.temporaries else rows
+
+
+class RowBytes(NamedTuple):
+    """Bytes of a row: for the step, for a sample row, and for a chunk of every stage.
+
+    `collected` counts per kept key; `split` is what attention of few rows takes in all.
+    """
+
+    resident: int
+    results: int
+    collected: int
+    split: int
+    keys_values: StageBytes
+    attend: StageBytes
+    feed_forward: StageBytes
+    read: StageBytes
+
+    @property
+    def stages(self) -> tuple[StageBytes, StageBytes, StageBytes, StageBytes]:
+        return self.keys_values, self.attend, self.feed_forward, self.read
+
+    @classmethod
+    def of(
+        cls, footprint: Footprint, layout: Residency, is_packed: bool, *, is_split: bool
+    ) -> RowBytes:
+        return cls(
+            row_bytes(footprint.resident(layout)),
+            row_bytes(footprint.read_results(layout)),
+            footprint.collected_keys(layout),
+            footprint.shape.split_bytes,
+            StageBytes.of(footprint.keys_values(layout), is_split),
+            StageBytes.of(footprint.attend(layout, is_packed=is_packed), is_split),
+            StageBytes.of_feed_forward(footprint, layout, is_split),
+            StageBytes.of(footprint.read(layout, is_packed=is_packed), is_split),
+        )

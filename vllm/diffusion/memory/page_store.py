@@ -13,9 +13,8 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.core.pages import PAGE_SIZE, num_pages
 from vllm.diffusion.core.spans import PageTable
-from vllm.diffusion.core.stages import NUM_STREAM_BUFFERS
+from vllm.diffusion.core.stages import NUM_STREAM_BUFFERS, device_layers
 from vllm.diffusion.memory.activation_pool import PoolExhaustedError
-from vllm.diffusion.memory.footprint import device_layers
 from vllm.diffusion.memory.host import HostLayers
 
 if TYPE_CHECKING:

@@ -9,7 +9,30 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vllm.diffusion.memory.footprint import Residency
+TILE_ROWS = 128  # chunks are whole tiles of a product where they can be
+
+
+class Residency(NamedTuple):
+    """Data that stays on the device for a whole step.
+
+    Attributes:
+        keep_queries: queries and rotary tables are computed once for all rows, else by every chunk
+            for itself.
+        head_groups: G; keys and values of one group of heads exist at a time.
+        host_residual: the residual stream lies in host memory and visits the device in chunks.
+        shards: N ranks divide the rows, and each has all keys and values of its part of the heads
+            of a group. Row counts are then those of one rank.
+    """
+
+    keep_queries: bool
+    head_groups: int = 1
+    host_residual: bool = False
+    shards: int = 1
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether layers run group by group, share by share or from the host."""
+        return self.head_groups > 1 or self.host_residual or self.shards > 1
 
 
 class ChunkRows(NamedTuple):
@@ -92,6 +115,16 @@ def chunks(num_rows: int, rows_per_chunk: int) -> Iterator[slice]:
     """Yield consecutive slices of at most `rows_per_chunk` rows that cover `num_rows` rows."""
     for start in range(0, num_rows, rows_per_chunk):
         yield slice(start, min(start + rows_per_chunk, num_rows))
+
+
+def even_chunk(num_rows: int, most: int) -> int:
+    """Rows of a chunk: rows are cut into the fewest equal chunks, in whole tiles if they fit."""
+    if most >= num_rows:
+        return max(num_rows, 1)
+    most = max(most, 1)
+    most -= most % TILE_ROWS if most > TILE_ROWS else 0
+    even = -(-num_rows // -(-num_rows // most))
+    return min(-(-even // TILE_ROWS) * TILE_ROWS, most)
 
 
 def readable(num_bytes: int) -> str:

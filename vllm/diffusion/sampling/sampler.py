@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from vllm.diffusion import ops
+from vllm.diffusion.core.samples import Logprobs, Samples
 from vllm.diffusion.guided.joint import read_all
 from vllm.diffusion.sampling.fused import LaunchKey, launch_key, sample_fused, sample_in_head
-from vllm.diffusion.sampling.logprobs import Logprobs, distribution_of
 from vllm.diffusion.sampling.plain import sample_plain
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ COPIES_BYTES = 128 << 20  # of the rows that are copied at a time
 def sample(
     model: LogitsModel,
     parts: Iterable[tuple[torch.Tensor, Sequence[RowGroup]]],
-) -> torch.Tensor:
+) -> Samples:
     """Sample all groups and return their candidates, concatenated.
 
     Args:
@@ -42,11 +42,7 @@ def sample(
             after another. The logits of one part exist at a time, if they are stored at all.
 
     Returns:
-        [3, R] float64 on the model's device: token, score, greedy token of every row. Where a group
-        wants log probabilities there are more rows (zero for other groups): those of
-        `Logprobs.packed`, or one per column of its `token_ids`, one for each of its `num_top` most
-        likely tokens, and the ids of these. One tensor, so that one copy
-        brings it to the host: token ids are exact in float64.
+        The candidates of all rows, on the model's device.
     """
     found = []
     for hidden, groups in parts:
@@ -54,22 +50,12 @@ def sample(
         if model.head_matrix is not None:
             whole = sample_in_head(normed, groups, model.head_matrix)
             if whole is not None:
-                found.append(_packed(whole))
+                found.append(Samples.of(whole))
                 continue
         logits = model.compute_logits(normed)
         for run, key in _runs(groups, logits):
             found.append(_sample_run(logits, run, key, model))
-    return joined(found)
-
-
-def joined(found: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Join what `sample` returned for several parts, as if it had sampled all of them."""
-    if not found:
-        return torch.empty(3, 0, dtype=torch.float64)
-    if len(found) == 1:
-        return found[0]
-    height = max(part.shape[0] for part in found)
-    return torch.cat([_padded(part, height) for part in found], dim=1)
+    return Samples.joined(found)
 
 
 def sample_group(logits: torch.Tensor, group: RowGroup, model: LogitsModel) -> ops.Sampled:
@@ -122,7 +108,7 @@ def _sample_run(
     run: list[RowGroup],
     key: LaunchKey | None,
     model: LogitsModel,
-) -> torch.Tensor:
+) -> Samples:
     """Sample a run of groups whose rows are among those of `logits`; result as of `sample`."""
     lead = run[0]
     own = logits[lead.rows.start : run[-1].rows.stop]
@@ -133,11 +119,11 @@ def _sample_run(
     if readers:
         _read_jointly(ops.gather_columns(own, model.vocab_size), readers, lead.rows.start)
     if key is not None:
-        return _packed(sample_fused(own, run, key, model.vocab_start, model.vocab_size))
+        return Samples.of(sample_fused(own, run, key, model.vocab_start, model.vocab_size))
     # The others make copies of their logits: of a few rows at a time.
     most = max(COPIES_BYTES // (BYTES_OF_COPIES * model.vocab_size), 1)
     pieces = [slice(start, start + most) for start in range(0, max(len(own), 1), most)]
-    return torch.cat([_sample_alone(own[rows], lead.piece(rows), model) for rows in pieces], dim=1)
+    return Samples.joined([_sample_alone(own[rows], lead.piece(rows), model) for rows in pieces])
 
 
 def _read_jointly(logits: torch.Tensor, groups: Sequence[RowGroup], first: int) -> None:
@@ -158,10 +144,10 @@ def _read_jointly(logits: torch.Tensor, groups: Sequence[RowGroup], first: int) 
         read_all(logits, found)
 
 
-def _sample_alone(logits: torch.Tensor, group: RowGroup, model: LogitsModel) -> torch.Tensor:
+def _sample_alone(logits: torch.Tensor, group: RowGroup, model: LogitsModel) -> Samples:
     """Sample a group without a key; arguments as for `sample_group`, result as of `sample`."""
     if not group.has_extras:
-        return _packed(sample_plain(logits, group, model.vocab_start, model.vocab_size))
+        return Samples.of(sample_plain(logits, group, model.vocab_start, model.vocab_size))
     # Log probabilities before the choice, which may overwrite the logits.
     if group.token_ids is not None:
         (token_ids,) = ops.to_device([group.token_ids], logits.device)
@@ -173,13 +159,13 @@ def _sample_alone(logits: torch.Tensor, group: RowGroup, model: LogitsModel) -> 
         scores = ops.token_logprobs(
             logits, token_ids, first_column=model.vocab_start, vocab_size=model.vocab_size
         )
-        parts = [_packed(sample_group(logits, group, model)), scores.T]
-        return torch.cat(parts if top is None else [*parts, top.T.double()])
+        extras = [scores.T] if top is None else [scores.T, top.T]
+        return Samples.of(sample_group(logits, group, model), extras)
     if group.params.num_logprobs is None:
-        return _packed(sample_group(logits, group, model))
+        return Samples.of(sample_group(logits, group, model))
     # Ranks exchange their columns for ranks among all tokens.
     whole = ops.gather_columns(logits, model.vocab_size)
-    distribution = distribution_of(whole, group.forbidden)
+    distribution = _distribution_of(whole, group.forbidden)
     found = sample_group(logits, group, model)
     named = None
     if group.params.logprob_token_ids:
@@ -187,14 +173,12 @@ def _sample_alone(logits: torch.Tensor, group: RowGroup, model: LogitsModel) -> 
         (named,) = ops.to_device([ids], logits.device)
     num_top = group.params.num_logprobs
     logprobs = Logprobs.of(distribution, found.token, found.greedy, num_top, named)
-    return torch.cat([_packed(found), logprobs.packed()])
+    return Samples.of(found, [logprobs.packed()])
 
 
-def _packed(found: ops.Sampled) -> torch.Tensor:
-    """Pack into [3, R] float64, in which token ids are exact."""
-    return torch.stack([x.double() for x in found])
-
-
-def _padded(rows: torch.Tensor, height: int) -> torch.Tensor:
-    missing = height - rows.shape[0]
-    return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+def _distribution_of(logits: torch.Tensor, forbidden: tuple[int, ...]) -> torch.Tensor:
+    """Return log probabilities [R, V] fp32 of whole rows of logits, without `forbidden` columns."""
+    kept = logits.to(torch.float32, copy=True)
+    for token in forbidden:  # a list as an index would make the host wait for the device
+        kept[:, token] = -torch.inf
+    return torch.log_softmax(kept, dim=-1)

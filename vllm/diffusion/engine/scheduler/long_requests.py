@@ -12,15 +12,15 @@ took, from which the ratio to the predictions is learned.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
-from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.engine.messages import PausedStep, Slice
 from vllm.diffusion.engine.scheduler.turns import take_turns
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from vllm.diffusion.config import Settings
     from vllm.diffusion.engine.messages import DiffusionRunnerOutput, SliceTiming
@@ -29,21 +29,22 @@ if TYPE_CHECKING:
 
 
 class Pace:
-    """Ratio of the seconds that the device takes to those that the planner predicts."""
+    """Ratio of the seconds that the device takes to those that the planner predicts.
 
-    KEPT = 0.98  # of what was seen, with every new slice
+    Attributes:
+        factor: the ratio, rounded to two digits so that plans for given seconds are found again.
+    """
+
+    REMEMBERED = 0.98  # of what was seen, with every new slice
 
     def __init__(self) -> None:
         self._predicted_s = self._taken_s = 1e-3  # a guess that the first slices outweigh
+        self.factor = 1.0
 
     def learn(self, worked: SliceTiming) -> None:
-        self._predicted_s = self.KEPT * self._predicted_s + worked.seconds
-        self._taken_s = self.KEPT * self._taken_s + worked.taken_s
-
-    @property
-    def factor(self) -> float:
-        """The ratio, rounded to two digits so that plans for given seconds are found again."""
-        return float(f"{self._taken_s / self._predicted_s:.1e}")
+        self._predicted_s = self.REMEMBERED * self._predicted_s + worked.seconds
+        self._taken_s = self.REMEMBERED * self._taken_s + worked.taken_s
+        self.factor = float(f"{self._taken_s / self._predicted_s:.1e}")
 
 
 class Slicing:
@@ -53,27 +54,47 @@ class Slicing:
         settings: share of the time of long requests, and longest pause of short ones.
 
     Attributes:
-        longest_pause_s: seconds that a short request may wait without progress; 0 for no bound.
+        longest_pause_s: seconds that a short request may wait without progress.
         pace: pace of the device.
+        is_idle: no running request may be long, and no slice is under way: steps need no sharing.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._share, self.longest_pause_s = settings.long_share, settings.longest_pause_s
         self.pace = Pace()
+        self.is_idle = True
         self._paused: PausedStep | None = None
         self._is_shared = False  # both kinds took part in the step that runs
         self._owed_s = 0.0  # seconds that long requests have had less than their share
-        self._seen = 0.0  # time.monotonic() of the newest results
+        self._predicted_s: WeakKeyDictionary[RequestState, dict[int, float]] = WeakKeyDictionary()
 
     @property
     def slice_s(self) -> float:
         """Seconds of one slice."""
         return self.longest_pause_s / 2
 
-    def learn(self, done: DiffusionRunnerOutput) -> None:
-        """Take in what the workers report of slices, and the time that has passed."""
-        now = time.monotonic()
-        passed_s, self._seen = now - self._seen, now
+    def started(self, item: RequestState, planner: Planner) -> None:
+        """Take in that a request runs."""
+        if self._may_be_long(item, planner):
+            self.is_idle = False
+
+    def learn(
+        self,
+        done: DiffusionRunnerOutput,
+        passed_s: float,
+        running: Iterable[RequestState],
+        planner: Planner | None,
+    ) -> None:
+        """Take in what the workers report of slices.
+
+        Need not be called while nothing is reported of slices and `is_idle`.
+
+        Args:
+            done: results of a step.
+            passed_s: seconds since the results before them.
+            running: the requests that run.
+            planner: planner of the engine; None while the size of the memory is unknown.
+        """
         self._paused = done.paused
         if self._is_shared:
             self._owed_s = min(self._owed_s + self._share * passed_s, self.slice_s)
@@ -82,28 +103,35 @@ class Slicing:
             self._owed_s += done.worked.num_slices * self.slice_s - done.worked.taken_s
         if not self._is_shared:  # they have had at least the slices that a newcomer waits for
             self._owed_s = max(self._owed_s, -self.longest_pause_s)
+        has_slices = self._is_shared or self._paused is not None
+        self.is_idle = not has_slices and not (
+            planner is not None and any(self._may_be_long(item, planner) for item in running)
+        )
 
     # ---- who is long ----
 
     def is_long(self, item: RequestState, rows: int, planner: Planner) -> bool:
         """Whether a step of `rows` rows of this request takes longer than a pause may."""
-        if not self.longest_pause_s:
-            return False
-        longest_s = self.longest_pause_s / self.pace.factor
         most = item.demand.largest_rows(planner.row_budget)
-        if item.predicted_s(most, planner) <= longest_s:
-            return False
-        return item.predicted_s(min(rows, most), planner) > longest_s
+        return self._may_be_long(item, planner) and self._takes_long(item, min(rows, most), planner)
 
-    def long(self, running: Mapping[str, RequestState], planner: Planner | None) -> list[str]:
+    def _may_be_long(self, item: RequestState, planner: Planner) -> bool:
+        """Whether the largest step of this request takes longer than a pause may."""
+        return self._takes_long(item, item.demand.largest_rows(planner.row_budget), planner)
+
+    def _takes_long(self, item: RequestState, rows: int, planner: Planner) -> bool:
+        predicted = self._predicted_s.setdefault(item, {})
+        if rows not in predicted:
+            predicted[rows] = planner.seconds_of(item.demand, rows)
+        return predicted[rows] > self.longest_pause_s / self.pace.factor
+
+    def long(self, running: Mapping[str, RequestState], planner: Planner) -> list[str]:
         """Return the long requests, in the order of their turns, and any whose step has begun.
 
         Args:
             running: in the order of their turns.
-            planner: None while the size of the memory is unknown.
+            planner: planner of the engine.
         """
-        if planner is None:
-            return []
         paused = None if self._paused is None else self._paused.req_id
         return [
             req_id
@@ -113,8 +141,35 @@ class Slicing:
 
     # ---- whose turn it is ----
 
+    def share(
+        self,
+        long: Collection[str],
+        running: Mapping[str, RequestState],
+        launched: AbstractSet[str],
+        planner: Planner,
+        next_step: Callable[[Mapping[str, RequestState]], dict[str, int]],
+    ) -> tuple[dict[str, int], Slice | None]:
+        """Return the rows of the next step, by request, and the slice among them, if one is due.
+
+        Args:
+            long: the long requests among those that run.
+            running: in the order of their turns.
+            launched: requests of the steps that are under way; long ones among them stay whole.
+            planner: planner of the engine.
+            next_step: chooses who of given requests takes part in a step as a whole.
+        """
+        cut = {req_id: running[req_id] for req_id in long if req_id not in launched}
+        rows = next_step({req_id: item for req_id, item in running.items() if req_id not in cut})
+        if launched.isdisjoint(rows) and not self._fits_beside(rows, running, planner):
+            rows = {}
+        ready = [item for item in cut.values() if item.has_pages]
+        next_slice = self.next_slice(ready, planner, is_shared=bool(rows))
+        if next_slice is not None:
+            rows[next_slice.req_id] = next_slice.rows
+        return rows, next_slice
+
     def next_slice(
-        self, long: Sequence[RequestState], planner: Planner | None, *, is_shared: bool
+        self, long: Sequence[RequestState], planner: Planner, *, is_shared: bool
     ) -> Slice | None:
         """Return the next slice of the step that has begun, else the first one of the next step.
 
@@ -124,9 +179,7 @@ class Slicing:
             is_shared: short requests take part in the same step.
         """
         self._is_shared = is_shared and bool(long)
-        if not long or planner is None:
-            return None
-        if is_shared and self._owed_s < 0:
+        if not long or (is_shared and self._owed_s < 0):
             return None
         paused = None if self._paused is None else self._paused.req_id
         item = next((item for item in long if item.req_id == paused), long[0])
@@ -135,17 +188,13 @@ class Slicing:
         self._owed_s -= self.slice_s  # until it is known what it took
         return Slice(item.req_id, rows[item.req_id], self.slice_s / self.pace.factor)
 
-    def fits_beside(
-        self, rows: Mapping[str, int], running: Mapping[str, RequestState], planner: Planner | None
+    def _fits_beside(
+        self, rows: Mapping[str, int], running: Mapping[str, RequestState], planner: Planner
     ) -> bool:
         """Whether a step of these requests fits beside what a paused step holds of the pool."""
-        if self._paused is None or planner is None or not rows:
+        if self._paused is None or not rows:
             return True
         demands = [running[req_id].demand for req_id in rows]
         kept_bytes = planner.kept_bytes(item.demand for item in running.values())
         kept_bytes += self._paused.held_bytes
-        try:
-            planner.plan_of(demands, kept_bytes)
-        except ActivationBudgetError:
-            return False
-        return True
+        return planner.fits(planner.step_of(demands), kept_bytes)

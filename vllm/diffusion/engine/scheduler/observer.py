@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from vllm.diffusion import metrics
+from vllm.diffusion.engine.scheduler.request_state import seconds_since_arrival
 from vllm.diffusion.request.lengths import forwards_saved
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreEventType
@@ -14,7 +15,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection
 
     from vllm.diffusion.engine.messages import (
         DiffusionRunnerOutput,
@@ -113,7 +114,7 @@ class Observer:
         return time.monotonic() - self._last_statistics >= STATISTICS_S
 
     def statistics(
-        self, num_running: int, waiting: Sequence[RequestState]
+        self, num_running: int, waiting: Collection[RequestState]
     ) -> SchedulerStats | None:
         """Return everything recorded since the last call; None if nobody reads it.
 
@@ -131,8 +132,3 @@ class Observer:
             self._last_waiting = now if waiting else 0.0
         self._seen.put_into(stats)
         return stats
-
-
-def seconds_since_arrival(request: Request) -> float:
-    """Seconds since the server's process stamped the request, by the clock that both share."""
-    return float(max(time.time() - request.arrival_time, 0.0))

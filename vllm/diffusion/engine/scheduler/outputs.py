@@ -8,6 +8,7 @@ passes on unchanged.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -16,8 +17,6 @@ from vllm.diffusion.request.lengths import forwards_saved
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from vllm.diffusion.engine.messages import StepResult
     from vllm.diffusion.engine.scheduler.request_state import RequestState
     from vllm.v1.metrics.stats import SchedulerStats
@@ -62,34 +61,57 @@ def refusal(request: Request, message: str) -> EngineCoreOutput:
 
 def timeout(item: RequestState, message: str) -> EngineCoreOutput:
     """Make the output of a request that ended before it was complete; its status must be set."""
-    told = {"error": message, "timeout_s": item.params.timeout_s, **_report(item)}
+    fields = {"error": message, "timeout_s": item.params.timeout_s, **_report(item)}
     return EngineCoreOutput(
         request_id=item.req_id,
         new_token_ids=[],
-        kv_transfer_params={"dllm": told},
+        kv_transfer_params={"dllm": fields},
         **_common(item.request),
     )
 
 
-def envelopes(
-    told: Mapping[int, list[EngineCoreOutput]],
-    finished: Mapping[int, set[str]],
-    stats: SchedulerStats | None,
-) -> dict[int, EngineCoreOutputs]:
-    """Make one message for each client with news; the first one takes the statistics.
+class Outbox:
+    """Outputs that clients get with the results of the next step.
 
     Args:
-        told: outputs, by client.
-        finished: ids of requests that have ended, by client, where clients want them.
-        stats: statistics of the whole engine.
+        lists_finished: whether clients want the ids of the requests that have ended.
     """
-    found = {client: EngineCoreOutputs(outputs=part) for client, part in told.items()}
-    for client, req_ids in finished.items():
-        found.setdefault(client, EngineCoreOutputs()).finished_requests = req_ids
-    if stats is not None:
-        first = next(iter(found), 0)
-        found.setdefault(first, EngineCoreOutputs()).scheduler_stats = stats
-    return found
+
+    def __init__(self, *, lists_finished: bool) -> None:
+        self._lists_finished = lists_finished
+        self._outputs: dict[int, list[EngineCoreOutput]] = defaultdict(list)  # by client
+        self._finished: dict[int, set[str]] = defaultdict(set)  # by client
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of outputs that have not been taken."""
+        return sum(map(len, self._outputs.values()))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no client has news."""
+        return not self._outputs and not self._finished
+
+    def put(self, request: Request, *outputs: EngineCoreOutput) -> None:
+        """Add outputs for the client of a request."""
+        if outputs:
+            self._outputs[request.client_index] += outputs
+
+    def note_end(self, request: Request) -> None:
+        """Add that a request has ended."""
+        if self._lists_finished:
+            self._finished[request.client_index].add(request.request_id)
+
+    def take(self, stats: SchedulerStats | None) -> dict[int, EngineCoreOutputs]:
+        """Empty the box: return a message for each client with news; the first has `stats`, too."""
+        found = {client: EngineCoreOutputs(outputs=o) for client, o in self._outputs.items()}
+        for client, req_ids in self._finished.items():
+            found.setdefault(client, EngineCoreOutputs()).finished_requests = req_ids
+        if stats is not None:
+            first = next(iter(found), 0)
+            found.setdefault(first, EngineCoreOutputs()).scheduler_stats = stats
+        self._outputs, self._finished = defaultdict(list), defaultdict(set)
+        return found
 
 
 def _common(request: Request) -> dict[str, Any]:
@@ -105,15 +127,15 @@ def _side_channel(item: RequestState, result: StepResult) -> dict[str, Any] | No
 
     The front end finds stop strings by itself, so with them every output may be the last one.
     """
-    told: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if item.request.is_finished() or item.request.sampling_params.stop:
-        told |= _report(item)
-        told |= {"infilled": result.infilled} if result.infilled else {}
+        fields |= _report(item)
+        fields |= {"infilled": result.infilled} if result.infilled else {}
     if result.canvas is not None:
-        told["canvas"] = vars(result.canvas)
+        fields["canvas"] = vars(result.canvas)
     if result.scores is not None:
-        told["scores"] = vars(result.scores)
-    return {"dllm": told} if told else None
+        fields["scores"] = vars(result.scores)
+    return {"dllm": fields} if fields else None
 
 
 def _report(item: RequestState) -> dict[str, Any]:

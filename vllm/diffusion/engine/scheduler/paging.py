@@ -4,6 +4,11 @@
 Upstream's KV cache manager counts the pages, shares those of equal prefixes, and evicts the least
 recently used. A page is published, so that other requests may find it, once a finished step has
 made all of it final; until then only its own request reads it.
+
+```
+positions of a request   [0, num_kept) final | [num_kept, next_end) next forward | ahead | no page
+pages                    published, if whole | its own .................................. |
+```
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from typing import TYPE_CHECKING
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.engine.messages import NewPages
+from vllm.diffusion.engine.scheduler.gates import Gate
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.request import RequestStatus
@@ -37,14 +43,18 @@ def most_positions(num_pages: int, max_model_len: int) -> int:
     return min((num_pages - 1) * PAGE_SIZE, 2 * max_model_len)
 
 
-class Paging:
-    """Hands out the pages of a store.
+class Paging(Gate):
+    """Gate of requests whose keys and values lie in pages; hands out the pages of the store.
 
     Args:
         vllm_config: configuration of the engine.
         kv_cache_config: upstream's, made from the worker's sizes.
         hash_block_size: tokens covered by one hash.
         log_stats: whether statistics are read.
+
+    Attributes:
+        manager: upstream's, which counts the pages.
+        num_bytes: bytes of the store.
     """
 
     def __init__(
@@ -55,7 +65,7 @@ class Paging:
         *,
         log_stats: bool,
     ) -> None:
-        self._manager = KVCacheManager(
+        self.manager = KVCacheManager(
             kv_cache_config,
             max_model_len=kv_cache_config.num_blocks * PAGE_SIZE,  # it cuts what is longer
             scheduler_block_size=PAGE_SIZE,
@@ -69,22 +79,25 @@ class Paging:
         self._new_pages: dict[str, NewPages] = {}
         self._is_short = False  # somebody waits for pages
 
-    def arrived(self, item: RequestState) -> None:
+    def arrived(self, item: RequestState) -> bool:
         """Add the block length, on which keys and values depend, to a request's hashes.
 
         Raises:
             ActivationBudgetError: it would not fit even alone.
         """
+        if not item.is_paged:
+            return False
         request, length = item.request, item.demand.length
         if length > self._most_positions:
             there = self._most_positions
-            position = self.num_bytes // (self._manager.kv_cache_config.num_blocks * PAGE_SIZE)
+            position = self.num_bytes // (self.manager.kv_cache_config.num_blocks * PAGE_SIZE)
             raise ActivationBudgetError(length, length * position, there * position, there)
         request.cache_salt = f"{request.cache_salt or ''}|B{item.params.block_length}"
         request.block_hashes.clear()
         request.update_block_hashes()
-        if not (self._manager.enable_caching and _shares(item)):
+        if not (self.manager.enable_caching and _shares(item)):
             request.skip_reading_prefix_cache = True
+        return True
 
     def provide(self, running: Iterable[RequestState], under_way: Collection[str]) -> None:
         """Reserve pages for every next forward, and beyond, as a worker launches one step ahead.
@@ -110,21 +123,21 @@ class Paging:
             ahead = item.next_end + BLOCKS_AHEAD * item.params.block_length
             self._give(item, min(ahead, item.demand.length))
 
-    def admits(self, item: RequestState) -> bool:
-        """Whether a request may start; if so, it has the pages of its first forward.
+    def reserve(self, item: RequestState) -> bool:
+        """Give a request the pages of its first forward; False if there are too few.
 
         Requests that have started before and wait for pages come first.
         """
-        return not item.is_paged or (not self._is_short and self._give(item, item.next_end))
+        return not self._is_short and self._give(item, item.next_end)
 
     def _give(self, item: RequestState, end: int) -> bool:
-        """Give a request pages for its positions up to `end`; whether it has them now.
+        """Give a request pages for its positions [0, `end`); return whether it has them now.
 
         A request without pages begins with those that already hold its prefix.
         """
         if item.num_pages * PAGE_SIZE >= end:
             return True
-        request, manager, has_none = item.request, self._manager, item.num_pages == 0
+        request, manager, has_none = item.request, self.manager, item.num_pages == 0
         found, num_found = None, 0
         if has_none:
             found, num_found, _ = manager.get_computed_blocks(request)
@@ -146,7 +159,7 @@ class Paging:
     def _begin(self, item: RequestState, num_found: int) -> None:
         """Start a request whose first `num_found` positions are computed already."""
         request = item.request
-        self._manager.record_prefix_cache_stats(request, num_found)
+        self.manager.record_prefix_cache_stats(request, num_found)
         if request.num_preemptions == 0 and request.prefill_stats is not None:
             request.prefill_stats.set(request.num_prompt_tokens, num_found, 0)
         request.status = RequestStatus.RUNNING
@@ -162,12 +175,12 @@ class Paging:
         for item in running:
             if item.num_pages:
                 self.preempt(item)
-        return bool(self._manager.reset_prefix_cache())
+        return bool(self.manager.reset_prefix_cache())
 
     def preempt(self, item: RequestState) -> None:
         """Take away a request's pages; it continues when there are some again."""
         request = item.request
-        self._manager.free(request)
+        self.manager.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         request.record_event(EngineCoreEventType.PREEMPTED)
@@ -175,19 +188,19 @@ class Paging:
         item.keep(0)
         self._new_pages[item.req_id] = NewPages([], 0)
 
-    def publish(self, item: RequestState) -> None:
+    def advanced(self, item: RequestState) -> None:
         """Let other requests find the final part of a request's keys and values."""
         request = item.request
         if item.num_pages == 0 or item.num_kept == request.num_computed_tokens:
             return
         request.num_computed_tokens = item.num_kept
         if _shares(item):
-            self._manager.cache_blocks(request, min(item.num_kept, request.num_tokens))
+            self.manager.cache_blocks(request, min(item.num_kept, request.num_tokens))
 
-    def free(self, item: RequestState) -> None:
+    def left(self, item: RequestState) -> None:
         """Release the pages of an ended request; published ones stay until they are needed."""
         if item.num_pages:
-            self._manager.free(item.request)
+            self.manager.free(item.request)
             item.num_pages = 0
         self._new_pages.pop(item.req_id, None)
 
@@ -198,8 +211,8 @@ class Paging:
 
     def put_into(self, stats: SchedulerStats) -> None:
         """Write how full the store is, and how many prefixes were found, into `stats`."""
-        stats.kv_cache_usage = self._manager.usage
-        found = self._manager.make_prefix_cache_stats()
+        stats.kv_cache_usage = self.manager.usage
+        found = self.manager.make_prefix_cache_stats()
         if found is not None:
             stats.prefix_cache_stats = found
 

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers to one prompt: what their first forwards have in common is computed once.
+"""Requests that share a prompt: what their first forwards have in common is computed once.
 
 A request for n answers comes as n requests, which differ in their seeds alone. One of them computes
-its first forward, and the others wait for it. What they read of it depends on what they keep:
+its first forward, and the others wait for it. What they read of it depends on the cache:
 
-- `frozen`: the prompt's keys and values, where they are, for which the first one keeps room for
-  what the others do not share. In their first forward they compute the canvas.
+- `frozen`: the prompt's keys and values, where they lie. The request that computes them reserves
+  room for what the others do not share. In their first forward the others compute the canvas.
 - `none`: the hidden states of the sample rows. Their first forward is over when they start.
-- `prefix`, `dual`, `delayed`: the same, and a copy of all keys and values that it has left. The
-  next forward writes some of them, so who starts after that computes its own.
-- `exact`: the prompt's keys and values, as anybody whose prompt begins alike.
+- `prefix`, `dual`, `delayed`: these hidden states, and a copy of all keys and values that the first
+  forward has left. The next one overwrites some of them, so a request that starts after it computes
+  its own.
+- `exact`: the prompt's keys and values, like every request whose prompt begins alike.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import numpy as np
 
 from vllm.diffusion.core.pages import PAGE_SIZE, in_whole_pages
 from vllm.diffusion.engine.messages import MOST_SHARED_ROWS
+from vllm.diffusion.engine.scheduler.gates import Gate
 
 if TYPE_CHECKING:
-    from vllm.diffusion.engine.scheduler.request_state import RequestState
+    from vllm.diffusion.engine.scheduler.request_state import RequestState, WaitsFor
     from vllm.diffusion.request.params import DiffusionParams
 
 # First forwards that have fewer rows all together cost no more than one of them.
@@ -38,11 +40,11 @@ class Prompt(NamedTuple):
 
 
 @dataclass
-class _Sharers:
+class _PromptGroup:
     """Running requests that share what one of them has computed.
 
     Attributes:
-        members: the first one's demand includes what all of them keep.
+        members: requests, of which the first one's demand includes the room of all.
         num_places: number of requests that may still join.
     """
 
@@ -50,67 +52,57 @@ class _Sharers:
     num_places: int
 
 
-class PromptGroups:
-    """Decides which waiting requests may begin with what a running one has computed."""
+class PromptGroups(Gate):
+    """Gate of requests that share a prompt: one of them computes it, and the others wait for it."""
 
     def __init__(self) -> None:
-        self._groups: dict[Prompt, _Sharers] = {}
-        self._prompts: dict[str, Prompt] = {}  # by request
+        self._groups: dict[Prompt, _PromptGroup] = {}
+        self._prompts: dict[RequestState, Prompt] = {}
 
-    def arrived(self, item: RequestState) -> None:
-        """Note a request that waits; until it is placed, it is expected to compute its prompt."""
-        if item.params.num_answers > 1 and _may_share(item):
-            token_ids = np.array(item.request.prompt_token_ids or []).tobytes()
-            self._prompts[item.req_id] = Prompt(token_ids, replace(item.params, seed=None))
-            self._compute(item)
+    def arrived(self, item: RequestState) -> bool:
+        """Take in one of several answers; it is expected to compute its prompt, for now."""
+        if item.params.num_answers == 1 or not _may_share(item):
+            return False
+        token_ids = np.array(item.request.prompt_token_ids or []).tobytes()
+        self._prompts[item] = Prompt(token_ids, replace(item.params, seed=None))
+        _let_compute(item)
+        return True
 
-    def place(self, item: RequestState) -> None:
-        """Update a waiting request's demand by whose prompt it would read if it started now."""
-        prompt = self._prompts.get(item.req_id)
-        if prompt is None:
-            return
-        group = self._groups.get(prompt)
+    def prepare(self, item: RequestState) -> None:
+        """Set a waiting request's demand by whose prompt it would read if it started now."""
+        group = self._group_of(item)
         if group is None or not group.num_places:
-            self._compute(item)
+            _let_compute(item)
             return
         item.prompt_of = group.members[0].req_id
         if item.params.cache == "frozen":
             item.demand = replace(item.demand, reads_prompt=True, spare=0, host_layers=0)
             item.next_rows = item.demand.first_rows
 
-    def _compute(self, item: RequestState) -> None:
-        """Make a request compute its prompt and keep room for its siblings."""
-        item.prompt_of = None
-        if item.params.cache == "frozen":
-            demand = replace(item.demand, reads_prompt=False)
-            spare = (item.params.num_answers - 1) * own_positions(item) * demand.num_sequences
-            item.demand = replace(demand, spare=spare)
-            item.next_rows = item.demand.first_rows
-
-    def waits(self, item: RequestState) -> bool:
-        """Whether a request is to begin with something that a sibling has not computed yet."""
+    def waits_for(self, item: RequestState) -> WaitsFor | None:
+        """Return "prompt" while another request computes what this one is to begin with."""
         group = self._group_of(item)
-        if group is None or not group.num_places:  # it is to be placed anew
-            return item.prompt_of is not None
-        return item.prompt_of is None or not group.members[0].num_forwards
+        if group is None or not group.num_places:
+            is_ready = item.prompt_of is None  # else it is prepared anew in the next step
+        else:
+            is_ready = item.prompt_of is not None and group.members[0].num_forwards > 0
+        return None if is_ready else "prompt"
 
-    def start(self, item: RequestState) -> None:
-        """Start a request: with what a sibling has computed, or as the one that computes it."""
-        prompt, group = self._prompts.get(item.req_id), self._group_of(item)
-        if prompt is None:
-            return
+    def started(self, item: RequestState) -> None:
+        """Make a request a member of its group, which it founds if it computes the prompt."""
+        prompt, group = self._prompts[item], self._group_of(item)
         if group is None:
             demand, is_frozen = item.demand, item.params.cache == "frozen"
             if not demand.host_layers and (demand.spare or not is_frozen):
-                self._groups[prompt] = _Sharers([item], item.params.num_answers - 1)
+                self._groups[prompt] = _PromptGroup([item], item.params.num_answers - 1)
         elif item.prompt_of is not None:
             group.members.append(item)
             group.num_places -= 1
 
     def left(self, item: RequestState) -> None:
-        """Remove a request that is over; another one's demand then counts what all keep."""
-        group, prompt = self._group_of(item), self._prompts.pop(item.req_id, None)
-        if prompt is None or group is None or item not in group.members:
+        """Remove a request; if it computed the prompt, the next one's demand counts all room."""
+        group, prompt = self._group_of(item), self._prompts.pop(item)
+        if group is None or item not in group.members:
             return
         was_first = group.members[0] is item
         group.members.remove(item)
@@ -119,13 +111,22 @@ class PromptGroups:
         elif was_first:
             group.members[0].demand = item.demand
 
-    def _group_of(self, item: RequestState) -> _Sharers | None:
-        prompt = self._prompts.get(item.req_id)
-        return None if prompt is None else self._groups.get(prompt)
+    def _group_of(self, item: RequestState) -> _PromptGroup | None:
+        return self._groups.get(self._prompts[item])
+
+
+def _let_compute(item: RequestState) -> None:
+    """Let a request compute its prompt, and reserve room for those that will read it."""
+    item.prompt_of = None
+    if item.params.cache == "frozen":
+        demand = replace(item.demand, reads_prompt=False)
+        spare = (item.params.num_answers - 1) * own_positions(item) * demand.num_sequences
+        item.demand = replace(demand, spare=spare)
+        item.next_rows = item.demand.first_rows
 
 
 def _may_share(item: RequestState) -> bool:
-    """Whether a request's first forward has something for its siblings that is worth sharing."""
+    """Whether a request's first forward has something that is worth sharing."""
     params, demand, request = item.params, item.demand, item.request
     if params.cache == "frozen":
         return params.mask_id not in (request.prompt_token_ids or [])
@@ -137,9 +138,14 @@ def _may_share(item: RequestState) -> bool:
 
 
 def own_positions(item: RequestState) -> int:
-    """Positions, in whole pages, that a sequence keeps beside the prompt of another one.
+    """Positions, in whole pages, that a sequence keeps beside the prompt that it shares.
 
-    The row before the canvas is among them where it predicts the canvas's first token.
+    ```
+    prompt [0, P), frozen ......... | canvas [P, length)
+    whole pages of it, shared ... | own positions, in whole pages
+    ```
+
+    Where the row before the canvas predicts the canvas's first token, that row is not shared.
     """
     frozen: int = item.request.num_prompt_tokens - item.params.logit_shift
     return in_whole_pages(item.demand.length) - max(frozen, 0) // PAGE_SIZE * PAGE_SIZE

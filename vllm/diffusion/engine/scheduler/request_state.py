@@ -4,18 +4,23 @@
 from __future__ import annotations
 
 import math
+import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.engine.messages import NewCanvas
+from vllm.diffusion.engine.planning import demand_of
+from vllm.diffusion.request.decision import decision_of
+from vllm.diffusion.request.params import DRAWN_SEED_BITS
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
     from vllm.diffusion.engine.messages import StepResult, StepUsage
-    from vllm.diffusion.memory import Demand, Planner
-    from vllm.diffusion.request.params import DiffusionParams
+    from vllm.diffusion.engine.scheduler.gates import Gate
+    from vllm.diffusion.memory import Demand
+    from vllm.diffusion.request.params import DiffusionParams, ServedModel
     from vllm.v1.request import Request
 
 
@@ -30,6 +35,7 @@ class RequestState:
     """A request with its decided parameters, from arrival to its last token; compared by identity.
 
     Attributes:
+        gates: the gates that have taken it in.
         started: time.monotonic() of admission; 0 before.
         deadline: time.monotonic() at which it ends, complete or not.
         waits_for: reason for which it waits, until it is admitted.
@@ -44,6 +50,7 @@ class RequestState:
     request: Request
     params: DiffusionParams
     demand: Demand
+    gates: tuple[Gate, ...] = ()
     started: float = 0.0
     deadline: float = math.inf
     waits_for: WaitsFor = "order"
@@ -55,10 +62,29 @@ class RequestState:
     num_committed: int = 0
     prompt_of: str | None = None
     largest: StepUsage | None = None
-    _seconds: dict[int, float] = field(default_factory=dict, init=False)  # by rows of a step
 
     def __post_init__(self) -> None:
         self.next_rows = self.demand.first_rows
+
+    @classmethod
+    def of(cls, request: Request, model: ServedModel) -> RequestState:
+        """Make the state of a request that has arrived, with the decision that it brings.
+
+        Raises:
+            InvalidParameterError: it asks for what this model cannot do.
+        """
+        request.prefill_stats.set(request.num_prompt_tokens, 0, 0)
+        prompt = request.prompt_token_ids or []
+        decided = decision_of(request.sampling_params, model, prompt)
+        if decided.seed is None:
+            decided = decided.with_seed(secrets.randbits(DRAWN_SEED_BITS))
+        if decided.priority is None:
+            decided = replace(decided, priority=request.priority)
+        item = cls(request, decided, demand_of(decided, request.num_prompt_tokens))
+        if decided.timeout_s is not None:
+            left_s = decided.timeout_s - seconds_since_arrival(request)
+            item.deadline = time.monotonic() + left_s
+        return item
 
     @property
     def req_id(self) -> str:
@@ -92,18 +118,14 @@ class RequestState:
         """Positions, from 0, that have keys in its next forward, where these are in pages."""
         return self.num_kept + self.next_rows
 
-    def predicted_s(self, rows: int, planner: Planner) -> float:
-        """Predicted seconds of a step of this request alone, with `rows` rows."""
-        if rows not in self._seconds:
-            self._seconds[rows] = planner.seconds_of(self.demand, rows)
-        return self._seconds[rows]
-
     def keep(self, num_kept: int) -> None:
         """Set the number of positions that need not be computed again."""
         self.num_kept, self.next_rows = num_kept, self.next_end - num_kept
 
     def start(self) -> NewCanvas:
         """Mark the request as running and return what the workers need of it."""
+        for gate in self.gates:
+            gate.started(self)
         self.started = time.monotonic()
         self.request.status = RequestStatus.RUNNING
         prompt = list(self.request.prompt_token_ids or [])
@@ -116,16 +138,29 @@ class RequestState:
             spare_positions=self.demand.spare,
         )
 
-    def take_part(self, result: StepResult, usage: StepUsage | None) -> None:
-        """Take in the result of a step, and the memory that it used."""
+    def advance(self, result: StepResult, usage: StepUsage | None) -> list[int]:
+        """Take in the result of a step, and the memory that it used.
+
+        Returns:
+            The new final tokens that belong to the answer.
+        """
         self.next_rows, self.num_kept = result.next_rows, result.num_kept
         self.num_forwards, self.num_committed = result.num_forwards, result.num_committed
         if usage is not None and (
             self.largest is None or usage.peak_bytes > self.largest.peak_bytes
         ):
             self.largest = usage
+        new = self._accept(result)
+        for gate in self.gates:
+            gate.advanced(self)
+        return new
 
-    def accept(self, result: StepResult) -> list[int]:
+    def leave(self) -> None:
+        """Tell the gates that the request is over, whether it has started or not."""
+        for gate in self.gates:
+            gate.left(self)
+
+    def _accept(self, result: StepResult) -> list[int]:
         """Return the new final tokens that belong to the answer; note how the answer ends."""
         request, tokens = self.request, result.new_token_ids
         if result.scores is not None:
@@ -144,3 +179,8 @@ class RequestState:
         elif result.is_closed:
             request.status = RequestStatus.FINISHED_STOPPED
         return new
+
+
+def seconds_since_arrival(request: Request) -> float:
+    """Seconds since the server's process stamped the request, by the clock that both share."""
+    return float(max(time.time() - request.arrival_time, 0.0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission: requests wait in order of arrival until their steps fit beside those that run.
+"""Waiting requests: they start in order of arrival, once their steps fit beside those that run.
 
 Requests with a lower priority number come before all others.
 
@@ -7,16 +7,14 @@ A request that would not fit alone is refused. One that does not fit now lets la
 pass, at most `MAX_OVERTAKEN` of them: then everybody waits until it has started. So small requests
 do not wait for room that only a large one needs, and no stream of small ones can keep a large one
 out.
-
-Requests of one likelihood call start together: they arrive one by one and are to share a step.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import takewhile
+from typing import TYPE_CHECKING
 
 from vllm.diffusion.core.errors import ActivationBudgetError
 
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 
 MAX_OVERTAKEN = 16  # requests that may start before one that came earlier
 MAX_PASSED = 16  # waiting requests that do not fit and are looked past in one step
-LONGEST_WAIT_S = 0.05  # of readings that are here for those of their call that are not
 
 
 class WaitingLine:
@@ -36,68 +33,70 @@ class WaitingLine:
 
     Args:
         max_running: requests that may run at once.
+
+    Attributes:
+        requests: the queue, to be read only.
     """
 
     def __init__(self, max_running: int) -> None:
         self._max_running = max_running
-        self._waiting: deque[RequestState] = deque()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __iter__(self) -> Iterator[RequestState]:
-        return iter(self._waiting)
+        self.requests: deque[RequestState] = deque()
+        self._gated: dict[RequestState, None] = {}  # those that a gate has taken in
+        self._looked_at: list[RequestState] = []  # those whose `waits_for` the last call has set
 
     def append(self, item: RequestState) -> None:
-        behind = sum(1 for other in self._waiting if other.priority > item.priority)
-        self._waiting.insert(len(self._waiting) - behind, item)
+        later = takewhile(lambda other: other.priority > item.priority, reversed(self.requests))
+        self.requests.insert(len(self.requests) - sum(1 for _ in later), item)
+        if item.gates:
+            self._gated[item] = None
 
     def remove(self, item: RequestState) -> None:
-        self._waiting.remove(item)
+        self.requests.remove(item)
+        self._gated.pop(item, None)
 
     def admit(
         self,
         running: Collection[RequestState],
         planner: Planner,
-        has_pages: Callable[[RequestState], bool] = lambda _: True,
         is_long: Callable[[RequestState], bool] = lambda _: False,
-        waits: Callable[[RequestState], WaitsFor | None] = lambda _: None,
     ) -> Iterator[tuple[RequestState, ActivationBudgetError | None]]:
         """Remove and yield the requests that start now, and those that never can, with the reason.
+
+        Every request that stays has the reason in its `waits_for`.
 
         Args:
             running: the requests that run; the caller adds each request that starts before it asks
                 for the next one.
             planner: decides what fits.
-            has_pages: reserves the pages of a request that may start; False if there are too few.
             is_long: whether all steps of a request come in slices, so that it shares none.
-            waits: what a request waits for other than room, if anything; a later request that
-                starts meanwhile does not count as overtaking it.
-
-        Every request that stays has the reason in its `waits_for`.
         """
-        passed: list[RequestState] = []  # came earlier, do not fit now; the first was passed most
-        is_long = cache(is_long)  # each of these is asked about again for everybody who waits
-        for item in self._waiting:
+        for item in self._looked_at:
             item.waits_for = "order"
-        for item in list(self._waiting):
+        for item in self._gated:
+            for gate in item.gates:
+                gate.prepare(item)
+        is_long = cache(is_long)  # each of those that run is asked about again for each that waits
+        stay: list[RequestState] = []
+        self._looked_at = stay
+        passed: list[RequestState] = []  # came earlier, do not fit now; the first was passed most
+        while len(stay) < len(self.requests) and len(passed) < MAX_PASSED:
             if passed and passed[0].num_overtaken >= MAX_OVERTAKEN:
                 return
-            other = waits(item)
-            if other is not None:
-                item.waits_for = other
-                continue
-            error = _refusal(item, planner)
-            if error is None:
-                found = self._obstacle(item, running, planner, is_long)
-                found = found or (None if has_pages(item) else "memory")
-                if found is not None:
-                    item.waits_for = found
+            item, error = self.requests[len(stay)], None
+            reasons = (gate.waits_for(item) for gate in item.gates)
+            reason: WaitsFor | None = next(filter(None, reasons), None)
+            if reason is None:
+                error = _refusal(item, planner)
+                if error is None:
+                    reason = self._obstacle(item, running, planner, is_long)
+                if reason is not None:
                     passed.append(item)
-                    if len(passed) == MAX_PASSED:
-                        return
-                    continue
-            self._waiting.remove(item)
+            if reason is not None:
+                item.waits_for = reason
+                stay.append(item)
+                continue
+            del self.requests[len(stay)]
+            self._gated.pop(item, None)
             if error is None:
                 for earlier in passed:
                     earlier.num_overtaken += 1
@@ -110,15 +109,20 @@ class WaitingLine:
         planner: Planner,
         is_long: Callable[[RequestState], bool],
     ) -> WaitsFor | None:
-        """Return what keeps a request from joining those that run, None if nothing does."""
-        if not running:
-            return None
-        if item.params.force_single_batch or any(r.params.force_single_batch for r in running):
-            return "others"
-        if len(running) >= self._max_running:
-            return "requests"
-        long = {other.demand for other in (*running, item) if is_long(other)}
-        return planner.obstacle([r.demand for r in running], item.demand, long=long)
+        """Return what keeps a request from joining those that run, None if nothing does.
+
+        If nothing does, its gates have reserved what it needs.
+        """
+        if running:
+            if item.params.force_single_batch or any(r.params.force_single_batch for r in running):
+                return "others"
+            if len(running) >= self._max_running:
+                return "requests"
+            long = {other.demand for other in (*running, item) if is_long(other)}
+            obstacle = planner.obstacle([r.demand for r in running], item.demand, long=long)
+            if obstacle is not None:
+                return obstacle
+        return None if all(gate.reserve(item) for gate in item.gates) else "memory"
 
 
 def _refusal(item: RequestState, planner: Planner) -> ActivationBudgetError | None:
@@ -128,41 +132,3 @@ def _refusal(item: RequestState, planner: Planner) -> ActivationBudgetError | No
     except ActivationBudgetError as error:
         return error
     return None
-
-
-class _Call(NamedTuple):
-    """A likelihood call of which some requests have not arrived."""
-
-    num_arrived: int
-    since: float
-
-
-class Gathering:
-    """Says which requests still wait for others of their call.
-
-    Args:
-        clock: seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._groups: dict[str, _Call] = {}
-
-    def arrived(self, item: RequestState) -> None:
-        """Count a request that has arrived toward its call."""
-        score = item.params.score
-        if score is None or score.group_size == 1:
-            return
-        self._forget_late()
-        group = self._groups.pop(score.group, _Call(0, self._clock()))
-        if group.num_arrived + 1 < score.group_size:
-            self._groups[score.group] = group._replace(num_arrived=group.num_arrived + 1)
-
-    def waits(self, item: RequestState) -> bool:
-        """Whether requests of the same call are missing, for at most `LONGEST_WAIT_S`."""
-        self._forget_late()
-        return item.params.score is not None and item.params.score.group in self._groups
-
-    def _forget_late(self) -> None:
-        late = self._clock() - LONGEST_WAIT_S
-        self._groups = {name: g for name, g in self._groups.items() if g.since > late}

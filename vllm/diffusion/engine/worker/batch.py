@@ -17,20 +17,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vllm.diffusion.core.spans import Span
-from vllm.diffusion.decoding import BatchedChoice, Candidates
-from vllm.diffusion.guided.joint import choose_all, gather
 from vllm.diffusion.memory import StepShape
-from vllm.diffusion.sampling import RowGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
-    import torch
-
-    from vllm.diffusion import ops
-    from vllm.diffusion.decoding import BatchedCommit, ForwardTarget
+    from vllm.diffusion.decoding import ForwardTarget
     from vllm.diffusion.engine.worker.canvas import Canvas, Window
-    from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.ops import Array
 
 
@@ -88,31 +81,6 @@ class SpanGroup(NamedTuple):
     rows: slice
     spans: tuple[Span, ...]
     is_cached: bool
-
-
-class SamplePart(NamedTuple):
-    """Sample rows whose logits are computed at a time.
-
-    Attributes:
-        rows: [r] int64, rows of the batch.
-        positions: [r] int64, relative to the canvas.
-        span_groups: keys that the rows attend to.
-        pieces: per request: its index in the batch, then the ranges of `rows` of its own sequence
-            and of its unconditional one, if it is guided.
-    """
-
-    rows: Array
-    positions: Array
-    span_groups: tuple[SpanGroup, ...]
-    pieces: tuple[tuple[int, slice, slice | None], ...]
-
-    @property
-    def num_sampled(self) -> int:
-        """Number of rows that are sampled; unconditional rows only guide them."""
-        return sum(rows.stop - rows.start for _, rows, _ in self.pieces)
-
-
-EMPTY_PART = SamplePart(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), (), ())
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,96 +224,7 @@ class StepBatch:
                 continue
             newest, first = sequence, sequence.first + start - sequence.start
             counted.append((end - start, sequence._replace(first=first)))
-        return _group_spans(counted)
-
-    def sample_parts(self, rows_per_part: int) -> Iterator[SamplePart]:
-        """Yield the sample rows, at most `rows_per_part` at a time (two of a guided request)."""
-        part = _PartBuilder(self)
-        for number, work in enumerate(self.works):
-            done, weight = 0, len(self.packing.own[number])
-            while done < work.eligible.size:
-                room = (rows_per_part - part.num_rows) // weight
-                if room < 1 and part.num_rows:
-                    yield part.finish()
-                    part = _PartBuilder(self)
-                    continue
-                piece = slice(done, min(done + max(room, 1), work.eligible.size))
-                part.add(number, work.eligible[piece])
-                done = piece.stop
-        if part.num_rows:
-            yield part.finish()
-
-    def row_groups(self, part: SamplePart, positions: torch.Tensor) -> tuple[RowGroup, ...]:
-        """Return how the rows of a part are sampled; its `positions` [r] are on the device."""
-        groups = []
-        for number, rows, unconditional in part.pieces:
-            canvas, on_canvas = self.canvases[number], part.positions[rows]
-            joints = self.joints[number]
-            groups.append(
-                RowGroup(
-                    params=canvas.params,
-                    scoring=canvas.rule.scoring,
-                    step=canvas.num_forwards,
-                    forbid_mask=canvas.rule.forbid_mask,
-                    rows=rows,
-                    unconditional_rows=unconditional,
-                    positions=positions[rows],
-                    adjust=canvas.adjust_logits,
-                    token_ids=canvas.token_ids(on_canvas),
-                    joints=tuple([(joint, joint.rows_among(on_canvas)) for joint in joints]),
-                )
-            )
-        return tuple(groups)
-
-    @cached_property
-    def joints(self) -> tuple[list[Joint], ...]:
-        """Joint choices of each request; empty where candidates do not depend on each other."""
-        found = [c.joints(work) for c, work in zip(self.canvases, self.works, strict=True)]
-        if not any(found):
-            return tuple(found)
-        ends, start = [], 0
-        for canvas, work, own in zip(self.canvases, self.works, found, strict=True):
-            stops = [canvas.prompt_length + joint.window.stop for joint in own]
-            ends += [start + int(end) for end in np.searchsorted(work.eligible, stops)]
-            start += work.eligible.size
-        gather([joint for own in found for joint in own], ends)
-        return tuple(found)
-
-    def choose_jointly(self, sampled: torch.Tensor) -> torch.Tensor:
-        """Replace, in place, the candidates of requests that choose several tokens together."""
-        joints = [joint for own in self.joints for joint in own]
-        if joints:
-            choose_all(sampled, joints)
-        return sampled
-
-    def found(self, sampled: ops.HostCopy) -> list[Candidates | BatchedCommit]:
-        """Split what was sampled by request: its candidates, or already the choice among them.
-
-        Args:
-            sampled: [3 or more, R] float64, as `sample` returns it; this call waits for it.
-        """
-        picks = [canvas.pick for canvas in self.canvases]
-        together = None
-        if len(picks) - picks.count(None) > 1:  # one has it sooner by itself
-            together = BatchedChoice(picks, self.works, self.canvases[0].params.mask_id)
-        rows = sampled.host.numpy()
-        awaited, end = [], 0
-        for canvas, work in zip(self.canvases, self.works, strict=True):
-            start, end = end, end + work.eligible.size
-            logprobs = rows[3:, start:end] if canvas.wants_logprobs else None
-            given = rows[1, start:end], canvas.draws(work.eligible), logprobs
-            awaited.append((work.eligible, slice(start, end), *given))
-        sampled.wait()  # the device waits from here on
-        tokens, greedy = rows[0].astype(np.int64), rows[2].astype(np.int64)
-        choices: list[BatchedCommit | None] = [None] * len(self.works)
-        if together is not None:
-            choices = together.decide(tokens, rows[1])
-        return [
-            choice or Candidates(eligible, tokens[own], scores, greedy[own], draws, logprobs)
-            for choice, (eligible, own, scores, draws, logprobs) in zip(
-                choices, awaited, strict=True
-            )
-        ]
+        return group_spans(counted)
 
 
 def build_batch(
@@ -413,43 +292,7 @@ def _pack(canvases: tuple[Canvas, ...], windows: tuple[Window, ...]) -> Packing:
 _NO_SLOTS, _NOT_KEPT = np.empty(0, dtype=np.int64), -1
 
 
-class _PartBuilder:
-    """Collects sample rows, in the order of the batch, into a part."""
-
-    def __init__(self, batch: StepBatch) -> None:
-        self.num_rows = 0
-        self._batch = batch
-        self._rows: list[tuple[Array, PackedSequence, int]] = []  # the last: a prompt's length
-        self._pieces: list[tuple[int, slice, slice | None]] = []
-
-    def add(self, number: int, positions: Array) -> None:
-        """Add the rows that predict `positions` [r] of the request with this index in the batch."""
-        prompt_length, places = self._batch.canvases[number].prompt_length, []
-        for sequence in self._batch.packing.own[number]:
-            self._rows.append((positions, sequence, prompt_length))
-            places.append(slice(self.num_rows, self.num_rows + positions.size))
-            self.num_rows += positions.size
-        self._pieces.append((number, places[0], places[1] if len(places) > 1 else None))
-
-    def finish(self) -> SamplePart:
-        own, sequences, prompt_lengths = zip(*self._rows, strict=True)
-        counts = [positions.size for positions in own]
-        positions = np.concatenate(own)
-        read = np.maximum(positions - self._batch.logit_shift, 0)
-        first_rows = [sequence.start - sequence.first for sequence in sequences]
-        counted, end = [], 0
-        for sequence, count in zip(sequences, counts, strict=True):
-            counted += sequence.counted(read[end : end + count])
-            end += count
-        return SamplePart(
-            read + np.repeat(first_rows, counts),
-            positions - np.repeat(prompt_lengths, counts),
-            _group_spans(counted),
-            tuple(self._pieces),
-        )
-
-
-def _group_spans(counted: Sequence[tuple[int, PackedSequence]]) -> tuple[SpanGroup, ...]:
+def group_spans(counted: Sequence[tuple[int, PackedSequence]]) -> tuple[SpanGroup, ...]:
     """Group runs (rows, sequence) by where their keys lie; runs with cached keys come last."""
     groups, start = [], 0
     for is_cached in (False, True):

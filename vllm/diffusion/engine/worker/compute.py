@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from contextlib import closing, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion import ops
+from vllm.diffusion.core.samples import Samples
 from vllm.diffusion.core.stages import INPUTS, RESULTS, head, read_rows
-from vllm.diffusion.engine.worker.batch import EMPTY_PART
-from vllm.diffusion.engine.worker.first_forwards import FirstForwards
 from vllm.diffusion.engine.worker.forward import (
     run_body,
     run_last_layer,
@@ -19,24 +18,52 @@ from vllm.diffusion.engine.worker.forward import (
     upload_share,
 )
 from vllm.diffusion.engine.worker.row_shares import Cuts, Division, gathered, rounds_of, to_first
+from vllm.diffusion.engine.worker.sample_rows import EMPTY_PART
 from vllm.diffusion.engine.worker.streamed import StreamedForward
 from vllm.diffusion.parallel.groups import Ranks
-from vllm.diffusion.sampling import joined, sample
+from vllm.diffusion.sampling import sample
 
 if TYPE_CHECKING:
     import torch
 
     from vllm.diffusion.core.buffers import Buffers
-    from vllm.diffusion.engine.worker.batch import SamplePart, StepBatch
+    from vllm.diffusion.engine.worker.batch import StepBatch
+    from vllm.diffusion.engine.worker.first_forwards import FirstForwards
     from vllm.diffusion.engine.worker.forward import BodyOutputs, Chunked
     from vllm.diffusion.engine.worker.row_shares import Round
+    from vllm.diffusion.engine.worker.sample_rows import SamplePart, SampleRows
     from vllm.diffusion.engine.worker.step_graphs import GraphRunner
+    from vllm.diffusion.engine.worker.step_memory import StepMemory
     from vllm.diffusion.memory import ActivationPool, HostBuffers, PageStore, Plan
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.parallel.groups import RankGroup
 
 
 SHORT_ROWS = 4_096  # of a step; memory that PyTorch keeps of a shorter one is not worth a wait
+
+
+class Step(NamedTuple):
+    """A launched step, to be waited for and committed.
+
+    Attributes:
+        started: time.perf_counter() before its first instruction.
+        rows: its sample rows.
+        samples: the table of their samples.
+        memory: memory that it took.
+    """
+
+    started: float
+    rows: SampleRows
+    samples: ops.HostCopy
+    memory: StepMemory
+
+    @property
+    def batch(self) -> StepBatch:
+        return self.rows.batch
+
+    @property
+    def req_ids(self) -> list[str]:
+        return [canvas.req_id for canvas in self.batch.canvases]
 
 
 class Compute:
@@ -51,7 +78,7 @@ class Compute:
         ranks: ranks that compute the same steps.
 
     Attributes:
-        first_forwards: results that several requests share.
+        first_forwards: results for requests that share a prompt; None until the first of them.
     """
 
     def __init__(
@@ -69,30 +96,32 @@ class Compute:
         self._head = PooledHead(model, pool)
         self._last_sizes: tuple[object, ...] = ()
         self._most_rows = SHORT_ROWS
-        self.first_forwards = FirstForwards()
+        self.first_forwards: FirstForwards | None = None
 
-    def whole(self, batch: StepBatch, plan: Plan, host: HostBuffers) -> torch.Tensor:
+    def whole(self, rows: SampleRows, plan: Plan, host: HostBuffers) -> torch.Tensor:
         """Compute a step at once; arguments and result as for `chunks`."""
+        batch = rows.batch
         body = None if self._graphs is None else self._graphs.run(batch, plan)
         self.make_room(batch, plan)
         with nullcontext() if body is not None else self._pool.temporaries():
-            return run_to_end(self.chunks(batch, plan, host, body))
+            return run_to_end(self.chunks(rows, plan, host, body))
 
     def chunks(
-        self, batch: StepBatch, plan: Plan, host: HostBuffers, body: BodyOutputs | None = None
+        self, rows: SampleRows, plan: Plan, host: HostBuffers, body: BodyOutputs | None = None
     ) -> Chunked[torch.Tensor]:
-        """Compute a step chunk by chunk and return what is sampled, as `sample` does.
+        """Compute a step chunk by chunk and return the table of its samples.
 
         Args:
-            batch: the step.
+            rows: the step's sample rows.
             plan: plan of the step.
             host: host memory for rows that are not on the device.
             body: the layers' results, where a graph has computed them.
         """
         if plan.layout.is_streamed and body is None:
-            return (yield from self._streamed(batch, plan, host))
+            return (yield from self._streamed(rows, plan, host))
+        batch = rows.batch
         pool, model, caches = self._pool, self._model, self._caches
-        parts = list(batch.sample_parts(plan.rows.read))  # while the graph runs
+        parts = list(rows.parts(plan.rows.read))  # while the graph runs
         with pool.scope("step"):
             INPUTS.expect(pool, batch.num_rows)
             RESULTS.expect(pool, batch.shape.sample_rows)
@@ -107,24 +136,26 @@ class Compute:
                 for part in samples:
                     yield plan.chunk_seconds.read
                     sample_rows = next(hidden)
-                    self.first_forwards.note(batch, part.part, sample_rows)
-                    found.append(self._sampled(batch, part.part, part.positions, sample_rows))
+                    if self.first_forwards is not None:
+                        self.first_forwards.note(batch, part.part, sample_rows)
+                    found.append(self._sampled(rows, part.part, part.positions, sample_rows))
             if batch.slot_mapping.size:
                 caches.end_step()
-            return self._agreed(batch.choose_jointly(joined(found)))
+            return self._agreed(rows.choose_jointly(Samples.joined(found)))
 
-    def _streamed(self, batch: StepBatch, plan: Plan, host: HostBuffers) -> Chunked[torch.Tensor]:
+    def _streamed(self, rows: SampleRows, plan: Plan, host: HostBuffers) -> Chunked[torch.Tensor]:
         """Compute a step by groups of heads, with rows on the host or divided between ranks.
 
         Ranks then deal out the parts of the sample rows, and all return the same samples. Where a
         request chooses several rows together, the first rank takes all of them.
         """
+        batch = rows.batch
         pool, caches = self._pool, self._caches
         ranks = self._ranks if plan.layout.shards > 1 else Ranks()
         division, peers = Division(ranks, batch.num_rows), ranks.sequence
         even = -(-batch.shape.sample_rows // peers.size)
-        parts = list(batch.sample_parts(max(min(plan.rows.read, even), 1)))
-        is_joint = any(batch.joints)
+        parts = list(rows.parts(max(min(plan.rows.read, even), 1)))
+        is_joint = any(rows.joints)
         if is_joint:
             parts = to_first(parts, peers.size)
         rounds, cuts = rounds_of(parts, division), Cuts.of(division, plan, parts)
@@ -144,17 +175,17 @@ class Compute:
                     hidden = self._dealt(streamed, taken, given, peers)
                     if taken.part is None or taken.part is EMPTY_PART:
                         continue
-                    if plan.layout.shards == 1:  # this rank has all of them
+                    if plan.layout.shards == 1 and self.first_forwards is not None:
                         self.first_forwards.note(batch, taken.part, hidden)
-                    found.append(self._sampled(batch, taken.part, positions, hidden))
+                    found.append(self._sampled(rows, taken.part, positions, hidden))
             if batch.slot_mapping.size:
                 caches.end_step()
-            own = joined(found)
+            own = Samples.joined(found)
             if is_joint and peers.rank == 0:
-                own = batch.choose_jointly(own)
+                own = rows.choose_jointly(own)
             if plan.layout.shards == 1 or not parts:
                 return self._agreed(own)
-            return gathered(own.to(self._device), parts, peers)
+            return gathered(own.table.to(self._device), parts, peers)
 
     def _dealt(
         self, streamed: StreamedForward, taken: Round, given: torch.Tensor, peers: RankGroup
@@ -169,33 +200,38 @@ class Compute:
         return hidden
 
     def _sampled(
-        self, batch: StepBatch, part: SamplePart, positions: torch.Tensor, hidden: torch.Tensor
-    ) -> torch.Tensor:
+        self, rows: SampleRows, part: SamplePart, positions: torch.Tensor, hidden: torch.Tensor
+    ) -> Samples:
         """Sample a part, given its `positions` [r] and `hidden` states [r, D]."""
-        groups = batch.row_groups(part, positions)
+        groups = rows.row_groups(part, positions)
         return sample(self._head, [(hidden, groups)])
 
-    def _agreed(self, found: torch.Tensor) -> torch.Tensor:
+    def _agreed(self, samples: Samples) -> torch.Tensor:
         """All ranks computed this step; return rank 0's samples.
 
         So all of them commit the same tokens.
         """
-        return self._ranks.sequence.follow(found.contiguous()) if found.numel() else found
+        table = samples.table
+        if self._ranks.sequence.size == 1 or not table.numel():
+            return table
+        return self._ranks.sequence.follow(table.contiguous())
 
-    def known(self, batch: StepBatch, of: str) -> torch.Tensor | None:
-        """Sample a request's first forward from a sibling's hidden states; None if unknown.
+    def known(self, rows: SampleRows, of: str) -> torch.Tensor | None:
+        """Sample a first forward from hidden states that another request left; None if unknown.
 
         Args:
-            batch: the forward, whose layers are not computed.
-            of: id of the sibling.
+            rows: sample rows of the forward, whose layers are not computed.
+            of: id of the request that shares its prompt.
         """
+        if self.first_forwards is None:
+            return None
         found = []
-        for part, hidden in self.first_forwards.share(batch.canvases[0].req_id, of):
+        for part, hidden in self.first_forwards.share(rows.batch.canvases[0].req_id, of):
             (positions,) = ops.to_device([part.positions], self._device)
             sample_rows = hidden.wait().to(self._device, non_blocking=True)
             with self._pool.temporaries(), self._pool.scope("step"):
-                found.append(self._sampled(batch, part, positions, sample_rows))
-        return self._agreed(batch.choose_jointly(joined(found))) if found else None
+                found.append(self._sampled(rows, part, positions, sample_rows))
+        return self._agreed(rows.choose_jointly(Samples.joined(found))) if found else None
 
     def make_room(self, batch: StepBatch, plan: Plan) -> None:
         """Release memory of other sizes before a long step: buffers and PyTorch's temporaries.

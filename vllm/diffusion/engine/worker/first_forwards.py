@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vllm.diffusion.engine.worker.batch import SamplePart, StepBatch
+    from vllm.diffusion.engine.worker.batch import StepBatch
     from vllm.diffusion.engine.worker.canvas import Canvas
+    from vllm.diffusion.engine.worker.sample_rows import SamplePart
+    from vllm.diffusion.request.params import DiffusionParams
 
 
-class Known(NamedTuple):
+class SharedRows(NamedTuple):
     """Sample rows of one request, with their hidden states.
 
     Attributes:
@@ -30,13 +32,13 @@ class Known(NamedTuple):
 
 
 class FirstForwards:
-    """Hidden states of the sample rows of first forwards, for as long as siblings may need them."""
+    """Hidden states of the sample rows of first forwards, while requests may still need them."""
 
     def __init__(self) -> None:
-        self._known: dict[str, dict[int, Known]] = {}  # by request, and by its first position
+        self._known: dict[str, dict[int, SharedRows]] = {}  # by request, and by its first position
 
     def note(self, batch: StepBatch, part: SamplePart, hidden: Tensor) -> None:
-        """Keep, of a part's `hidden` states [r, D], those that siblings will need."""
+        """Keep, of a part's `hidden` states [r, D], those that other requests will need."""
         for number, own, unconditional in part.pieces:
             canvas = batch.canvases[number]
             if not is_shared(canvas) or batch.works[number].eligible.size > MOST_SHARED_ROWS:
@@ -50,10 +52,10 @@ class FirstForwards:
                 span_groups=(),
                 pieces=((0, slice(0, num_rows), second),),
             )
-            known = Known(alone, ops.HostCopy(hidden[rows].clone()))
+            known = SharedRows(alone, ops.HostCopy(hidden[rows].clone()))
             self._known.setdefault(canvas.req_id, {})[int(alone.positions[0])] = known
 
-    def share(self, req_id: str, of: str) -> Iterator[Known]:
+    def share(self, req_id: str, of: str) -> Iterator[SharedRows]:
         """Yield what is known of request `of`'s first forward, and hold it for `req_id`, too."""
         known = self._known.get(of)
         if known is not None:
@@ -66,15 +68,16 @@ class FirstForwards:
 
 
 def is_shared(canvas: Canvas) -> bool:
-    """Whether the request's next forward is its first one and equals that of its siblings."""
-    return canvas.num_forwards == 0 and _has_siblings(canvas)
+    """Whether the next forward is the first one, and equal for all requests of its prompt."""
+    return canvas.num_forwards == 0 and shares_first_forward(canvas.params)
 
 
 def is_copied(canvas: Canvas) -> bool:
-    """Whether siblings may now copy what a request keeps: it is as its first forward left it."""
-    return canvas.has_made_one_forward and canvas.cache is not None and _has_siblings(canvas)
+    """Whether others may now copy what a request keeps: it is as its first forward left it."""
+    shares = canvas.cache is not None and shares_first_forward(canvas.params)
+    return shares and canvas.has_made_one_forward
 
 
-def _has_siblings(canvas: Canvas) -> bool:
-    params = canvas.params
+def shares_first_forward(params: DiffusionParams) -> bool:
+    """Whether several answers are wanted whose first forwards are equal."""
     return params.num_answers > 1 and params.cache not in ("frozen", "exact")

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.core.spans import PageTable
-    from vllm.diffusion.engine.worker.batch import SamplePart, SpanGroup, StepBatch
+    from vllm.diffusion.engine.worker.batch import SpanGroup, StepBatch
     from vllm.diffusion.engine.worker.inputs import SampleInputs, SequenceBounds, StepInputs
     from vllm.diffusion.engine.worker.row_shares import Cuts, Round
+    from vllm.diffusion.engine.worker.sample_rows import SamplePart
     from vllm.diffusion.layers.rotary import Rotary
     from vllm.diffusion.memory import PageStore, Plan
     from vllm.diffusion.models.base import DiffusionModel

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.core.spans import PageTable
-    from vllm.diffusion.engine.worker.batch import Packing, SamplePart, SpanGroup, StepBatch
+    from vllm.diffusion.engine.worker.batch import Packing, SpanGroup, StepBatch
+    from vllm.diffusion.engine.worker.sample_rows import SamplePart
     from vllm.diffusion.ops import Array
 
 _ALL = slice(None)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from vllm.diffusion.core.samples import Logprobs
 from vllm.diffusion.engine.messages import CanvasView
-from vllm.diffusion.sampling import Logprobs
 from vllm.v1.outputs import LogprobsLists
 
 if TYPE_CHECKING:

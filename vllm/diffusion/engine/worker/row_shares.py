@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from vllm.diffusion.engine.worker.batch import EMPTY_PART
+from vllm.diffusion.engine.worker.sample_rows import EMPTY_PART
 from vllm.diffusion.memory import chunks
 from vllm.diffusion.parallel.head_exchange import HeadExchange
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm.diffusion.engine.worker.batch import SamplePart
+    from vllm.diffusion.engine.worker.sample_rows import SamplePart
     from vllm.diffusion.memory import Plan
     from vllm.diffusion.ops import Array
     from vllm.diffusion.parallel.groups import RankGroup, Ranks

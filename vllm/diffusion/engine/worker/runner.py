@@ -1,40 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hot path: one denoise step of every running request.
+"""One denoise step of the named requests: built, planned, computed, sampled and committed.
 
-A step is built, planned, computed chunk by chunk, sampled and committed. `StepLoop` handles what
-may go wrong on the way, `PoolAccount` the memory that is taken.
+`StepLoop`, above, decides whose step is next and handles what may go wrong on the way.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.core.errors import ActivationBudgetError
-from vllm.diffusion.engine.messages import DiffusionRunnerOutput, PausedStep, StepUsage
-from vllm.diffusion.engine.scheduler.turns import StepLimits
+from vllm.diffusion.engine.messages import StepUsage
 from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY, Agreement
 from vllm.diffusion.engine.worker.batch import build_batch
 from vllm.diffusion.engine.worker.canvas import Canvas
-from vllm.diffusion.engine.worker.compute import Compute
-from vllm.diffusion.engine.worker.first_forwards import is_copied, is_shared
-from vllm.diffusion.engine.worker.sliced_step import Slices
-from vllm.diffusion.engine.worker.step_graphs import GraphRunner, buckets_of
+from vllm.diffusion.engine.worker.compute import Compute, Step
+from vllm.diffusion.engine.worker.first_forwards import (
+    FirstForwards,
+    is_copied,
+    is_shared,
+    shares_first_forward,
+)
+from vllm.diffusion.engine.worker.sample_rows import SampleRows
+from vllm.diffusion.engine.worker.sliced_step import SlicedStep
+from vllm.diffusion.engine.worker.step_graphs import GraphRunner
 from vllm.diffusion.engine.worker.step_log import StepLog
-from vllm.diffusion.engine.worker.step_loop import Outcomes, Step, StepLoop, commit
 from vllm.diffusion.engine.worker.step_memory import PoolAccount
-from vllm.diffusion.memory import HostBuffers, PageStore, planned_as
+from vllm.diffusion.memory import HostBuffers, PageStore
 from vllm.diffusion.parallel.groups import Ranks
+from vllm.logger import init_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from vllm.diffusion.decoding import BatchedCommit, Candidates
     from vllm.diffusion.engine.messages import (
-        DiffusionSchedulerOutput,
         NewCanvas,
         NewPages,
         Slice,
@@ -43,6 +47,10 @@ if TYPE_CHECKING:
     from vllm.diffusion.memory import ActivationPool, GraphMemory, Plan, Planner, StepShape
     from vllm.diffusion.models.base import DiffusionModel
 
+logger = init_logger(__name__)
+
+# The requests of a step, and why those failed that did.
+Outcomes: TypeAlias = "dict[str, Exception | None]"
 # Reserved pages that nobody uses are given back where a step in chunks then takes at most this part
 # of its time.
 WORTH_TRIMMING = 0.95
@@ -61,11 +69,6 @@ class DiffusionModelRunner:
         graph_memory: memory for CUDA graphs of the layers; None runs without graphs.
         max_model_len: positions of the longest sequence.
         ranks: ranks that compute the same steps; None where there are no others.
-
-    Attributes:
-        shares: limits above which a step takes only some requests, where steps are launched behind
-            others.
-        runs_ahead: a step is launched before the results of the one before are handed out.
     """
 
     def __init__(
@@ -89,66 +92,30 @@ class DiffusionModelRunner:
         self.caches = PageStore(
             len(model.layers), model.num_kv_heads, model.head_dim, model.dtype, pool
         )
-        self._agreement = agreement or Agreement()
+        self._agreement = agreement
         self.graphs: GraphRunner | None = None
         if graph_memory is not None:
             self.graphs = GraphRunner(
-                model, pool, self.caches, planner, graph_memory, self._agreement, max_model_len
+                model,
+                pool,
+                self.caches,
+                planner,
+                graph_memory,
+                agreement or Agreement(),
+                max_model_len,
             )
-        self.shares = StepLimits(rows=buckets_of(model.config).windows[-1])
         self.canvases: dict[str, Canvas] = {}
-        self.runs_ahead = device.type == "cuda"
-        self._ledger = PoolAccount(pool, self.caches, graph_memory, device)
+        self._ledger = PoolAccount(pool, self.caches, graph_memory)
         self._ranks = ranks or Ranks()
         self._compute = Compute(model, pool, self.caches, self.graphs, device, self._ranks)
-        self._slices = Slices(self._compute, self._ledger, pool, self.caches, device)
+        self.sliced: SlicedStep | None = None  # from the first long step on
         self._log = StepLog(is_on=is_reporting)
-        self._loop = StepLoop(self, self._agreement)
-        self._usage = self._idle_usage()  # of the newest step whose results were handed out
+        self.usage = self.idle_usage  # of the newest step whose results were handed out
         self._packing: Packing | None = None  # of the newest step
         self._packed_by = self.caches.table
-        self._asked: tuple[object, ...] | None = None  # what its plan depends on, if it is whole,
-        self._answer: Plan  # and the plan
         self._over: list[
             tuple[Step, float]
         ] = []  # not yet reported; time.perf_counter() at its end
-
-    # ---- one engine step ----
-
-    def execute(self, message: DiffusionSchedulerOutput) -> DiffusionRunnerOutput:
-        """Take in started and finished requests, then return the results of one step.
-
-        Requests that start while a step is under way take part in one after it.
-        """
-        self._loop.num_rows = 0
-        for req_id in message.finished_req_ids:
-            self.forget(req_id)
-        results = self._loop.start(message.admitted)
-        self._assign(message.new_pages)
-        req_ids = list(message.num_scheduled_tokens)
-        asked, long = message.next_slice, message.long
-        stepping = {
-            req_id: rows
-            for req_id, rows in message.num_scheduled_tokens.items()
-            if req_id not in results and (asked is None or req_id != asked.req_id)
-        }
-        if stepping and self.runs_ahead:
-            results |= self._loop.ahead(stepping, long)
-        elif stepping:
-            results |= self._loop.plain(stepping)
-        if asked is not None and asked.req_id not in results:
-            results |= self._loop.slice(asked)
-        self._take_note()
-        return DiffusionRunnerOutput(
-            req_ids=req_ids,
-            req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
-            results=results,
-            usage=self._usage if req_ids else self._idle_usage(),
-            num_rows=self._loop.num_rows,
-            launched=self._loop.launched,
-            paused=self._paused(),
-            worked=self._slices.take_worked(),
-        )
 
     # ---- one denoise step ----
 
@@ -156,49 +123,47 @@ class DiffusionModelRunner:
         """Give the device one denoise step of the named requests, without waiting for a GPU."""
         started = time.perf_counter()
         batch, plan, planner_us = self._planned(req_ids)
-        with self._ledger.measuring(plan, batch.num_rows) as meter:
-            sampled = self._compute.whole(batch, plan, self.host)
-        memory = self._ledger.memory(plan, planner_us, meter)
-        return Step(started, batch, ops.HostCopy(sampled), memory)
+        self.pool.reset_peak(looks_often=not plan.is_whole(batch.num_rows))
+        rows = SampleRows(batch)
+        sampled = self._compute.whole(rows, plan, self.host)
+        memory = self._ledger.memory(plan, planner_us)
+        return Step(started, rows, ops.HostCopy(sampled), memory)
 
     def collect(self, step: Step) -> Outcomes:
         """Commit what a step found; requests that have gone meanwhile are left out."""
-        found = step.batch.found(step.sampled)
+        found = step.rows.found(step.samples)
         outcomes = {
-            canvas.req_id: commit(canvas, own)
+            canvas.req_id: _commit(canvas, own)
             for canvas, own in zip(step.batch.canvases, found, strict=True)
             if self.canvases.get(canvas.req_id) is canvas
         }
         self._over.append((step, time.perf_counter()))
         return outcomes
 
-    def _take_note(self) -> None:
+    def take_note(self) -> None:
         """Log collected steps and publish their memory use.
 
         Called after the next launch, so the GPU never waits for it.
         """
         over, self._over = self._over, []
         for step, ended in over:
-            self._usage = step.memory.usage(self._idle_usage())
-            self._log.step(step.started, ended, step.batch, self._usage, step.memory.plan)
+            self.usage = step.memory.usage(self.idle_usage)
+            self._log.step(step.started, ended, step.batch, self.usage, step.memory.plan)
 
     def launch_slice(self, asked: Slice) -> Step | None:
         """Launch the next slice of a request's step; return the step if it was the last one."""
-        if not self._slices.is_of(self.canvases[asked.req_id]):
-            self._slices.drop()
-            planned = self._planned([asked.req_id], asked.seconds)
-            self._slices.begin(*planned)
-        return self._slices.run(asked)
+        if self.sliced is None:
+            self.sliced = SlicedStep(
+                self._compute, self._ledger, self.pool, self.caches, self.device
+            )
+        if not self.sliced.is_of(self.canvases[asked.req_id]):
+            self.sliced.drop()
+            self.sliced.begin(*self._planned([asked.req_id], asked.seconds))
+        return self.sliced.run(asked)
 
     def drop_slices(self) -> bool:
         """Give back the memory of a paused step, which will begin anew; whether there was one."""
-        was_paused = self._slices.req_id is not None
-        self._slices.drop()
-        return was_paused
-
-    def _paused(self) -> PausedStep | None:
-        req_id = self._slices.req_id
-        return None if req_id is None else PausedStep(req_id, self.pool.frame_bytes)
+        return self.sliced is not None and self.sliced.drop()
 
     def _planned(
         self, req_ids: Sequence[str], longest_chunk_s: float = math.inf
@@ -222,32 +187,25 @@ class DiffusionModelRunner:
     def _plan(self, batch: StepBatch, longest_chunk_s: float = math.inf) -> tuple[Plan, float]:
         """Return the plan of a batch and the microseconds that finding it took.
 
-        A step that comes in slices leaves room for others. Caches give back unused pages where
-        memory is wanted.
+        The caches give back pages that nobody uses if no plan fits beside them, or if a step in
+        chunks would gain by it. The next requests that keep keys and values then reserve pages
+        anew, and capture their graphs again.
         """
         started = time.perf_counter()
-        shape = planned_as(batch.shape)
-        asked = shape, self.planner, self._ledger.kept_bytes, longest_chunk_s
-        if asked != self._asked:  # most often it is the question of the step before
-            self._answer = plan = self._new_plan(batch.shape, longest_chunk_s)
-            is_for_all = plan.is_whole(batch.num_rows) and not self.planner.divides(batch.shape)
-            self._asked = asked if is_for_all else None
-        return self._answer, 1e6 * (time.perf_counter() - started)
-
-    def _new_plan(self, shape: StepShape, longest_chunk_s: float) -> Plan:
-        num_found = self.planner.num_found
+        shape, num_found = batch.shape, self.planner.num_found
         try:
-            plan = self._found_plan(shape, self._kept_by_all(shape), longest_chunk_s)
-            is_whole = plan.is_whole(shape.rows)
-            has_room = is_whole or not self._gains_by_trimming(shape, plan, longest_chunk_s)
+            plan = self.planner.plan_alike(shape, self._kept_by_all(shape), longest_chunk_s)
+            is_slow = not plan.is_whole(shape.rows) and self._gains_by_trimming(
+                shape, plan, longest_chunk_s
+            )
         except ActivationBudgetError:
-            has_room = False
-        if not has_room:
+            is_slow = True
+        if is_slow:
             self.caches.trim()
-            plan = self._found_plan(shape, self._kept_by_all(shape), longest_chunk_s)
+            plan = self.planner.plan_alike(shape, self._kept_by_all(shape), longest_chunk_s)
         if self.planner.num_found > num_found:
             self._log.plan(shape.rows, plan, self.planner.budget_bytes - self._ledger.kept_bytes)
-        return plan
+        return plan, 1e6 * (time.perf_counter() - started)
 
     def _kept_by_all(self, shape: StepShape) -> int:
         """Bytes of the pool that the step cannot have; on any rank, if all must cut alike."""
@@ -256,23 +214,12 @@ class DiffusionModelRunner:
             return kept_bytes
         return -self._ranks.sequence.least(-kept_bytes)
 
-    def _found_plan(self, shape: StepShape, kept_bytes: int, longest_chunk_s: float) -> Plan:
-        is_sliced = longest_chunk_s < math.inf
-        find = self.planner.plan_beside_others if is_sliced else self.planner.plan_alike
-        return find(shape, kept_bytes, longest_chunk_s)
-
     def _gains_by_trimming(self, shape: StepShape, plan: Plan, longest_chunk_s: float) -> bool:
-        """Whether a step in chunks is worth giving back pages that nobody uses.
-
-        The next requests that keep keys and values then reserve pages anew, and capture their
-        graphs again.
-        """
+        """Whether the step would take clearly less time without the pages that nobody uses."""
         unused = self.caches.unused_bytes
         if not unused or self.pool.has_frame:
             return False
-        is_sliced = longest_chunk_s < math.inf
-        find = self.planner.plan_beside_others if is_sliced else self.planner.plan
-        roomy = find(shape, self._ledger.kept_bytes - unused, longest_chunk_s)
+        roomy = self.planner.plan(shape, self._ledger.kept_bytes - unused, longest_chunk_s)
         return roomy.predicted_seconds < WORTH_TRIMMING * plan.predicted_seconds
 
     # ---- requests ----
@@ -285,16 +232,17 @@ class DiffusionModelRunner:
         try:
             for new in requests:
                 self.start(new)
-            self._assign(pages or {})
+            self.assign(pages or {})
             with torch.inference_mode():
                 self.collect(self.launch([new.req_id for new in requests]))
-            self._take_note()
+            self.take_note()
         except OUT_OF_MEMORY as error:
             failure = error.with_traceback(None)
         finally:
             for new in requests:
                 self.forget(new.req_id)
-        failure = self._agreement.reach(failure)
+        if self._agreement is not None:
+            failure = self._agreement.reach(failure)
         if failure is not None:
             raise failure
 
@@ -306,15 +254,17 @@ class DiffusionModelRunner:
             canvas.read_prompt(
                 self.caches.share(new.req_id, new.prompt_of, length, canvas.frozen_positions)
             )
-        elif new.params.cache not in ("none", "exact"):  # exact ones get pages by `_assign`
+        elif new.params.cache not in ("none", "exact"):  # exact ones get pages by `assign`
             canvas.cache = self.caches.allocate(new.req_id, length, layers, new.spare_positions)
         if layers:
             self._log.host_layers(new.req_id, self.caches)
+        if self._compute.first_forwards is None and shares_first_forward(new.params):
+            self._compute.first_forwards = FirstForwards()
         self.canvases[new.req_id] = canvas
 
     @torch.inference_mode()
     def step_known(self, new: NewCanvas) -> Outcomes:
-        """Run a started request's first step from a sibling's results; empty if unknown."""
+        """Run a started request's first step from what another one computed; empty if unknown."""
         canvas = self.canvases[new.req_id]
         if new.prompt_of is None or not is_shared(canvas):
             return {}
@@ -323,34 +273,40 @@ class DiffusionModelRunner:
             if first is None or not is_copied(first):
                 return {}
             self.caches.copy(new.req_id, new.prompt_of)
-        batch = self._batch([new.req_id])
-        sampled = self._compute.known(batch, new.prompt_of)
+        rows = SampleRows(self._batch([new.req_id]))
+        sampled = self._compute.known(rows, new.prompt_of)
         if sampled is None:
             return {}
-        (found,) = batch.found(ops.HostCopy(sampled))
-        return {new.req_id: commit(canvas, found)}
+        (found,) = rows.found(ops.HostCopy(sampled))
+        return {new.req_id: _commit(canvas, found)}
 
-    def _assign(self, new_pages: Mapping[str, NewPages]) -> None:
+    def to_be_copied(self, req_ids: Iterable[str]) -> list[str]:
+        """Return the requests whose keys and values others may copy with the next message."""
+        if self._compute.first_forwards is None:
+            return []
+        return [req_id for req_id in req_ids if is_copied(self.canvases[req_id])]
+
+    def assign(self, new_pages: Mapping[str, NewPages]) -> None:
         """Take in the pages that the scheduler hands to requests."""
         for req_id, new in new_pages.items():
             canvas = self.canvases.get(req_id)
             if canvas is None:
                 continue  # it could not start
-            if new.num_kept is not None and req_id == self._slices.req_id:
-                self._slices.drop()
+            if new.num_kept is not None and self.sliced is not None:
+                self.sliced.drop(req_id)
             self.caches.assign(req_id, new.page_ids, behind=new.num_kept is None)
             canvas.assign(self.caches.kept(req_id), new.num_kept)
         if new_pages:
             self.caches.renew_table()
 
     def forget(self, req_id: str) -> None:
-        if req_id == self._slices.req_id:
-            self._slices.drop()
+        if self.sliced is not None:
+            self.sliced.drop(req_id)
         self.canvases.pop(req_id, None)
         self.caches.release(req_id)
-        self._packing = self._asked = None
-        self._compute.first_forwards.forget(req_id)
-        self._loop.forget()
+        self._packing = None
+        if self._compute.first_forwards is not None:
+            self._compute.first_forwards.forget(req_id)
 
     # ---- what memory there is ----
 
@@ -359,11 +315,22 @@ class DiffusionModelRunner:
         """Bytes that steps and kept keys and values may take together."""
         return self.planner.budget_bytes - self._ledger.fixed_bytes
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of the pool that the next step cannot have."""
-        return self._ledger.kept_bytes
+    def runs_whole(self, num_rows: int) -> bool:
+        """Whether a step of so many rows would run without chunks in the memory that is free."""
+        return self.planner.runs_whole(num_rows, self._ledger.kept_bytes)
 
-    def _idle_usage(self) -> StepUsage:
+    @property
+    def idle_usage(self) -> StepUsage:
+        """Memory report without a step."""
         kept = self.caches.num_bytes, self.caches.host_bytes
         return StepUsage(self.budget_bytes, self.planner.rates, *kept)
+
+
+def _commit(canvas: Canvas, found: Candidates | BatchedCommit) -> Exception | None:
+    """Commit what a step found for a request; return the error that ends it alone, if any."""
+    try:
+        canvas.commit(found)
+    except Exception as error:
+        logger.exception("decoding of request %s failed", canvas.req_id)
+        return error
+    return None

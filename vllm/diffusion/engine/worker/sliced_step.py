@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.engine.messages import SliceTiming
-from vllm.diffusion.engine.worker.step_loop import Step
+from vllm.diffusion.engine.messages import PausedStep, SliceTiming
+from vllm.diffusion.engine.worker.compute import Step
+from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.memory import HostBuffers
 
 if TYPE_CHECKING:
@@ -32,11 +33,11 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _SlicedStep:
+class _Paused:
     """A step between its slices; `kept_at` is the page store's generation that it knows."""
 
     started: float  # time.perf_counter()
-    batch: StepBatch
+    rows: SampleRows
     plan: Plan
     planner_us: float
     work: Chunked[torch.Tensor]
@@ -47,7 +48,7 @@ class _SlicedStep:
 
     @property
     def req_id(self) -> str:
-        return self.batch.canvases[0].req_id
+        return self.rows.batch.canvases[0].req_id
 
 
 class _Stopwatch:
@@ -87,7 +88,7 @@ class _Stopwatch:
         return float(started.elapsed_time(ended)) / 1000
 
 
-class Slices:
+class SlicedStep:
     """Runs one long step at a time, slice by slice.
 
     Args:
@@ -110,14 +111,16 @@ class Slices:
         self._pool, self._caches = pool, caches
         # Rows in host memory are not those of the steps in between.
         self._host = HostBuffers(is_pinned=device.type == "cuda")
-        self._paused: _SlicedStep | None = None
+        self._paused: _Paused | None = None
         self._device = device
         self._under_way: deque[tuple[float, _Stopwatch]] = deque()  # predicted seconds of slices
 
     @property
-    def req_id(self) -> str | None:
-        """The request whose step is paused, if one is."""
-        return None if self._paused is None else self._paused.req_id
+    def paused(self) -> PausedStep | None:
+        """The step that waits for its next slice, if there is one."""
+        if self._paused is None:
+            return None
+        return PausedStep(self._paused.req_id, self._pool.frame_bytes)
 
     def is_of(self, canvas: Canvas) -> bool:
         """Whether the paused step is this request's and its keys and values have not moved.
@@ -125,7 +128,7 @@ class Slices:
         Otherwise it cannot continue, as the device holds where they were.
         """
         paused = self._paused
-        if paused is None or paused.batch.canvases[0] is not canvas:
+        if paused is None or paused.rows.batch.canvases[0] is not canvas:
             return False
         return paused.kept_at == self._generation_of(canvas)
 
@@ -134,13 +137,14 @@ class Slices:
 
     def begin(self, batch: StepBatch, plan: Plan, planner_us: float) -> None:
         """Take a step of one request, of which nothing is computed yet; no other may be paused."""
+        rows = SampleRows(batch)
         self._compute.make_room(batch, plan)
-        self._paused = _SlicedStep(
+        self._paused = _Paused(
             started=time.perf_counter(),
-            batch=batch,
+            rows=rows,
             plan=plan,
             planner_us=planner_us,
-            work=self._compute.chunks(batch, plan, self._host),
+            work=self._compute.chunks(rows, plan, self._host),
             frame=self._pool.new_frame(),
             kept_at=self._generation_of(batch.canvases[0]),
         )
@@ -166,9 +170,9 @@ class Slices:
             return None
         self.drop()
         memory = self._ledger.memory(paused.plan, paused.planner_us, peak_bytes=paused.peak_bytes)
-        return Step(paused.started, paused.batch, ops.HostCopy(sampled), memory)
+        return Step(paused.started, paused.rows, ops.HostCopy(sampled), memory)
 
-    def _advance(self, paused: _SlicedStep, seconds: float) -> tuple[float, torch.Tensor | None]:
+    def _advance(self, paused: _Paused, seconds: float) -> tuple[float, torch.Tensor | None]:
         """Run chunks of at most `seconds` predicted seconds, but at least one chunk.
 
         Returns:
@@ -195,11 +199,16 @@ class Slices:
         taken_s = sum(watch.taken_s for _, watch in over)
         return SliceTiming(sum(seconds for seconds, _ in over), taken_s, len(over))
 
-    def drop(self) -> None:
-        """Forget the paused step, if there is one, and give back its memory."""
-        paused, self._paused = self._paused, None
-        if paused is None:
-            return
+    def drop(self, req_id: str | None = None) -> bool:
+        """Forget the paused step and give back its memory; whether there was one.
+
+        `req_id` names the only request whose step is dropped; None means any.
+        """
+        paused = self._paused
+        if paused is None or req_id not in (None, paused.req_id):
+            return False
+        self._paused = None
         with self._pool.within(paused.frame):
             paused.work.close()
         self._pool.end_frame()
+        return True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loop over steps: each is collected before the next is launched, or launched while others compute.
+"""Loop over engine steps: each is collected before the next is launched, or launched behind it.
 
 A failure in a step ends the requests that it concerns, never the engine. A rule that raises ends
 its own request, on every rank. A step that runs out of memory is tried again without the requests
@@ -9,29 +9,24 @@ that take most. Any other failure ends all requests of the step, on all ranks th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
-from vllm.diffusion.engine.messages import StepResult
+from vllm.diffusion.engine.messages import DiffusionRunnerOutput, StepResult
 from vllm.diffusion.engine.scheduler.turns import by_priority, step_behind, to_the_end
 from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY
-from vllm.diffusion.engine.worker.first_forwards import is_copied
 from vllm.diffusion.engine.worker.window import ALL_ROWS
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from vllm.diffusion import ops
-    from vllm.diffusion.decoding import BatchedCommit, Candidates
-    from vllm.diffusion.engine.messages import NewCanvas, Slice
-    from vllm.diffusion.engine.scheduler.turns import NextForward, StepLimits
+    from vllm.diffusion.engine.messages import DiffusionSchedulerOutput, NewCanvas, Slice
+    from vllm.diffusion.engine.scheduler.turns import StepLimits
     from vllm.diffusion.engine.worker.agreement import Agreement
-    from vllm.diffusion.engine.worker.batch import StepBatch
-    from vllm.diffusion.engine.worker.canvas import Canvas
-    from vllm.diffusion.engine.worker.step_memory import StepMemory
-    from vllm.diffusion.memory import ActivationPool, PageStore, Planner
+    from vllm.diffusion.engine.worker.compute import Step
+    from vllm.diffusion.engine.worker.runner import DiffusionModelRunner, Outcomes
 
 logger = init_logger(__name__)
 
@@ -39,55 +34,6 @@ MOST_UNDER_WAY = 2  # steps: one that computes, and one that follows it without 
 
 A = TypeVar("A")
 T = TypeVar("T")
-# The requests of a step, and why those failed that did.
-Outcomes: TypeAlias = "dict[str, Exception | None]"
-
-
-class Step(NamedTuple):
-    """A launched step, to be waited for and committed.
-
-    Attributes:
-        started: time.perf_counter() before its first instruction.
-        batch: its input.
-        sampled: its result.
-        memory: memory that it took.
-    """
-
-    started: float
-    batch: StepBatch
-    sampled: ops.HostCopy
-    memory: StepMemory
-
-    @property
-    def req_ids(self) -> list[str]:
-        return [canvas.req_id for canvas in self.batch.canvases]
-
-
-class StepRunner(Protocol):
-    """Interface of the model runner that the loop uses."""
-
-    canvases: dict[str, Canvas]
-    planner: Planner
-    pool: ActivationPool
-    caches: PageStore
-    shares: StepLimits
-
-    @property
-    def kept_bytes(self) -> int: ...
-
-    def start(self, new: NewCanvas) -> None: ...
-
-    def forget(self, req_id: str) -> None: ...
-
-    def step_known(self, new: NewCanvas) -> Outcomes: ...
-
-    def launch(self, req_ids: list[str]) -> Step: ...
-
-    def launch_slice(self, asked: Slice) -> Step | None: ...
-
-    def drop_slices(self) -> bool: ...
-
-    def collect(self, step: Step) -> Outcomes: ...
 
 
 class LaunchResult(NamedTuple):
@@ -106,50 +52,76 @@ class LaunchResult(NamedTuple):
         return [*(() if self.step is None else self.step.req_ids), *self.failures]
 
 
-class Follows(NamedTuple):
-    """Question of which requests follow the steps under way; its answer is cached.
-
-    Attributes:
-        under_way: requests whose step has been launched.
-        wishes: next forwards of all requests that may take part, in the order of their turns.
-        planner: plans of the steps.
-        shares: limits above which a step takes only some requests.
-        kept_bytes: bytes of the pool that a step cannot have.
-    """
-
-    under_way: set[str]
-    wishes: list[tuple[str, NextForward]]
-    planner: Planner
-    shares: StepLimits
-    kept_bytes: int
-
-    def answer(self) -> dict[str, int]:
-        """Return the requests of the next step, with their rows; none if it would not run whole."""
-        planner = self.planner
-        taken = step_behind(self.under_way, dict(self.wishes), planner.row_budget, self.shares)
-        fits = bool(taken) and planner.runs_whole(sum(taken.values()), self.kept_bytes)
-        return taken if fits else {}
-
-
 class StepLoop:
     """Starts the requests of a runner and moves them one step at a time.
 
     Args:
         runner: owner of the requests.
-        agreement: agreement with the ranks that run the same steps.
-
-    Attributes:
-        num_rows: rows of the steps collected since it was last set.
+        agreement: agreement with the ranks that run the same steps; None for one rank.
+        runs_ahead: a step is launched before the results of the one before are handed out.
+        limits: limits above which a step takes only some requests, where it is launched so.
     """
 
-    def __init__(self, runner: StepRunner, agreement: Agreement) -> None:
+    def __init__(
+        self,
+        runner: DiffusionModelRunner,
+        agreement: Agreement | None = None,
+        *,
+        runs_ahead: bool = False,
+        limits: StepLimits,
+    ) -> None:
         self._runner, self._agreement = runner, agreement
+        self.runs_ahead, self.limits = runs_ahead, limits
         self._under_way: list[LaunchResult] = []  # in the order in which they were launched
         self._begun_anew: str | None = None  # whose long step has run out of memory once
-        self._answered: tuple[Follows | None, dict[str, int]] = None, {}  # the newest question
-        self.num_rows = 0
+        self._num_rows = 0  # of the steps collected for this message
 
-    def start(self, admitted: Iterable[NewCanvas]) -> dict[str, StepResult]:
+    def execute(self, message: DiffusionSchedulerOutput) -> DiffusionRunnerOutput:
+        """Take in started and finished requests, then return the results of one step.
+
+        Requests that start while a step is under way take part in one after it.
+        """
+        self._num_rows = 0
+        self._forget(message.finished_req_ids)
+        results = self._start_all(message.admitted)
+        self._runner.assign(message.new_pages)
+        asked = message.next_slice
+        stepping = {
+            req_id: rows
+            for req_id, rows in message.num_scheduled_tokens.items()
+            if req_id not in results and (asked is None or req_id != asked.req_id)
+        }
+        if stepping and self.runs_ahead:
+            results |= self._ahead(stepping, message.long)
+        elif stepping:
+            results |= self._plain(stepping)
+        if asked is not None and asked.req_id not in results:
+            results |= self._slice(asked)
+        self._runner.take_note()
+        return self._output(list(message.num_scheduled_tokens), results)
+
+    def _output(self, req_ids: list[str], results: dict[str, StepResult]) -> DiffusionRunnerOutput:
+        runner = self._runner
+        return DiffusionRunnerOutput(
+            req_ids=req_ids,
+            req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
+            results=results,
+            usage=runner.usage if req_ids else runner.idle_usage,
+            num_rows=self._num_rows,
+            launched=[launched.req_ids for launched in self._under_way],
+            paused=None if runner.sliced is None else runner.sliced.paused,
+            worked=None if runner.sliced is None else runner.sliced.take_worked(),
+        )
+
+    def _forget(self, req_ids: Collection[str]) -> None:
+        """Drop requests that are over, and steps under way whose requests have all gone."""
+        for req_id in req_ids:
+            self._runner.forget(req_id)
+        if req_ids:
+            running = self._runner.canvases.keys()
+            self._under_way = [s for s in self._under_way if not running.isdisjoint(s.req_ids)]
+
+    def _start_all(self, admitted: Iterable[NewCanvas]) -> dict[str, StepResult]:
         """Take in requests.
 
         Returns:
@@ -171,12 +143,12 @@ class StepLoop:
         return results
 
     @torch.inference_mode()
-    def plain(self, rows: Mapping[str, int]) -> dict[str, StepResult]:
+    def _plain(self, rows: Mapping[str, int]) -> dict[str, StepResult]:
         """Run one step, in which each request may compute up to the given rows."""
         return self._results(self._collect(self._launch(rows)))
 
     @torch.inference_mode()
-    def ahead(self, rows: Mapping[str, int], apart: Collection[str] = ()) -> dict[str, StepResult]:
+    def _ahead(self, rows: Mapping[str, int], apart: Collection[str]) -> dict[str, StepResult]:
         """Collect one step, with the next one launched before its results are handed out.
 
         So the device computes while results are on their way to the clients. Where one step does
@@ -191,14 +163,12 @@ class StepLoop:
             self._under_way.append(self._launch(rows))
         self._launch_behind(apart)
         outcomes = self._collect(self._under_way.pop(0))
-        # Siblings may start with the next message, before what a request keeps changes.
-        canvases = self._runner.canvases
-        stays = [r for r, error in outcomes.items() if error or is_copied(canvases[r])]
-        self._launch_behind({*apart, *stays})
+        failed = [req_id for req_id, error in outcomes.items() if error]
+        self._launch_behind({*apart, *failed, *self._runner.to_be_copied(outcomes)})
         return self._results(outcomes)
 
     @torch.inference_mode()
-    def slice(self, asked: Slice) -> dict[str, StepResult]:
+    def _slice(self, asked: Slice) -> dict[str, StepResult]:
         """Run the next slice of a long step; return the request's result if it was the last one.
 
         Where memory runs out, what steps have left behind is given back, and the step begins anew
@@ -220,16 +190,6 @@ class StepLoop:
             self._begun_anew = None
         return self._results(self._collect(LaunchResult(step, failures)))
 
-    @property
-    def launched(self) -> list[list[str]]:
-        """Requests of each step under way, in the order of launch."""
-        return [attempt.req_ids for attempt in self._under_way]
-
-    def forget(self) -> None:
-        """Drop steps under way whose requests have all gone."""
-        running = self._runner.canvases.keys()
-        self._under_way = [a for a in self._under_way if not running.isdisjoint(a.req_ids)]
-
     def _start(self, new: NewCanvas) -> Exception | None:
         """Take in a request; return why it could not start on some rank, if so."""
         _, failure = self._tried(f"request {new.req_id} cannot start", self._runner.start, new)
@@ -247,22 +207,14 @@ class StepLoop:
         if len(self._under_way) == MOST_UNDER_WAY or under_way.issuperset(self._runner.canvases):
             return
         canvases = by_priority(self._runner.canvases, lambda canvas: canvas.params.priority or 0)
-        wishes = {
+        asked = {
             req_id: canvas.wish
             for req_id, canvas in canvases.items()
             if req_id not in apart and not canvas.is_complete
         }
-        asked = Follows(
-            under_way,
-            list(wishes.items()),  # whose order counts
-            self._runner.planner,
-            self._runner.shares,
-            self._runner.kept_bytes,
-        )
-        if asked != self._answered[0]:
-            self._answered = asked, asked.answer()
-        if self._answered[1]:
-            self._under_way.append(self._launch(self._answered[1]))
+        taken = step_behind(under_way, asked, self._runner.planner.row_budget, self.limits)
+        if taken and self._runner.runs_whole(sum(taken.values())):
+            self._under_way.append(self._launch(taken))
 
     def _launch(self, rows: Mapping[str, int]) -> LaunchResult:
         """Launch a step with these rows a request.
@@ -310,7 +262,7 @@ class StepLoop:
         step, failures = attempt
         outcomes: Outcomes = {}
         if step is not None:
-            self.num_rows += step.batch.num_rows
+            self._num_rows += step.batch.num_rows
             what = f"a denoise step failed; its {len(step.req_ids)} requests end"
             found, failure = self._tried(what, self._runner.collect, step)
             outcomes = found or {}
@@ -335,7 +287,8 @@ class StepLoop:
             if not isinstance(error, OUT_OF_MEMORY):
                 logger.exception(what)
             failure = error.with_traceback(None)  # whose frames hold tensors
-        failure = self._agreement.reach(failure)
+        if self._agreement is not None:
+            failure = self._agreement.reach(failure)
         return (found, None) if failure is None else (None, failure)
 
     def _results(self, outcomes: Outcomes) -> dict[str, StepResult]:
@@ -355,13 +308,3 @@ class StepLoop:
             num_committed=0,
             error=f"{type(error).__name__}: {error}",
         )
-
-
-def commit(canvas: Canvas, found: Candidates | BatchedCommit) -> Exception | None:
-    """Commit what a step found for a request; return the error that ends it alone, if any."""
-    try:
-        canvas.commit(found)
-    except Exception as error:
-        logger.exception("decoding of request %s failed", canvas.req_id)
-        return error
-    return None

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,11 +11,8 @@ import torch
 
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import ServerConfigError
-from vllm.diffusion.memory import UsageMeter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from vllm.diffusion.engine.messages import StepUsage
     from vllm.diffusion.memory import ActivationPool, GraphMemory, PageStore, Plan
     from vllm.diffusion.parallel.groups import RankGroup
@@ -76,20 +72,17 @@ class StepMemory(NamedTuple):
     plan: Plan
     planner_us: float
     peak_bytes: int
-    unseen_bytes: int  # of the budget, taken by what the pool does not see
-    meter: UsageMeter | None  # where the average is measured; else it is as planned
 
     def usage(self, idle: StepUsage) -> StepUsage:
-        """Memory report of a finished step; `idle` supplies the fields that do not depend on it."""
-        plan, peak = self.plan, self.unseen_bytes + self.peak_bytes
-        if self.meter is not None:
-            average = self.unseen_bytes + self.meter.average_bytes()
-        else:
-            average = peak * plan.predicted_average_bytes / max(plan.predicted_peak_bytes, 1)
+        """Memory report of a finished step; `idle` supplies the fields that do not depend on it.
+
+        The average is the part of the measured peak that the plan predicts.
+        """
+        predicted = self.plan.predicted_average_bytes / max(self.plan.predicted_peak_bytes, 1)
         return replace(
             idle,
-            peak_bytes=peak,
-            average_bytes=round(average),
+            peak_bytes=self.peak_bytes,
+            average_bytes=round(self.peak_bytes * predicted),
             planner_us=self.planner_us,
         )
 
@@ -101,18 +94,10 @@ class PoolAccount:
         pool: memory of steps and of what is kept between them.
         caches: kept keys and values, in the pool.
         graphs: memory of captured graphs, if there are any.
-        device: device of the pool.
     """
 
-    def __init__(
-        self,
-        pool: ActivationPool,
-        caches: PageStore,
-        graphs: GraphMemory | None,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, pool: ActivationPool, caches: PageStore, graphs: GraphMemory | None) -> None:
         self._pool, self._caches, self._graphs = pool, caches, graphs
-        self._device = device
 
     @property
     def fixed_bytes(self) -> int:
@@ -132,30 +117,7 @@ class PoolAccount:
         """Bytes that outlive a step, or that a step holds while it waits for its next slice."""
         return self.fixed_bytes + self._caches.reserved_bytes + self._pool.frame_bytes
 
-    @contextmanager
-    def measuring(self, plan: Plan, num_rows: int) -> Iterator[UsageMeter | None]:
-        """Measure the memory that the block takes of the pool; over time where that is cheap.
-
-        Timing costs a GPU's host two events a stage, so small steps yield None.
-        """
-        self._pool.reset_peak()
-        if self._device.type == "cuda" and plan.is_whole(num_rows):
-            yield None
-            return
-        meter = UsageMeter(self._device)
-        self._pool.measure(meter)
-        try:
-            yield meter
-        finally:
-            self._pool.measure(None)
-
-    def memory(
-        self,
-        plan: Plan,
-        planner_us: float,
-        meter: UsageMeter | None = None,
-        peak_bytes: int | None = None,
-    ) -> StepMemory:
-        """Return the memory of a step; `peak_bytes` defaults to the pool's peak."""
+    def memory(self, plan: Plan, planner_us: float, peak_bytes: int | None = None) -> StepMemory:
+        """Return the memory of a step; `peak_bytes` of the pool are by default its peak."""
         peak = self._pool.peak_bytes if peak_bytes is None else peak_bytes
-        return StepMemory(plan, planner_us, peak, self.unseen_bytes, meter)
+        return StepMemory(plan, planner_us, self.unseen_bytes + peak)

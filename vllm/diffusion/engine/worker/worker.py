@@ -14,9 +14,12 @@ from vllm.diffusion.config import row_budget, served_model, settings_of
 from vllm.diffusion.core import envs, pages
 from vllm.diffusion.engine.planning import make_planner
 from vllm.diffusion.engine.scheduler.paging import most_positions
+from vllm.diffusion.engine.scheduler.turns import StepLimits
 from vllm.diffusion.engine.worker.agreement import Agreement, Interruptible
 from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
 from vllm.diffusion.engine.worker.status import build_info, log_build_info, status_of
+from vllm.diffusion.engine.worker.step_graphs import buckets_of
+from vllm.diffusion.engine.worker.step_loop import StepLoop
 from vllm.diffusion.engine.worker.step_memory import activation_budget, planning_budget
 from vllm.diffusion.engine.worker.warm_up import warm_up
 from vllm.diffusion.memory import ActivationPool, GraphMemory, Rates, activation_pool, rates_of
@@ -131,6 +134,12 @@ class DiffusionWorker(WorkerBase):
             max_model_len=self.model_config.max_model_len,
             ranks=self.ranks,
         )
+        self.loop = StepLoop(
+            self.model_runner,
+            self._agreement,
+            runs_ahead=device.type == "cuda",
+            limits=StepLimits(rows=buckets_of(model.config).windows[-1]),
+        )
         if self.is_driver_worker:
             log_build_info(self.build_info(), device, budget, self._why_no_graphs(model))
             if self.ranks.sequence.size > 1:
@@ -140,8 +149,8 @@ class DiffusionWorker(WorkerBase):
                 host = readable(self.model_runner.planner.host_bytes)
                 logger.info("kept keys and values: in the pool, else %s of host memory", host)
 
-    def _join_ranks(self, model: DiffusionModel) -> Agreement:
-        """Let tensor-parallel ranks sum; return how all ranks of the engine agree on failures."""
+    def _join_ranks(self, model: DiffusionModel) -> Agreement | None:
+        """Let tensor-parallel ranks sum; return how all ranks agree on failures, if several."""
         tensor, sequence, device = self.ranks.tensor, self.ranks.sequence, self._device()
         # Nobody can end what a card waits for with NCCL, as those that divide rows do.
         may_fail = sequence.size == 1 or device.type == "cpu"
@@ -150,7 +159,7 @@ class DiffusionWorker(WorkerBase):
         summing = board if may_fail else tensor.join_board()
         ops.join_ranks(device, _SUMMED_ROWS * row_bytes, summing)
         if not self.ranks.are_several:
-            return Agreement()
+            return None
         watchdog.follow_ranks(processes_here(get_world_group().cpu_group))
         meets: list[Interruptible] = [ops.tensor_parallel()] if tensor.size > 1 else []
         if isinstance(sequence, ConnectedGroup):
@@ -200,7 +209,7 @@ class DiffusionWorker(WorkerBase):
         return None
 
     def execute_model(self, scheduler_output: DiffusionSchedulerOutput) -> DiffusionRunnerOutput:
-        return self.model_runner.execute(scheduler_output)
+        return self.loop.execute(scheduler_output)
 
     def execute_dummy_batch(self) -> None:
         """Do nothing: data-parallel replicas are independent."""

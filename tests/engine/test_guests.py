@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request does not need takes no part in its steps: no function of it is entered."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.checkpoints import random_prompt
+from tests.engine.harness import Ask, running
+from vllm.diffusion.memory import Demand
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+GUESTS = {"gates", "likelihood_calls", "long_requests", "paging", "prompt_groups"}
+PLAIN = {"gen_length": 16, "block_length": 8, "steps": 8, "ignore_eos": True}
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [(Ask(random_prompt(8), PLAIN), set()), (Ask(random_prompt(200), PLAIN), {"long_requests"})],
+    ids=["plain", "long"],
+)
+def test_steps_enter_the_guests_of_their_requests_alone(
+    asked: Ask, wanted: set[str], checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the step in which a request starts and its end, where long steps are cut."""
+    entered: list[set[str]] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            entered[-1].add(str(frame.f_globals.get("__name__")).rpartition(".")[2])
+
+    with running(checkpoint("mha")) as engine:
+        scheduler, planner = engine.scheduler, engine.runner.planner
+        assert scheduler.slicing is None and scheduler.paging is None
+        seconds = [planner.seconds_of(Demand(rows, 16), rows) for rows in (24, 216)]
+        engine.cut_steps(sum(seconds) / 2)
+        engine.ask(asked)  # so that the size of the memory is known
+        for name in ("schedule", "update_from_output"):
+            method = getattr(scheduler, name)
+
+            def traced(*arguments: Any, method: Any = method, **named: Any) -> Any:
+                entered.append(set())
+                sys.setprofile(note)
+                try:
+                    return method(*arguments, **named)
+                finally:
+                    sys.setprofile(None)
+
+            monkeypatch.setattr(scheduler, name, traced)
+        engine.ask(asked)
+    assert len(entered) >= 16
+    seen = set().union(*entered[1:-1]) & GUESTS
+    assert seen == wanted

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gate: what a guest of the scheduler may ask of the requests that concern it.
+
+A request meets only the gates that took it in when it arrived; most requests meet none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.diffusion.engine.scheduler.request_state import RequestState, WaitsFor
+
+
+class Gate:
+    """A gate that takes in nobody; each guest overrides what it needs."""
+
+    def arrived(self, item: RequestState) -> bool:
+        """Look at a request that has arrived; return whether this gate is to hear of it again.
+
+        Raises:
+            ActivationBudgetError: it can never start.
+        """
+        return False
+
+    def prepare(self, item: RequestState) -> None:
+        """Update what a waiting request would need if it started now. Called once a step."""
+
+    def waits_for(self, item: RequestState) -> WaitsFor | None:
+        """Return what a request waits for other than room, None if for nothing.
+
+        Later requests that start meanwhile do not count as overtaking it.
+        """
+        return None
+
+    def reserve(self, item: RequestState) -> bool:
+        """Reserve what a request needs that fits beside the others; False if there is too little.
+
+        Where all gates return True, the request starts.
+        """
+        return True
+
+    def started(self, item: RequestState) -> None:
+        """Take in that a request starts."""
+
+    def advanced(self, item: RequestState) -> None:
+        """Take in that a step of a running request is over."""
+
+    def left(self, item: RequestState) -> None:
+        """Take in that a request is over, whether it has started or not."""

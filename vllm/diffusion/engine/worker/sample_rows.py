@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of a step whose logits are computed: in parts, how they are sampled, whose they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from vllm.diffusion.core.samples import Samples
+from vllm.diffusion.decoding import BatchedChoice, Candidates
+from vllm.diffusion.engine.worker.batch import group_spans
+from vllm.diffusion.guided.joint import choose_all, gather
+from vllm.diffusion.sampling import RowGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from vllm.diffusion import ops
+    from vllm.diffusion.decoding import BatchedCommit
+    from vllm.diffusion.engine.worker.batch import PackedSequence, SpanGroup, StepBatch
+    from vllm.diffusion.guided.joint import Joint
+    from vllm.diffusion.ops import Array
+
+
+class SamplePart(NamedTuple):
+    """Sample rows whose logits are computed at a time.
+
+    Attributes:
+        rows: [r] int64, rows of the batch.
+        positions: [r] int64, relative to the canvas.
+        span_groups: keys that the rows attend to.
+        pieces: per request: its index in the batch, then the ranges of `rows` of its own sequence
+            and of its unconditional one, if it is guided.
+    """
+
+    rows: Array
+    positions: Array
+    span_groups: tuple[SpanGroup, ...]
+    pieces: tuple[tuple[int, slice, slice | None], ...]
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of rows that are sampled; unconditional rows only guide them."""
+        return sum(rows.stop - rows.start for _, rows, _ in self.pieces)
+
+
+EMPTY_PART = SamplePart(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), (), ())
+
+
+@dataclass(frozen=True)
+class SampleRows:
+    """Sample rows of a step: of every request, in the order of the batch, its eligible positions.
+
+    With guidance a position has two rows, of its own sequence and of the unconditional one.
+    """
+
+    batch: StepBatch
+
+    def parts(self, rows_per_part: int) -> Iterator[SamplePart]:
+        """Yield the sample rows, at most `rows_per_part` at a time (two of a guided request)."""
+        part = _PartBuilder(self.batch)
+        for number, work in enumerate(self.batch.works):
+            done, weight = 0, len(self.batch.packing.own[number])
+            while done < work.eligible.size:
+                room = (rows_per_part - part.num_rows) // weight
+                if room < 1 and part.num_rows:
+                    yield part.finish()
+                    part = _PartBuilder(self.batch)
+                    continue
+                piece = slice(done, min(done + max(room, 1), work.eligible.size))
+                part.add(number, work.eligible[piece])
+                done = piece.stop
+        if part.num_rows:
+            yield part.finish()
+
+    def row_groups(self, part: SamplePart, positions: torch.Tensor) -> tuple[RowGroup, ...]:
+        """Return how the rows of a part are sampled; its `positions` [r] are on the device."""
+        groups = []
+        for number, rows, unconditional in part.pieces:
+            canvas, on_canvas = self.batch.canvases[number], part.positions[rows]
+            joints = self.joints[number]
+            groups.append(
+                RowGroup(
+                    params=canvas.params,
+                    scoring=canvas.rule.scoring,
+                    step=canvas.num_forwards,
+                    forbid_mask=canvas.rule.forbid_mask,
+                    rows=rows,
+                    unconditional_rows=unconditional,
+                    positions=positions[rows],
+                    adjust=canvas.adjust_logits,
+                    token_ids=canvas.token_ids(on_canvas),
+                    joints=tuple([(joint, joint.rows_among(on_canvas)) for joint in joints]),
+                )
+            )
+        return tuple(groups)
+
+    @cached_property
+    def joints(self) -> tuple[list[Joint], ...]:
+        """Joint choices of each request; empty where candidates do not depend on each other."""
+        found = [
+            c.joints(work) for c, work in zip(self.batch.canvases, self.batch.works, strict=True)
+        ]
+        if not any(found):
+            return tuple(found)
+        ends, start = [], 0
+        for canvas, work, own in zip(self.batch.canvases, self.batch.works, found, strict=True):
+            stops = [canvas.prompt_length + joint.window.stop for joint in own]
+            ends += [start + int(end) for end in np.searchsorted(work.eligible, stops)]
+            start += work.eligible.size
+        gather([joint for own in found for joint in own], ends)
+        return tuple(found)
+
+    def choose_jointly(self, samples: Samples) -> Samples:
+        """Replace, in place, the candidates of requests that choose several tokens together."""
+        joints = [joint for own in self.joints for joint in own]
+        if joints:
+            choose_all(samples, joints)
+        return samples
+
+    def found(self, table: ops.HostCopy) -> list[Candidates | BatchedCommit]:
+        """Split what was sampled by request: its candidates, or already the choice among them.
+
+        `table` is that of all samples of the step; this call waits for it.
+        """
+        picks = [canvas.pick for canvas in self.batch.canvases]
+        together = None
+        if len(picks) - picks.count(None) > 1:  # one has it sooner by itself
+            together = BatchedChoice(picks, self.batch.works, self.batch.canvases[0].params.mask_id)
+        samples = Samples(table.host)
+        scores, extras = samples.scores.numpy(), samples.extras.numpy()
+        awaited, end = [], 0
+        for canvas, work in zip(self.batch.canvases, self.batch.works, strict=True):
+            start, end = end, end + work.eligible.size
+            logprobs = extras[:, start:end] if canvas.wants_logprobs else None
+            given = scores[start:end], canvas.draws(work.eligible), logprobs
+            awaited.append((work.eligible, slice(start, end), *given))
+        table.wait()  # the device waits from here on
+        tokens, greedy = (x.numpy().astype(np.int64) for x in (samples.tokens, samples.greedy))
+        choices: list[BatchedCommit | None] = [None] * len(self.batch.works)
+        if together is not None:
+            choices = together.decide(tokens, scores)
+        return [
+            choice or Candidates(eligible, tokens[own], certain, greedy[own], draws, logprobs)
+            for choice, (eligible, own, certain, draws, logprobs) in zip(
+                choices, awaited, strict=True
+            )
+        ]
+
+
+class _PartBuilder:
+    """Collects sample rows, in the order of the batch, into a part."""
+
+    def __init__(self, batch: StepBatch) -> None:
+        self.num_rows = 0
+        self._batch = batch
+        self._rows: list[tuple[Array, PackedSequence, int]] = []  # the last: a prompt's length
+        self._pieces: list[tuple[int, slice, slice | None]] = []
+
+    def add(self, number: int, positions: Array) -> None:
+        """Add the rows that predict `positions` [r] of the request with this index in the batch."""
+        prompt_length, places = self._batch.canvases[number].prompt_length, []
+        for sequence in self._batch.packing.own[number]:
+            self._rows.append((positions, sequence, prompt_length))
+            places.append(slice(self.num_rows, self.num_rows + positions.size))
+            self.num_rows += positions.size
+        self._pieces.append((number, places[0], places[1] if len(places) > 1 else None))
+
+    def finish(self) -> SamplePart:
+        own, sequences, prompt_lengths = zip(*self._rows, strict=True)
+        counts = [positions.size for positions in own]
+        positions = np.concatenate(own)
+        read = np.maximum(positions - self._batch.logit_shift, 0)
+        first_rows = [sequence.start - sequence.first for sequence in sequences]
+        counted, end = [], 0
+        for sequence, count in zip(sequences, counts, strict=True):
+            counted += sequence.counted(read[end : end + count])
+            end += count
+        return SamplePart(
+            read + np.repeat(first_rows, counts),
+            positions - np.repeat(prompt_lengths, counts),
+            group_spans(counted),
+            tuple(self._pieces),
+        )
