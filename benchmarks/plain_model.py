@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from tiny_model.checkpoint import load_weights, read_config
+from tiny_model.decoder import MixtureOfExperts
 from tiny_model.decoding import commit_quotas
 from tiny_model.family import FAMILY_NAMES, load_family
-from tiny_model.llada_moe import MixtureOfExperts
 from tiny_model.settings import DecodingSetting
 from torch import Tensor, nn
 from torch.nn import functional as F

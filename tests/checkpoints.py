@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import string
-import sys
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,15 +20,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tiny_model.family import TokenIds, load_family
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from tests.reference.families import reference_of
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))  # not only pytest runs this
-
-from tiny_model.family import TokenIds, load_family
+from tests.reference.models import reference_of
 
 UNKNOWN_ID = 245
 BOS_ID = 246
@@ -330,9 +326,29 @@ sdar_config, sdar_moe_config, llada2_config, fast_dllm_config = (
 )
 
 
+# In which order the random weights of a layer are drawn, by what stands in their names.
+DRAWN = (
+    *("input_layernorm", "attn_norm", "q_proj", "k_proj", "v_proj"),  # LLaDA-MoE: then o_proj
+    "query_key_value",
+    *("q_norm", "k_norm", "query_layernorm", "key_layernorm", "o_proj", "attn_out", "dense"),
+    *("post_attention_layernorm", "ff_norm", ".gate.weight", "mlp.expert_bias", ".experts."),
+    *("gate.expert_bias", "shared_experts", "proj", "ff_out"),
+)
+
+
 def checkpoint_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor (experts unfused) of a checkpoint of any family with its shape."""
-    return reference_of(config).tensor_shapes(config)
+    shapes = reference_of(config).tensor_shapes(config)
+    of_layers = [name for name in shapes if any(part.isdigit() for part in name.split("."))]
+    outside = [name for name in shapes if name not in of_layers]
+    drawn = (*DRAWN[:5], "o_proj", *DRAWN[5:]) if "qk_layernorm" in config else DRAWN
+
+    def order(name: str) -> tuple[list[int], int]:
+        place = [int(part) for part in name.split(".")[:5] if part.isdigit()]
+        return place, next(i for i, part in enumerate(drawn) if part in name)
+
+    names = [outside[0], *sorted(of_layers, key=order), *outside[1:]]
+    return {name: shapes[name] for name in names}
 
 
 def random_weights(

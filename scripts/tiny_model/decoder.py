@@ -8,7 +8,7 @@ configuration and its own module.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from tiny_model.layers import (
     initialise,
     noised_behind_clean,
     rotary_tables,
+    wide,
 )
 
 if TYPE_CHECKING:
@@ -57,31 +58,50 @@ def qwen_config(tokens: TokenIds, **own: Any) -> dict[str, Any]:
     }
 
 
-class Attention(nn.Module):
-    """Query head h uses key and value head h // (heads / kv heads)."""
+def head_width(config: dict[str, Any]) -> int:
+    """Channels of an attention head."""
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
-    def __init__(self, config: dict[str, Any], *, qkv_bias: bool, qk_norm: bool) -> None:
+
+class Attention(nn.Module):
+    """Query head h uses key and value head h // (heads / kv heads).
+
+    Args:
+        qk_norm: norms of query and key before the rotation, over each "head" or "all" of them.
+        clip: largest size of an element of query, key and value; None: any.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        *,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm: Literal["", "head", "all"] = "",
+        clip: float | None = None,
+    ) -> None:
         super().__init__()
         width, num_heads = config["hidden_size"], config["num_attention_heads"]
-        self.head_dim = config.get("head_dim", width // num_heads)
+        self.head_dim, self.qk_norm, self.clip = head_width(config), qk_norm, clip
         q_width = num_heads * self.head_dim
-        kv_width = config["num_key_value_heads"] * self.head_dim
+        kv_width = (config.get("num_key_value_heads") or num_heads) * self.head_dim
         self.q_proj = nn.Linear(width, q_width, bias=qkv_bias)
         self.k_proj = nn.Linear(width, kv_width, bias=qkv_bias)
         self.v_proj = nn.Linear(width, kv_width, bias=qkv_bias)
-        self.o_proj = nn.Linear(q_width, width, bias=False)
-        if qk_norm:  # over each head, before the rotation
-            self.q_norm = nn.RMSNorm(self.head_dim, config["rms_norm_eps"])
-            self.k_norm = nn.RMSNorm(self.head_dim, config["rms_norm_eps"])
-        self.qk_norm = qk_norm
+        self.o_proj = nn.Linear(q_width, width, bias=out_bias)
+        if qk_norm:
+            widths = (q_width, kv_width) if qk_norm == "all" else (self.head_dim,) * 2
+            self.q_norm, self.k_norm = (nn.RMSNorm(w, config["rms_norm_eps"]) for w in widths)
 
     def forward(self, x: Tensor, view: View) -> Tensor:
         """x [B, T, D] -> [B, T, D]."""
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.qk_norm:
+        q, k, v = (project(x) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if self.clip is not None:
+            q, k, v = (y.clamp(-self.clip, self.clip) for y in (q, k, v))
+        if self.qk_norm == "all":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
+        if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         return cast("Tensor", self.o_proj(attend(q, k, v, view)))
 
@@ -89,15 +109,55 @@ class Attention(nn.Module):
 class GatedMLP(nn.Module):
     """down(silu(gate x) * up x)."""
 
-    def __init__(self, width: int, inner_width: int) -> None:
+    def __init__(self, width: int, inner_width: int, *, bias: bool = False) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(width, inner_width, bias=False)
-        self.up_proj = nn.Linear(width, inner_width, bias=False)
-        self.down_proj = nn.Linear(inner_width, width, bias=False)
+        self.gate_proj = nn.Linear(width, inner_width, bias=bias)
+        self.up_proj = nn.Linear(width, inner_width, bias=bias)
+        self.down_proj = nn.Linear(inner_width, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D]."""
         return cast("Tensor", self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+
+
+class MixtureOfExperts(nn.Module):
+    """The sum of the top experts, each times its share of a softmax over all experts.
+
+    Args:
+        makes_up_one: the shares of the chosen experts are made to sum to 1.
+        has_bias: a bias that is not learnt takes part in the choice, and in nothing else.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        inner_width: int,
+        *,
+        makes_up_one: bool = False,
+        has_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        width, num_experts = config["hidden_size"], config["num_experts"]
+        self.num_chosen, self.makes_up_one = config["num_experts_per_tok"], makes_up_one
+        self.gate = nn.Linear(width, num_experts, bias=False)
+        self.register_buffer("expert_bias", torch.zeros(num_experts) if has_bias else None)
+        self.experts = nn.ModuleList(GatedMLP(width, inner_width) for _ in range(num_experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, D] -> [B, T, D]."""
+        rows = x.flatten(0, -2)
+        shares = self.gate(rows).to(wide(x.dtype)).softmax(dim=-1)
+        ranks = shares if self.expert_bias is None else shares + self.expert_bias.to(shares.dtype)
+        chosen = ranks.topk(self.num_chosen).indices  # [B*T, top]
+        shares = shares.gather(-1, chosen)
+        if self.makes_up_one:
+            shares = shares / shares.sum(dim=-1, keepdim=True)
+        mixed = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            row, place = (chosen == number).nonzero(as_tuple=True)
+            share = shares[row, place, None].to(x.dtype)
+            mixed = mixed.index_add(0, row, expert(rows[row]) * share)
+        return mixed.view_as(x)
 
 
 class Layer(nn.Module):
@@ -132,7 +192,15 @@ class Decoder(nn.Module):
         block_length: see family.Network.
         rotary_dim: rotated channels of a head; None: all.
         embedding_name: of the embedding's matrix in the checkpoint.
+        head_bias: the head, which a tied embedding replaces, has one.
+
+    Attributes:
+        embedding_scale, logits_scale: factors of what the embedding and the head give.
+        rotates_in_fp32: where rows are of fewer bits.
     """
+
+    embedding_scale = logits_scale = 1.0
+    rotates_in_fp32 = False
 
     def __init__(
         self,
@@ -143,11 +211,11 @@ class Decoder(nn.Module):
         block_length: int = 0,
         rotary_dim: int | None = None,
         embedding_name: str = "embed_tokens",
+        head_bias: bool = False,
     ) -> None:
         super().__init__()
         width, rows = config["hidden_size"], config["vocab_size"]
-        head_dim = config.get("head_dim", width // config["num_attention_heads"])
-        self.rotary_dim = rotary_dim or head_dim
+        self.rotary_dim = rotary_dim or head_width(config)
         self.rope_theta = config["rope_theta"]
         self.shift_rows = shift_rows
         self.block_length = block_length
@@ -159,30 +227,50 @@ class Decoder(nn.Module):
                 "norm": nn.RMSNorm(width, config["rms_norm_eps"]),
             }
         )
-        self.lm_head = nn.Linear(width, rows, bias=False)
+        is_tied = config.get("tie_word_embeddings", False)
+        self.lm_head = None if is_tied else nn.Linear(width, rows, bias=head_bias)
         attentions = (layer.value_and_output for layer in self.model["layers"])
-        initialise(self, self.model[embedding_name], self.lm_head, attentions, head_dim)
+        initialise(self, self.embedding, self.lm_head, attentions, head_width(config))
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """The embedding."""
+        return cast("nn.Embedding", self.model[self.embedding_name])
 
     def hidden(self, ids: Tensor, clean: Tensor | None = None) -> Tensor:
         """ids [B, T] int64 -> final normed hidden states [B, T, D] fp32, row i of token i."""
         length, is_doubled = ids.shape[-1], bool(self.block_length) and clean is not None
         if is_doubled:
             ids = torch.cat((cast("Tensor", clean), ids), dim=-1)
-        x: Tensor = self.model[self.embedding_name](ids)
-        tables = rotary_tables(length, self.rotary_dim, self.rope_theta, x.device)
-        cos, sin = (table.to(x.dtype) for table in tables)
+        cos, sin = self.rotary(torch.arange(length))
         view = View(cos, sin, None)
         if is_doubled:
             sees = noised_behind_clean(length, self.block_length)
-            view = View(torch.cat((cos, cos)), torch.cat((sin, sin)), sees.to(x.device))
+            view = View(torch.cat((cos, cos)), torch.cat((sin, sin)), sees.to(cos.device))
         elif self.block_length:
-            view = View(cos, sin, block_causal(length, self.block_length).to(x.device))
-        for layer in cast("nn.ModuleList", self.model["layers"]):
-            x = layer(x, view)
+            view = View(cos, sin, block_causal(length, self.block_length).to(cos.device))
+        x = self.rows(ids, view)
         rows = torch.arange(x.shape[1] - length, x.shape[1])
         if self.shift_rows:
             rows = self._rows_before(length, is_doubled)
         return cast("Tensor", self.model["norm"](x[:, rows]))
+
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions [T] int64, [T, rotated channels of a head] each."""
+        weight = self.embedding.weight
+        precise = positions.to(weight.device, wide(weight.dtype))
+        cos, sin = rotary_tables(precise, self.rotary_dim, self.rope_theta)
+        dtype = cos.dtype if self.rotates_in_fp32 else weight.dtype
+        return cos.to(dtype), sin.to(dtype)
+
+    def rows(self, ids: Tensor, view: View) -> Tensor:
+        """ids [B, T] int64 -> hidden states [B, T, D] before the last norm."""
+        x: Tensor = self.embedding(ids)
+        if self.embedding_scale != 1:
+            x = x * self.embedding_scale
+        for layer in cast("nn.ModuleList", self.model["layers"]):
+            x = layer(x, view)
+        return x
 
     def _rows_before(self, length: int, is_doubled: bool) -> Tensor:
         """The row that each position is read from: a block's first from the finished one before."""
@@ -194,14 +282,18 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., D] -> logits [..., rows of the embedding] fp32."""
-        return cast("Tensor", self.lm_head(hidden))
+        if self.lm_head is None:
+            logits = F.linear(hidden, self.embedding.weight)
+        else:
+            logits = self.lm_head(hidden)
+        return logits if self.logits_scale == 1 else logits * self.logits_scale
 
 
 def dense_network(
     config: dict[str, Any],
     *,
     qkv_bias: bool = False,
-    qk_norm: bool = False,
+    qk_norm: Literal["", "head"] = "",
     shift_rows: bool = False,
     block_length: int = 0,
 ) -> Decoder:

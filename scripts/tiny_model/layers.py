@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 _EMBEDDING_ROWS_MULTIPLE = 64
 # Standard deviation of a matrix: gain / sqrt(inputs). Half the gain learns clearly slower: 83 % of
@@ -26,6 +26,8 @@ class View(NamedTuple):
     cos: Tensor  # [T, rotated channels of a head]
     sin: Tensor
     sees: Tensor | None  # [T, T] bool, query by key; None: everything
+    # Of a window of a sequence: turns its keys and values of a layer into those that it reads.
+    reuse: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
 
 def embedding_rows(num_tokens: int) -> int:
@@ -36,7 +38,7 @@ def embedding_rows(num_tokens: int) -> int:
 def initialise(
     network: nn.Module,
     embedding: nn.Embedding,
-    head: nn.Linear,
+    head: nn.Linear | None,
     attentions: Iterable[tuple[Tensor, Tensor]],
     head_dim: int,
 ) -> None:
@@ -54,7 +56,8 @@ def initialise(
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=_EMBEDDING_STD)
     with torch.no_grad():
-        head.weight.copy_(_HEAD_GAIN * embedding.weight)
+        if head is not None:
+            head.weight.copy_(_HEAD_GAIN * embedding.weight)
         for value, output in attentions:
             nn.init.orthogonal_(value)
             num_sharing = output.shape[1] // value.shape[0]  # heads of queries one head of values
@@ -62,13 +65,18 @@ def initialise(
             output.copy_(by_head.repeat_interleave(num_sharing, dim=1).flatten(1))
 
 
-def rotary_tables(
-    length: int, head_dim: int, theta: float, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """cos and sin of the half-split rotary embedding, [length, head_dim] fp32 each."""
-    channels = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
-    positions = torch.arange(length, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, theta ** -(channels / head_dim))
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of tables, scores and sums beside rows of `dtype`: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def rotary_tables(positions: Tensor, num_channels: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of the half-split rotary embedding, [T, num_channels] each.
+
+    In the dtype of positions [T], which are floating-point numbers.
+    """
+    channels = torch.arange(0, num_channels, 2, dtype=positions.dtype, device=positions.device)
+    angles = torch.outer(positions, theta ** -(channels / num_channels))
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
@@ -86,13 +94,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
     """Grouped-query attention of [B, heads, T, hd], rotated here -> [B, T, heads * hd]."""
-    attended = F.scaled_dot_product_attention(
-        rotate(q, view.cos, view.sin),
-        rotate(k, view.cos, view.sin),
-        v,
-        attn_mask=view.sees,
-        enable_gqa=True,
-    )
+    q, k = rotate(q, view.cos, view.sin), rotate(k, view.cos, view.sin)
+    if view.reuse is not None:
+        k, v = view.reuse(k, v)
+    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=view.sees, enable_gqa=True)
     return attended.transpose(1, 2).flatten(-2)
 
 

@@ -8,14 +8,15 @@ bidirectional attention, rotary positions, RMSNorm and a gated SiLU feed-forward
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
-from torch.nn import functional as F
-
+from tiny_model.decoder import Attention, Decoder, GatedMLP, Layer
 from tiny_model.decoding import semi_autoregressive
 from tiny_model.family import Family, SpecialTokens, TokenIds
-from tiny_model.layers import embedding_rows, initialise, rotary_tables, rotate
+from tiny_model.layers import embedding_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 SPECIAL_TOKENS = SpecialTokens(
     bos="<|startoftext|>",
@@ -89,75 +90,77 @@ def config(tokens: TokenIds) -> dict[str, Any]:
     }
 
 
-class Block(nn.Module):
-    """One transformer layer; attribute names are the checkpoint's tensor names."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__()
-        width, ff_width = config["d_model"], config["mlp_hidden_size"]
-        self.num_heads = config["n_heads"]
-        self.attn_norm = nn.RMSNorm(width, config["rms_norm_eps"])
-        self.q_proj = nn.Linear(width, width, bias=False)
-        self.k_proj = nn.Linear(width, width, bias=False)
-        self.v_proj = nn.Linear(width, width, bias=False)
-        self.attn_out = nn.Linear(width, width, bias=False)
-        self.ff_norm = nn.RMSNorm(width, config["rms_norm_eps"])
-        self.ff_proj = nn.Linear(width, ff_width, bias=False)  # gate
-        self.up_proj = nn.Linear(width, ff_width, bias=False)
-        self.ff_out = nn.Linear(ff_width, width, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, T, D], cos and sin [T, hd] -> [B, T, D]; every token attends to every token."""
-        h: Tensor = self.attn_norm(x)
-        q, k, v = (
-            project(h).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        attended = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v)
-        x = x + self.attn_out(attended.transpose(1, 2).flatten(-2))
-        h = self.ff_norm(x)
-        x = x + self.ff_out(F.silu(self.ff_proj(h)) * self.up_proj(h))
-        return x
+# What a checkpoint calls the modules of a layer, and those beside the layers.
+_OF_LAYERS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "q_proj",
+    "self_attn.k_proj": "k_proj",
+    "self_attn.v_proj": "v_proj",
+    "self_attn.q_norm": "q_norm",
+    "self_attn.k_norm": "k_norm",
+    "self_attn.o_proj": "attn_out",
+    "post_attention_layernorm": "ff_norm",
+    "mlp.gate_proj": "ff_proj",
+    "mlp.up_proj": "up_proj",
+    "mlp.down_proj": "ff_out",
+}
+_BESIDE = {"model.embed_tokens": "wte", "model.norm": "ln_f", "lm_head": "ff_out"}
 
 
-class LLaDANetwork(nn.Module):
+class LLaDANetwork(Decoder):
     """LLaDA with random weights; its `state_dict` bears the released checkpoints' names."""
 
-    block_length = 0
-
     def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__()
-        width, rows = config["d_model"], config["embedding_size"]
-        self.head_dim = width // config["n_heads"]
-        self.rope_theta = config["rope_theta"]
-        transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(rows, width),
-                "blocks": nn.ModuleList(Block(config) for _ in range(config["n_layers"])),
-                "ln_f": nn.RMSNorm(width, config["rms_norm_eps"]),
-                "ff_out": nn.Linear(width, rows, bias=False),
-            }
-        )
-        self.model = nn.ModuleDict({"transformer": transformer})
-        attentions = ((b.v_proj.weight, b.attn_out.weight) for b in transformer["blocks"])
-        initialise(self, transformer["wte"], transformer["ff_out"], attentions, self.head_dim)
+        width, has_bias = config["d_model"], config["include_bias"]
+        num_kv_heads = 1 if config["multi_query_attention"] else config["n_heads"]
+        usual = {
+            "hidden_size": width,
+            "num_attention_heads": config["n_heads"],
+            "num_key_value_heads": config["n_kv_heads"] or num_kv_heads,
+            "num_hidden_layers": config["n_layers"],
+            "rms_norm_eps": config["rms_norm_eps"],
+            "rope_theta": config["rope_theta"],
+            "tie_word_embeddings": config["weight_tying"],
+            "vocab_size": config["embedding_size"] or config["vocab_size"],
+        }
+        inner_width = config["mlp_hidden_size"] or config["mlp_ratio"] * width
 
-    def hidden(self, ids: Tensor, clean: Tensor | None = None) -> Tensor:
-        """ids [B, T] int64 -> final normed hidden states [B, T, D] fp32; see family.Network."""
-        transformer = self._transformer
-        x: Tensor = transformer["wte"](ids)
-        cos, sin = rotary_tables(ids.shape[-1], self.head_dim, self.rope_theta, x.device)
-        for block in cast("nn.ModuleList", transformer["blocks"]):
-            x = block(x, cos, sin)
-        return cast("Tensor", transformer["ln_f"](x))
+        def make_layer(_: int) -> Layer:
+            attention = Attention(
+                usual,
+                qkv_bias=has_bias or config["include_qkv_bias"],
+                out_bias=has_bias,
+                qk_norm="all" if config["attention_layer_norm"] else "",
+            )
+            return Layer(usual, attention, GatedMLP(width, inner_width, bias=has_bias))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [..., D] -> logits [..., embedding_size] fp32."""
-        return cast("Tensor", self._transformer["ff_out"](hidden))
+        super().__init__(usual, make_layer, head_bias=has_bias)
+        self.layers_per_group = config["block_group_size"]
+        self.rotates_in_fp32 = config["rope_full_precision"]
+        self.embedding_scale = width**0.5 if config["input_emb_norm"] else 1.0
+        self.logits_scale = width**-0.5 if config["scale_logits"] else 1.0
 
-    @property
-    def _transformer(self) -> nn.ModuleDict:
-        return cast("nn.ModuleDict", self.model["transformer"])
+    def _released(self, name: str) -> str:
+        """What a checkpoint calls a tensor."""
+        path, _, kind = name.rpartition(".")
+        if path in _BESIDE:
+            return f"model.transformer.{_BESIDE[path]}.{kind}"
+        _, _, layer, module = path.split(".", 3)
+        place, size = f"blocks.{layer}", self.layers_per_group
+        if size > 1:
+            place = f"block_groups.{int(layer) // size}.{int(layer) % size}"
+        return f"model.transformer.{place}.{_OF_LAYERS[module]}.{kind}"
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """See nn.Module; by the names of the released checkpoints."""
+        tensors = super().state_dict(*args, **kwargs)
+        return {self._released(name): tensor for name, tensor in tensors.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """See nn.Module; by the names of the released checkpoints."""
+        own = {self._released(name): name for name in super().state_dict()}
+        named = {own.get(name, name): tensor for name, tensor in state_dict.items()}
+        return super().load_state_dict(named, *args, **kwargs)
 
 
 FAMILY = Family(

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tiny_model.decoder import Decoder, GatedMLP
+from tiny_model.decoder import Decoder, GatedMLP, head_width
 from tiny_model.decoding import low_confidence_dynamic
 from tiny_model.family import Family, TokenIds
-from tiny_model.layers import attend, embedding_rows
+from tiny_model.layers import attend, embedding_rows, wide
 from tiny_model.llada_moe import CHAT_TEMPLATE, ROLES, SPECIAL_TOKENS
 from tiny_model.settings import BLOCK_LENGTHS
 
@@ -81,7 +81,7 @@ class FusedAttention(nn.Module):
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
-        width, self.head_dim = config["hidden_size"], config["head_dim"]
+        width, self.head_dim = config["hidden_size"], head_width(config)
         kv_heads, eps = config["num_key_value_heads"], config["rms_norm_eps"]
         self.num_heads = (config["num_attention_heads"], kv_heads, kv_heads)
         self.query_key_value = nn.Linear(width, sum(self.num_heads) * self.head_dim, bias=False)
@@ -112,7 +112,8 @@ class Router(nn.Module):
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """rows [R, D] -> shares and numbers of the chosen experts, [R, top] each."""
-        scores = F.linear(rows, self.weight).sigmoid()
+        dtype = wide(rows.dtype)
+        scores = F.linear(rows.to(dtype), self.weight.to(dtype)).sigmoid()
         grouped = (scores + self.expert_bias).unflatten(-1, (self.num_groups, -1))
         groups = grouped.topk(2).values.sum(dim=-1).topk(self.num_chosen_groups).indices
         closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, groups, False)
@@ -121,12 +122,14 @@ class Router(nn.Module):
         if self.training:
             load = torch.bincount(chosen.flatten(), minlength=len(self.weight)).float()
             self.expert_bias += _BIAS_STEP * (load.mean() - load).sign()
-        shares = scores.gather(-1, chosen)
-        return self.scale * shares / (shares.sum(dim=-1, keepdim=True) + 1e-20), chosen
+        shares = self.scale * scores.gather(-1, chosen)
+        if self.num_chosen > 1:
+            shares = shares / (scores.gather(-1, chosen).sum(dim=-1, keepdim=True) + 1e-20)
+        return shares, chosen
 
 
 class MixtureOfExperts(nn.Module):
-    """The weighted sum of the chosen experts, and the shared one, which every row passes."""
+    """The weighted sum of the chosen experts, and that of the shared ones, which all rows pass."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
@@ -135,17 +138,20 @@ class MixtureOfExperts(nn.Module):
         self.experts = nn.ModuleList(
             GatedMLP(width, inner_width) for _ in range(config["num_experts"])
         )
-        self.shared_experts = GatedMLP(width, inner_width * config["num_shared_experts"])
+        num_shared = config["num_shared_experts"]
+        self.shared_experts = GatedMLP(width, inner_width * num_shared) if num_shared else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, D] -> [B, T, D]."""
         rows = x.flatten(0, -2)
         shares, chosen = self.gate(rows)
-        mixed = torch.zeros_like(rows)
+        mixed = torch.zeros(rows.shape, dtype=shares.dtype, device=rows.device)
         for number, expert in enumerate(self.experts):
             row, place = (chosen == number).nonzero(as_tuple=True)
-            mixed = mixed.index_add(0, row, expert(rows[row]) * shares[row, place, None])
-        return cast("Tensor", mixed.view_as(x) + self.shared_experts(x))
+            term = expert(rows[row]).to(shares.dtype) * shares[row, place, None]
+            mixed = mixed.index_add(0, row, term)
+        mixed = mixed.to(x.dtype).view_as(x)
+        return mixed if self.shared_experts is None else mixed + self.shared_experts(x)
 
 
 class Layer(nn.Module):
@@ -183,7 +189,7 @@ def network(config: dict[str, Any]) -> Decoder:
         config,
         make_layer,
         block_length=BLOCK_LENGTHS["llada2"],  # config.json does not say
-        rotary_dim=config["rotary_dim"],
+        rotary_dim=int(config["partial_rotary_factor"] * head_width(config)),
         embedding_name="word_embeddings",
     )
 

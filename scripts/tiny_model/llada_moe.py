@@ -8,15 +8,22 @@ and every feed-forward is a mixture of experts whose weights are not renormalise
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor, nn
-
-from tiny_model.decoder import Attention, Decoder, GatedMLP, Layer
+from tiny_model.decoder import (
+    Attention,
+    Decoder,
+    GatedMLP,
+    Layer,
+    MixtureOfExperts,
+    head_width,
+)
 from tiny_model.decoding import semi_autoregressive
 from tiny_model.family import Family, SpecialTokens, TokenIds
 from tiny_model.layers import embedding_rows
+
+if TYPE_CHECKING:
+    from torch import nn
 
 SPECIAL_TOKENS = SpecialTokens(
     bos="<|startoftext|>",
@@ -79,41 +86,21 @@ def config(tokens: TokenIds) -> dict[str, Any]:
     }
 
 
-class MixtureOfExperts(nn.Module):
-    """The sum of the top experts, each times its share of a softmax over all experts."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__()
-        width = config["hidden_size"]
-        self.num_chosen = config["num_experts_per_tok"]
-        self.gate = nn.Linear(width, config["num_experts"], bias=False)
-        self.experts = nn.ModuleList(
-            GatedMLP(width, config["expert_intermediate_size"])
-            for _ in range(config["num_experts"])
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, D] -> [B, T, D]."""
-        rows = x.flatten(0, -2)
-        shares, chosen = self.gate(rows).float().softmax(dim=-1).topk(self.num_chosen)  # [B*T, top]
-        mixed = torch.zeros_like(rows)
-        for number, expert in enumerate(self.experts):
-            row, place = (chosen == number).nonzero(as_tuple=True)
-            share = shares[row, place, None].to(x.dtype)
-            mixed = mixed.index_add(0, row, expert(rows[row]) * share)
-        return mixed.view_as(x)
-
-
 def network(config: dict[str, Any]) -> Decoder:
     """LLaDA-MoE with random weights; its `state_dict` bears the released checkpoints' names."""
 
     def make_layer(number: int) -> Layer:
-        mlp: nn.Module = MixtureOfExperts(config)
-        if not config["moe_layer_freq"][number]:
+        if config["moe_layer_freq"][number]:
+            has_bias = config["moe_router_enable_expert_bias"]
+            inner_width = config["expert_intermediate_size"]
+            mlp: nn.Module = MixtureOfExperts(config, inner_width, has_bias=has_bias)
+        else:
             mlp = GatedMLP(config["hidden_size"], config["dense_intermediate_size"])
-        return Layer(config, Attention(config, qkv_bias=False, qk_norm=True), mlp)
+        norm: Literal["", "head"] = "head" if config["qk_layernorm"] else ""
+        return Layer(config, Attention(config, qk_norm=norm, clip=config["clip_qkv"]), mlp)
 
-    return Decoder(config, make_layer)
+    rotary_dim = int(config["partial_rotary_factor"] * head_width(config))
+    return Decoder(config, make_layer, rotary_dim=rotary_dim)
 
 
 FAMILY = Family(

@@ -8,12 +8,22 @@ Configuration keys, tensor names and forward pass follow the released SDAR-8B-Ch
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tiny_model.decoder import Decoder, dense_network, qwen_config
+from tiny_model.decoder import (
+    Attention,
+    Decoder,
+    GatedMLP,
+    Layer,
+    MixtureOfExperts,
+    qwen_config,
+)
 from tiny_model.decoding import low_confidence_dynamic
 from tiny_model.family import Family, SpecialTokens, TokenIds
 from tiny_model.settings import BLOCK_LENGTHS
+
+if TYPE_CHECKING:
+    from torch import nn
 
 SPECIAL_TOKENS = SpecialTokens(
     bos=None,
@@ -52,8 +62,23 @@ def config(tokens: TokenIds) -> dict[str, Any]:
 
 
 def network(config: dict[str, Any]) -> Decoder:
-    """The family's network; its `state_dict` bears the released checkpoints' names."""
-    return dense_network(config, qk_norm=True, block_length=config["block_size"])
+    """The family's network; its `state_dict` bears the released checkpoints' names.
+
+    With the keys of SDAR's mixtures of experts, Qwen3-MoE's, one of them.
+    """
+    width, dense = config["hidden_size"], config.get("mlp_only_layers", ())
+    step = config.get("decoder_sparse_step", 1)  # every so many-th layer has experts
+
+    def make_layer(number: int) -> Layer:
+        has_experts = "num_experts" in config and number not in dense and not (number + 1) % step
+        if has_experts:
+            sums_to_one, inner_width = config["norm_topk_prob"], config["moe_intermediate_size"]
+            mlp: nn.Module = MixtureOfExperts(config, inner_width, makes_up_one=sums_to_one)
+        else:
+            mlp = GatedMLP(width, config["intermediate_size"])
+        return Layer(config, Attention(config, qk_norm="head"), mlp)
+
+    return Decoder(config, make_layer, block_length=config["block_size"])
 
 
 FAMILY = Family(

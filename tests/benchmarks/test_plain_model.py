@@ -16,7 +16,7 @@ from benchmarks.plain_model import PlainModel, load_model, random_model
 from benchmarks.shapes import Shape, forward_work
 from tests.checkpoints import EOS_ID, MASK_ID, checkpoint_shapes, make_checkpoint, random_prompt
 from tests.reference.decode import SpecialIds, semi_ar
-from tests.reference.families import load_reference
+from tests.reference.models import load_reference
 
 if TYPE_CHECKING:
     from pathlib import Path

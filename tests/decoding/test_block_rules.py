@@ -10,12 +10,10 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from tests.decoding.toy import Decoding, Toy
 from tests.reference import block_loops
 from tests.reference.block_loops import Draw, NoEnd
-from tests.reference.block_models import FastDLLMReference, SDARReference
 from tests.reference.philox import uniform_matrix
 from vllm.diffusion.core.random_streams import CATEGORICAL
 from vllm.diffusion.request import decision, fields
@@ -23,7 +21,9 @@ from vllm.diffusion.request.families import FAST_DLLM, LLADA2, LLADA21, SDAR
 from vllm.diffusion.request.params import DiffusionParams, ServedModel, SpecialIds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
+
+    import torch
 
     from vllm.diffusion.request.families import Family
 
@@ -361,67 +361,3 @@ def test_unresolved_steps_are_an_error() -> None:
     )
     with pytest.raises(ValueError, match="steps_per_block"):
         make_rule(params, 1)
-
-
-# ---- a transformer -----------------------------------------------------------------------------
-
-
-class Transformer(Toy):
-    """A tiny SDAR or Fast-dLLM v2 with random weights."""
-
-    def __init__(self, seed: int, family: Family, block_length: int) -> None:
-        reference = SDARReference if family is not FAST_DLLM else FastDLLMReference
-        config = {
-            "vocab_size": V,
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 8,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "tie_word_embeddings": False,
-        }
-        generator = torch.Generator().manual_seed(seed)
-        weights = {
-            name: torch.randn(shape, generator=generator) * (0.5 if len(shape) > 1 else 1)
-            for name, shape in reference.tensor_shapes(config).items()
-        }
-        weights["lm_head.weight"][MASK] = 0
-        self.vocab_size, self._model, self._length = V, reference(config, weights), block_length
-
-    def __call__(self, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        logits = self._model.logits(torch.as_tensor(tokens)[None], self._length)[0]
-        logits[:, MASK] = -1e9
-        return logits
-
-
-TRANSFORMERS: list[tuple[Family, dict[str, Any]]] = [
-    (LLADA2, {"threshold": 0.3}),
-    (LLADA2, {"threshold": 0.95, "steps_per_block": 2}),
-    (LLADA21, {"threshold": 0.2, "editing_threshold": 0.0, "max_post_steps": 4}),
-    (LLADA21, {"threshold": 0.3, "editing_threshold": 0.3, "num_to_transfer": 3}),
-    (SDAR, {"threshold": 0.4}),
-    (SDAR, {"algorithm": "semi_ar", "steps_per_block": 3}),
-    (SDAR, {"algorithm": "sequential", "steps_per_block": 2}),
-    (SDAR, {"algorithm": "entropy_bounded", "threshold": 2.0}),
-    (FAST_DLLM, {"threshold": 0.3, "sub_block_length": 2}),
-]
-
-
-@pytest.mark.parametrize("block_length", [4, 6])
-@pytest.mark.parametrize(
-    ("family", "asked"), TRANSFORMERS, ids=[f"{f.name}-{a}" for f, a in TRANSFORMERS]
-)
-def test_on_a_transformer(family: Family, asked: dict[str, Any], block_length: int) -> None:
-    for number in range(3):
-        prompt = random.Random(number).choices(range(20), k=3 + 3 * number)
-        lengths = {"gen_length": 13, "block_length": block_length}
-        params = decided(family, prompt, **lengths, **asked)
-        model = Transformer(number, family, block_length)
-        own = {**asked, "algorithm": params.algorithm, "stop_ids": STOPS, "mask_id": MASK}
-        expected = block_loops.run(model, prompt, **lengths, **own)
-        found = Decoding(model, params, prompt)
-        assert found.run() == expected.answer
-        assert found.history == expected.history[: len(found.history)]

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.engine.harness import Engine, running
-from tests.reference.families import load_reference
+from tests.reference.models import load_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.reference.llada_model import LLaDAReference
+    from tests.reference.models import LLaDAReference
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

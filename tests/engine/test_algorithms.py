@@ -27,7 +27,7 @@ from tests.engine.harness import (
     running,
 )
 from tests.reference import golden
-from tests.reference.families import load_reference
+from tests.reference.models import load_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tests.engine.harness import Engine
     from tests.reference.golden import Run
-    from tests.reference.llada_model import LLaDAReference
+    from tests.reference.models import LLaDAReference
 
 SHORT = {"gen_length": 16, "block_length": 8, "steps": 8}
 # Prompt length and parameters of the requests that share their steps.

@@ -16,7 +16,7 @@ import torch
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, random_prompt
 from tests.engine.harness import Ask, running
 from tests.reference import block_loops, golden
-from tests.reference.families import load_reference
+from tests.reference.models import load_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

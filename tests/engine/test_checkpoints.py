@@ -16,7 +16,7 @@ from tests.engine.harness import (
     clear_case,
     running,
 )
-from tests.reference.families import load_reference
+from tests.reference.models import load_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable

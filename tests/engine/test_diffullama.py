@@ -10,15 +10,14 @@ import torch
 
 from tests.checkpoints import MASK_ID, random_prompt
 from tests.engine.harness import as_request, assert_parity, running
-from tests.reference.families import load_reference
-from tests.reference.layers import shift_right
+from tests.reference.models import load_reference, shift_right
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.engine.harness import Engine
-    from tests.reference.dream_model import DreamReference
+    from tests.reference.models import DreamReference
 
 UNFILTERED: dict[str, Any] = {"algorithm": "dream", "gen_length": 24, "top_p": 1.0}
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import pytest
 
     from tests.engine.harness import Engine
-    from tests.reference.llada_model import LLaDAReference
+    from tests.reference.models import LLaDAReference
 
 
 def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(

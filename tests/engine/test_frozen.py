@@ -24,7 +24,7 @@ from tests.engine.harness import (
     sampling_params,
     shrink,
 )
-from tests.reference.families import load_reference
+from tests.reference.models import load_reference
 from vllm.diffusion.engine.worker.first_forwards import SharedRows
 
 if TYPE_CHECKING:

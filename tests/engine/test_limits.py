@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from tests.reference.llada_model import LLaDAReference
+    from tests.reference.models import LLaDAReference
     from vllm.diffusion.memory import StepShape
 
 REQUESTS: list[tuple[int, dict[str, Any]]] = [

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.engine.harness import BLOCKS, NOISY, assert_parity, running
-from tests.reference.families import load_reference
+from tests.reference.models import load_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.engine.harness import Engine
-    from tests.reference.llada_moe_model import LLaDAMoEReference
+    from tests.reference.models import LLaDAMoEReference
 
 
 @pytest.fixture(scope="module", params=["moe_fused", "moe_dense_mix", "moe_bias"])

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.engine.harness import Engine
-    from tests.reference.llada_model import LLaDAReference
+    from tests.reference.models import LLaDAReference
 
 GIB = 1 << 30
 CACHED = {**BLOCKS, "cache": "dual"}

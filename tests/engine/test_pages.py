@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.engine.harness import Answer, Engine
-    from tests.reference.llada_model import LLaDAReference
+    from tests.reference.models import LLaDAReference
 
 MULTI: dict[str, Any] = {
     "algorithm": "multi_block",

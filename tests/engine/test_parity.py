@@ -21,7 +21,7 @@ from tests.reference.decode import truncate
 
 if TYPE_CHECKING:
     from tests.engine.harness import Engine
-    from tests.reference.llada_model import LLaDAReference
+    from tests.reference.models import LLaDAReference
 
 
 @pytest.mark.parametrize("asked", PARITY.values(), ids=PARITY.keys())

@@ -11,9 +11,8 @@ import torch
 from tests.checkpoints import MASK_ID, random_prompt
 from tests.engine.harness import BLOCKS, Engine, as_request, running
 from tests.reference.decode import near_ties
-from tests.reference.families import load_reference
 from tests.reference.golden import reference
-from tests.reference.llada_model import LLaDAReference
+from tests.reference.models import LLaDAReference, load_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,7 +16,7 @@ import torch
 from tests.checkpoints import EOS_ID, MASK_ID, random_prompt
 from tests.engine.harness import Ask, running, sampling_params
 from tests.reference import decode
-from tests.reference.families import load_reference
+from tests.reference.models import load_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

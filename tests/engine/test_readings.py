@@ -11,8 +11,7 @@ import torch
 
 from tests.checkpoints import MASK_ID, random_prompt
 from tests.engine.harness import Ask, running
-from tests.reference.families import load_reference
-from tests.reference.layers import shift_right
+from tests.reference.models import load_reference, shift_right
 from vllm.diffusion.api.likelihood.typed_decisions import masked_behind
 from vllm.diffusion.api.openai.echo import readings_of
 from vllm.diffusion.api.validator import validator_of

@@ -14,7 +14,7 @@ from tests.reference import golden
 
 if TYPE_CHECKING:
     from tests.engine.harness import Engine
-    from tests.reference.llada_model import LLaDAReference
+    from tests.reference.models import LLaDAReference
 
 
 # ---- the end of an answer ----------------------------------------------------------------------

@@ -13,7 +13,7 @@ from vllm.diffusion.memory import StepShape
 
 if TYPE_CHECKING:
     from tests.engine.harness import Engine
-    from tests.reference.llada_model import LLaDAReference
+    from tests.reference.models import LLaDAReference
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from tests.engine.harness import (
     running,
 )
 from tests.reference import decode
-from tests.reference.families import load_reference
+from tests.reference.models import load_reference
 from vllm.diffusion.engine.worker.compute import PooledHead
 from vllm.diffusion.sampling import sampler
 

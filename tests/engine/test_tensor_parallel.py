@@ -28,14 +28,14 @@ from tests.engine.harness import (
     tokens,
 )
 from tests.engine.ranks import fail_once
-from tests.reference.families import load_reference
+from tests.reference.models import load_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from tests.reference.golden import Run
-    from tests.reference.llada_model import LLaDAReference
+    from tests.reference.models import LLaDAReference
 
 REQUESTS: list[tuple[int, dict[str, Any]]] = [
     (20, BLOCKS),

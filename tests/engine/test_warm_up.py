@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pytest
 
     from tests.engine.harness import Engine
-    from tests.reference.llada_model import LLaDAReference
+    from tests.reference.models import LLaDAReference
 
 
 def test_a_warm_engine_answers_as_before(

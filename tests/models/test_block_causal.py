@@ -11,7 +11,7 @@ import torch
 
 from tests.checkpoints import BLOCK_CASES, VOCAB_SIZE, make_checkpoint
 from tests.models.support import assert_same_logits, check_bf16, logits, some_ids, staged_logits
-from tests.reference.families import load_reference
+from tests.reference.models import load_reference
 from vllm.diffusion.request.visibility import BlockCausal
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from tests.checkpoints import EOS_ID, MASK_ID, VOCAB_SIZE, make_checkpoint
 from tests.models.support import assert_same_logits, engine_config, logits
-from tests.reference.families import load_reference
+from tests.reference.models import load_reference
 from vllm.diffusion.config import WORKER, served_model
 from vllm.diffusion.core.errors import ModelConfigError
 from vllm.diffusion.models.diffullama import DiffuLlamaConfig

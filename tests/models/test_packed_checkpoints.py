@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
 from tests.models.support import assert_same_logits, logits, some_ids, staged_logits
-from tests.reference.llada_model import LLaDAReference
+from tests.reference.models import LLaDAReference
 from vllm.diffusion import ops
 from vllm.diffusion.core.errors import CheckpointError, ModelConfigError
 from vllm.diffusion.core.quantisation import PackedScheme, scheme_of

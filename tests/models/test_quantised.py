@@ -23,7 +23,7 @@ from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeigh
 
 from tests.checkpoints import llada_config, make_checkpoint
 from tests.models.support import assert_same_logits, logits, staged_logits
-from tests.reference.llada_model import LLaDAReference
+from tests.reference.models import LLaDAReference
 from vllm.diffusion import ops
 from vllm.diffusion.core.errors import CheckpointError
 from vllm.diffusion.models.llada import LLaDAConfig

@@ -30,7 +30,7 @@ from tests.reference.fast_dllm import block_logits
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from tests.reference.layers import KeyValues
+    from tests.reference.models import KeyValues
 
 WINDOW = 0.25  # of the canvas
 

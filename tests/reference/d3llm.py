@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decoders of d3LLM (arXiv:2601.07568): entropy thresholds, several blocks at once.
 
-`generate` decides one block after the other, `multi_block` opens the next block while earlier
-ones still have masks, with or without a delayed reuse of keys and values.
+`multi_block` opens the next block while earlier ones still have masks, with or without a delayed
+reuse of keys and values.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from tests.reference.decode import (
     split_steps,
     threshold_margins,
 )
-from tests.reference.fast_dllm import by_rule, run_blocks, window_logits
+from tests.reference.fast_dllm import window_logits
 from tests.reference.sglang import by_entropy_below
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
-    from tests.reference.layers import KeyValues
+    from tests.reference.models import KeyValues
 
 ENTROPY = Score("entropy", 1e-12)
-VARIANTS = ("llada", "dream")
 
 
 def select_entropy(entropies: Sequence[float], threshold: float) -> list[int]:
@@ -68,33 +67,6 @@ def by_entropy(threshold: float, forced: tuple[int, int] | None = None) -> Selec
         return Selection(accepted, margins)
 
     return select
-
-
-def generate(
-    model: LogitModel,
-    prompt_ids: Iterable[int],
-    *,
-    gen_length: int,
-    block_length: int,
-    threshold: float = 0.5,
-    cache: str = "none",
-    early_stop_ids: Collection[int] = (),
-    **options: Any,
-) -> Decoded:
-    """One block after the other; candidates are all masks before the block's end.
-
-    Other keywords: see Options and fast_dllm.run_blocks.
-    """
-    options.setdefault("confidence_dtype", "float64")
-    loop = Loop(model, prompt_ids, gen_length, Options(**options))
-    return run_blocks(
-        loop,
-        gen_length,
-        block_length,
-        by_rule(by_entropy(threshold), ENTROPY),
-        cache=cache,
-        early_stop_ids=early_stop_ids,
-    )
 
 
 @dataclass
@@ -141,22 +113,13 @@ def multi_block(
     Deviations from the published code: the cache keeps the rows before `cached_len` only (there
     it may hold some twice), num_forwards leaves out a last iteration that ends before its
     forward, and an accepted mask token is not counted as decoded.
-    Raises ValueError for a length that block_length does not divide, an unknown cache or variant,
-    or a prompt with masks; RuntimeError when a forward changes nothing.
+    Raises RuntimeError when a forward changes nothing.
     """
-    if variant not in VARIANTS:
-        raise ValueError(f"variant: wanted one of {VARIANTS}, got {variant!r}")
-    if cache not in ("none", "delayed"):
-        raise ValueError(f"cache: wanted none or delayed, got {cache!r}")
     if threshold is None:
         threshold = 0.5 if variant == "llada" else 0.9
     options.setdefault("confidence_dtype", "float64")
     num_blocks, _ = split_steps(gen_length, block_length, None)
     loop = Loop(model, prompt_ids, gen_length, Options(**options))
-    if loop.num_masked(0, loop.prompt_len):
-        raise ValueError("prompt_ids: wanted no mask id")
-    if cache == "delayed" and loop.options.cfg_scale:
-        raise ValueError(f"cfg_scale: wanted 0 with a cache, got {loop.options.cfg_scale}")
     blocks = _Blocks(loop, num_blocks, block_length, block_add_threshold, decoded_token_threshold)
     reuse = None
     if cache == "delayed":

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tests.reference.layers import shift_right
+from tests.reference.models import shift_right
 
 MINUS_INF = float("-inf")
 
@@ -266,7 +266,7 @@ def semi_ar(
         for quota in num_transfer_tokens(loop.num_masked(start, end), block_steps):
             if quota == 0 and skip_idle_steps:
                 continue
-            loop.forward(block, end, quota=quota)
+            loop.forward(block, end, by_quota(quota))
         if loop.may_stop(end, early_stop_ids):
             break
     return loop.result()
@@ -278,31 +278,25 @@ def threshold(
     *,
     gen_length: int,
     block_length: int,
-    threshold: float | None = 0.9,
-    steps: int | None = None,
+    threshold: float = 0.9,
     early_stop_ids: Collection[int] = (),
     **options: Any,
 ) -> Decoded:
     """Fast-dLLM's loop without cache: forwards until the block has no masks.
 
-    With a threshold, every eligible candidate whose score reaches it is accepted, and the best one
-    always; steps plays no part. With threshold None, the quotas of `semi_ar` (steps needed).
+    Every eligible candidate whose score reaches the threshold is accepted, and the best one always.
     Raises ValueError when the lengths do not divide, RuntimeError when masks cannot go away
     because the model predicts the mask (the published loop spins or fails there).
     """
     loop = Loop(model, prompt_ids, gen_length, Options(**options))
-    if threshold is None and steps is None:
-        raise ValueError("steps: quota mode (threshold None) needs it, got None")
-    num_blocks, block_steps = split_steps(gen_length, block_length, steps)
+    num_blocks, _ = split_steps(gen_length, block_length, None)
     forward_limit = 4 * len(loop.row)
     for block in range(num_blocks):
         start, end = loop.block_range(block, block_length)
-        quotas = iter(num_transfer_tokens(loop.num_masked(start, end), block_steps))
         while loop.num_masked(start, end) > 0:
-            quota = next(quotas, 0) if threshold is None else None
-            if quota == 0 or len(loop.trace) >= forward_limit:
+            if len(loop.trace) >= forward_limit:
                 raise RuntimeError(f"block {block}: masks remain, the model predicts the mask")
-            loop.forward(block, end, quota=quota, threshold=threshold)
+            loop.forward(block, end, by_threshold(threshold))
         if loop.may_stop(end, early_stop_ids):
             break
     return loop.result()
@@ -351,12 +345,6 @@ class Loop:
     def __init__(
         self, model: LogitModel, prompt_ids: Iterable[int], gen_length: int, options: Options
     ) -> None:
-        if options.confidence_eos_eot_inf and options.ids.eot is None:
-            raise ValueError("confidence_eos_eot_inf: needs ids.eot, got None")
-        if options.remasking not in ("low_confidence", "random"):
-            raise ValueError(
-                f"remasking: wanted low_confidence or random, got {options.remasking!r}"
-            )
         self.model = model
         self.options = options
         prompt = list(prompt_ids)
@@ -398,19 +386,10 @@ class Loop:
     def result(self) -> Decoded:
         return Decoded(self.row[self.prompt_len :].tolist(), len(self.trace), self.trace)
 
-    def forward(
-        self, block: int, end: int, *, quota: int | None = None, threshold: float | None = None
-    ) -> None:
-        """One forward; commits among all masks before `end`, by quota or by threshold."""
+    def forward(self, block: int, end: int, select: Select) -> None:
+        """One forward; commits among all masks before `end`."""
         eligible = self.masked(0, end)
         logits = guided_logits(self.model, self.row, self.known, self.options)
-
-        if quota is not None:
-            select = by_quota(quota)
-        elif threshold is not None:
-            select = by_threshold(threshold)
-        else:
-            raise ValueError("quota and threshold: one of them must be given, got neither")
         self.decide(block, logits, eligible, select)
 
     def decide(

@@ -27,7 +27,7 @@ from tests.reference.decode import (
 from tests.reference.fast_dllm import Decide, by_rule, run_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
 SLACK = 1e-5
 
@@ -123,22 +123,6 @@ def by_hierarchy(threshold: float | None, low_threshold: float) -> Select:
     return select
 
 
-def threshold(
-    model: LogitModel,
-    prompt_ids: Iterable[int],
-    *,
-    gen_length: int,
-    block_length: int,
-    threshold: float = 0.9,
-    cache: str = "none",
-    **options: Any,
-) -> Decoded:
-    """dInfer's threshold decoder. Other keywords: see `hierarchy`."""
-    loop = Loop(model, prompt_ids, gen_length, Options(**options))
-    decide = by_rule(by_threshold_eligible(threshold, loop.options.ids.mask))
-    return run_blocks(loop, gen_length, block_length, decide, cache=cache, block_only=True)
-
-
 def hierarchy(
     model: LogitModel,
     prompt_ids: Iterable[int],
@@ -149,7 +133,6 @@ def hierarchy(
     low_threshold: float = 0.4,
     cache: str = "none",
     early_stop: bool = False,
-    early_stop_ids: Collection[int] = (),
     **options: Any,
 ) -> Decoded:
     """The hierarchical decoder: the best of each run of masks, if it is good enough.
@@ -166,8 +149,7 @@ def hierarchy(
         by_rule(by_hierarchy(threshold, low_threshold)),
         cache=cache,
         block_only=True,
-        early_stop_ids=[loop.options.ids.eos] if early_stop else early_stop_ids,
-        fill_after_stop=early_stop,
+        early_stop=early_stop,
     )
 
 
@@ -182,7 +164,6 @@ def credit(
     gamma: float = 0.2,
     beta: float = 0.8,
     cache: str = "none",
-    early_stop_ids: Collection[int] = (),
     **options: Any,
 ) -> Decoded:
     """The credit decoder: tokens that stay likely over the forwards of a block gain logits.
@@ -201,7 +182,6 @@ def credit(
         _by_credit(select, block_length, alpha, gamma, beta),
         cache=cache,
         block_only=True,
-        early_stop_ids=early_stop_ids,
     )
 
 

@@ -19,7 +19,7 @@ left before the next forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -47,9 +47,7 @@ from tests.reference.decode import (
 )
 
 if TYPE_CHECKING:
-    from tests.reference.layers import KeyValues
-
-CACHES = ("none", "prefix", "dual")
+    from tests.reference.models import KeyValues
 
 
 class WindowModel(LogitModel, Protocol):
@@ -86,20 +84,14 @@ def run_blocks(
     *,
     cache: str = "none",
     block_only: bool = False,
-    early_stop_ids: Collection[int] = (),
-    fill_after_stop: bool = False,
+    early_stop: bool = False,
 ) -> Decoded:
     """Decides one block after the other until none has masks.
 
-    block_only: without cache, candidates are the block's masks only. early_stop_ids: end after a
-    block without masks that holds one of them; the positions behind it stay masked, or become
-    EOS with fill_after_stop. Raises RuntimeError when a forward changes nothing because the model
-    predicts the mask (no later forward would differ), ValueError for an unknown cache.
+    block_only: without cache, candidates are the block's masks only. early_stop: after a block
+    without masks that holds EOS, the positions behind it become EOS. Raises RuntimeError when a
+    forward changes nothing because the model predicts the mask (no later forward would differ).
     """
-    if cache not in CACHES:
-        raise ValueError(f"cache: wanted one of {CACHES}, got {cache!r}")
-    if cache != "none" and loop.options.cfg_scale:
-        raise ValueError(f"cfg_scale: wanted 0 with a cache, got {loop.options.cfg_scale}")
     num_blocks, _ = split_steps(gen_length, block_length, None)
     for block in range(num_blocks):
         start, end = loop.block_range(block, block_length)
@@ -111,9 +103,8 @@ def run_blocks(
             decide(loop, block, logits, loop.masked(start if inside_only else 0, end), forwards)
             forwards += 1
             loop.check_change()
-        if loop.may_stop(end, early_stop_ids):
-            if fill_after_stop:
-                loop.row[end:] = loop.options.ids.eos
+        if early_stop and loop.may_stop(end, [loop.options.ids.eos]):
+            loop.row[end:] = loop.options.ids.eos
             break
     return loop.result()
 
@@ -149,7 +140,6 @@ def cached(
     block_length: int,
     threshold: float | None = None,
     steps: int | None = None,
-    early_stop_ids: Collection[int] = (),
     **options: Any,
 ) -> Decoded:
     """Threshold or, without one, LLaDA's quotas (`steps` needed), with cache prefix or dual.
@@ -161,14 +151,10 @@ def cached(
     loop = Loop(model, prompt_ids, gen_length, Options(**options))
     if threshold is not None:
         decide = by_rule(by_threshold(threshold))
-    elif steps is None:
-        raise ValueError("steps: quota mode (threshold None) needs it, got None")
     else:
         _, block_steps = split_steps(gen_length, block_length, steps)
         decide = _by_quotas(block_length, block_steps)
-    return run_blocks(
-        loop, gen_length, block_length, decide, cache=cache, early_stop_ids=early_stop_ids
-    )
+    return run_blocks(loop, gen_length, block_length, decide, cache=cache)
 
 
 def _by_quotas(block_length: int, block_steps: int) -> Decide:
@@ -222,13 +208,10 @@ def factor(
     block_length: int,
     factor: float = 1.0,
     cache: str = "none",
-    early_stop_ids: Collection[int] = (),
     **options: Any,
 ) -> Decoded:
     """Blocks with factor selection. Other keywords: see Options and run_blocks."""
     options.setdefault("confidence_dtype", "float64")
     loop = Loop(model, prompt_ids, gen_length, Options(**options))
     decide = by_rule(by_factor(factor))
-    return run_blocks(
-        loop, gen_length, block_length, decide, cache=cache, early_stop_ids=early_stop_ids
-    )
+    return run_blocks(loop, gen_length, block_length, decide, cache=cache)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tests.reference.fast_dllm import WindowModel
-    from tests.reference.layers import KeyValues
+    from tests.reference.models import KeyValues
 
 
 class FrozenPrompt:

@@ -21,7 +21,7 @@ from tests.reference.decode import (
 from tests.reference.fast_dllm import by_rule, run_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
 
 def select_local_leap(
@@ -76,7 +76,6 @@ def local_leap(
     relaxed_threshold: float | None = 0.75,
     radius: int = 4,
     early_stop: bool = False,
-    early_stop_ids: Collection[int] = (),
     cache: str = "none",
     **options: Any,
 ) -> Decoded:
@@ -93,6 +92,5 @@ def local_leap(
         block_length,
         by_rule(by_local_leap(threshold, relaxed_threshold, radius)),
         cache=cache,
-        early_stop_ids=[loop.options.ids.eos] if early_stop else early_stop_ids,
-        fill_after_stop=early_stop,
+        early_stop=early_stop,
     )

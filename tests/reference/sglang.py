@@ -28,7 +28,7 @@ from tests.reference.decode import (
 from tests.reference.fast_dllm import by_rule, run_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
 
 def select_entropy_strict(entropies: Sequence[float], threshold: float) -> list[int]:
@@ -58,7 +58,6 @@ def entropy_threshold(
     block_length: int,
     threshold: float = 0.95,
     cache: str = "none",
-    early_stop_ids: Collection[int] = (),
     **options: Any,
 ) -> Decoded:
     """Per block: the lowest entropy always, others if below the threshold; epsilon 1e-8.
@@ -74,7 +73,6 @@ def entropy_threshold(
         block_length,
         by_rule(by_entropy_strict(threshold), Score("entropy", 1e-8)),
         cache=cache,
-        early_stop_ids=early_stop_ids,
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.checkpoints import make_case, random_prompt
 from tests.engine.cases import DELAYED, DREAM, FOUR_BLOCKS, MULTI, PARITY, PROMPT_LENGTH
 from tests.reference import golden
-from tests.reference.families import load_reference
+from tests.reference.models import load_reference
 
 if TYPE_CHECKING:
     from pathlib import Path

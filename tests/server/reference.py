@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from tests.reference.llada_model import LLaDAReference
+from tests.reference.models import LLaDAReference
 from tests.server.process import MODEL
 
 CLOSE = {"rel": 2e-5, "abs": 2e-5}
