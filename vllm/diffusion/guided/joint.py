@@ -161,7 +161,9 @@ def choose_all(samples: Samples[torch.Tensor], joints: Sequence[Joint]) -> None:
         tokens, logprobs = (torch.from_numpy(np.concatenate(x)) for x in zip(*found, strict=True))
     start = 0
     for joint in joints:
-        own = Samples(samples.table[:, joint.end - joint.num_rows : joint.end])
+        own: Samples[torch.Tensor] = Samples(
+            samples.table[:, joint.end - joint.num_rows : joint.end]
+        )
         rows = slice(start, start + joint.num_rows)
         start = rows.stop
         if step is None:

@@ -211,7 +211,7 @@ class Compute:
 
         So all of them commit the same tokens.
         """
-        table = samples.table
+        table: torch.Tensor = samples.table
         if self._ranks.sequence.size == 1 or not table.numel():
             return table
         return self._ranks.sequence.follow(table.contiguous())

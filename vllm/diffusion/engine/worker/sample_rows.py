@@ -132,7 +132,7 @@ class SampleRows:
         together = None
         if len(picks) - picks.count(None) > 1:  # one has it sooner by itself
             together = BatchedChoice(picks, self.batch.works, self.batch.canvases[0].params.mask_id)
-        samples = Samples(table.host.numpy())
+        samples: Samples[Array] = Samples(table.host.numpy())
         scores, extras = samples.scores, samples.extras
         awaited, end = [], 0
         for canvas, work in zip(self.batch.canvases, self.batch.works, strict=True):
