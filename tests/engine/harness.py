@@ -7,7 +7,7 @@ import gc
 import os
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -17,7 +17,6 @@ import torch
 from tests.checkpoints import EOS_ID, EOT_ID
 from tests.reference.golden import Run, clear_case
 from vllm.diffusion.config import Settings
-from vllm.diffusion.decoding import Selector
 from vllm.diffusion.engine.scheduler.long_requests import Slicing
 
 if TYPE_CHECKING:
@@ -318,34 +317,6 @@ def record_plans(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
     monkeypatch.setattr(engine.runner.planner, "plan", recording_plan)
     monkeypatch.setattr(engine.loop, "execute", recording_execute)
     return found
-
-
-class Even(Selector):
-    """Only even token ids, by the logits."""
-
-    reads_logits = True
-
-    def adjust_logits(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        logits[:, 1::2] = -torch.inf
-        return logits
-
-
-@contextmanager
-def carrying(engine: Engine, *selectors: Selector | None) -> Iterator[None]:
-    """The next requests carry these selectors, in order of admission."""
-    left, schedule = list(selectors), engine.scheduler.schedule
-
-    def scheduled(*args: Any, **kwargs: Any) -> Any:
-        step = schedule(*args, **kwargs)
-        step.admitted = [replace(new, selector=left.pop(0)) for new in step.admitted]
-        return step
-
-    engine.scheduler.schedule = scheduled
-    try:
-        yield
-    finally:
-        del engine.scheduler.schedule
-    assert not left
 
 
 def engine_config(folder: Path, **arguments: Any) -> Any:

@@ -64,7 +64,7 @@ def test_no_tensors_stand_between_candidates_and_the_next_launch(algorithm: str)
     with TorchCalls() as calls:
         for one, found in zip(made, SampleRows(batch).found(sampled), strict=True):
             one.commit(found)
-        assert all(one.wish.rows == 4 for one in made)
+        assert all(one.next_size.rows == 4 for one in made)
         fill(inputs, build_batch(made, logit_shift=0))
     assert calls.names == ["numpy"]
 
@@ -96,7 +96,7 @@ def test_the_next_forward_changes_with_the_block_and_with_what_is_kept() -> None
     for step in range(6):
         if step == 5:  # its pages were taken away, and others hold less
             made.assign(keys, 4)
-        rows = made.wish.rows
+        rows = made.next_size.rows
         work, window = made.next_forward()
         seen.append((rows, window.forward.window))
         found = np.full(work.eligible.size, 7), np.linspace(0.9, 0.5, work.eligible.size)

@@ -100,7 +100,7 @@ def test_requests_that_come_and_go_find_what_they_kept(
     orders = set()
 
     def after_step() -> None:
-        kept = [canvas.cache for canvas in engine.runner.canvases.values() if canvas.cache]
+        kept = [c.window.cache for c in engine.runner.canvases.values() if c.window.cache]
         orders.update(tuple(cache.pages.tolist()) for cache in kept)
         assert store.used_pages == sum(num_pages(cache.length) for cache in kept)
         if rng.random() < 0.2:

@@ -143,20 +143,23 @@ class Tensors:
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
 
 
-def wanted_rows(tensors: Tensors, batch: StepBatch, made: list[Canvas]) -> torch.Tensor:
+def wanted_rows(
+    tensors: Tensors, batch: StepBatch, made: list[Canvas], visibility: Visibility
+) -> torch.Tensor:
     """Attention of every row of the batch under a dense mask."""
     found, start = [], 0
     for one in made:
+        own = visibility.with_blocks_of(one.params.block_length)
         copies = 2 if one.params.cfg_scale > 0 else 1
         first, end = one.rule.work.rows  # type: ignore[attr-defined]
         for _ in range(copies):
             rows = slice(start, start + end - first)
-            if one.cache is None or end - first == one.cache.length:
+            if one.window.cache is None or end - first == one.window.cache.length:
                 k, v = tensors.k[rows], tensors.v[rows]
             else:
-                slots = one.cache.slots
+                slots = one.window.cache.slots
                 k, v = tensors.kept_k[slots], tensors.kept_v[slots]
-            mask = [[sees(one.visibility, q, k) for k in range(len(k))] for q in range(first, end)]
+            mask = [[sees(own, q, k) for k in range(len(k))] for q in range(first, end)]
             found.append(tensors.dense(tensors.q[rows], k, v, mask))
             start = rows.stop
     assert start == batch.num_rows
@@ -182,7 +185,7 @@ def test_a_batch_attends_as_under_a_dense_mask(visibility: Visibility, rows_per_
     assert [one.req_id for one in batch.canvases] == ["a", "b", "e", "d", "c"]
     made[3:] = made[:2:-1]
     tensors = Tensors(batch, store)
-    wanted = wanted_rows(tensors, batch, made)
+    wanted = wanted_rows(tensors, batch, made, visibility)
     found = [
         tensors.attend(batch.span_groups(rows), tensors.q[rows])
         for rows in chunks(batch.num_rows, rows_per_chunk)

@@ -13,7 +13,7 @@ token ids are exact in float64:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -21,27 +21,32 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 
+A = TypeVar("A")  # torch.Tensor on the device, an array on the host
+
+
 @dataclass(frozen=True, eq=False)
-class Samples:
+class Samples(Generic[A]):
     """Candidates of R sample rows.
 
     Attributes:
-        table: [3 or more, R] float64; the properties are views of it.
+        table: [3 or more, R] float64, a tensor or an array; the properties are views of it.
     """
 
-    table: torch.Tensor
+    table: Any  # a matrix of what the properties are rows of
 
-    @classmethod
-    def of(cls, found: Iterable[torch.Tensor], extras: Sequence[torch.Tensor] = ()) -> Samples:
+    @staticmethod
+    def of(
+        found: Iterable[torch.Tensor], extras: Sequence[torch.Tensor] = ()
+    ) -> Samples[torch.Tensor]:
         """Pack token, score and greedy token, [R] each, and extras, [number, R] each."""
         table = torch.stack([x.double() for x in found])
-        return cls(torch.cat([table, *(x.double() for x in extras)]) if extras else table)
+        return Samples(torch.cat([table, *(x.double() for x in extras)]) if extras else table)
 
-    @classmethod
-    def joined(cls, parts: Sequence[Samples]) -> Samples:
+    @staticmethod
+    def joined(parts: Sequence[Samples[torch.Tensor]]) -> Samples[torch.Tensor]:
         """Join the samples of parts, in order, as if all had been sampled at once."""
         if not parts:
-            return cls(torch.empty(3, 0, dtype=torch.float64))
+            return Samples(torch.empty(3, 0, dtype=torch.float64))
         if len(parts) == 1:
             return parts[0]
         height = max(len(part.table) for part in parts)
@@ -50,23 +55,23 @@ class Samples:
             for part in parts
             for missing in [height - len(part.table)]
         ]
-        return cls(torch.cat(padded, dim=1))
+        return Samples(torch.cat(padded, dim=1))
 
     @property
-    def tokens(self) -> torch.Tensor:
-        return self.table[0]
+    def tokens(self) -> A:
+        return cast("A", self.table[0])
 
     @property
-    def scores(self) -> torch.Tensor:
-        return self.table[1]
+    def scores(self) -> A:
+        return cast("A", self.table[1])
 
     @property
-    def greedy(self) -> torch.Tensor:
-        return self.table[2]
+    def greedy(self) -> A:
+        return cast("A", self.table[2])
 
     @property
-    def extras(self) -> torch.Tensor:
-        return self.table[3:]
+    def extras(self) -> A:
+        return cast("A", self.table[3:])
 
 
 class Logprobs(NamedTuple):

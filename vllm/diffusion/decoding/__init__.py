@@ -16,7 +16,6 @@ from vllm.diffusion.decoding.base import (
     most_certain_first,
 )
 from vllm.diffusion.decoding.score import ScoreTokens
-from vllm.diffusion.decoding.selection import Selector, select
 from vllm.diffusion.decoding.together import BatchedChoice, BatchedCommit
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 
@@ -58,8 +57,6 @@ __all__ = [
     "DecodingRule",
     "ForwardTarget",
     "ScorePick",
-    "Selector",
     "make_rule",
     "most_certain_first",
-    "select",
 ]

@@ -10,7 +10,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 if TYPE_CHECKING:
-    from vllm.diffusion.decoding import Selector
     from vllm.diffusion.memory import Rates
     from vllm.diffusion.request.likelihood import TokenScores
     from vllm.diffusion.request.params import DiffusionParams
@@ -24,7 +23,6 @@ MOST_SHARED_ROWS = 8_192
 class NewCanvas:
     """A request that starts with this step; `params.seed` is drawn.
 
-    `selector` takes part in what is committed, if there is one; every rank gets a copy.
     `host_layers` is the number of layers whose kept keys and values lie in host memory. `prompt_of`
     names a running request that has computed what its first forward begins with
     (`prompt_groups.py`); `spare_positions` of kept keys and values are for requests that will read
@@ -34,7 +32,6 @@ class NewCanvas:
     req_id: str
     prompt_token_ids: list[int]
     params: DiffusionParams
-    selector: Selector | None = None
     host_layers: int = 0
     prompt_of: str | None = None
     spare_positions: int = 0

@@ -146,7 +146,7 @@ def read_all(logits: torch.Tensor, readers: Sequence[tuple[Joint, slice, torch.T
         joint.read(logits[own], positions)
 
 
-def choose_all(samples: Samples, joints: Sequence[Joint]) -> None:
+def choose_all(samples: Samples[torch.Tensor], joints: Sequence[Joint]) -> None:
     """Replace tokens sampled row by row by the joint choices, in place.
 
     Args:
@@ -161,7 +161,9 @@ def choose_all(samples: Samples, joints: Sequence[Joint]) -> None:
         tokens, logprobs = (torch.from_numpy(np.concatenate(x)) for x in zip(*found, strict=True))
     start = 0
     for joint in joints:
-        own = Samples(samples.table[:, joint.end - joint.num_rows : joint.end])
+        own: Samples[torch.Tensor] = Samples(
+            samples.table[:, joint.end - joint.num_rows : joint.end]
+        )
         rows = slice(start, start + joint.num_rows)
         start = rows.stop
         if step is None:
@@ -170,7 +172,9 @@ def choose_all(samples: Samples, joints: Sequence[Joint]) -> None:
             _put_logprobs(own, logprobs[rows], joint.num_logprobs)
 
 
-def _put(samples: Samples, tokens: torch.Tensor, logprobs: torch.Tensor, joint: Joint) -> None:
+def _put(
+    samples: Samples[torch.Tensor], tokens: torch.Tensor, logprobs: torch.Tensor, joint: Joint
+) -> None:
     """Write tokens [R] and their scores into samples."""
     samples.tokens.copy_(tokens)
     samples.greedy.copy_(tokens)
@@ -181,7 +185,7 @@ def _put(samples: Samples, tokens: torch.Tensor, logprobs: torch.Tensor, joint: 
         samples.scores.copy_(scores)
 
 
-def _put_logprobs(samples: Samples, logprobs: torch.Tensor, num_top: int) -> None:
+def _put_logprobs(samples: Samples[torch.Tensor], logprobs: torch.Tensor, num_top: int) -> None:
     """Write log probabilities [R]; a rank is counted among the most likely tokens only."""
     found = Logprobs.unpack(samples.extras, num_top)
     ranks = 1 + (found.top > logprobs).sum(dim=0)

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a step: admission, chunk plans, buffers and caches."""
+"""Memory of a step: admission, chunk plans, buffers and caches.
+
+Plans, in the order to read them: `shapes` (of a model, a step, a request), `plan` (the result),
+`footprint` (bytes), `cost` with `rates` (seconds), `search`, `planner` (all questions).
+Memory: `activation_pool` (buffers of steps), `page_store` (kept keys and values), `graph_memory`;
+`host` and `residual_rows` (in host memory).
+"""
 
 from vllm.diffusion.memory.activation_pool import (
     ActivationPool,

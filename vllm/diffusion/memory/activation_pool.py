@@ -27,7 +27,6 @@ logger = init_logger(__name__)
 
 ALIGNMENT = 512  # bytes; what PyTorch's own allocator gives
 MAX_KNOWN_PLACES = 4096
-_FRAME = "frame"  # the outermost scope of a frame
 
 
 class PoolExhaustedError(DiffusionError):
@@ -57,12 +56,6 @@ class Backing:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._kept: dict[str, int] = {}
-
-    def reserve(self, num_bytes: int) -> None:
-        """Have the first `num_bytes` ready. Raises PoolExhaustedError.
-
-        PyTorch's allocator keeps freed memory itself, so this one does nothing.
-        """
 
     def memory(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Return bytes [num_bytes] at an offset, uninitialised. Raises PoolExhaustedError."""
@@ -137,13 +130,6 @@ class ArenaBacking(Backing):
         self._temporaries = vmm.TorchPool(self._arena, card)
         self._graphs = vmm.TorchPool(self._arena, card)
 
-    def reserve(self, num_bytes: int) -> None:
-        try:
-            self._arena.grow(num_bytes)
-        except (vmm.LimitError, vmm.OutOfMemoryError):
-            self.drop_unused()  # comes back as spares
-            self._grow_or_say_why(num_bytes)
-
     def _grow_or_say_why(self, num_bytes: int) -> None:
         try:
             self._arena.grow(num_bytes)
@@ -159,7 +145,11 @@ class ArenaBacking(Backing):
             ) from error
 
     def memory(self, offset: int, num_bytes: int) -> torch.Tensor:
-        self.reserve(offset + num_bytes)
+        try:
+            self._arena.grow(offset + num_bytes)
+        except (vmm.LimitError, vmm.OutOfMemoryError):
+            self.drop_unused()  # comes back as spares
+            self._grow_or_say_why(offset + num_bytes)
         return self._arena.tensor(offset, (num_bytes,), torch.uint8)
 
     def keep(self, name: str, num_bytes: int) -> torch.Tensor:
@@ -229,10 +219,10 @@ class _Place:
 class _Scope:
     """Buffers taken since a stage began."""
 
-    __slots__ = ("places", "stage", "start")
+    __slots__ = ("places", "start")
 
-    def __init__(self, stage: str, start: int) -> None:
-        self.stage, self.start = stage, start
+    def __init__(self, start: int) -> None:
+        self.start = start
         self.places: dict[str, _Place] = {}
 
 
@@ -241,7 +231,7 @@ class Frame:
 
     def __init__(self, start: int) -> None:
         self.start = self.end = start
-        self.scopes = [_Scope(_FRAME, start)]
+        self.scopes = [_Scope(start)]
 
     @property
     def num_bytes(self) -> int:
@@ -252,13 +242,13 @@ class Frame:
 class _Guard:
     """A scope of a pool as a context."""
 
-    __slots__ = ("_pool", "_stage")
+    __slots__ = ("_pool",)
 
-    def __init__(self, pool: ActivationPool, stage: str) -> None:
-        self._pool, self._stage = pool, stage
+    def __init__(self, pool: ActivationPool) -> None:
+        self._pool = pool
 
     def __enter__(self) -> None:
-        self._pool._begin(self._stage)
+        self._pool._begin_scope()
 
     def __exit__(self, *_: object) -> None:
         self._pool._end_scope()
@@ -290,7 +280,7 @@ class ActivationPool:
             raise ValueError(f"ActivationPool: budget_bytes must be at least 1, got {budget_bytes}")
         self.budget_bytes = budget_bytes
         self._backing = backing
-        self._scopes = [_Scope("", 0)]
+        self._scopes = [_Scope(0)]
         self._end = 0  # of what is taken
         self._peak = 0  # of the bytes in use since it was last reset
         self._looks_often = False  # at PyTorch's memory, with every scope
@@ -315,7 +305,8 @@ class ActivationPool:
         return self._add(name, num_bytes).view(shape, dtype)
 
     def _add(self, name: str, num_bytes: int) -> _Place:
-        if len(self._scopes) == 1 and self.has_frame and self._scopes[0].stage != _FRAME:
+        frame = self._frame
+        if len(self._scopes) == 1 and frame is not None and self._scopes is not frame.scopes:
             raise RuntimeError(f"activation pool: {name}: taken outside all scopes above a frame")
         places = self._scopes[-1].places
         outgrown = places.get(name)
@@ -386,13 +377,13 @@ class ActivationPool:
         return kept
 
     def scope(self, stage: str = "") -> AbstractContextManager[None]:
-        """Context whose buffers are given back at its end."""
-        return _Guard(self, stage)
+        """Context whose buffers are given back at its end; `stage` tells readers what it is for."""
+        return _Guard(self)
 
-    def _begin(self, stage: str) -> None:
+    def _begin_scope(self) -> None:
         if self._looks_often or len(self._scopes) == 1:
             self._look_elsewhere()
-        self._scopes.append(_Scope(stage, self._end))
+        self._scopes.append(_Scope(self._end))
 
     def _end_scope(self) -> None:
         if self._looks_often or len(self._scopes) == 2:
@@ -453,15 +444,6 @@ class ActivationPool:
         """Argument `pool` of `torch.cuda.graph`, so that graphs count against the budget."""
         return self._backing.graph_pool()
 
-    def reserve(self, num_bytes: int) -> None:
-        """Map memory for `num_bytes` of buffers now, before a step or a capture needs it.
-
-        Raises as `take` does.
-        """
-        if num_bytes > self.budget_bytes:
-            raise PoolExhaustedError("reserve", num_bytes, self.budget_bytes)
-        self._backing.reserve(num_bytes)
-
     def drop_unused(self) -> None:
         """Give back memory that PyTorch caches unused; a step with other buffers may need it."""
         self._backing.drop_unused()
@@ -474,7 +456,7 @@ class ActivationPool:
     def close(self) -> None:
         """Forget all buffers and give everything back."""
         self._known.clear()
-        self._scopes, self._frame = [_Scope("", 0)], None
+        self._scopes, self._frame = [_Scope(0)], None
         self._end = self._peak = self._elsewhere = 0
         self._backing.close()
 

@@ -71,7 +71,7 @@ class StageRows(NamedTuple):
 class Costs:
     """Predicted seconds of one model's stages, for a step or for one layer."""
 
-    def __init__(self, shape: ModelShape, rates: Rates = H200) -> None:
+    def __init__(self, shape: ModelShape, rates: Rates) -> None:
         self._shape, self._rates = shape, rates
         width = shape.head_dim * shape.hidden_size
         self._query_weights = shape.num_heads * width

@@ -28,7 +28,7 @@ from vllm.diffusion.memory.plan import (
 from vllm.diffusion.memory.shapes import StepShape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from vllm.diffusion.memory.cost import Rates
     from vllm.diffusion.memory.shapes import ModelShape
@@ -38,7 +38,6 @@ MIN_CHUNK_ROWS = 16
 # chunks than `FULL_SPEED_ROWS`, so they take no more memory than attention does.
 WHOLE_STEP_ROWS = 16_384
 FULL_SPEED_ROWS = 4_096
-ATTEND_PARTS = (1, 2, 4)  # of its longest chunks that are tried
 LOGITS_CHUNK_BYTES = 256 << 20  # more rows at a time would not be faster
 WORTH_DIVIDING = 0.8  # of one rank's time: several ranks must take less
 MOST_MIN_ROWS = 65_536  # rows that are divided in any case
@@ -75,29 +74,18 @@ class PlanCandidate:
         most_read = min(step.sample_rows, most_read, longest.read)
         self._longest, self._attend_chunk = longest._replace(read=most_read), attend_chunk
 
-    @property
-    def smallest_bytes(self) -> int:
-        return self.bytes_with(MIN_CHUNK_ROWS)
-
     def bytes_with(self, chunk_rows: int) -> int:
         """Bytes of the step with chunks of at most `chunk_rows` rows, or the smallest allowed."""
-        return max(self.peaks(self._at_most(max(chunk_rows, MIN_CHUNK_ROWS))))
+        most = ChunkRows.equal(max(chunk_rows, MIN_CHUNK_ROWS))
+        return max(self.peaks(self._longest.at_most(most)))
 
     @property
-    def whole_bytes(self) -> int:
-        return max(self.peaks(self._at_most(self.step.rows)))
+    def attend_parts(self) -> tuple[int, ...]:
+        """Divisors of attention's longest chunks to try.
 
-    def _at_most(self, rows: int) -> ChunkRows:
-        """Chunks of at most `rows` rows in every stage."""
-        return self._longest.at_most(ChunkRows.equal(rows))
-
-    def ways_to_cut(self, available: int) -> Iterator[ChunkRows]:
-        """Yield chunks that fit into `available` bytes.
-
-        In a split pool, long chunks of attention may leave other stages too few bytes of one kind.
+        In a split pool these may leave other stages too few bytes of one kind.
         """
-        parts = ATTEND_PARTS if self._of_row.attend.temporaries else (1,)
-        return (self.sizes(available, part) for part in parts)
+        return (1, 2, 4) if self._of_row.attend.temporaries else (1,)
 
     def sizes(self, available: int, attend_part: int = 1) -> ChunkRows:
         """Return the longest chunks that fit into `available` bytes; attention comes first.
@@ -132,15 +120,12 @@ class PlanCandidate:
             even_chunk(most_read, of_row.read.rows_in(buffers, temporaries)),
         )
 
-    def peaks(self, sizes: ChunkRows) -> tuple[int, int, int, int]:
+    def peaks(self, sizes: ChunkRows) -> list[int]:
         """Bytes in use during each stage, with what is resident."""
         rows = ChunkRows.equal(self.step.rows)._replace(read=self.step.sample_rows)
         stages = list(zip(sizes.at_most(rows), self._of_row.stages, strict=True))
         stays = self._resident + max(count * stage.temporaries for count, stage in stages)
-        keys_values, attend, feed_forward, read = (
-            stays + stage.buffers_in(count) for count, stage in stages
-        )
-        return keys_values, attend, feed_forward, read
+        return [stays + stage.buffers_in(count) for count, stage in stages]
 
 
 class PlanSearch:
@@ -202,26 +187,27 @@ class PlanSearch:
 
     def find(self, step: StepShape, kept_bytes: int, longest_chunk_s: float) -> Plan:
         """Search the plan of a step, for some hundred microseconds; see `Planner.plan`."""
-        available = self._budget_bytes - kept_bytes
-        asked, is_divided = step, self.divides(step)
+        available, asked = self._budget_bytes - kept_bytes, step
         step, layouts = self._as_computed(step)
-        whole = self._draft(Residency(keep_queries=True), step, longest_chunk_s)
-        may_be_whole = step.rows <= WHOLE_STEP_ROWS and not is_divided
-        if may_be_whole and whole.whole_bytes <= available:
-            return self._finish(whole, whole.sizes(available), kept_bytes)
-        drafts = [whole] if may_be_whole else []
-        drafts += [self._draft(layout, step, longest_chunk_s) for layout in layouts]
-        fitting = [draft for draft in drafts if draft.smallest_bytes <= available]
-        if not fitting:
-            raise self._refusal(asked, kept_bytes, min(d.smallest_bytes for d in drafts))
-        plans = (
-            self._finish(draft, sizes, kept_bytes)
-            for draft in fitting
-            for sizes in draft.ways_to_cut(available)
-        )
+        candidates: list[PlanCandidate] = []
+        if step.rows <= WHOLE_STEP_ROWS and step is asked:
+            whole = self._candidate(Residency(keep_queries=True), step, longest_chunk_s)
+            if whole.bytes_with(step.rows) <= available:
+                return self._plan_with(whole, whole.sizes(available), kept_bytes)
+            candidates.append(whole)
+        candidates += [self._candidate(layout, step, longest_chunk_s) for layout in layouts]
+        smallest = {candidate: candidate.bytes_with(MIN_CHUNK_ROWS) for candidate in candidates}
+        plans = [
+            self._plan_with(candidate, candidate.sizes(available, part), kept_bytes)
+            for candidate, required in smallest.items()
+            if required <= available
+            for part in candidate.attend_parts
+        ]
+        if not plans:
+            raise self._refusal(asked, kept_bytes, min(smallest.values()))
         return min(plans, key=lambda plan: plan.predicted_seconds)
 
-    def _draft(
+    def _candidate(
         self, layout: Residency, step: StepShape, longest_chunk_s: float = math.inf
     ) -> PlanCandidate:
         row_bytes = self._bytes_of_row(layout, step.num_sequences > 1)
@@ -246,19 +232,19 @@ class PlanSearch:
             )
         )
 
-    def _finish(self, draft: PlanCandidate, sizes: ChunkRows, kept_bytes: int) -> Plan:
+    def _plan_with(self, candidate: PlanCandidate, sizes: ChunkRows, kept_bytes: int) -> Plan:
         """Make the plan of chosen chunks, with its predicted costs."""
-        peaks = draft.peaks(sizes)
-        times = self._costs.step(draft.step, draft.layout, sizes)
+        peaks = candidate.peaks(sizes)
+        times = self._costs.step(candidate.step, candidate.layout, sizes)
         seconds = sum(times)
         weighted = sum(peak * time for peak, time in zip(peaks, times, strict=True))
         return Plan(
-            draft.layout,
+            candidate.layout,
             sizes,
             predicted_peak_bytes=kept_bytes + max(peaks),
             predicted_average_bytes=kept_bytes + int(weighted / seconds),
             predicted_seconds=seconds,
-            chunk_seconds=self._costs.longest_chunks(draft.step, draft.layout, sizes),
+            chunk_seconds=self._costs.longest_chunks(candidate.step, candidate.layout, sizes),
         )
 
     def _refusal(self, step: StepShape, kept_bytes: int, required: int) -> ActivationBudgetError:
@@ -276,8 +262,8 @@ class PlanSearch:
     def smallest_bytes(self, step: StepShape, chunk_rows: int = MIN_CHUNK_ROWS) -> int:
         """Fewest bytes of the step in any layout, with chunks of `chunk_rows` rows if possible."""
         step, layouts = self._as_computed(step)
-        return min(self._draft(layout, step).bytes_with(chunk_rows) for layout in layouts)
+        return min(self._candidate(layout, step).bytes_with(chunk_rows) for layout in layouts)
 
     def whole_bytes(self, step: StepShape) -> int:
         """Bytes of the step without chunks."""
-        return self._draft(Residency(keep_queries=True), step).whole_bytes
+        return self._candidate(Residency(keep_queries=True), step).bytes_with(step.rows)

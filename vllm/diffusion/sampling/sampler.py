@@ -33,7 +33,7 @@ COPIES_BYTES = 128 << 20  # of the rows that are copied at a time
 def sample(
     model: LogitsModel,
     parts: Iterable[tuple[torch.Tensor, Sequence[RowGroup]]],
-) -> Samples:
+) -> Samples[torch.Tensor]:
     """Sample all groups and return their candidates, concatenated.
 
     Args:
@@ -108,7 +108,7 @@ def _sample_run(
     run: list[RowGroup],
     key: LaunchKey | None,
     model: LogitsModel,
-) -> Samples:
+) -> Samples[torch.Tensor]:
     """Sample a run of groups whose rows are among those of `logits`; result as of `sample`."""
     lead = run[0]
     own = logits[lead.rows.start : run[-1].rows.stop]
@@ -144,7 +144,9 @@ def _read_jointly(logits: torch.Tensor, groups: Sequence[RowGroup], first: int) 
         read_all(logits, found)
 
 
-def _sample_alone(logits: torch.Tensor, group: RowGroup, model: LogitsModel) -> Samples:
+def _sample_alone(
+    logits: torch.Tensor, group: RowGroup, model: LogitsModel
+) -> Samples[torch.Tensor]:
     """Sample a group without a key; arguments as for `sample_group`, result as of `sample`."""
     if not group.has_extras:
         return Samples.of(sample_plain(logits, group, model.vocab_start, model.vocab_size))

@@ -294,6 +294,9 @@ class DiffusionScheduler(CanvasSchedulerInterface):
 
     # ---- state that upstream asks for ----
 
+    def get_grammar_bitmask(self, scheduler_output: Any) -> None:
+        """Return no bitmask: upstream asks in every step, and languages are the workers' matter."""
+
     def get_num_unfinished_requests(self) -> int:
         return len(self._waiting.requests) + len(self._running) + self._outbox.num_outputs
 

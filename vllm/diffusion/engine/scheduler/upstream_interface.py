@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of upstream's scheduler interface that canvases have no use for, and the pause state.
 
-Canvases know no drafts, grammars, encoder caches or connectors.
+Canvases know no drafts, encoder caches or connectors.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ class CanvasSchedulerInterface(SchedulerInterface):
 
     def shutdown(self) -> None:
         pass
-
-    def get_grammar_bitmask(self, scheduler_output: Any) -> None:
-        return None
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         pass

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from vllm.diffusion.decoding import ForwardTarget
-    from vllm.diffusion.engine.worker.canvas import Canvas, Window
+    from vllm.diffusion.engine.worker.canvas import Canvas
+    from vllm.diffusion.engine.worker.window import Window
     from vllm.diffusion.ops import Array
 
 
@@ -116,7 +117,7 @@ class Packing:
     def own(self) -> tuple[tuple[PackedSequence, ...], ...]:
         """Sequences of each request: its own, and with guidance the unconditional one."""
         sequences = iter(self.sequences)
-        return tuple([tuple(islice(sequences, c.num_sequences)) for c in self.canvases])
+        return tuple([tuple(islice(sequences, c.window.num_sequences)) for c in self.canvases])
 
     @cached_property
     def longest(self) -> int:
@@ -196,7 +197,7 @@ class StepBatch:
     def sample_rows(self) -> int:
         """Number of rows whose logits are computed: two for a position that is guided."""
         requests = zip(self.works, self.canvases, strict=True)
-        return sum([work.eligible.size * canvas.num_sequences for work, canvas in requests])
+        return sum([work.eligible.size * canvas.window.num_sequences for work, canvas in requests])
 
     @property
     def reads_kept(self) -> bool:
@@ -254,15 +255,15 @@ def build_batch(
 def _kind(forward: tuple[Canvas, ForwardTarget, Window]) -> int:
     """Sort key of a request's rows: first what keeps nothing, last what reads the store."""
     canvas, _, window = forward
-    return (canvas.cache is not None) + window.reads_kept
+    return (canvas.window.cache is not None) + window.reads_kept
 
 
 def _pack(canvases: tuple[Canvas, ...], windows: tuple[Window, ...]) -> Packing:
     """Lay out the rows of these requests one after the other, in this order, without padding."""
     slots, kept_starts, numbers = [_NO_SLOTS], [], list[int]()
     for canvas, window in zip(canvases, windows, strict=True):
-        cache, first, stop = canvas.cache, window.first, window.stop
-        for kept_start in canvas.kept_starts:
+        cache, first, stop = canvas.window.cache, window.first, window.stop
+        for kept_start in canvas.window.kept_starts:
             numbers += window[1:]
             if cache is None:
                 kept_starts.append(_NOT_KEPT)

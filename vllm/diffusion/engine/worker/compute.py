@@ -201,17 +201,17 @@ class Compute:
 
     def _sampled(
         self, rows: SampleRows, part: SamplePart, positions: torch.Tensor, hidden: torch.Tensor
-    ) -> Samples:
+    ) -> Samples[torch.Tensor]:
         """Sample a part, given its `positions` [r] and `hidden` states [r, D]."""
         groups = rows.row_groups(part, positions)
         return sample(self._head, [(hidden, groups)])
 
-    def _agreed(self, samples: Samples) -> torch.Tensor:
+    def _agreed(self, samples: Samples[torch.Tensor]) -> torch.Tensor:
         """All ranks computed this step; return rank 0's samples.
 
         So all of them commit the same tokens.
         """
-        table = samples.table
+        table: torch.Tensor = samples.table
         if self._ranks.sequence.size == 1 or not table.numel():
             return table
         return self._ranks.sequence.follow(table.contiguous())

@@ -5,18 +5,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm.diffusion.decoding import Commit, Selector
+from vllm.diffusion.decoding import Commit
+from vllm.diffusion.engine.worker.canvas_guest import CanvasGuest
 from vllm.diffusion.guided.joint import Joint
 from vllm.diffusion.guided.language import Language
 from vllm.diffusion.guided.open_window import FREE, OPEN, OpenWindow, can_be_completed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from vllm.diffusion.core.scoring import Scoring
     from vllm.diffusion.decoding import Candidates, ForwardTarget
     from vllm.diffusion.ops import Array
@@ -57,8 +56,8 @@ def gaps(tokens: Array, mask_id: int) -> list[range]:
     return [range(int(run[0]), int(run[-1]) + 1) for run in runs if run.size]
 
 
-class Guided(Selector):
-    """Selector that takes all candidates of a stretch from one string of the language.
+class Constraint(CanvasGuest):
+    """Constraint that takes all candidates of a stretch from one string of the language.
 
     Any part of them that a rule commits stays completable. Only a rule that replaces committed
     tokens may mix two strings: where that is not completable, it takes over all of the newer one.
@@ -90,8 +89,11 @@ class Guided(Selector):
                     break
                 tokens[stretch.rows.start + index] = token
 
-    def is_closed(self, tokens: Array) -> bool:
-        """Whether the answer is a whole string of the language that no text could continue."""
+    def report(self, tokens: Array, final: range, *, is_complete: bool) -> dict[str, Any]:
+        """Tell whether the answer is a whole string that no text could continue."""
+        return {"is_closed": is_complete and self._is_closed(tokens)}
+
+    def _is_closed(self, tokens: Array) -> bool:
         answer = self._stretches[-1]
         state = answer.state
         for token in tokens[answer.rows.start :][answer.num_passed : answer.limit].tolist():
@@ -130,13 +132,7 @@ class Guided(Selector):
             num_logprobs=params.num_logprobs,
         )
 
-    def select(
-        self,
-        tokens: Array,
-        candidates: Candidates,
-        choose: Callable[[Candidates], Commit],
-    ) -> Commit:
-        commit = choose(candidates)
+    def commit(self, tokens: Array, candidates: Candidates, commit: Commit) -> Commit:
         standing = tokens[candidates.positions] != self._params.mask_id
         if not standing.any():
             return commit

@@ -74,7 +74,7 @@ def is_shared(canvas: Canvas) -> bool:
 
 def is_copied(canvas: Canvas) -> bool:
     """Whether others may now copy what a request keeps: it is as its first forward left it."""
-    shares = canvas.cache is not None and shares_first_forward(canvas.params)
+    shares = canvas.window.cache is not None and shares_first_forward(canvas.params)
     return shares and canvas.has_made_one_forward
 
 

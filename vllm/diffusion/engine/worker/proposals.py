@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from vllm.diffusion.core.samples import Logprobs
 from vllm.diffusion.engine.messages import CanvasView
+from vllm.diffusion.engine.worker.canvas_guest import CanvasGuest
 from vllm.v1.outputs import LogprobsLists
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.params import DiffusionParams
 
 
-class Proposals:
+class Proposals(CanvasGuest):
     """Newest proposed tokens and their log probabilities, by canvas position.
 
     For a committed position these are of the forward that committed its token, also where a rule
@@ -32,6 +33,9 @@ class Proposals:
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         self._prompt_length = prompt_length
+        self._canvas = slice(prompt_length, prompt_length + params.gen_length)
+        self._params = params
+        self._view: CanvasView | None = None
         self._num_top = params.num_logprobs or 0
         self._mask_id = params.mask_id
         shape = (params.gen_length, 1 + self._num_top)  # the token, then the most likely ones
@@ -39,25 +43,24 @@ class Proposals:
         self._logprobs = np.full(shape, np.nan, dtype=np.float32)
         self._ranks = np.ones(params.gen_length, dtype=np.int32)
 
-    def begin(self, canvas: NDArray[np.int64]) -> None:
-        """Record the tokens on the canvas [N] before the first forward as certain."""
+    def begin(self, tokens: NDArray[np.int64]) -> None:
+        """Record the tokens on the canvas before the first forward as certain."""
+        canvas = tokens[self._canvas]
         known = canvas != self._mask_id
         self._tokens[known] = canvas[known, None]
         self._logprobs[known] = 0.0
 
-    def note(self, candidates: Candidates, commit: Commit, was_masked: NDArray[np.bool_]) -> None:
+    def commit(self, tokens: NDArray[np.int64], candidates: Candidates, commit: Commit) -> Commit:
         """Record what a forward proposed, and what was committed instead.
 
-        A committed token that was neither proposed nor the greedy one has no log probability: a
-        selector chose it.
-
-        Args:
-            candidates: R candidates.
-            commit: positions and tokens that were committed.
-            was_masked: [R], whether the position was masked in the forward.
+        A committed token that was neither proposed nor the greedy one has no log probability.
         """
-        if candidates.logprobs is None or candidates.positions.size == 0:
-            return
+        if candidates.logprobs is not None and candidates.positions.size:
+            self._note(candidates, commit, tokens[candidates.positions] == self._mask_id)
+        return commit
+
+    def _note(self, candidates: Candidates, commit: Commit, was_masked: NDArray[np.bool_]) -> None:
+        assert candidates.logprobs is not None
         found = Logprobs.unpack(torch.from_numpy(candidates.logprobs), self._num_top)
         tokens, is_new = candidates.tokens.copy(), was_masked.copy()
         committed = np.searchsorted(candidates.positions, commit.positions)
@@ -81,11 +84,27 @@ class Proposals:
 
     def fill(self, start: int, token: int) -> None:
         """Record that the rule has set positions from `start` on to `token`, which is certain."""
+        start -= self._prompt_length
         self._tokens[start:] = token
         self._logprobs[start:] = 0.0
         self._ranks[start:] = 1
 
-    def logprobs(self, start: int, end: int) -> LogprobsLists:
+    def look(self, tokens: NDArray[np.int64], step: int) -> None:
+        """Keep the whole canvas after forward number `step`, where the request asks to see it."""
+        if self._params.stream_canvas:
+            self._view = self._view_of(tokens[self._canvas], step)
+
+    def report(
+        self, tokens: NDArray[np.int64], final: range, *, is_complete: bool
+    ) -> dict[str, Any]:
+        """Return the log probabilities of what became final, and the canvas."""
+        wants_logprobs = self._params.logprobs is not None
+        return {
+            "logprobs": self._logprobs_of(final.start, final.stop) if wants_logprobs else None,
+            "canvas": self._view,
+        }
+
+    def _logprobs_of(self, start: int, end: int) -> LogprobsLists:
         """Return the log probabilities of committed positions, in upstream's type."""
         return LogprobsLists(
             self._tokens[start:end].copy(),
@@ -93,8 +112,7 @@ class Proposals:
             self._ranks[start:end].copy(),
         )
 
-    def view(self, step: int, canvas: NDArray[np.int64]) -> CanvasView:
-        """Return the whole canvas [N] after forward number `step` (from 1)."""
+    def _view_of(self, canvas: NDArray[np.int64], step: int) -> CanvasView:
         committed = canvas != self._mask_id
         return CanvasView(
             step=step,

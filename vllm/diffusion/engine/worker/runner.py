@@ -249,13 +249,15 @@ class DiffusionModelRunner:
     def start(self, new: NewCanvas) -> None:
         """Take in a request. Raises where there is no memory for what it keeps."""
         canvas = Canvas(new, visibility=self.model.family.visibility)
-        length, layers = canvas.num_kept_positions, new.host_layers
+        length, layers = canvas.window.num_places, new.host_layers
         if new.prompt_of is not None and new.params.cache == "frozen":
-            canvas.read_prompt(
-                self.caches.share(new.req_id, new.prompt_of, length, canvas.frozen_positions)
+            canvas.window.read_prompt(
+                self.caches.share(new.req_id, new.prompt_of, length, canvas.window.frozen_positions)
             )
         elif new.params.cache not in ("none", "exact"):  # exact ones get pages by `assign`
-            canvas.cache = self.caches.allocate(new.req_id, length, layers, new.spare_positions)
+            canvas.window.cache = self.caches.allocate(
+                new.req_id, length, layers, new.spare_positions
+            )
         if layers:
             self._log.host_layers(new.req_id, self.caches)
         if self._compute.first_forwards is None and shares_first_forward(new.params):
@@ -268,7 +270,7 @@ class DiffusionModelRunner:
         canvas = self.canvases[new.req_id]
         if new.prompt_of is None or not is_shared(canvas):
             return {}
-        if canvas.cache is not None:
+        if canvas.window.cache is not None:
             first = self.canvases.get(new.prompt_of)
             if first is None or not is_copied(first):
                 return {}

@@ -116,7 +116,7 @@ class SampleRows:
         gather([joint for own in found for joint in own], ends)
         return tuple(found)
 
-    def choose_jointly(self, samples: Samples) -> Samples:
+    def choose_jointly(self, samples: Samples[torch.Tensor]) -> Samples[torch.Tensor]:
         """Replace, in place, the candidates of requests that choose several tokens together."""
         joints = [joint for own in self.joints for joint in own]
         if joints:
@@ -132,8 +132,8 @@ class SampleRows:
         together = None
         if len(picks) - picks.count(None) > 1:  # one has it sooner by itself
             together = BatchedChoice(picks, self.batch.works, self.batch.canvases[0].params.mask_id)
-        samples = Samples(table.host)
-        scores, extras = samples.scores.numpy(), samples.extras.numpy()
+        samples: Samples[Array] = Samples(table.host.numpy())
+        scores, extras = samples.scores, samples.extras
         awaited, end = [], 0
         for canvas, work in zip(self.batch.canvases, self.batch.works, strict=True):
             start, end = end, end + work.eligible.size
@@ -141,7 +141,7 @@ class SampleRows:
             given = scores[start:end], canvas.draws(work.eligible), logprobs
             awaited.append((work.eligible, slice(start, end), *given))
         table.wait()  # the device waits from here on
-        tokens, greedy = (x.numpy().astype(np.int64) for x in (samples.tokens, samples.greedy))
+        tokens, greedy = (x.astype(np.int64) for x in (samples.tokens, samples.greedy))
         choices: list[BatchedCommit | None] = [None] * len(self.batch.works)
         if together is not None:
             choices = together.decide(tokens, scores)

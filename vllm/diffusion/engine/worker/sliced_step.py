@@ -133,7 +133,7 @@ class SlicedStep:
         return paused.kept_at == self._generation_of(canvas)
 
     def _generation_of(self, canvas: Canvas) -> int | None:
-        return None if canvas.cache is None else self._caches.generation
+        return None if canvas.window.cache is None else self._caches.generation
 
     def begin(self, batch: StepBatch, plan: Plan, planner_us: float) -> None:
         """Take a step of one request, of which nothing is computed yet; no other may be paused."""

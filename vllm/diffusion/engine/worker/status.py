@@ -47,7 +47,7 @@ def status_of(runner: DiffusionModelRunner) -> dict[str, Any]:
 
 
 def _of_request(canvas: Canvas, page_bytes: int) -> dict[str, Any]:
-    params = canvas.params
+    params, cache = canvas.params, canvas.window.cache
     return {
         "id": canvas.req_id,
         "algorithm": params.algorithm,
@@ -57,7 +57,7 @@ def _of_request(canvas: Canvas, page_bytes: int) -> dict[str, Any]:
         "committed": canvas.num_committed,
         "forwards": canvas.num_forwards,
         "steps": params.steps,
-        "kept_bytes": 0 if canvas.cache is None else len(canvas.cache.pages) * page_bytes,
+        "kept_bytes": 0 if cache is None else len(cache.pages) * page_bytes,
     }
 
 

@@ -208,7 +208,7 @@ class StepLoop:
             return
         canvases = by_priority(self._runner.canvases, lambda canvas: canvas.params.priority or 0)
         asked = {
-            req_id: canvas.wish
+            req_id: canvas.next_size
             for req_id, canvas in canvases.items()
             if req_id not in apart and not canvas.is_complete
         }
@@ -244,7 +244,7 @@ class StepLoop:
     def _is_ready(self, req_id: str, failures: dict[str, Exception], room: int = ALL_ROWS) -> bool:
         """Whether a request's rule can begin the step; else `failures` gets its error."""
         canvas = self._runner.canvases[req_id]
-        canvas.room = room
+        canvas.window.room = room
         try:
             canvas.begin()
         except Exception as error:

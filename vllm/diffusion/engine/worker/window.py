@@ -1,24 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
 """Windows: the positions that a request's next forward computes, by what it keeps between forwards.
 
-A decoding rule says which rows it works on. Everything before them takes part in the forward too:
-by kept keys and values, or by being computed again.
+A decoding rule says which positions it works on. Everything before them takes part in the forward
+too: by kept keys and values, or by being computed again.
+
+    positions   0 ........ kept ........ first ====== stop ...... length
+                [0, kept): keys that earlier forwards stored
+                                         [first, stop): the window, which this forward computes
 """
 
 from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion.core import envs
+from vllm.diffusion.core.pages import in_whole_pages
+from vllm.diffusion.engine.scheduler.turns import NextForward
 from vllm.diffusion.request.visibility import BlockCausal, Forward
 
 if TYPE_CHECKING:
+    from vllm.diffusion.memory import KeptSequence
     from vllm.diffusion.request.params import DiffusionParams
     from vllm.diffusion.request.visibility import Visibility
 
 ALL_ROWS = sys.maxsize
+
+
+class Window(NamedTuple):
+    """Positions that a forward computes of a sequence, and the keys that these read.
+
+    Attributes:
+        forward: the forward as `visibility` describes it.
+        first, stop: positions that are computed, half-open.
+        num_keys, block_length: keys that are read, see `Visibility.seen_by`.
+        reads_kept: some of these keys are not computed by the forward.
+    """
+
+    forward: Forward
+    first: int
+    stop: int
+    num_keys: int
+    block_length: int
+    reads_kept: bool
+
+    @classmethod
+    def of(cls, forward: Forward, visibility: Visibility) -> Window:
+        positions, num_keys = forward.window, forward.num_keys
+        seen, block_length = visibility.seen_by(positions, num_keys)
+        first, stop = positions.start, positions.stop
+        return cls(forward, first, stop, seen, block_length, num_keys > stop - first)
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.first
 
 
 class Windows(ABC):
@@ -174,3 +210,148 @@ def windows_of(
     if not isinstance(visibility, BlockCausal):
         raise ValueError(f"cache: given exact; wanted a block-causal family, not {visibility}")
     return Exact(visibility, fuses=envs.fuses_commits())
+
+
+class ForwardWindow:
+    """The window of a request's next forward, and where the keys and values lie that it keeps.
+
+    Args:
+        params: the request's parameters.
+        visibility: which positions attend to which.
+        prompt_length: positions before the canvas.
+        length: positions of a sequence.
+        cache: keys and values kept between forwards, if any.
+
+    Attributes:
+        cache: the same; where the scheduler hands out pages, only those it has handed out.
+        room: rows that the next forward may have.
+        num_sequences: sequences that are computed: 1, or 2 with guidance.
+        kept_starts: per sequence, index of its position 0 among the kept positions.
+    """
+
+    def __init__(
+        self,
+        params: DiffusionParams,
+        visibility: Visibility,
+        prompt_length: int,
+        length: int,
+        cache: KeptSequence | None = None,
+    ) -> None:
+        self.cache, self.room = cache, ALL_ROWS
+        self.num_sequences = 2 if params.cfg_scale > 0 else 1
+        self.kept_starts = (0, in_whole_pages(length))[: self.num_sequences]
+        self._length, self._num_frozen = length, max(prompt_length - params.logit_shift, 0)
+        self._visibility = visibility
+        kept_length = length if cache is None else cache.length
+        self._windows = windows_of(params, visibility, prompt_length, kept_length)
+        self._under_way: Forward | None = None  # and its keys and values have a place
+        self._target = (0, 0)  # of the next forward; most often as before, and so are these:
+        self._uncut: Window | None = None  # its window if nothing cuts it
+        self._most_rows = ALL_ROWS  # that it may have
+        self.size: NextForward | None = None  # what that is
+
+    @property
+    def num_kept(self) -> int:
+        """Number of positions, from 0, whose keys and values are kept."""
+        return self._windows.kept
+
+    @property
+    def unit(self) -> int | None:
+        """Granularity, in rows, at which a forward can be cut; None if it cannot be cut."""
+        return self._windows.unit
+
+    @property
+    def least_committed(self) -> int:
+        """`computed` has no effect below this number of committed positions."""
+        return self._windows.least_committed
+
+    @property
+    def num_places(self) -> int:
+        """Number of places for kept positions, with the gap between two sequences."""
+        return self.kept_starts[-1] + self._length
+
+    @property
+    def frozen_positions(self) -> tuple[range, ...]:
+        """Kept positions that no forward writes once the prompt is frozen."""
+        return tuple(range(start, start + self._num_frozen) for start in self.kept_starts)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a forward was begun and not committed."""
+        return self._under_way is not None
+
+    def aim(self, rows: tuple[int, int]) -> None:
+        """Set the positions, first and last + 1, that the rule of the next forward works on."""
+        if rows != self._target:
+            self._target = rows
+            self.reset()
+
+    def reset(self) -> None:
+        """Forget what the next forward is, as what it depends on has changed."""
+        self._uncut = self.size = None
+
+    def next_rows(self) -> int:
+        """Rows of the next forward if nothing cuts it; guidance runs the window twice."""
+        return self._next().num_rows * self.num_sequences
+
+    def next_size(self, rows: int) -> NextForward:
+        """Sizes of the next forward, of `rows` rows if nothing cuts it."""
+        if self.size is None:
+            self.size = self._size_of(rows)
+        return self.size
+
+    def _size_of(self, rows: int) -> NextForward:
+        unit = self.unit
+        if unit is not None:  # of the rows, those that have pages for their keys and values
+            return NextForward(min(rows, self._most_rows // unit * unit), keeps=True, unit=unit)
+        is_window = rows < self._length * self.num_sequences
+        return NextForward(rows, keeps=self.cache is not None, is_window=is_window)
+
+    def _next(self) -> Window:
+        if self._uncut is None:
+            self._uncut = Window.of(self._windows.next(self._target), self._visibility)
+            self._most_rows = self._rows_with_pages
+        return self._uncut
+
+    @property
+    def _rows_with_pages(self) -> int:
+        if self.unit is None:
+            return ALL_ROWS
+        return 0 if self.cache is None else self.cache.length - self.num_kept
+
+    def begin(self) -> Window:
+        """Begin the next forward: return its window, cut to the room and the pages there are."""
+        window, room = self._next(), min(self.room, self._most_rows)
+        if window.stop - window.first > room:
+            window = Window.of(self._windows.next(self._target, room), self._visibility)
+        self._under_way = window.forward
+        return window
+
+    def end(self) -> Forward | None:
+        """End the forward under way; None if what it wrote to is not the request's any more."""
+        ended, self._under_way = self._under_way, None
+        return ended
+
+    def computed(self, forward: Forward, committed: int) -> None:
+        """Take in an ended forward in which `committed` positions, from 0, never change again."""
+        self._windows.computed(forward, committed)
+        self.reset()
+
+    def read_prompt(self, cache: KeptSequence) -> None:
+        """Use the prompt's keys and values that another request's first forward computed."""
+        self.cache = cache
+        self._windows.computed(Forward(range(self._length)), self._length)
+
+    def assign(self, cache: KeptSequence | None, num_kept: int | None) -> None:
+        """Use other pages from now on.
+
+        Args:
+            cache: the pages; None if there are none.
+            num_kept: positions from 0 whose keys and values the pages hold; None if they extend
+                those that the request had.
+        """
+        self.cache = cache
+        self.reset()
+        if num_kept is not None:
+            self._windows.kept = num_kept
+            self._under_way = None  # what is under way writes to pages of the past

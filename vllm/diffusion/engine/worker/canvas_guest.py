@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capabilities that take part in a request's steps, beside its decoding rule."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.diffusion.core.scoring import Scoring
+    from vllm.diffusion.decoding import Candidates, Commit, ForwardTarget
+    from vllm.diffusion.guided.joint import Joint
+    from vllm.diffusion.ops import Array
+
+
+class CanvasGuest:
+    """A capability that a request has asked for; this one changes nothing. All ranks have it."""
+
+    def begin(self, tokens: Array) -> None:
+        """Take in, and perhaps write to, the sequence [T] before the first forward."""
+
+    def joints(
+        self, tokens: Array, work: ForwardTarget, scoring: Scoring, step: int
+    ) -> list[Joint]:
+        """Return choices that bind several candidates of the next forward, by position."""
+        return []
+
+    def fill(self, start: int, token: int) -> None:
+        """Take in that the rule sets all positions from `start` on to `token`."""
+
+    def commit(self, tokens: Array, candidates: Candidates, commit: Commit) -> Commit:
+        """Return what is committed where the rule has chosen `commit` among `candidates`."""
+        return commit
+
+    def look(self, tokens: Array, step: int) -> None:
+        """Take in the sequence as it is after forward number `step`, from 1."""
+
+    def report(self, tokens: Array, final: range, *, is_complete: bool) -> dict[str, Any]:
+        """Return fields of `StepResult`; canvas positions `final` became final with the commit."""
+        return {}

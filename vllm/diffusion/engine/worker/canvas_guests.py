@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door of what takes part in a request's steps beside its rule; most requests have none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.diffusion.engine.worker.constrained import Constraint
+from vllm.diffusion.engine.worker.proposals import Proposals
+
+if TYPE_CHECKING:
+    from vllm.diffusion.engine.worker.canvas_guest import CanvasGuest
+    from vllm.diffusion.ops import Array
+    from vllm.diffusion.request.params import DiffusionParams
+
+
+def guests_of(
+    params: DiffusionParams, tokens: Array, prompt_length: int
+) -> tuple[CanvasGuest, ...]:
+    """Make the capabilities that a request asks for, in the order in which they take part.
+
+    They may write to `tokens` [T] what every answer begins with.
+    """
+    guests: list[CanvasGuest] = []
+    if params.guide is not None:
+        guests.append(Constraint(params, tokens, prompt_length))
+    if params.num_logprobs is not None:
+        guests.append(Proposals(params, prompt_length))
+    for guest in guests:
+        guest.begin(tokens)
+    return tuple(guests)
