@@ -305,6 +305,14 @@ def test_an_echo_asks_for_the_prompts_probabilities() -> None:
     assert (sampling.prompt_logprobs, sampling.max_tokens) == (2, 1)
 
 
+def test_an_application_has_a_stack_to_stand_before() -> None:
+    from fastapi import FastAPI
+
+    app = FastAPI()
+    assert app.middleware_stack is None  # it is made at the first request, or by us
+    assert callable(app.build_middleware_stack())
+
+
 def test_arguments_that_are_set_are_upstreams() -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.responses import JSONResponse
 
 from vllm import envs as upstream_envs
@@ -188,19 +187,15 @@ def keys_of(args: Namespace) -> list[str]:
 
 
 def install(app: FastAPI, lifecycle: Lifecycle, args: Namespace) -> None:
-    """Put gate and log around the application, upstream's middleware included.
+    """Put gate and log around the whole application, including upstream's middleware.
 
-    A failure is answered inside of them, so that its answer has an id too. uvicorn's access log,
-    which knows no ids, is replaced by ours.
+    The stack is built already, so `add_middleware` is refused. uvicorn's access log, which knows no
+    ids, is replaced by ours.
     """
+    inner = app.build_middleware_stack()  # with the exception handlers that there are by now
     excluded = (args.disable_access_log_for_endpoints or "").split(",")
-    # What is added last stands outermost.
-    app.add_middleware(ServerErrorMiddleware, handler=app.exception_handlers.get(Exception))
-    app.add_middleware(
-        Gate, lifecycle=lifecycle, api_keys=keys_of(args), max_body_bytes=envs.max_request_bytes()
-    )
-    app.add_middleware(
-        AccessLog,
+    app.middleware_stack = AccessLog(
+        Gate(inner, lifecycle, keys_of(args), envs.max_request_bytes()),
         excluded_paths=frozenset(path.strip() for path in excluded),
         enabled=not args.disable_uvicorn_access_log,
     )
