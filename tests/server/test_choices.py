@@ -212,6 +212,23 @@ def test_a_reader_that_leaves_closes_every_request() -> None:
     assert engine.num_closed == len(engine.asked)
 
 
+@pytest.mark.parametrize(("num_outputs", "is_counted"), [(1, True), (2, False)])
+def test_a_reader_that_leaves_is_counted_unless_it_has_its_answer(
+    num_outputs: int, is_counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[bool] = []
+    monkeypatch.setattr("vllm.diffusion.api.choices.count_abort", lambda: counted.append(True))
+
+    async def leave() -> None:
+        stream = client(Engine()).generate(PROMPT, sampled(), "r")
+        for _ in range(num_outputs):
+            await anext(stream)
+        await stream.aclose()
+
+    asyncio.run(leave())
+    assert counted == [True] * is_counted
+
+
 def test_an_aborted_request_reports_nothing() -> None:
     report = DiffusionReport.of([{}, {**REPORT, **TIMES, "seed": 3}])
     assert (report.seeds, report.num_forwards) == ([3], 3)

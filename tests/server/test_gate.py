@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
 WORK = "/generate"
+BREAKS = 7  # bytes of a body at which the application fails
 
 
 class Engine:
@@ -77,13 +78,15 @@ class Site:
         )
         self.app.state.args = self.args
         gate.install(self.app, self.lifecycle, self.args)
-        transport = httpx.ASGITransport(self.app)
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://site")
 
     async def work(self, request: Request) -> int:
         self.is_working.set()
         size = len(await request.body())
         await self.may_answer.wait()
+        if size == BREAKS:
+            raise RuntimeError("nobody expected this")
         if self.engine.errors:
             raise self.engine.errors[0]
         return size
@@ -168,6 +171,9 @@ async def test_every_answer_carries_an_id(site: Site) -> None:
     assert len(given) == 3
     too_long = await site.http.post(WORK, headers={"X-Request-Id": "x" * 200})
     assert len(too_long.headers["x-request-id"]) == 32
+    failed = await site.http.post(WORK, content=b"1" * BREAKS, headers={"X-Request-Id": "mine-1"})
+    refusal(failed, 500)
+    assert failed.headers["x-request-id"] == "mine-1"
 
 
 def test_the_log_names_request_status_and_id(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,18 +183,21 @@ def test_the_log_names_request_status_and_id(monkeypatch: pytest.MonkeyPatch) ->
 
     async def run(**args: Any) -> None:
         site = Site(**args)
-        assert site.args.disable_uvicorn_access_log  # ours takes its place
+        uvicorns = logging.makeLogRecord({"name": "uvicorn.access", "msg": "GET /"})
+        assert not logging.getLogger("uvicorn.access").filter(uvicorns)  # ours takes its place
         await site.http.post(f"{WORK}?key=secret", headers={"X-Request-Id": "mine-2"})
         await site.http.get("/forged%0aline")
         await site.http.get("/health")
+        await site.http.post(WORK, content=b"1" * BREAKS)
 
     asyncio.run(run())
-    assert len(lines) == 2, lines  # /health is left out
+    assert len(lines) == 3, lines  # /health is left out
     assert '"POST /generate" 200 ' in lines[0]
     assert lines[0].endswith("id=mine-2")
     assert '"GET /forged%0aline" 404 ' in lines[1]
+    assert '"POST /generate" 500 ' in lines[2]
     asyncio.run(run(disable_uvicorn_access_log=True))
-    assert len(lines) == 2
+    assert len(lines) == 3
 
 
 # ---- /ready and the end ------------------------------------------------------------------------

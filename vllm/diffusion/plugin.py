@@ -108,22 +108,14 @@ def _register_configurations() -> None:
 
 
 def _register_models() -> None:
+    from vllm.diffusion.models.base import DiffusionModel
     from vllm.model_executor.models import ModelRegistry
-    from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
 
-    class Inspected(_LazyRegisteredModel):
-        """Model class inspected in this process, as its import uses no GPU.
-
-        Upstream would start another process for it, once on every machine, which imports
-        everything.
-        """
-
-        def inspect_model_cls(self) -> _ModelInfo:
-            return _ModelInfo.from_model_cls(self.load_model_cls())
-
+    # The class itself: for its name, upstream would start another process, once on every machine,
+    # which imports everything to look at it.
     for family in FAMILIES:
         for architecture in family.architectures:
-            ModelRegistry.models[architecture] = Inspected(*family.model_class.split(":"))
+            ModelRegistry.register_model(architecture, DiffusionModel)
 
 
 def platform() -> str | None:

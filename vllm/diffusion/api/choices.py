@@ -13,6 +13,7 @@ from copy import copy
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from vllm.diffusion.api.prometheus import count_abort
 from vllm.diffusion.api.report import timeout_in, told
 from vllm.diffusion.request.decision import DECISION, attach, is_decided
 from vllm.exceptions import GenerationError, GracefulHTTPError
@@ -103,22 +104,32 @@ class ChoicesClient:
 async def answers(
     engine: EngineClient, engine_input: Any, sampling: SamplingParams, *args: Any, **options: Any
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Yield the engine's outputs of a request.
+    """Yield the engine's outputs of a request; count it as aborted if nobody waits for its end.
+
+    The engine cannot count it: it hears of an abort also when a stop string has ended an answer.
 
     Raises:
         GenerationError: if the engine could not go on.
         RequestTimedOut: the answer is wanted as a whole, and was not complete in time.
     """
     is_whole = sampling.output_kind == RequestOutputKind.FINAL_ONLY
-    async with aclosing(engine.generate(engine_input, sampling, *args, **options)) as outputs:
-        async for output in outputs:
-            found = told(output).get(0, {})
-            if output.outputs[0].finish_reason == "error":
-                raise GenerationError(found.get("error", "the engine failed"))
-            late = timeout_in(found)
-            if is_whole and late is not None:
-                raise RequestTimedOut(late)
-            yield output
+    is_complete = False
+    try:
+        async with aclosing(engine.generate(engine_input, sampling, *args, **options)) as outputs:
+            async for output in outputs:
+                reason = output.outputs[0].finish_reason
+                is_complete = reason is not None
+                found = told(output).get(0, {})
+                if reason == "error":
+                    raise GenerationError(found.get("error", "the engine failed"))
+                late = timeout_in(found)
+                if is_whole and late is not None:
+                    raise RequestTimedOut(late)
+                yield output
+    except (asyncio.CancelledError, GeneratorExit):
+        if not is_complete:
+            count_abort()
+        raise
 
 
 async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:

@@ -134,21 +134,12 @@ def install(engine: EngineClient, build_info: Mapping[str, str]) -> None:
         manager.stat_loggers.append(ours)
         ours.runs_on(build_info)
         _installed.append(ours)
-        _count_aborts(engine, ours)
 
 
-def _count_aborts(engine: Any, ours: DiffusionStatLogger) -> None:
-    """Count the aborts that upstream's client is asked for when a client leaves.
-
-    The engine cannot count them: it gets an abort also when a stop string has ended an answer.
-    """
-    abort = engine.abort
-
-    async def counted(request_id: Any, *args: Any, **kwargs: Any) -> None:
-        ours.aborted()
-        await abort(request_id, *args, **kwargs)
-
-    engine.abort = counted
+def count_abort() -> None:
+    """Count a request whose client went away before its answer was complete."""
+    for logger in _installed:
+        logger.aborted()
 
 
 def count_refusal(reason: str) -> None:

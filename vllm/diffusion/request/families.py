@@ -30,7 +30,6 @@ class Family:
             probability among the tokens that top_k and top_p leave, or among all.
         logit_shift: 1 when the token at position i is read from row i - 1, else 0.
         visibility: which positions attend to which.
-        model_class: "module:Class" of the vLLM model.
         end_of_turn_tokens: names, in order of preference, of the token that ends a turn, where an
             answer ends there whatever generation_config.json says.
         mask_token: name of the mask token where neither config.json nor the tokenizer gives it.
@@ -48,7 +47,6 @@ class Family:
     scores_after_filters: bool = False
     logit_shift: int = 0
     visibility: Visibility = FULL
-    model_class: str = "vllm.diffusion.models.base:DiffusionModel"
     end_of_turn_tokens: tuple[str, ...] = ()
     mask_token: str | None = None
     served_as: str | None = None

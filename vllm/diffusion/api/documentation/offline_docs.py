@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Page at `/docs` in place of FastAPI's, which loads its library from another host."""
+"""Page at `/docs`, which stands before FastAPI's: that one loads its library from another host."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ _FILES = {
         SWAGGER_UI / "swagger-ui.css",
     )
 }
-_REPLACED = frozenset({"/docs", "/docs/oauth2-redirect", "/redoc"})
 
 # Answered without a key.
 OPEN_PATHS = frozenset({"/docs", "/openapi.json", *(f"/docs/{name}" for name in _FILES)})
@@ -51,6 +50,12 @@ async def file(name: str, raw_request: Request) -> Response:
     return _FILES[name].response(raw_request)
 
 
+@router.get("/redoc")
+async def redoc() -> None:
+    """Find nothing, where FastAPI has a page that loads its library from another host."""
+    raise HTTPException(404)
+
+
 def install(app: FastAPI, *, has_keys: bool) -> None:
     """Serve the page, unless the server documents nothing (`--disable-fastapi-docs`).
 
@@ -60,9 +65,7 @@ def install(app: FastAPI, *, has_keys: bool) -> None:
     """
     if app.openapi_url is None:
         return
-    routes = app.router.routes
-    routes[:] = [route for route in routes if getattr(route, "path", None) not in _REPLACED]
-    app.include_router(router)
+    app.router.routes[:0] = router.routes
     app.title, app.version = "Mosaic", __version__
     made = app.openapi
 

@@ -189,7 +189,8 @@ def keys_of(args: Namespace) -> list[str]:
 def install(app: FastAPI, lifecycle: Lifecycle, args: Namespace) -> None:
     """Put gate and log around the whole application, including upstream's middleware.
 
-    uvicorn's access log, which knows no ids, is replaced by ours.
+    The stack is built already, so `add_middleware` is refused. uvicorn's access log, which knows no
+    ids, is replaced by ours.
     """
     inner = app.build_middleware_stack()  # with the exception handlers that there are by now
     excluded = (args.disable_access_log_for_endpoints or "").split(",")
@@ -198,4 +199,9 @@ def install(app: FastAPI, lifecycle: Lifecycle, args: Namespace) -> None:
         excluded_paths=frozenset(path.strip() for path in excluded),
         enabled=not args.disable_uvicorn_access_log,
     )
-    args.disable_uvicorn_access_log = True
+    logging.getLogger("uvicorn.access").addFilter(_drop)
+
+
+def _drop(record: logging.LogRecord) -> bool:
+    """Let no record pass; a filter, as uvicorn sets its logger up anew after this."""
+    return False
