@@ -37,7 +37,7 @@ def sent(observations: Observations) -> list[tuple[str, str, int]]:
 
 
 def test_observations_arrive_as_they_were_made() -> None:
-    seen = Observations(enabled=True)
+    seen = Observations()
     seen.count(metrics.FORWARDS, 3)
     seen.count(metrics.FORWARDS, 4)
     seen.count(metrics.DENOISE_STEPS, 0)
@@ -57,17 +57,10 @@ def test_observations_arrive_as_they_were_made() -> None:
 
 
 def test_the_newest_value_of_a_gauge_arrives_last() -> None:
-    seen = Observations(enabled=True)
+    seen = Observations()
     for value in (1, 2, 1):
         seen.observe(metrics.POOL_IN_USE, value)
     assert [value for _, value, _ in sent(seen)] == ["2", "1"]
-
-
-def test_nothing_is_kept_that_nobody_takes() -> None:
-    seen = Observations(enabled=False)
-    seen.count(metrics.FORWARDS)
-    seen.observe(metrics.STEP_TIME, 1.0)
-    assert sent(seen) == []
 
 
 @pytest.mark.parametrize("metric", metrics.METRICS, ids=lambda metric: metric.name)

@@ -13,7 +13,7 @@ import pytest
 
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.engine.scheduler.likelihood_calls import LONGEST_WAIT_S, LikelihoodCalls
-from vllm.diffusion.engine.scheduler.request_state import Gate, RequestState
+from vllm.diffusion.engine.scheduler.request_state import AdmissionGate, RequestState
 from vllm.diffusion.engine.scheduler.waiting import MAX_OVERTAKEN, MAX_PASSED, WaitingLine
 from vllm.diffusion.memory import Demand
 from vllm.diffusion.request.likelihood import ScoreRequest
@@ -40,7 +40,7 @@ class Room:
 PLANNER: Any = Room()
 
 
-class Closed(Gate):
+class Closed(AdmissionGate):
     """A gate that lets nobody start before it is opened."""
 
     def __init__(self, reason: WaitsFor | None = None) -> None:
@@ -53,7 +53,9 @@ class Closed(Gate):
         return self.is_open
 
 
-def waiting(length: int, *gates: Gate, alone: bool = False, priority: int = 0) -> RequestState:
+def waiting(
+    length: int, *gates: AdmissionGate, alone: bool = False, priority: int = 0
+) -> RequestState:
     params: Any = SimpleNamespace(force_single_batch=alone, priority=priority)
     request: Any = SimpleNamespace(request_id="same")
     return RequestState(request, params, Demand(length, 1), gates)
@@ -110,7 +112,7 @@ def test_gates_are_prepared_once_a_step_before_anybody_starts() -> None:
     """And only those of requests that have one; whoever left is not prepared any more."""
     seen: list[Any] = []
 
-    class Seen(Gate):
+    class Seen(AdmissionGate):
         def prepare(self, item: RequestState) -> None:
             seen.append(item)
 

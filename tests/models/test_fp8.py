@@ -88,9 +88,8 @@ def test_every_use_computes_its_product_and_takes_what_it_says(
     rows: Any = x
     if is_ready:  # as the norm before writes them
         gain = torch.ones(32)
-        rows = ops.rms_norm(
-            x, gain, 0.0, made.rows(Buffer("normed", (32,), x.dtype), 5, Recorder())
-        )
+        rows = made.rows(Buffer("normed", (32,), x.dtype), 5, Recorder())
+        ops.rms_norm_quantised(x, gain, 0.0, rows)
         normed = rounded(ops.rms_norm(x, gain, 0.0), fixed)
         product = functional.linear(normed, stored)
         product = product if bias is None else product + bias.double()

@@ -204,25 +204,18 @@ _WAITS = "waits"
 
 
 class Observations:
-    """Observations since they were last taken.
+    """Observations since they were last taken."""
 
-    Args:
-        enabled: whether observations are kept; False if nobody will take them.
-    """
-
-    def __init__(self, *, enabled: bool) -> None:
-        self._enabled = enabled
+    def __init__(self) -> None:
         self._found: Counter[str] = Counter()
 
     def count(self, metric: Metric, amount: int = 1, label: str = "") -> None:
         """Increase a counter; `label` is the value of its own label, if it has one."""
-        if self._enabled and amount:
+        if amount:
             self._found[f"{metric.name} {label}"] += amount
 
     def observe(self, metric: Metric, value: float) -> None:
         """Add a value to a histogram, or set a gauge."""
-        if not self._enabled:
-            return
         key = f"{metric.name} {value:.17g}"
         if metric.kind == "gauge":
             self._found.pop(key, None)  # the newest value comes last
@@ -230,8 +223,6 @@ class Observations:
 
     def wait_for(self, waiting: Mapping[str, str]) -> None:
         """Set what each request waits for, by id, in order: the counts, and the first requests."""
-        if not self._enabled:
-            return
         counts = dict.fromkeys(WAITS_FOR, 0) | Counter(waiting.values())
         self._found.update({f"{REQUESTS_WAITING.name} {reason}": n for reason, n in counts.items()})
         first = islice(waiting.items(), MOST_WAITING)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Scoring:
     scores_all: bool = False
     greedy: bool = False
 
-    @property
+    @cached_property
     def is_categorical(self) -> bool:
         """Whether tokens are drawn from an explicit distribution."""
         return self.draw != "gumbel"

@@ -189,7 +189,7 @@ class SelfAttention:
             ops.apply_rotary(q, k, rotary.cos, rotary.sin, kept)
         else:
             weights = (q_norm.weight, k_norm.weight)
-            ops.norm_rotary(q, k, weights, q_norm.eps, rotary.cos, rotary.sin, kept)
+            ops.norm_rotary(q, k, *weights, q_norm.eps, rotary.cos, rotary.sin, kept)
 
     def _add(self, x: Tensor, heads: Tensor, group: HeadGroup, buffers: Buffers) -> None:
         """Add Wo heads to x, with heads [R, H / groups, hd] of one group."""

@@ -33,7 +33,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width), requires_grad=False)
 
     def forward(self, x: Tensor, out: Any = None) -> Any:
-        """Normalise x [..., width], into `out` if given; return the result."""
+        """Normalise x [..., width], into `out` if given, which may be quantised; return it."""
+        if isinstance(out, ops.QuantisedRows):
+            ops.rms_norm_quantised(x, self.weight, self.eps, out)
+            return out
         return ops.rms_norm(x, self.weight, self.eps, out=out)
 
 

@@ -3,14 +3,6 @@
 
 from flash_sample import Rows, Sampled, Score
 from vllm.diffusion.ops.collectives import Collectives, align_ranks, join_ranks, tensor_parallel
-from vllm.diffusion.ops.elementwise import (
-    apply_rotary,
-    norm_rotary,
-    rms_norm,
-    rotary_tables,
-    silu_mul,
-    store_keys_values,
-)
 from vllm.diffusion.ops.experts import (
     SOFTMAX,
     ExpertWeights,
@@ -58,8 +50,15 @@ from vllm_add_llada.cuda_kernels.fused_ops import (
     Kept,
     Packed,
     QuantisedRows,
+    apply_rotary,
     attention,
     has_attention,
+    norm_rotary,
+    rms_norm,
+    rms_norm_quantised,
+    rotary_tables,
+    silu_mul,
+    store_keys_values,
 )
 
 __all__ = [
@@ -115,6 +114,7 @@ __all__ = [
     "quantise_weight",
     "reserve",
     "rms_norm",
+    "rms_norm_quantised",
     "rotary_tables",
     "route_rows",
     "samples_in_head",

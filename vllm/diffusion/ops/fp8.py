@@ -20,7 +20,6 @@ from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.core.quantisation import Fp8Scheme
 from vllm.diffusion.core.stages import GATE_UP, PROJECTED, QUANTISED_ROWS
 from vllm.diffusion.ops import dispatch
-from vllm.diffusion.ops.elementwise import silu_mul
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter, wide_rows
 from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace, most_stored_rows
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
@@ -34,6 +33,7 @@ from vllm_add_llada.cuda_kernels.fused_ops import (
     has_add_linear_fp8,
     quantise_rows,
     rescale,
+    silu_mul,
     silu_mul_quantised,
 )
 

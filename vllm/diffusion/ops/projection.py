@@ -19,7 +19,6 @@ import torch
 from gather_gemm import gather_gemm
 from vllm.diffusion.core.stages import GATE_UP, PROJECTED, BufferSpec
 from vllm.diffusion.ops import collectives, dispatch
-from vllm.diffusion.ops.elementwise import silu_mul
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm_add_llada.cuda_kernels.fused_ops import (
     Epilogue,
@@ -27,6 +26,7 @@ from vllm_add_llada.cuda_kernels.fused_ops import (
     Tiling,
     fused_linear,
     has_fused_linear,
+    silu_mul,
 )
 
 if TYPE_CHECKING:
@@ -325,7 +325,7 @@ def _rows_of(h: Any, rows: slice) -> Any:
 
 def _tiling(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tiling | None:
     """Tiling of `fused_linear` for this product; None where PyTorch's is to be used."""
-    if not has_fused_linear(x, weight):
+    if not x.is_cuda or not has_fused_linear(x, weight):
         return None
     multiprocessors = dispatch.multiprocessors(x.device)
     return dispatch.linear_tiling(

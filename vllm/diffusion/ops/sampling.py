@@ -60,9 +60,9 @@ def candidates(
 
 def samples_in_head(x: torch.Tensor, matrix: torch.Tensor) -> bool:
     """Whether `most_likely_in_head` is faster than storing logits and `candidates`."""
-    return dispatch.samples_in_head(len(x), len(matrix), x.device) and gather_gemm.has_top(
-        x, matrix
-    )
+    if not x.is_cuda or not dispatch.samples_in_head(len(x), len(matrix), x.device):
+        return False
+    return gather_gemm.has_top(x, matrix)
 
 
 def most_likely_in_head(x: torch.Tensor, matrix: torch.Tensor, rows: Rows) -> Sampled:

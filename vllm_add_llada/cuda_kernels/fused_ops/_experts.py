@@ -55,8 +55,7 @@ def route_rows(
 
     Args:
         x: [R, D] bf16.
-        gate: [E, D] bf16. It and the bias may be read before the kernel before in the stream ends,
-            which must not write them.
+        gate: [E, D] bf16. The kernel before in the stream must write neither it nor the bias.
         num_chosen: k, from 1 to E.
         bias: fp32 [E], added to the scores for the choice only.
         is_sigmoid: whether the score of an expert is the sigmoid of its logit.
@@ -72,14 +71,13 @@ def route_rows(
         ends: int32 [E], the end of each expert's part of ``slots``.
 
     Raises:
-        ValueError: There is no kernel for these tensors (`has_router`), or an argument is not as
-            above.
+        ValueError: There is no kernel (`has_router`), or an argument is not as above.
     """
     _check_route(x, gate, num_chosen, bias, num_groups, num_kept_groups)
     assert native is not None
     weights = x.new_empty(len(x), num_chosen, dtype=torch.float32 if in_fp32 else x.dtype)
-    slots = torch.empty(weights.numel(), dtype=torch.int32, device=x.device)
-    ends = torch.empty(len(gate), dtype=torch.int32, device=x.device)
+    sizes = weights.numel(), len(gate)
+    slots, ends = (torch.empty(n, dtype=torch.int32, device=x.device) for n in sizes)
     launch(
         native.route,
         x,

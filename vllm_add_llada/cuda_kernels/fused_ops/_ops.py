@@ -111,7 +111,9 @@ def rotary_tables(positions: Tensor, inverse_frequencies: Tensor, cos: Tensor, s
     )
 
 
-def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kept: Kept | None = None) -> None:
+def apply_rotary(
+    q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, kept: Kept | None = None
+) -> None:
     """Apply the rotary embedding (Su et al., arXiv:2104.09864), half-split form, in place.
 
     ``u' = u * cos + concat(-u[rd/2:], u[:rd/2]) * sin`` on the first rd channels of every head; the
@@ -119,7 +121,8 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kept: Kept | No
     with tables in the model dtype every product and the sum are rounded to it (Dream).
 
     Args:
-        q: [T, H, hd] bf16, fp16 or fp32; leading strides are free, hd is contiguous.
+        q: [T, H, hd] bf16, fp16 or fp32; leading strides are free, hd is contiguous. Either of q
+            and k may be absent.
         k: [T, KV, hd], likewise.
         cos: [T, rd], rd even and at most hd, fp32 or the dtype of q; rows may be strided.
         sin: Like ``cos``.
@@ -130,6 +133,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kept: Kept | No
         ValueError: A shape, dtype or stride is not as above.
     """
     name = "apply_rotary"
+    q, k = _present(q, k)
     _check_rotary(name, q, k, cos, sin)
     _check_kept(name, k, kept)
     if not has_kernel(q):
@@ -140,8 +144,8 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kept: Kept | No
 
 
 def norm_rotary(
-    q: Tensor,
-    k: Tensor,
+    q: Tensor | None,
+    k: Tensor | None,
     q_weight: Tensor,
     k_weight: Tensor,
     eps: float,
@@ -163,6 +167,7 @@ def norm_rotary(
         ValueError: A shape, dtype or stride is not as above.
     """
     name = "norm_rotary"
+    q, k = _present(q, k)
     _check_rotary(name, q, k, cos, sin)
     check_like(name, "q_weight", q_weight, q, q.shape[-1:])
     check_like(name, "k_weight", k_weight, q, q.shape[-1:])
@@ -259,6 +264,15 @@ def store_keys_values(
         num_slots=len(k_cache),
         head_dim=k.shape[2],
     )
+
+
+def _present(q: Tensor | None, k: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return queries and keys, no heads in place of those that are absent."""
+    present = k if q is None else q
+    if present is None:
+        raise ValueError("q, k: wanted at least one of them, got None for both")
+    no_heads = present[:, :0]
+    return no_heads if q is None else q, no_heads if k is None else k
 
 
 def _check_caches(name: str, k: Tensor, kept: Kept) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm.diffusion.engine.scheduler.request_state import Gate
+from vllm.diffusion.engine.scheduler.request_state import AdmissionGate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +23,7 @@ class _Call(NamedTuple):
     since: float
 
 
-class LikelihoodCalls(Gate):
+class LikelihoodCalls(AdmissionGate):
     """Gate of the requests of likelihood calls: they wait until all of their call have arrived.
 
     Args:

@@ -40,7 +40,7 @@ class Observer:
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
-        self._seen = metrics.Observations(enabled=enabled)
+        self._seen = metrics.Observations()
         self._last_report = 0.0  # time.monotonic() of the newest results
         self._last_statistics = 0.0  # the same clock, when statistics were sent
         self._last_waiting = 0.0  # the same clock, when waiting requests were; 0 if none were
@@ -55,19 +55,23 @@ class Observer:
     def refused(self, request: Request, message: str, reason: str) -> None:
         """Record that a request is not served to its end; `reason` is the metric's label."""
         logger.warning("request %s refused: %s", request.request_id, message)
-        self._seen.count(metrics.REQUESTS_REFUSED, label=reason)
+        if self._enabled:
+            self._seen.count(metrics.REQUESTS_REFUSED, label=reason)
 
     def timed_out(self, request: Request, message: str) -> None:
         logger.info("request %s: %s", request.request_id, message)
-        self._seen.count(metrics.REQUESTS_TIMED_OUT)
+        if self._enabled:
+            self._seen.count(metrics.REQUESTS_TIMED_OUT)
 
     def started(self, request: Request) -> None:
-        self._seen.observe(metrics.QUEUE_TIME, seconds_since_arrival(request))
         if self._enabled:
+            self._seen.observe(metrics.QUEUE_TIME, seconds_since_arrival(request))
             request.record_event(EngineCoreEventType.SCHEDULED)
 
     def progressed(self, item: RequestState, result: StepResult) -> None:
         """Record a step's result of `item`; must be called before `item` takes it in."""
+        if not self._enabled:
+            return
         self._seen.count(metrics.FORWARDS, result.num_forwards - item.num_forwards)
         self._seen.count(metrics.COMMITTED_TOKENS, result.num_committed - item.num_committed)
         if result.num_committed and not item.num_committed:
@@ -76,7 +80,7 @@ class Observer:
 
     def ended(self, item: RequestState) -> None:
         """Record that a request has stopped running, for whatever reason."""
-        if not item.num_forwards:
+        if not self._enabled or not item.num_forwards:
             return
         self._seen.observe(metrics.TOKENS_PER_FORWARD, item.num_committed / item.num_forwards)
         if item.request.status in ANSWERED:
@@ -86,6 +90,8 @@ class Observer:
     # ---- steps ----
 
     def stepped(self, step: DiffusionSchedulerOutput, done: DiffusionRunnerOutput) -> None:
+        if not self._enabled:
+            return
         if done.usage is not None:
             self.peak_bytes = max(self.peak_bytes, done.usage.peak_bytes)
             self._seen.observe(metrics.POOL_BUDGET, done.usage.budget_bytes)

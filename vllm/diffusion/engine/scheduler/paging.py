@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.engine.messages import NewPages
-from vllm.diffusion.engine.scheduler.request_state import Gate
+from vllm.diffusion.engine.scheduler.request_state import AdmissionGate
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.request import RequestStatus
@@ -43,7 +43,7 @@ def most_positions(num_pages: int, max_model_len: int) -> int:
     return min((num_pages - 1) * PAGE_SIZE, 2 * max_model_len)
 
 
-class Paging(Gate):
+class Paging(AdmissionGate):
     """Gate of requests whose keys and values lie in pages; hands out the pages of the store.
 
     Args:

@@ -22,7 +22,7 @@ import numpy as np
 
 from vllm.diffusion.core.pages import PAGE_SIZE, in_whole_pages
 from vllm.diffusion.engine.messages import MOST_SHARED_ROWS
-from vllm.diffusion.engine.scheduler.request_state import Gate
+from vllm.diffusion.engine.scheduler.request_state import AdmissionGate
 
 if TYPE_CHECKING:
     from vllm.diffusion.engine.scheduler.request_state import RequestState, WaitsFor
@@ -52,7 +52,7 @@ class _PromptGroup:
     num_places: int
 
 
-class PromptGroups(Gate):
+class PromptGroups(AdmissionGate):
     """Gate of requests that share a prompt: one of them computes it, and the others wait for it."""
 
     def __init__(self) -> None:

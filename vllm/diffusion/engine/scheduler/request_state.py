@@ -49,7 +49,7 @@ class RequestState:
     request: Request
     params: DiffusionParams
     demand: Demand
-    gates: tuple[Gate, ...] = ()
+    gates: tuple[AdmissionGate, ...] = ()
     started: float = 0.0
     deadline: float = math.inf
     waits_for: WaitsFor = "order"
@@ -185,7 +185,7 @@ def seconds_since_arrival(request: Request) -> float:
     return float(max(time.time() - request.arrival_time, 0.0))
 
 
-class Gate:
+class AdmissionGate:
     """The door of a guest of the scheduler; this one takes in nobody, and guests override it.
 
     A request hears only of the gates that took it in when it arrived.

@@ -92,7 +92,7 @@ class BodyOutputs(NamedTuple):
     keys_values: tuple[Tensor, Tensor] | None
 
 
-class Samples(NamedTuple):
+class DevicePart(NamedTuple):
     """A part of the sample rows, on the device.
 
     Attributes:
@@ -120,7 +120,7 @@ def run_to_end(work: Chunked[T]) -> T:
 
 def upload(
     batch: StepBatch, plan: Plan, parts: Sequence[SamplePart], caches: PageStore
-) -> tuple[BodyInputs, list[Samples]]:
+) -> tuple[BodyInputs, list[DevicePart]]:
     """Copy all inputs of a step to the device, in one transfer."""
     groups = [batch.span_groups(rows) for rows in chunks(batch.num_rows, plan.rows.attend)]
     packed = pack(batch, groups), tuple(map(pack_samples, parts))
@@ -143,7 +143,7 @@ def upload_share(
     return _body_inputs(groups, inputs, caches), samples
 
 
-def upload_samples(parts: Sequence[SamplePart], caches: PageStore) -> list[Samples]:
+def upload_samples(parts: Sequence[SamplePart], caches: PageStore) -> list[DevicePart]:
     """Copy the inputs of the sample rows to the device, where a graph has the rest."""
     inputs = ops.to_device(tuple(map(pack_samples, parts)), caches.device)
     return _samples(parts, inputs, caches.table)
@@ -164,16 +164,13 @@ def run_body(
     What lives from stage to stage is taken from `residents`, what one stage needs from `scratch`.
     With `to_the_end` the last layer runs like the others.
     """
-    num_rows, dtype = inputs.token_ids.numel(), model.dtype
-    (listed,) = stages.residual(dtype, model.hidden_size)
+    num_rows = inputs.token_ids.numel()
+    (listed,) = stages.residual(model.dtype, model.hidden_size)
     x = model.embed(inputs.token_ids, listed.take(residents, num_rows))
     rotary = model.rotary(inputs.positions, residents) if plan.layout.keep_queries else None
 
-    def projections(num_heads: int) -> Tensor:
-        listed = stages.fused_heads(dtype, num_heads, model.num_kv_heads, model.head_dim)
-        return listed.take(residents, num_rows)
-
-    product = projections(model.num_heads if plan.layout.keep_queries else 0)
+    num_heads = model.num_heads if plan.layout.keep_queries else 0
+    product = _projections(model, num_heads, num_rows, residents)
     # What a chunk is does not depend on the layer, so it is worked out once.
     writing = list(chunks(num_rows, plan.rows.keys_values))
     attending = list(zip(chunks(num_rows, plan.rows.attend), inputs.attending, strict=True))
@@ -210,7 +207,7 @@ def run_body(
             layer.mlp_stage.feed_forward(x[rows], scratch)
     if to_the_end:
         return BodyOutputs(x, inputs.positions, rotary, None)
-    product = projections(0)
+    product = _projections(model, 0, num_rows, residents)
     yield from keys_values(last, product)
     _, k, v = model.layers[last].attention.split(product)
     return BodyOutputs(x, inputs.positions, rotary, (k, v))
@@ -219,7 +216,7 @@ def run_body(
 def run_last_layer(
     model: DiffusionModel,
     body: BodyOutputs,
-    samples: Iterable[Samples],
+    samples: Iterable[DevicePart],
     scratch: Buffers,
     caches: PageStore,
 ) -> Generator[Tensor]:
@@ -245,6 +242,14 @@ def run_last_layer(
             layer.attention.attend(x, rotary, sources, None, scratch)
             layer.mlp_stage.feed_forward(x, scratch)
             yield x
+
+
+def _projections(
+    model: DiffusionModel, num_heads: int, num_rows: int, residents: Buffers
+) -> Tensor:
+    """Take room for a layer's keys and values of all rows, and for so many heads of queries."""
+    listed = stages.fused_heads(model.dtype, num_heads, model.num_kv_heads, model.head_dim)
+    return listed.take(residents, num_rows)
 
 
 def _target_of(
@@ -307,10 +312,10 @@ def _body_inputs(
 
 def _samples(
     parts: Iterable[SamplePart], inputs: Iterable[SampleInputs[Tensor]], pages: PageTable
-) -> list[Samples]:
+) -> list[DevicePart]:
     """Pair the parts of the sample rows with their inputs on the device."""
     return [
-        Samples(part, own.rows, own.positions, _attending(part.span_groups, own.bounds, pages))
+        DevicePart(part, own.rows, own.positions, _attending(part.span_groups, own.bounds, pages))
         for part, own in zip(parts, inputs, strict=True)
     ]
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from typing import TYPE_CHECKING, TypeAlias
@@ -109,7 +110,8 @@ class DiffusionModelRunner:
         self._ranks = ranks or Ranks()
         self._compute = Compute(model, pool, self.caches, self.graphs, device, self._ranks)
         self.sliced: SlicedStep | None = None  # from the first long step on
-        self._log = StepLog(is_on=is_reporting)
+        is_read = is_reporting and logger.isEnabledFor(logging.INFO)
+        self._log = StepLog() if is_read else None
         self.usage = self.idle_usage  # of the newest step whose results were handed out
         self._packing: Packing | None = None  # of the newest step
         self._packed_by = self.caches.table
@@ -148,7 +150,8 @@ class DiffusionModelRunner:
         over, self._over = self._over, []
         for step, ended in over:
             self.usage = step.memory.usage(self.idle_usage)
-            self._log.step(step.started, ended, step.batch, self.usage, step.memory.plan)
+            if self._log is not None:
+                self._log.step(step.started, ended, step.batch, self.usage, step.memory.plan)
 
     def launch_slice(self, asked: Slice) -> Step | None:
         """Launch the next slice of a request's step; return the step if it was the last one."""
@@ -203,7 +206,7 @@ class DiffusionModelRunner:
         if is_slow:
             self.caches.trim()
             plan = self.planner.plan_alike(shape, self._kept_by_all(shape), longest_chunk_s)
-        if self.planner.num_found > num_found:
+        if self.planner.num_found > num_found and self._log is not None:
             self._log.plan(shape.rows, plan, self.planner.budget_bytes - self._account.kept_bytes)
         return plan, 1e6 * (time.perf_counter() - started)
 
@@ -258,7 +261,7 @@ class DiffusionModelRunner:
             canvas.window.cache = self.caches.allocate(
                 new.req_id, length, layers, new.spare_positions
             )
-        if layers:
+        if layers and self._log is not None:
             self._log.host_layers(new.req_id, self.caches)
         if self._compute.first_forwards is None and shares_first_forward(new.params):
             self._compute.first_forwards = FirstForwards()

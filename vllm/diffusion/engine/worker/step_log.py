@@ -21,22 +21,15 @@ SLOW_STEP_MS = 100.0  # steps from here on are logged at INFO
 
 
 class StepLog:
-    """Writes the log lines of one rank.
+    """Writes the log lines of one rank."""
 
-    Args:
-        is_on: False writes nothing.
-    """
-
-    def __init__(self, *, is_on: bool) -> None:
-        self._is_on = is_on
+    def __init__(self) -> None:
         self._tells_every_step = envs.log_diffusion_steps()
         self._last_plan: tuple[int, tuple[object, ...]] | None = None
         self._last_end = 0.0  # of a step; the next one may have been launched before
 
     def plan(self, num_rows: int, plan: Plan, free_bytes: int) -> None:
         """Log a new plan; steps that differ only in their sample rows are cut alike."""
-        if not self._is_on:
-            return
         told = (num_rows, plan.sizes)
         is_known = told == self._last_plan
         self._last_plan = told
@@ -45,21 +38,18 @@ class StepLog:
 
     def host_layers(self, req_id: str, caches: PageStore) -> None:
         """Log that a request keeps more keys and values than the device has room for."""
-        if self._is_on:
-            logger.info(
-                "request %s: keys and values of %d layers in host memory: %s; on the device: %s",
-                req_id,
-                caches.host_layers,
-                readable(caches.host_bytes),
-                readable(caches.reserved_bytes),
-            )
+        logger.info(
+            "request %s: keys and values of %d layers in host memory: %s; on the device: %s",
+            req_id,
+            caches.host_layers,
+            readable(caches.host_bytes),
+            readable(caches.reserved_bytes),
+        )
 
     def step(
         self, started: float, ended: float, batch: StepBatch, usage: StepUsage, plan: Plan
     ) -> None:
         """Log a step that ran from `started` to `ended`, of `time.perf_counter()`."""
-        if not self._is_on:
-            return
         elapsed_ms = 1000 * (ended - max(started, self._last_end))
         self._last_end = ended
         at_info = self._tells_every_step or elapsed_ms >= SLOW_STEP_MS
