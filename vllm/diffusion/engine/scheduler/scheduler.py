@@ -7,7 +7,7 @@ owns the canvas; the scheduler sees only the tokens that became final. It learns
 memory from the worker's first answer, so the very first step is empty.
 
 What only some requests need is a guest: a gate, which hears of the requests that it takes in and of
-no others (`gates.py`), and the sharing of steps with long requests (`long_requests.py`).
+no others (`AdmissionGate`), and the sharing of steps with long requests (`long_requests.py`).
 """
 
 from __future__ import annotations
