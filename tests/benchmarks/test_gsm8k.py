@@ -8,11 +8,12 @@ import json
 import sys
 import threading
 from decimal import Decimal
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.stub_server import Stub
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,20 +33,31 @@ TEXTS = ["The answer is 5.", "1000 + 500: the answer is $1,500.00.", "Cold, 4 of
 REPORT = {"num_forwards": 10, "tokens_per_forward": 3.2}
 
 
-class Stub(ThreadingHTTPServer):
-    """Answers as `POST /generate` does, and remembers the bodies that it was sent."""
+class Server(Stub):
+    """Answers as `POST /generate` does."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.bodies: list[dict[str, Any]] = []
+        super().__init__()
         self.status = 200
         self.running = self.most_running = 0
         self.lock = threading.Lock()
         self.all_there = threading.Event()
 
     @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
+    def bodies(self) -> list[dict[str, Any]]:
+        return [body for _, body in self.posted]
+
+    def reply(self, _: str, body: Any) -> tuple[int, Any]:
+        with self.lock:
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+            if len(self.posted) == len(PROBLEMS):
+                self.all_there.set()
+        if body.get("wait_for_all"):
+            self.all_there.wait(30)
+        with self.lock:
+            self.running -= 1
+        return self.status, self.answer(body)
 
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:
         if self.status != 200:
@@ -60,41 +72,10 @@ class Stub(ThreadingHTTPServer):
         }
 
 
-class Handler(BaseHTTPRequestHandler):
-    server: Stub
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server = self.server
-        with server.lock:
-            server.bodies.append(body)
-            server.running += 1
-            server.most_running = max(server.most_running, server.running)
-            if len(server.bodies) == len(PROBLEMS):
-                server.all_there.set()
-        if body.get("wait_for_all"):
-            server.all_there.wait(30)
-        with server.lock:
-            server.running -= 1
-        content = json.dumps(server.answer(body)).encode()
-        self.send_response(server.status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.fixture
-def stub() -> Iterator[Stub]:
-    server = Stub()
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def stub() -> Iterator[Server]:
+    with Server().serving() as server:
+        yield server
 
 
 @pytest.fixture
@@ -105,7 +86,7 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
-def run(stub: Stub, data: Path, *arguments: str) -> int:
+def run(stub: Server, data: Path, *arguments: str) -> int:
     output = data.parent / "results"
     return gsm8k.main(
         ["--host", stub.url, "--data", str(data), "--output-dir", str(output), *arguments]
@@ -148,7 +129,7 @@ def test_last_number(text: str, number: str) -> None:
 # --- the whole command -----------------------------------------------------------------------
 
 
-def test_figures(stub: Stub, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures(stub: Server, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(stub, data) == 0
     rows, summary = results(data)
     assert [row["right"] for row in rows] == ["True", "True", "False"]
@@ -166,7 +147,7 @@ def test_figures(stub: Stub, data: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert summary["tokens_per_s"] > 0
 
 
-def test_the_request(stub: Stub, data: Path) -> None:
+def test_the_request(stub: Server, data: Path) -> None:
     assert run(stub, data, "--limit", "1") == 0
     (body,) = stub.bodies
     assert PROBLEMS[0][0] in body["prompt"]
@@ -175,7 +156,7 @@ def test_the_request(stub: Stub, data: Path) -> None:
     assert body == {"apply_chat_template": True, "gen_length": 256, "temperature": 0.0}
 
 
-def test_every_parameter_reaches_the_server(stub: Stub, data: Path) -> None:
+def test_every_parameter_reaches_the_server(stub: Server, data: Path) -> None:
     options = [
         *("--limit", "1", "--gen-length", "64", "--steps", "32", "--block-length", "16"),
         *("--algorithm", "threshold", "--temperature", "0.5", "--prompt", "Q: {question} A:"),
@@ -199,7 +180,7 @@ def test_every_parameter_reaches_the_server(stub: Stub, data: Path) -> None:
     assert results(data)[1]["request"]["threshold"] == 0.8
 
 
-def test_requests_run_side_by_side(stub: Stub, data: Path) -> None:
+def test_requests_run_side_by_side(stub: Server, data: Path) -> None:
     assert run(stub, data, "--concurrency", "3", "wait_for_all=true") == 0
     assert stub.most_running == 3
 
@@ -215,7 +196,7 @@ def one_error(capsys: pytest.CaptureFixture[str]) -> str:
     return lines[-1]
 
 
-def test_a_refused_request_ends_the_run(stub: Stub, data: Path, capsys: Any) -> None:
+def test_a_refused_request_ends_the_run(stub: Server, data: Path, capsys: Any) -> None:
     stub.status = 400
     assert run(stub, data, "--concurrency", "1") == 1
     assert "refused the request (400): steps: given 3; wanted 4" in one_error(capsys)
@@ -227,8 +208,8 @@ def test_an_absent_server(data: Path, capsys: Any) -> None:
     assert "no server answers at http://127.0.0.1:1/generate" in one_error(capsys)
 
 
-def test_another_server(stub: Stub, data: Path, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(Stub, "answer", lambda *_: {"choices": []})
+def test_another_server(stub: Server, data: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Server, "answer", lambda *_: {"choices": []})
     assert run(stub, data) == 1
     assert "gave no answer of POST /generate" in one_error(capsys)
 
@@ -245,7 +226,7 @@ def test_another_server(stub: Stub, data: Path, capsys: Any, monkeypatch: Any) -
         '{"question": "q", "answer": 5}',
     ],
 )
-def test_a_bad_line_is_named(stub: Stub, data: Path, capsys: Any, line: str) -> None:
+def test_a_bad_line_is_named(stub: Server, data: Path, capsys: Any, line: str) -> None:
     first, rest = data.read_text().split("\n", 1)
     data.write_text("\n".join([first, line, rest]))
     assert run(stub, data) == 1
@@ -255,7 +236,7 @@ def test_a_bad_line_is_named(stub: Stub, data: Path, capsys: Any, line: str) -> 
     assert not stub.bodies
 
 
-def test_an_empty_and_a_missing_file(stub: Stub, data: Path, capsys: Any) -> None:
+def test_an_empty_and_a_missing_file(stub: Server, data: Path, capsys: Any) -> None:
     data.write_text("\n")
     assert run(stub, data) == 1
     assert "holds no problem" in one_error(capsys)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks import performance_tables
-from benchmarks.performance_tables import TableError, cell, section
+from benchmarks.performance_tables import TableError, section
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,23 +62,6 @@ def test_steps_become_a_table_with_their_ratios(tmp_path: Path) -> None:
     assert "copy 4.25 TB/s, matrix product 790 TFLOP/s" in text
     assert "| 1 | 4,096 | 20.0 | 19.0 | 20.5 | 16.0 | 1.25 | - | - | 63.5 |" in text
     assert "A Card (80.0 GiB, driver 580.1) with torch 2.11.0, commit 0123456789ab" in text
-
-
-def test_throughput_is_set_against_the_plain_loop(tmp_path: Path) -> None:
-    names = ("prompt_length", "gen_length", "block_length", "steps")
-    rows = [
-        {
-            "system": system,
-            "cache": "none",
-            "num_clients": 1,
-            "tokens_per_s": tokens_per_s,
-            "ms_per_forward": 7.0,
-        }
-        for system, tokens_per_s in (("plain loop", 50.0), ("server", 200.0))
-    ]
-    settings = {"model": "llada", **dict.fromkeys(names, 32)}
-    text = table_of(tmp_path, kind="throughput", settings=settings, rows=rows)
-    assert "| server | none | 1 | 200 | 7.00 | 4.00 |" in text
 
 
 def test_lengths_that_ran_and_the_first_that_failed(tmp_path: Path) -> None:
@@ -135,19 +118,3 @@ def test_bad_files_are_named(content: dict[str, Any], named: str, tmp_path: Path
     with pytest.raises(TableError, match=r"measured\.json") as caught:
         table_of(tmp_path, **content)
     assert named in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (None, "-"),
-        (3, "3"),
-        (0.01234, "0.012"),
-        (0.986, "0.99"),
-        (12.34, "12.3"),
-        (1234.5, "1,234"),
-        ("bf16", "bf16"),
-    ],
-)
-def test_cells(value: object, shown: str) -> None:
-    assert cell(value) == shown

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import json
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,41 +13,26 @@ if TYPE_CHECKING:
 
 from benchmarks import soak
 from benchmarks.soak import Clients, Outcome, settle, told
+from tests.stub_server import Stub
 
 LEFT = 'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 1.0\n'
 
 
-class Stand(BaseHTTPRequestHandler):
+class Stand(Stub):
     """Answers with the seed of a body: 13 gets another one, 14 an error."""
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        seed = body["seed"]
-        if seed == 14:
-            self.reply(500, {"error": {"message": "broken"}})
-        else:
-            self.reply(200, {"token_ids": [[99 if seed == 13 else seed]]})
-
-    def do_GET(self) -> None:
-        self.reply(200, LEFT)
-
-    def reply(self, status: int, content: Any) -> None:
-        text = content if isinstance(content, str) else json.dumps(content)
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_: Any) -> None:
-        """Quiet."""
+    def reply(self, _: str, body: Any) -> tuple[int, Any]:
+        if body is None:
+            return 200, LEFT
+        if body["seed"] == 14:
+            return 500, {"error": {"message": "broken"}}
+        return 200, {"token_ids": [[99 if body["seed"] == 13 else body["seed"]]]}
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Stand)
-    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+    with Stand().serving() as server:
+        yield server.url
 
 
 def run(url: str, seeds: list[int], monkeypatch: pytest.MonkeyPatch, leaving: float) -> Outcome:

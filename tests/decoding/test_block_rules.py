@@ -218,25 +218,6 @@ def test_draws(number: int, temperature: float, filters: dict[str, Any]) -> None
     )
 
 
-def test_confidence_of_sdar_is_taken_before_top_k() -> None:
-    """With top_k 1 every token would be certain after it, and fill the block in one forward."""
-    case = Case(3)
-    case.block_length, case.gen_length, case.prompt = 4, 8, [1] * 4
-    asked: dict[str, Any] = {"temperature": 1.0, "top_k": 1, "threshold": 0.99}
-    forwards = [
-        len(case.check(family, partial(loop, **options), asked).works)
-        for family, loop, options in (
-            (
-                SDAR,
-                block_loops.sdar,
-                {"remasking": "dynamic", "threshold": 0.99, "draw": Draw(1.0, 1, scores_all=True)},
-            ),
-            (LLADA2, block_loops.llada2, {"threshold": 0.99, "draw": Draw(1.0, 1)}),
-        )
-    ]
-    assert forwards == [8, 2]
-
-
 # ---- the mask token ----------------------------------------------------------------------------
 
 
@@ -289,48 +270,6 @@ def test_every_answer_ends_though_the_mask_is_proposed(
 
 
 # ---- what is settled ---------------------------------------------------------------------------
-
-
-def test_a_block_is_given_when_it_is_filled() -> None:
-    case = Case(0)
-    case.block_length, case.gen_length, case.prompt = 4, 9, [1] * 6
-    case.stops, case.stop_bias = frozenset(), -1e9
-    loop = partial(block_loops.sdar, remasking="static", steps=4)
-    found = case.check(SDAR, loop, {"algorithm": "semi_ar"})
-    # Prompt 6 and answer 9 end at 15: blocks 4 to 7, 8 to 11, 12 to 15.
-    assert found.settled[0] == 4
-    assert sorted(set(found.settled)) == [4, 8, 12, 15]
-    assert [work.rows for work in found.works][:2] == [(4, 8), (4, 8)]
-    assert len(found.works) <= 2 + 4 + 4
-
-
-def test_an_answer_ends_where_nothing_before_its_end_is_masked() -> None:
-    """The rest of the last block is not decoded, and no token is predicted behind the answer."""
-    prompt = [1] * 8
-    for number in range(20):
-        toy = Toy(number, V, 8, bias=NEVER | dict.fromkeys(STOPS, -1e9))
-        params = decided(
-            FAST_DLLM, prompt, gen_length=9, block_length=8, sub_block_length=8, threshold=1.0
-        )
-        found = Decoding(toy, params, prompt)
-        assert len(found.run()) == 9
-        assert len(found.works) == 9  # one token each; the last of them begins a block
-        assert found.works[-1].rows == (8, 16)
-        assert found.rule.prepare(found.tokens) is None
-
-
-def test_a_stop_token_ends_an_unfinished_block() -> None:
-    """Everything before it is final; the rest of the block stays masked."""
-    seen = 0
-    for number in range(60):
-        case = Case(number)
-        case.block_length, case.gen_length, case.prompt = 8, 16, [1] * 8
-        case.stops, case.stop_bias = STOPS, 4.0
-        loop = partial(block_loops.fast_dllm_v2, sub_block_length=4)
-        found = case.check(FAST_DLLM, loop, {"sub_block_length": 4})
-        seen += bool((found.tokens[8:16] == MASK).any())
-        assert found.rule.prepare(found.tokens) is None
-    assert seen > 10
 
 
 def test_masks_of_the_prompt_are_filled_first() -> None:

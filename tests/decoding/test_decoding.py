@@ -12,10 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.decoding.support import EOS, MASK, MODEL, SHIFTED, Row, candidates, decided
-from tests.reference.decode import num_transfer_tokens
-from vllm.diffusion.decoding import RULES, DecodingRule, make_rule, most_certain_first
+from vllm.diffusion.decoding import DecodingRule, make_rule, most_certain_first
 from vllm.diffusion.decoding.semi_ar import SemiAutoregressive, transfer_quota
-from vllm.diffusion.decoding.threshold import Threshold
 from vllm.diffusion.request import fields
 from vllm.diffusion.request.algorithms import ALGORITHMS
 
@@ -34,12 +32,6 @@ def test_nan_is_the_least_certain() -> None:
     assert most_certain_first(np.array([])).tolist() == []
 
 
-def test_rules_are_registered_under_the_names_of_requests() -> None:
-    assert set(RULES) == set(ALGORITHMS)
-    assert isinstance(make_rule(decided(), 3), SemiAutoregressive)
-    assert isinstance(make_rule(decided(threshold=0.5), 3), Threshold)
-
-
 # ---- semi-autoregressive -----------------------------------------------------------------------
 
 
@@ -48,34 +40,6 @@ def test_rules_are_registered_under_the_names_of_requests() -> None:
 )
 def test_quotas_of_a_block(num_masked: int, num_steps: int, quotas: list[int]) -> None:
     assert [transfer_quota(num_masked, num_steps, step) for step in range(num_steps)] == quotas
-
-
-@given(st.integers(0, 200), st.integers(1, 200))
-def test_quotas_equal_the_reference_and_sum_up(num_masked: int, num_steps: int) -> None:
-    quotas = [transfer_quota(num_masked, num_steps, step) for step in range(num_steps)]
-    assert quotas == num_transfer_tokens(num_masked, num_steps)
-    assert sum(quotas) == num_masked
-
-
-def test_the_most_certain_are_committed_block_after_block() -> None:
-    score = {2: 0.1, 3: 0.9, 4: 0.5, 5: 0.5, 6: 0.2, 7: 0.3, 8: 0.4, 9: 0.6}
-    row = Row(decided(gen_length=8, block_length=4, steps=4), [1, 1])
-    assert row.run(lambda position, _: (position % 5, score[position])) == 4
-    assert row.committed == [[3, 4], [2, 5], [8, 9], [6, 7]]
-    assert row.ends == [6, 6, 10, 8]
-    assert row.tokens.tolist() == [1, 1, 2, 3, 4, 0, 1, 2, 3, 4]
-
-
-def test_steps_without_a_quota_are_skipped() -> None:
-    row = Row(decided(gen_length=4, block_length=2, steps=16), [1])
-    assert row.run(lambda position, _: (3, 0.5)) == 4
-    assert row.committed == [[1], [2], [3], [4]]
-
-
-def test_quotas_are_fixed_when_the_block_starts() -> None:
-    row = Row(decided(gen_length=5, block_length=5, steps=3), [1])
-    assert row.run(lambda position, _: (3, 1.0 / position)) == 3
-    assert row.committed == [[1, 2], [3, 4], [5]]
 
 
 def test_a_proposed_mask_spends_quota_and_is_filled_in_the_end() -> None:
@@ -100,12 +64,6 @@ def test_masks_of_the_prompt_take_quota_of_the_first_block() -> None:
     assert MASK not in row.tokens.tolist()
 
 
-def test_nan_scores_do_not_stop_the_block() -> None:
-    row = Row(decided(gen_length=4, block_length=4, steps=4), [1])
-    assert row.run(lambda position, _: (3, float("nan"))) == 4
-    assert row.committed == [[1], [2], [3], [4]]
-
-
 def test_unresolved_steps_are_an_error() -> None:
     unresolved = decided(threshold=0.5)
     assert unresolved.steps is None
@@ -128,14 +86,6 @@ def test_everything_at_the_threshold_is_committed_and_always_the_best() -> None:
     row.commit(candidates([4], [float("nan")]))
     assert row.committed[-1] == [4]
     assert row.eligible() is None
-
-
-def test_the_next_block_waits_for_a_complete_one() -> None:
-    score = {1: 0.9, 2: 0.1, 3: 0.9, 4: 0.9}
-    row = Row(decided(gen_length=4, block_length=2, threshold=0.5), [1])
-    assert row.run(lambda position, _: (2, score[position])) == 3
-    assert row.committed == [[1], [2], [3, 4]]
-    assert row.ends == [3, 3, 5]
 
 
 @pytest.mark.parametrize(
@@ -167,14 +117,6 @@ def test_a_mask_that_changes_nothing_is_forbidden_once() -> None:
     assert row.committed == [[1], [1], [2], [2]]
     assert asked == [False, False, True, True, False, True]
     assert row.tokens.tolist() == [1, 1, 2]
-
-
-def test_a_mask_beside_a_real_token_is_no_standstill() -> None:
-    row = Row(decided(gen_length=2, block_length=2, threshold=0.5), [1])
-    row.eligible()
-    row.commit(candidates([1, 2], [0.9, 0.8], [MASK, 3]))
-    assert not row.rule.forbid_mask
-    assert row.eligible() == [1]
 
 
 # ---- progress ----------------------------------------------------------------------------------

@@ -3,34 +3,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.decoding.support import MASK, SHIFTED, Row, candidates, decided
-from tests.reference.dream import num_commits, times
+from tests.decoding.support import MASK, Row, candidates, decided
 from vllm.diffusion.core.random_streams import CHOICE, COMMIT
-from vllm.diffusion.decoding.dream import Dream, commit_shares
-from vllm.diffusion.request.families import DREAM
+from vllm.diffusion.decoding.dream import Dream
 
 
 def row_of(prompt: list[int] | None = None, **asked: Any) -> Row:
     return Row(decided(algorithm="dream", **asked), prompt or [1])
-
-
-def test_the_first_step_of_one_step_per_token_commits_nothing() -> None:
-    """And so it is skipped."""
-    row = row_of(gen_length=8, steps=8)
-    assert row.run(lambda position, _: (2, -float(position))) == 7
-    assert [len(part) for part in row.committed] == [1, 1, 1, 1, 1, 1, 2]
-    assert row.committed[0] == [1]
-    assert all(work.rows == (0, 9) for work in row.works)
 
 
 def test_steps_are_one_per_token_by_default() -> None:
@@ -39,33 +25,6 @@ def test_steps_are_one_per_token_by_default() -> None:
     row = row_of(gen_length=4, steps=1)
     assert row.run(lambda position, _: (2, 0.0)) == 1
     assert row.committed == [[1, 2, 3, 4]]
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 200), st.integers(1, 200), st.sampled_from([0.0, 1e-3, 0.05, 0.5, 1.0]))
-def test_counts_equal_the_reference(gen_length: int, steps: int, eps: float) -> None:
-    row = row_of(gen_length=gen_length, steps=steps, eps=eps)
-    row.run(lambda position, _: (2, float(position)))
-    schedule, left, wanted = times(steps, eps), gen_length, []
-    for step in range(steps):
-        wanted.append(num_commits(left, schedule, step))
-        left -= wanted[-1]
-    assert [len(part) for part in row.committed] == [count for count in wanted if count]
-    assert left == 0
-
-
-def test_shares_are_those_of_equal_steps_in_time() -> None:
-    shares = commit_shares(4, 0.2)
-    assert shares.dtype == np.float32
-    assert shares.tolist() == pytest.approx([0.2, 0.25, 1 / 3, 1.0])
-
-
-def test_ties_go_to_the_lowest_position_anywhere_in_the_sequence() -> None:
-    row = row_of([1, MASK, 1], gen_length=4, steps=2, allow_infill=True)
-    assert row.eligible() == [1, 3, 4, 5, 6]
-    row.see([1, 3, 4, 5, 6], [-0.5] * 5, None)
-    assert row.committed[-1] == [1, 3]  # half of five, rounded down
-    assert row.eligible() == [4, 5, 6]
 
 
 def test_proposed_masks_are_filled_after_the_last_step() -> None:
@@ -124,40 +83,3 @@ def test_drawn_positions_have_the_frequencies_of_the_softmax() -> None:
 def test_unresolved_steps_are_an_error() -> None:
     with pytest.raises(ValueError, match="steps"):
         Dream(decided(threshold=0.5), 1)
-
-
-@pytest.mark.parametrize(
-    ("alg", "score"),
-    [
-        ("origin", "confidence"),
-        ("maskgit_plus", "confidence"),
-        ("topk_margin", "margin"),
-        ("entropy", "negative_entropy"),
-    ],
-)
-def test_what_each_alg_scores(alg: str, score: str) -> None:
-    scoring = rule_of(alg=alg).scoring
-    assert (scoring.score, scoring.draw) == (score, "categorical")
-    assert scoring.epsilon == (1e-10 if alg == "entropy" else 0)
-
-
-def test_without_an_end_of_time_every_position_is_as_likely_as_the_next() -> None:
-    """DiffuLLaMA: 1 / (T - i) at forward i, which differences of times miss by their rounding."""
-    for steps in (1, 3, 64, 1000):
-        wanted = [1 / (steps - i) for i in range(steps)]
-        shares = commit_shares(steps, 0.0, "origin")
-        assert shares.dtype == np.float32
-        assert shares.tolist() == torch.tensor(wanted, dtype=torch.float32).tolist()
-    assert commit_shares(64, 0.0, "origin").tolist() != commit_shares(64, 0.0, "entropy").tolist()
-
-
-def test_a_family_may_have_defaults_of_its_own() -> None:
-    own = {"alg": "origin", "eps": 0.0, "steps": 5, "top_p": 0.9}
-    family = dataclasses.replace(DREAM, defaults=own)
-    params = decided(dataclasses.replace(SHIFTED, family=family), gen_length=9)
-    assert (params.alg, params.eps, params.steps, params.top_p) == ("origin", 0.0, 5, 0.9)
-    asked = decided(
-        dataclasses.replace(SHIFTED, family=family), gen_length=9, alg="entropy", steps=2, eps=0.1
-    )
-    assert (asked.alg, asked.eps, asked.steps) == ("entropy", 0.1, 2)
-    assert decided(dataclasses.replace(SHIFTED, family=family), algorithm="threshold").top_p is None

@@ -3,22 +3,15 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.decoding.support import EOS, MASK, MODEL, Case, Row, candidates, decided, of_ours
-from tests.reference.dinfer import select_threshold_eligible
-from vllm.diffusion.decoding import make_rule
+from tests.decoding.support import EOS, MASK, Case, Row, decided, of_ours
 from vllm.diffusion.decoding.credit import Credit
 
 NAN = float("nan")
-SCORES = st.lists(st.sampled_from([0.0, 0.2, 0.5, 0.7, 0.75, 0.9, 0.95, 1.0]), min_size=1)
 
 
 def committed(positions: list[int], scores: list[float], **asked: Any) -> list[int]:
@@ -50,35 +43,7 @@ def test_local_leap_stops_early_after_a_block() -> None:
     assert row.eligible() is None
 
 
-# ---- entropy -----------------------------------------------------------------------------------
-
-
-def test_entropies_are_as_the_source_computes_them() -> None:
-    scoring = make_rule(decided(algorithm="EntropyThreshold"), 1).scoring
-    assert (scoring.score, scoring.epsilon) == ("negative_entropy", 1e-8)
-
-
 # ---- credit ------------------------------------------------------------------------------------
-
-
-def test_credits_by_hand() -> None:
-    """Two forwards of one position, in plain numbers."""
-    rule = Credit(decided(gen_length=2, block_length=2, algorithm="credit"), 1)
-    tokens = np.array([1, MASK, MASK])
-    assert rule.prepare(tokens) is not None
-    logits = torch.tensor([[1.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
-    first = rule.adjust_logits(logits.clone(), torch.tensor([0, 1]))
-    p = math.exp(1) / (math.exp(1) + 2)
-    credit = p**0.2
-    assert first[0].tolist() == pytest.approx([1 + 0.7 * math.log(credit + 1), 0, 0])
-    q = math.exp(2) / (math.exp(2) + 2)
-    assert float(first[1, 1]) == pytest.approx(2 + 0.7 * math.log(q**0.2 + 1))
-    tokens[2] = 3
-    assert rule.prepare(tokens) is not None
-    second = rule.adjust_logits(torch.tensor([[0.0, 1.0, 0.0]]), torch.tensor([0]))
-    faded, earned = 0.8 * credit, p**0.2
-    wanted = [0.7 * math.log(faded + 1), 1 + 0.7 * math.log(earned + 1), 0]
-    assert second[0].tolist() == pytest.approx(wanted)
 
 
 def test_credits_do_not_depend_on_chunks_and_end_with_their_block() -> None:
@@ -107,50 +72,3 @@ def test_credits_do_not_depend_on_chunks_and_end_with_their_block() -> None:
     tokens[5:] = 3
     assert whole.prepare(tokens) is None
     assert whole._credits is None
-
-
-@settings(max_examples=200, deadline=None)
-@given(SCORES, st.data())
-def test_credit_accepts_as_the_reference(scores: list[float], data: st.DataObject) -> None:
-    tokens = data.draw(
-        st.lists(st.sampled_from([2, 3, MASK]), min_size=len(scores), max_size=len(scores))
-    )
-    scores[-1] += data.draw(st.sampled_from([0.0, 5e-6, 2e-5]))
-    rule = Credit(decided(gen_length=len(scores), algorithm="credit", threshold=0.9), 0)
-    chosen = rule.select(candidates(list(range(len(scores))), scores, tokens))
-    wanted = select_threshold_eligible(tokens, scores, 0.9, MASK)
-    assert sorted(chosen.tolist()) == sorted(wanted)
-    assert rule.forbid_mask == (not wanted)
-
-
-# ---- caches ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    ["threshold", "factor", "local_leap", "entropy_threshold", "hierarchy", "credit"],
-)
-@pytest.mark.parametrize(
-    ("cache", "rows"),
-    [
-        ("none", [(0, 8), (0, 8), (0, 8)]),
-        ("prefix", [(0, 8), (2, 8), (0, 8)]),
-        ("dual", [(0, 8), (2, 5), (0, 8)]),
-    ],
-)
-def test_rows_that_a_forward_computes(
-    algorithm: str, cache: str, rows: list[tuple[int, int]]
-) -> None:
-    """A block's first forward is whole; masks before the block compete in it only."""
-    lengths = {"gen_length": 6, "block_length": 3, "allow_infill": True}
-    row = Row(decided(algorithm=algorithm, cache=cache, model=MODEL, **lengths), [1, 1])
-    row.tokens[1] = MASK
-    for _ in range(2):
-        positions = row.eligible()
-        assert positions is not None
-        row.see(positions, [{2: -1.0}.get(p, -2.0 - p) for p in positions], None)
-    assert row.works[0].eligible.tolist() == [1, 2, 3, 4]
-    assert (1 in row.works[1].eligible.tolist()) == (cache == "none")
-    row.tokens[1:5] = 3
-    assert row.eligible() == [5, 6, 7]
-    assert [work.rows for work in row.works] == rows

@@ -5,10 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import pytest
-
-from tests.decoding.support import EOS, MASK, MODEL, SHIFTED, Row, candidates, decided
+from tests.decoding.support import EOS, MASK, SHIFTED, Row, decided
 from vllm.diffusion.decoding import make_rule
 
 SURE, UNSURE = -0.1, -3.0  # negative entropies
@@ -52,12 +49,6 @@ def test_blocks_start_and_become_full_by_progress() -> None:
     assert row.eligible() is None
 
 
-def test_several_blocks_may_start_at_once() -> None:
-    row = row_of("full_attn_multi_block", block_add_threshold=0.0)
-    assert forward(row, [9]) == list(range(1, 13))
-    assert row.committed[-1] == [1, 9]
-
-
 def test_steps_bound_the_forwards() -> None:
     for algorithm in ("full_attn_multi_block", "multi_block"):
         row = row_of(algorithm, steps=3)
@@ -69,70 +60,10 @@ def test_steps_bound_the_forwards() -> None:
 # ---- multi_block -------------------------------------------------------------------------------
 
 
-def test_the_lowest_entropy_of_all_and_one_forced_token() -> None:
-    row = row_of("multi_block", block_add_threshold=0.25, threshold=0.5)
-    assert forward(row, [1]) == [1, 2, 3, 4]
-    # Block 2 starts. Its 6 is the lowest of all, so block 1, the first full one, is forced.
-    assert forward(row, [6]) == list(range(2, 9))
-    assert row.committed[-1] == [2, 6]
-    # One block at a time may start.
-    assert forward(row, []) == [3, 4, 5, 7, 8, 9, 10, 11, 12]
-    assert row.committed[-1] == [3]
-
-
-def test_a_block_at_a_time_starts() -> None:
-    row = row_of("multi_block", block_add_threshold=0.0)
-    assert forward(row, []) == list(range(1, 9))
-    assert forward(row, []) == list(range(2, 13))
-
-
-def test_llada_accepts_up_to_the_threshold_and_dream_below_it() -> None:
-    entropies = [-0.5, -0.6, -0.5, -0.51]
-    llada = row_of("multi_block", threshold=0.5)
-    assert llada.eligible() == [1, 2, 3, 4]
-    llada.see([1, 2, 3, 4], entropies, None)
-    assert llada.committed[-1] == [1, 3]
-    dream = row_of("multi_block", threshold=0.5, model=SHIFTED)
-    assert dream.eligible() == [1, 2, 3, 4]
-    dream.see([1, 2, 3, 4], entropies, None)
-    assert dream.committed[-1] == [1]  # forced
-
-
-def test_dream_knows_no_lowest_of_all() -> None:
-    """What is outside the first full block needs the threshold."""
-    asked: dict[str, Any] = {
-        "block_add_threshold": 0.0,
-        "decoded_token_threshold": 0.9,
-        "threshold": 0.05,
-    }
-    committed = {}
-    for model in (MODEL, SHIFTED):
-        row = row_of("multi_block", model=model, **asked)
-        forward(row, [6])
-        committed[model.family.name] = row.committed[-1]
-    assert committed == {"llada": [1, 6], "dream": [1]}
-
-
 def test_where_no_block_is_full_the_best_is_taken() -> None:
     row = row_of("multi_block", model=SHIFTED, decoded_token_threshold=1.5)
     assert row.run(lambda position, _: (2, UNSURE)) == 12
     assert [len(part) for part in row.committed] == [1] * 12
-
-
-@pytest.mark.parametrize(("model", "token"), [(MODEL, 7), (SHIFTED, 2)])
-def test_a_forced_token_of_llada_is_free_of_noise(model: Any, token: int) -> None:
-    row = row_of("multi_block", model=model, block_add_threshold=0.0, threshold=0.05)
-    assert row.rule.scoring.greedy == (model is MODEL)
-    positions = row.eligible()
-    assert positions is not None
-    found = candidates(
-        positions,
-        [-9.0 if p < 5 else -0.01 for p in positions],
-        [2] * 8,
-        greedy=np.full(8, 7),
-    )
-    row.commit(found)
-    assert row.tokens[1:].tolist() == [token, MASK, MASK, MASK, 2, 2, 2, 2] + [MASK] * 4
 
 
 def test_early_stop_fills_before_the_forward_what_still_competes_in_it() -> None:
@@ -181,58 +112,6 @@ def test_without_early_stop_the_end_is_a_token_like_others() -> None:
 
 
 # ---- delayed cache -----------------------------------------------------------------------------
-
-
-def rows_of(row: Row, sure: list[list[int]]) -> list[int]:
-    """First row of each forward."""
-    for positions in sure:
-        forward(row, positions)
-    return [work.rows[0] for work in row.works]
-
-
-def test_the_prompt_and_complete_blocks_are_kept_after_the_delay() -> None:
-    row = row_of("multi_block", cache="delayed", cache_delay_iter=2, threshold=0.5)
-    # Forward 2 stores the prompt. Block 1 (positions 1 to 4) is complete after forward 3 and
-    # seen so in forward 4; it settles in forwards 4 and 5 and is stored by forward 6.
-    sure = [[1], [2], [3, 4], [5], [6], [7], [8], []]
-    assert rows_of(row, sure) == [0, 0, 1, 0, 0, 1, 5, 0]
-
-
-def test_no_delay_stores_at_once() -> None:
-    row = row_of("multi_block", cache="delayed", cache_delay_iter=0, threshold=0.5)
-    assert rows_of(row, [[1, 2, 3, 4], [5], [6, 7, 8], [9], [10]]) == [0, 1, 5, 5, 9]
-
-
-def test_every_refresh_computes_all() -> None:
-    asked: dict[str, Any] = {"cache_delay_iter": 1, "refresh_interval": 3, "threshold": 0.5}
-    row = row_of("multi_block", cache="delayed", **asked)
-    assert rows_of(row, [[1], [2], [3], [], [5], [6], [7]]) == [0, 1, 0, 1, 0, 1, 5]
-
-
-def test_llada_looks_at_one_waiting_block_and_dream_at_all() -> None:
-    """Blocks 1 and 2 become complete together: LLaDA dates block 2 only when 1 is stored."""
-    asked: dict[str, Any] = {
-        "cache_delay_iter": 2,
-        "threshold": 0.5,
-        "gen_length": 16,
-        "block_add_threshold": 0.25,
-    }
-    first_rows = {}
-    for model in (MODEL, SHIFTED):
-        row = row_of("multi_block", cache="delayed", model=model, **asked)
-        sure = [[1, 2], [3, 5, 6, 7], [4, 8], [9], [10], [11], [13], [14], [15], [16]]
-        first_rows[model.family.name] = rows_of(row, sure)
-    # Forward 4 sees both complete. Forward 6 stores both (Dream), or block 1 and then, two
-    # forwards later, block 2 (LLaDA).
-    assert first_rows["dream"][:7] == [0, 0, 1, 0, 0, 1, 9]
-    assert first_rows["llada"][:8] == [0, 0, 1, 0, 0, 1, 0, 5]
-
-
-def test_rules_without_a_cache_compute_all() -> None:
-    for algorithm in ("multi_block", "full_attn_multi_block"):
-        row = row_of(algorithm)
-        row.run(lambda position, _: (2, UNSURE))
-        assert {work.rows for work in row.works} == {(0, 13)}
 
 
 def test_masks_of_the_prompt_that_are_out_of_reach_are_filled_in_the_end() -> None:

@@ -24,7 +24,7 @@ from vllm.diffusion.engine.worker import status
 from vllm.diffusion.engine.worker.worker import DiffusionWorker
 from vllm.diffusion.metrics import BUILD_INFO
 from vllm.diffusion.ops.rooms import BUILD, Room, rooms
-from vllm.diffusion.process import log_filter as startup_log
+from vllm.diffusion.process import log_filter
 
 if TYPE_CHECKING:
     from tests.engine.harness import Engine
@@ -178,17 +178,17 @@ def test_those_that_were_given_are_named_in_one_line(given: list[str], named: st
 # ---- lines of upstream's -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", startup_log.LEFT_OUT)
+@pytest.mark.parametrize("module", log_filter.LEFT_OUT)
 def test_the_lines_that_are_left_out_are_upstreams(module: str) -> None:
     """A line that upstream words otherwise would come back unnoticed."""
     source = inspect.getsource(importlib.import_module(module))
-    for beginning in startup_log.LEFT_OUT[module]:
+    for beginning in log_filter.LEFT_OUT[module]:
         assert f'"{beginning}' in source, beginning
 
 
 def test_other_lines_of_the_same_loggers_stay() -> None:
-    startup_log.leave_out_what_does_not_apply()
-    startup_log.leave_out_what_does_not_apply()
+    log_filter.leave_out_what_does_not_apply()
+    log_filter.leave_out_what_does_not_apply()
     logger = logging.getLogger("vllm.entrypoints.launchers.launcher")
     assert [type(f).__name__ for f in logger.filters].count("_Without") == 1
     assert told(logger, logger.warning, "Route: %s, Methods: %s", "/x", "GET") == []
@@ -198,7 +198,7 @@ def test_other_lines_of_the_same_loggers_stay() -> None:
 
 
 def test_the_settings_of_an_engine_are_one_short_line(llama: Path, tmp_path: Path) -> None:
-    startup_log.tell_what_is_ours()
+    log_filter.tell_what_is_ours()
     logger = logging.getLogger("vllm.v1.engine.core")
     (tmp_path / "ours").mkdir()
     text = "Initializing a V1 LLM engine (v%s) with config: %s"
@@ -213,7 +213,7 @@ def test_the_settings_of_an_engine_are_one_short_line(llama: Path, tmp_path: Pat
 def test_the_first_line_says_what_is_started() -> None:
     from vllm.entrypoints.serve.utils.api_utils import log_version_and_model
 
-    startup_log.tell_what_is_ours()
+    log_filter.tell_what_is_ours()
     logger = logging.getLogger("vllm.entrypoints.launchers.launcher")
     lines = told(logger, log_version_and_model, logger, "0.32.0", "models/llada-tiny")
     text = f"Mosaic {__version__} on vLLM 0.32.0, model models/llada-tiny"
@@ -222,7 +222,7 @@ def test_the_first_line_says_what_is_started() -> None:
 
 def test_a_length_beyond_the_checkpoints_is_no_warning() -> None:
     """The scripts allow it by default; the line that says what is served names both."""
-    startup_log.leave_out_what_does_not_apply()
+    log_filter.leave_out_what_does_not_apply()
     logger = logging.getLogger("vllm.config.model")
     warning = "User-specified max_model_len (204800) is greater than the derived max_model_len"
     assert told(logger, logger.warning, "%s %s", warning, "lead to nan") == []
@@ -258,14 +258,14 @@ def test_a_full_disk_of_the_log_ends_no_start(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(sys, "stderr", full)
         with pytest.raises(OSError, match="No space left"):
             load()
-        assert startup_log.losing_what_cannot_be_written()(load)() == 3
+        assert log_filter.losing_what_cannot_be_written()(load)() == 3
         assert sys.stderr is full
         is_done = True
     assert is_done  # closing it fails
 
 
 def test_a_log_that_can_be_written_has_the_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    with startup_log.losing_what_cannot_be_written():
+    with log_filter.losing_what_cannot_be_written():
         assert sum(tqdm(range(3))) == 3
     assert "3/3" in capsys.readouterr().err
     for name in ("load_model", "compile_or_warm_up_model"):

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from vllm.diffusion.core.errors import ActivationBudgetError
-from vllm.diffusion.engine.scheduler.gates import Gate
 from vllm.diffusion.engine.scheduler.likelihood_calls import LONGEST_WAIT_S, LikelihoodCalls
-from vllm.diffusion.engine.scheduler.request_state import RequestState
+from vllm.diffusion.engine.scheduler.request_state import Gate, RequestState
 from vllm.diffusion.engine.scheduler.waiting import MAX_OVERTAKEN, MAX_PASSED, WaitingLine
 from vllm.diffusion.memory import Demand
 from vllm.diffusion.request.likelihood import ScoreRequest

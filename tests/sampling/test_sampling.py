@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.reference.philox import uniform, uniform_matrix
+from tests.reference.philox import uniform_matrix
 from tests.sampling.support import (
     EOS,
     EOT,
@@ -119,8 +119,7 @@ def formula(logits: Tensor, part: RowGroup) -> tuple[Tensor, Tensor]:
         if asked.temperature == 0:
             logits[:, EOS] = -torch.inf
     if asked.remasking == "random":
-        scores = [uniform(asked.seed, 1, part.step, p, 0) for p in positions]
-        return tokens, torch.tensor(scores, dtype=torch.float64)
+        return tokens, uniform_matrix(asked.seed, 1, part.step, positions, 1)[:, 0]
     dtype = {"float64": torch.float64, "float32": torch.float32, "logits": logits.dtype}
     probabilities = torch.softmax(logits.to(dtype[asked.confidence_dtype]), dim=1)
     return tokens, probabilities.gather(1, tokens[:, None])[:, 0].double()
@@ -507,8 +506,8 @@ def test_random_remasking_replaces_entropy() -> None:
     scoring = Scoring(score="negative_entropy", epsilon=1e-12)
     part = group([0, 1], scoring=scoring, remasking="random")
     scores = chosen(torch.zeros(2, NUM_COLUMNS), part).score
-    wanted = [-uniform(77, 1, 0, p, 0) for p in part.positions.tolist()]
-    assert scores.tolist() == pytest.approx(wanted)
+    wanted = -uniform_matrix(77, 1, 0, part.positions.tolist(), 1)[:, 0]
+    assert scores.tolist() == pytest.approx(wanted.tolist())
 
 
 def test_the_greedy_token_has_no_noise() -> None:

@@ -11,11 +11,12 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.stub_server import Stub
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,47 +26,26 @@ NAMES = runpy.run_path(str(SCRIPT), run_name="api_request")
 ANSWER = {"id": "x", "text": ["Paris"], "finish_reason": ["stop"]}
 
 
-class Server(ThreadingHTTPServer):
-    """Answers every POST with `status` and `answer` after `delay_s`; keeps the bodies."""
-
-    daemon_threads = True
+class Server(Stub):
+    """Answers every POST with `status` and `answer` after `delay_s`."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__()
         self.status, self.answer, self.delay_s = 200, json.dumps(ANSWER), 0.0
         self.mask_id: int | None = None  # any other is refused, if set
-        self.bodies: list[tuple[str, dict[str, Any]]] = []
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.bodies.append((self.path, body))
-        time.sleep(self.server.delay_s)
-        status, answer, own = self.server.status, self.server.answer, self.server.mask_id
-        if own is not None and body["mask_id"] != own:
-            message = f"mask_id: given {body['mask_id']}; wanted the model's: {own}"
-            status, answer = 400, json.dumps({"error": {"message": message, "param": "mask_id"}})
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(answer.encode())
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+    def reply(self, _: str, body: Any) -> tuple[int, Any]:
+        time.sleep(self.delay_s)
+        if self.mask_id is not None and body["mask_id"] != self.mask_id:
+            message = f"mask_id: given {body['mask_id']}; wanted the model's: {self.mask_id}"
+            return 400, {"error": {"message": message, "param": "mask_id"}}
+        return self.status, self.answer
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with Server() as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    with Server().serving() as server:
         yield server
-        server.shutdown()
 
 
 @pytest.fixture
@@ -104,7 +84,7 @@ def test_sends_the_documented_body(server: Server, request_once: Callable[..., A
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout) == ANSWER
-    assert server.bodies == [
+    assert server.posted == [
         (
             "/generate",
             {
@@ -150,7 +130,7 @@ def test_every_family_gets_the_standard_fields(
     own: dict[str, Any],
 ) -> None:
     assert request_once("--model-family", family, "--gen-length", "64").returncode == 0
-    ((path, body),) = server.bodies
+    ((path, body),) = server.posted
     assert path == "/generate"
     assert body.keys() == STANDARD | {"apply_chat_template"} | own.keys()
     assert body["mask_id"] == mask_id
@@ -182,13 +162,13 @@ def test_mask_id(
     server: Server, request_once: Callable[..., Any], given: str, sent: int | None
 ) -> None:
     assert request_once("--mask-id", given).returncode == 0
-    assert server.bodies[0][1].get("mask_id") == sent
+    assert server.posted[0][1].get("mask_id") == sent
 
 
 def test_raw_sends_no_chat_template(server: Server, request_once: Callable[..., Any]) -> None:
     assert request_once("--raw", "--prompt", "<s>x").returncode == 0
-    assert server.bodies[0][1]["prompt"] == "<s>x"
-    assert "apply_chat_template" not in server.bodies[0][1]
+    assert server.posted[0][1]["prompt"] == "<s>x"
+    assert "apply_chat_template" not in server.posted[0][1]
 
 
 def test_absent_server_is_one_line(request_once: Callable[..., Any]) -> None:
@@ -239,11 +219,11 @@ def test_another_checkpoints_mask_id_is_taken_from_its_refusal(
     done = request_once()
     assert (done.returncode, json.loads(done.stdout)) == (0, ANSWER)
     assert done.stderr == "note: the mask token of this server's checkpoint is 511\n"
-    assert [body["mask_id"] for _, body in server.bodies] == [126336, 511]
+    assert [body["mask_id"] for _, body in server.posted] == [126336, 511]
     done = request_once("--mask-id", "126336")  # a number that is given is meant
     assert (done.returncode, done.stdout) == (1, "")
     assert "mask_id: given 126336; wanted the model's: 511" in done.stderr
-    assert len(server.bodies) == 3
+    assert len(server.posted) == 3
 
 
 def test_a_connection_that_breaks_off_is_one_line(request_once: Callable[..., Any]) -> None:

@@ -176,14 +176,6 @@ def test_n_answers(client: Client, stream: bool) -> None:
     assert answer["diffusion"]["num_forwards"] == wanted["diffusion"]["num_forwards"] == 96
 
 
-def test_n_answers_to_each_of_several_prompts(client: Client) -> None:
-    noise: dict[str, Any] = {"temperature": 2.0, "gen_length": 32, "seed": 5, "n": 2}
-    wanted = client.generate(prompt=[PUZZLE, QUESTION], **noise)
-    answer = client.answer(COMPLETIONS, {"prompt": [PUZZLE, QUESTION], **noise})
-    assert [choice["text"] for choice in answer["choices"]] == wanted["text"]
-    assert answer["diffusion"]["seeds"] == wanted["diffusion"]["seeds"] == [5, 6, 5, 6]
-
-
 def test_several_greedy_answers(client: Client) -> None:
     """Alike, unless the positions are chosen at random."""
     for fields in ({}, {"temperature": 0, "top_p": 0.5}):

@@ -13,7 +13,7 @@ from vllm.diffusion.core.errors import ModelConfigError, ServerConfigError
 from vllm.diffusion.guided.guides import Guides
 from vllm.diffusion.guided.language import Ends
 from vllm.diffusion.guided.vocabulary import vocabulary_of
-from vllm.diffusion.process import log_filter as startup_log
+from vllm.diffusion.process import log_filter
 from vllm.diffusion.request import families
 from vllm.diffusion.request.fields import server_defaults
 from vllm.diffusion.request.params import ServedModel, SpecialIds
@@ -37,7 +37,7 @@ def configure(vllm_config: VllmConfig) -> None:
     Raises:
         ServerConfigError: a setting has no meaning for these models.
     """
-    startup_log.leave_out_what_does_not_apply()
+    log_filter.leave_out_what_does_not_apply()
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise ServerConfigError(

@@ -26,8 +26,7 @@ def register() -> None:
     from vllm.diffusion.core import envs
     from vllm.diffusion.core.quantisation import BITSANDBYTES, ONLINE
     from vllm.diffusion.models import tokenizers
-    from vllm.diffusion.process import log_filter as startup_log
-    from vllm.diffusion.process import watchdog
+    from vllm.diffusion.process import log_filter, watchdog
     from vllm.model_executor.layers.quantization import (
         QUANTIZATION_METHODS,
         register_quantization_config,
@@ -35,7 +34,7 @@ def register() -> None:
 
     watchdog.follow_parent()
     envs.register(vllm.envs.environment_variables)
-    startup_log.tell_what_is_ours()
+    log_filter.tell_what_is_ours()
     tokenizers.register()
     for name in {*ONLINE, BITSANDBYTES} - set(QUANTIZATION_METHODS):
         register_quantization_config(name)(ops.SchemeConfig)

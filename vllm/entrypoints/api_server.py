@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vllm.diffusion.core.errors import ServerConfigError
 
 # The engine's process imports this module too: what only the server needs is imported by functions.
-from vllm.diffusion.process import prestart as early
+from vllm.diffusion.process import prestart
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -22,11 +22,11 @@ TLS_ARGUMENTS = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs",
 
 
 def main() -> None:
-    with early.without_collecting():
+    with prestart.without_collecting():
         import uvloop
 
         from vllm.diffusion.api.server import cli
-        from vllm.diffusion.process import log_filter as startup_log
+        from vllm.diffusion.process import log_filter
         from vllm.entrypoints.launchers.api_server.entry import run_server
         from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
         from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
@@ -35,10 +35,10 @@ def main() -> None:
         gc.freeze()
 
     cli_env_setup()
-    early.adopt()
+    prestart.adopt()
     args = parse_arguments()
     configure_logging_from_args(args)
-    startup_log.leave_out_what_does_not_apply()
+    log_filter.leave_out_what_does_not_apply()
     with cli.errors_in_one_line(args):
         cli.fold_into_additional_config(args)
         validate_parsed_serve_args(args)

@@ -6,9 +6,6 @@ language (DINGO, Suresh et al., arXiv:2505.23061, finds its most probable string
 come from one whole string, so any part of them may be committed and the rest can still be filled.
 Backward over positions, the value of each state is computed: how well it can be completed. Forward
 from the first state, each position is then chosen.
-
-Backward over positions: how well a state can be completed. Forward: from the first state, what each
-position takes.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from vllm.diffusion.process import prestart as early
+from vllm.diffusion.process import prestart
 from vllm.entrypoints.serve.utils.api_utils import get_non_default_args
 from vllm.logger import init_logger
 
@@ -99,7 +99,8 @@ def log_welcome(
 
 def durations(engine_ready_at: float) -> str:
     """Describe how long the parts of a start took."""
-    begun, now, engine_at = psutil.Process().create_time(), time.time(), early.engine_started_at()
+    begun, now = psutil.Process().create_time(), time.time()
+    engine_at = prestart.engine_started_at()
     parts = [(engine_ready_at - begun, "until the engine was ready")]
     if engine_at is not None:
         parts = [(engine_at - begun, "of imports"), (engine_ready_at - engine_at, "of the engine")]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm.diffusion.engine.scheduler.gates import Gate
+from vllm.diffusion.engine.scheduler.request_state import Gate
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,7 +22,7 @@ import numpy as np
 
 from vllm.diffusion.core.pages import PAGE_SIZE, in_whole_pages
 from vllm.diffusion.engine.messages import MOST_SHARED_ROWS
-from vllm.diffusion.engine.scheduler.gates import Gate
+from vllm.diffusion.engine.scheduler.request_state import Gate
 
 if TYPE_CHECKING:
     from vllm.diffusion.engine.scheduler.request_state import RequestState, WaitsFor

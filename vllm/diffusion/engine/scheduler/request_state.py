@@ -18,7 +18,6 @@ from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
     from vllm.diffusion.engine.messages import StepResult, StepUsage
-    from vllm.diffusion.engine.scheduler.gates import Gate
     from vllm.diffusion.memory import Demand
     from vllm.diffusion.request.params import DiffusionParams, ServedModel
     from vllm.v1.request import Request
@@ -184,3 +183,44 @@ class RequestState:
 def seconds_since_arrival(request: Request) -> float:
     """Seconds since the server's process stamped the request, by the clock that both share."""
     return float(max(time.time() - request.arrival_time, 0.0))
+
+
+class Gate:
+    """The door of a guest of the scheduler; this one takes in nobody, and guests override it.
+
+    A request hears only of the gates that took it in when it arrived.
+    """
+
+    def arrived(self, item: RequestState) -> bool:
+        """Look at a request that has arrived; return whether this gate is to hear of it again.
+
+        Raises:
+            ActivationBudgetError: it can never start.
+        """
+        return False
+
+    def prepare(self, item: RequestState) -> None:
+        """Update what a waiting request would need if it started now. Called once a step."""
+
+    def waits_for(self, item: RequestState) -> WaitsFor | None:
+        """Return what a request waits for other than room, None if for nothing.
+
+        Later requests that start meanwhile do not count as overtaking it.
+        """
+        return None
+
+    def reserve(self, item: RequestState) -> bool:
+        """Reserve what a request needs that fits beside the others; False if there is too little.
+
+        Where all gates return True, the request starts.
+        """
+        return True
+
+    def started(self, item: RequestState) -> None:
+        """Take in that a request starts."""
+
+    def advanced(self, item: RequestState) -> None:
+        """Take in that a step of a running request is over."""
+
+    def left(self, item: RequestState) -> None:
+        """Take in that a request is over, whether it has started or not."""

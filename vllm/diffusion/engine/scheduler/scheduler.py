@@ -36,8 +36,7 @@ from vllm.diffusion.engine.scheduler.request_state import RequestState
 from vllm.diffusion.engine.scheduler.turns import by_priority, take_turns, to_the_end
 from vllm.diffusion.engine.scheduler.upstream_interface import CanvasSchedulerInterface
 from vllm.diffusion.engine.scheduler.waiting import WaitingLine
-from vllm.diffusion.process import log_filter as startup_log
-from vllm.diffusion.process import watchdog
+from vllm.diffusion.process import log_filter, watchdog
 from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData
@@ -76,7 +75,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         include_finished_set: bool = False,
         log_stats: bool = False,
     ) -> None:
-        startup_log.leave_out_what_does_not_apply()
+        log_filter.leave_out_what_does_not_apply()
         watchdog.follow_parent()  # a forked process has not passed the plugin
         self._model = served_model(vllm_config)
         self._vllm_config = vllm_config

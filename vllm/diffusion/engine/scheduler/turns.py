@@ -44,9 +44,9 @@ class StepLimits(NamedTuple):
 
 def step_behind(
     under_way: Collection[str],
-    wishes: Mapping[str, NextForward],
+    forwards: Mapping[str, NextForward],
     row_budget: int,
-    shares: StepLimits,
+    limits: StepLimits,
 ) -> dict[str, int]:
     """Return the requests of the step that follows those under way, with their rows; maybe none.
 
@@ -58,26 +58,27 @@ def step_behind(
 
     Args:
         under_way: requests whose step has been launched.
-        wishes: next forwards of all requests, in the order of their turns; for those under way, the
-            launched one.
+        forwards: next forwards of all requests, in the order of their turns; of those under way,
+            the launched ones.
         row_budget: rows that several requests may share in one step.
-        shares: limits above which a step takes a share.
+        limits: limits above which a step takes a share.
     """
-    waiting = {r: wish for r, wish in wishes.items() if wish.rows and r not in under_way}
+    waiting = {r: forward for r, forward in forwards.items() if forward.rows and r not in under_way}
     if not waiting:
         return {}
-    fit_a_graph = sum([wish.rows for wish in wishes.values() if wish.keeps]) <= shares.rows
+    kept_rows = sum([forward.rows for forward in forwards.values() if forward.keeps])
+    fit_a_graph = kept_rows <= limits.rows
     kinds: dict[tuple[bool, bool], list[str]] = {}
-    for req_id, wish in wishes.items():
-        kinds.setdefault((wish.keeps, wish.is_window and not fit_a_graph), []).append(req_id)
-    for wish in waiting.values():
-        are_windows = wish.is_window and not fit_a_graph
-        alike = kinds.pop((wish.keeps, are_windows), None)
+    for req_id, forward in forwards.items():
+        kinds.setdefault((forward.keeps, forward.is_window and not fit_a_graph), []).append(req_id)
+    for forward in waiting.values():
+        are_windows = forward.is_window and not fit_a_graph
+        alike = kinds.pop((forward.keeps, are_windows), None)
         if alike is None:
             continue  # looked at already
-        all_rows = sum([wishes[req_id].rows for req_id in alike])
-        rows = min(row_budget, max(shares.rows, 0 if are_windows else -(-all_rows // 2)))
-        most = max(shares.requests, -(-len(alike) // 2))
+        all_rows = sum([forwards[req_id].rows for req_id in alike])
+        rows = min(row_budget, max(limits.rows, 0 if are_windows else -(-all_rows // 2)))
+        most = max(limits.requests, -(-len(alike) // 2))
         all_fit = all_rows <= rows and len(alike) <= most
         if not all_fit or set(alike).isdisjoint(under_way):
             taken = list(islice(filter(waiting.__contains__, alike), most))

@@ -105,7 +105,7 @@ class DiffusionModelRunner:
                 max_model_len,
             )
         self.canvases: dict[str, Canvas] = {}
-        self._ledger = PoolAccount(pool, self.caches, graph_memory)
+        self._account = PoolAccount(pool, self.caches, graph_memory)
         self._ranks = ranks or Ranks()
         self._compute = Compute(model, pool, self.caches, self.graphs, device, self._ranks)
         self.sliced: SlicedStep | None = None  # from the first long step on
@@ -126,7 +126,7 @@ class DiffusionModelRunner:
         self.pool.reset_peak(looks_often=not plan.is_whole(batch.num_rows))
         rows = SampleRows(batch)
         sampled = self._compute.whole(rows, plan, self.host)
-        memory = self._ledger.memory(plan, planner_us)
+        memory = self._account.memory(plan, planner_us)
         return Step(started, rows, ops.HostCopy(sampled), memory)
 
     def collect(self, step: Step) -> Outcomes:
@@ -154,7 +154,7 @@ class DiffusionModelRunner:
         """Launch the next slice of a request's step; return the step if it was the last one."""
         if self.sliced is None:
             self.sliced = SlicedStep(
-                self._compute, self._ledger, self.pool, self.caches, self.device
+                self._compute, self._account, self.pool, self.caches, self.device
             )
         if not self.sliced.is_of(self.canvases[asked.req_id]):
             self.sliced.drop()
@@ -204,12 +204,12 @@ class DiffusionModelRunner:
             self.caches.trim()
             plan = self.planner.plan_alike(shape, self._kept_by_all(shape), longest_chunk_s)
         if self.planner.num_found > num_found:
-            self._log.plan(shape.rows, plan, self.planner.budget_bytes - self._ledger.kept_bytes)
+            self._log.plan(shape.rows, plan, self.planner.budget_bytes - self._account.kept_bytes)
         return plan, 1e6 * (time.perf_counter() - started)
 
     def _kept_by_all(self, shape: StepShape) -> int:
         """Bytes of the pool that the step cannot have; on any rank, if all must cut alike."""
-        kept_bytes = self._ledger.kept_bytes
+        kept_bytes = self._account.kept_bytes
         if not self.planner.divides(shape):
             return kept_bytes
         return -self._ranks.sequence.least(-kept_bytes)
@@ -219,7 +219,7 @@ class DiffusionModelRunner:
         unused = self.caches.unused_bytes
         if not unused or self.pool.has_frame:
             return False
-        roomy = self.planner.plan(shape, self._ledger.kept_bytes - unused, longest_chunk_s)
+        roomy = self.planner.plan(shape, self._account.kept_bytes - unused, longest_chunk_s)
         return roomy.predicted_seconds < WORTH_TRIMMING * plan.predicted_seconds
 
     # ---- requests ----
@@ -315,11 +315,11 @@ class DiffusionModelRunner:
     @property
     def budget_bytes(self) -> int:
         """Bytes that steps and kept keys and values may take together."""
-        return self.planner.budget_bytes - self._ledger.fixed_bytes
+        return self.planner.budget_bytes - self._account.fixed_bytes
 
     def runs_whole(self, num_rows: int) -> bool:
         """Whether a step of so many rows would run without chunks in the memory that is free."""
-        return self.planner.runs_whole(num_rows, self._ledger.kept_bytes)
+        return self.planner.runs_whole(num_rows, self._account.kept_bytes)
 
     @property
     def idle_usage(self) -> StepUsage:

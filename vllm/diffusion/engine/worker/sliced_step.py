@@ -93,7 +93,7 @@ class SlicedStep:
 
     Args:
         compute: computes the chunks of a step.
-        ledger: account of the memory of a step.
+        account: bytes of the pool that are taken.
         pool: the device's pool.
         caches: kept keys and values, in the pool.
         device: device of the pool.
@@ -102,12 +102,12 @@ class SlicedStep:
     def __init__(
         self,
         compute: Compute,
-        ledger: PoolAccount,
+        account: PoolAccount,
         pool: ActivationPool,
         caches: PageStore,
         device: torch.device,
     ) -> None:
-        self._compute, self._ledger = compute, ledger
+        self._compute, self._account = compute, account
         self._pool, self._caches = pool, caches
         # Rows in host memory are not those of the steps in between.
         self._host = HostBuffers(is_pinned=device.type == "cuda")
@@ -169,7 +169,7 @@ class SlicedStep:
         if sampled is None:
             return None
         self.drop()
-        memory = self._ledger.memory(paused.plan, paused.planner_us, peak_bytes=paused.peak_bytes)
+        memory = self._account.memory(paused.plan, paused.planner_us, peak_bytes=paused.peak_bytes)
         return Step(paused.started, paused.rows, ops.HostCopy(sampled), memory)
 
     def _advance(self, paused: _Paused, seconds: float) -> tuple[float, torch.Tensor | None]:

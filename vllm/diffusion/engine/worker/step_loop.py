@@ -126,7 +126,7 @@ class StepLoop:
 
         Returns:
             the failures of those for whose keys and values there is no memory, and the results of
-            those whose first step needs none but what a sibling has computed.
+            those whose first step needs nothing but what another request has computed.
         """
         results = {}
         for new in admitted:
@@ -203,7 +203,7 @@ class StepLoop:
         A step in chunks launches more kernels than a GPU's queue holds, so launching would wait for
         it.
         """
-        under_way = {req_id for attempt in self._under_way for req_id in attempt.req_ids}
+        under_way = {req_id for launched in self._under_way for req_id in launched.req_ids}
         if len(self._under_way) == MOST_UNDER_WAY or under_way.issuperset(self._runner.canvases):
             return
         canvases = by_priority(self._runner.canvases, lambda canvas: canvas.params.priority or 0)
@@ -257,9 +257,9 @@ class StepLoop:
         """Return the request with the most rows, the last one of several."""
         return max(reversed(req_ids), key=lambda req_id: self._runner.canvases[req_id].next_rows)
 
-    def _collect(self, attempt: LaunchResult) -> Outcomes:
+    def _collect(self, launched: LaunchResult) -> Outcomes:
         """Wait for a step and commit it; requests that have gone meanwhile are left out."""
-        step, failures = attempt
+        step, failures = launched
         outcomes: Outcomes = {}
         if step is not None:
             self._num_rows += step.batch.num_rows

@@ -28,8 +28,7 @@ from vllm.diffusion.models.ahead import compile_ahead
 from vllm.diffusion.models.weights import quantised_sizes
 from vllm.diffusion.parallel.groups import ConnectedGroup, Ranks
 from vllm.diffusion.parallel.host_board import processes_here
-from vllm.diffusion.process import log_filter as startup_log
-from vllm.diffusion.process import watchdog
+from vllm.diffusion.process import log_filter, watchdog
 from vllm.distributed import (
     ensure_model_parallel_initialized,
     init_distributed_environment,
@@ -61,7 +60,7 @@ class DiffusionWorker(WorkerBase):
 
     def init_device(self) -> None:
         watchdog.follow_parent()  # a forked process has not passed the plugin
-        startup_log.leave_out_what_does_not_apply()
+        log_filter.leave_out_what_does_not_apply()
         # Upstream would import its own quantisation, two seconds, to log nothing of it.
         base_loader._get_online_quantization_config = lambda config: None
         if self.device_config.device_type == "cuda":
@@ -90,7 +89,7 @@ class DiffusionWorker(WorkerBase):
         )
         self.ranks.connect(self.device)
 
-    @startup_log.losing_what_cannot_be_written()
+    @log_filter.losing_what_cannot_be_written()
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
             self.load_config.load_format = "dummy"
@@ -255,7 +254,7 @@ class DiffusionWorker(WorkerBase):
     def reset_encoder_cache(self) -> None:
         pass
 
-    @startup_log.losing_what_cannot_be_written()
+    @log_filter.losing_what_cannot_be_written()
     def compile_or_warm_up_model(self) -> CompilationTimes:
         start = time.perf_counter()
         graphs = self.model_runner.graphs

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server of a test's own that keeps what it is asked."""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Self
+
+
+class Stub(ThreadingHTTPServer):
+    """Answers by `reply`, and keeps paths and JSON bodies of what was posted."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.posted: list[tuple[str, Any]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def reply(self, path: str, body: Any) -> tuple[int, Any]:
+        """Status and content, a text or what JSON can say; the body is None for GET."""
+        raise NotImplementedError
+
+    @contextmanager
+    def serving(self) -> Iterator[Self]:
+        with self:
+            threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+            yield self
+            self.shutdown()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Stub
+
+    def do_GET(self) -> None:
+        self.answer(None)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.posted.append((self.path, body))
+        self.answer(body)
+
+    def answer(self, body: Any) -> None:
+        status, content = self.server.reply(self.path, body)
+        text = content if isinstance(content, str) else json.dumps(content)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
