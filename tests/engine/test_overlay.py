@@ -28,12 +28,12 @@ OURS = "register_dllm_models"
 def test_our_plugins_are_always_on_the_allow_list(
     monkeypatch: pytest.MonkeyPatch, given: str | None
 ) -> None:
-    import vllm
+    from vllm.diffusion.process import environment
 
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if given is not None:
         monkeypatch.setenv("VLLM_PLUGINS", given)
-    vllm._allow_our_plugins()
+    environment.allow_our_plugins()
     names = os.environ["VLLM_PLUGINS"].split(",")
     assert OURS in names
     assert len(names) == len(set(names))
@@ -44,7 +44,7 @@ def test_our_plugins_are_always_on_the_allow_list(
     if given == OURS:
         assert "lora_filesystem_resolver" not in names
     before = os.environ["VLLM_PLUGINS"]
-    vllm._allow_our_plugins()  # as in a child process
+    environment.allow_our_plugins()  # as in a child process
     assert os.environ["VLLM_PLUGINS"] == before
 
 

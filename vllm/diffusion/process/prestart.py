@@ -3,9 +3,7 @@
 
 Upstream starts it when the server has imported everything and read its arguments; only then would
 it begin to import its own part. Here it is started at once, imports, and waits for the function to
-run. It is a process of the same kind as upstream's: nothing in it sees a difference. A
-`VLLM_WORKER_MULTIPROC_METHOD` of the user's is respected. Nothing here imports torch or upstream
-before it is asked to.
+run. It is a process of the same kind as upstream's: nothing in it sees a difference.
 
 A `VLLM_WORKER_MULTIPROC_METHOD` of the user's is kept to. Nothing here imports torch or upstream
 before it is asked to.

@@ -50,8 +50,7 @@ def route_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute logits ``x @ gate.T``, choose experts and order the rows, in one launch.
 
-    The choice is by scores in fp32, by default a softmax over all experts; among equals the lowest
-    expert, or group of them, is chosen.
+    The choice is by fp32 scores, by default a softmax over all experts; ties go to the lowest one.
 
     Args:
         x: [R, D] bf16.

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import create_model
 
 from vllm.diffusion.api.choices import RequestTimedOut
+from vllm.diffusion.api.handlers import remade
 from vllm.diffusion.api.likelihood.prompt_scores import (
     MOST_AT_ONCE,
     TERMS,
@@ -306,10 +307,10 @@ class DiffusionDecisions(ServingStructuredDecisions):
         asked = _asked(request, self.strategy)
         if raw_request is not None:
             set_priority(request, raw_request.headers)
-        handler = copy(self)
-        handler.strategy = copy(self.strategy)
-        handler.strategy.passes = asked.get("passes", 1)
-        handler.strategy.terms = {name: asked[name] for name in TERMS if name in asked}
+        strategy = copy(self.strategy)
+        strategy.passes = asked.get("passes", 1)
+        strategy.terms = {name: asked[name] for name in TERMS if name in asked}
+        handler = remade(self, DiffusionDecisions, strategy=strategy)
         return await super(DiffusionDecisions, handler).create_decision(request, raw_request)
 
 
@@ -345,9 +346,8 @@ class DiffusionScoring(ServingGenerativeScoring):
             raise RequestRefused(error) from None
         if raw_request is not None:
             set_priority(request, raw_request.headers)
-        handler, num_items = copy(self), len(request.items)
-        client = _NextTokens(self.engine_client, self.validator, num_items, terms)
-        handler.engine_client = client
+        client = _NextTokens(self.engine_client, self.validator, len(request.items), terms)
+        handler = remade(self, DiffusionScoring, engine_client=client)
         answer = await super(DiffusionScoring, handler).create_generative_scoring(
             request, raw_request
         )
@@ -419,10 +419,8 @@ def register() -> None:
 
 def adopt_decisions(state: Any, validator: Validator) -> None:
     """Replace upstream's handlers of the server by ours."""
-    if state.serving_structured_decisions is not None:
-        state.serving_structured_decisions = copy(state.serving_structured_decisions)
-        state.serving_structured_decisions.__class__ = DiffusionDecisions
-    if state.serving_generative_scoring is not None:
-        state.serving_generative_scoring = copy(state.serving_generative_scoring)
-        state.serving_generative_scoring.__class__ = DiffusionScoring
-        state.serving_generative_scoring.validator = validator
+    decisions, scoring = state.serving_structured_decisions, state.serving_generative_scoring
+    if decisions is not None:
+        state.serving_structured_decisions = remade(decisions, DiffusionDecisions)
+    if scoring is not None:
+        state.serving_generative_scoring = remade(scoring, DiffusionScoring, validator=validator)

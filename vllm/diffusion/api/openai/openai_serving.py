@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import time
 from contextlib import aclosing
-from copy import copy
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.diffusion.api.choices import ChoicesClient, RequestTimedOut, primed
 from vllm.diffusion.api.events import DONE, Listener, event
+from vllm.diffusion.api.handlers import remade
 from vllm.diffusion.api.likelihood.prompt_scores import TERMS
 from vllm.diffusion.api.openai.echo import EchoClient
 from vllm.diffusion.api.openai.openai_protocol import prepare, reads_prompt
@@ -40,12 +40,15 @@ Handler = TypeVar("Handler", bound="Diffusion")
 
 def adopt(upstreams: Any, kind: type[Handler], validator: Validator) -> Handler:
     """Make a handler of our kind from upstream's, which has the server's arguments."""
-    handler: Handler = copy(upstreams)
-    handler.__class__ = kind
-    handler.engine_client = ChoicesClient(upstreams.engine_client, validator)
-    handler.validator = validator
-    handler.token_texts = TokenTexts(upstreams.renderer.tokenizer)
-    handler.enable_prompt_tokens_details |= validator.shares_prefixes
+    tells_shared = upstreams.enable_prompt_tokens_details or validator.shares_prefixes
+    handler: Handler = remade(
+        upstreams,
+        kind,
+        engine_client=ChoicesClient(upstreams.engine_client, validator),
+        validator=validator,
+        token_texts=TokenTexts(upstreams.renderer.tokenizer),
+        enable_prompt_tokens_details=tells_shared,
+    )
     return handler
 
 
@@ -158,14 +161,14 @@ class DiffusionServingCompletion(Diffusion, OpenAIServingCompletion):
         await self.prepare(request)
         handler = self
         if reads_prompt(request):
-            handler = copy(self)
-            handler.engine_client = EchoClient(
+            client = EchoClient(
                 self.engine_client,
                 self.validator,
                 self.token_texts,
                 {name: request.vllm_xargs[name] for name in TERMS if name in request.vllm_xargs},
                 writes=request.max_tokens > 0,
             )
+            handler = remade(self, DiffusionServingCompletion, engine_client=client)
         answer = await super(DiffusionServingCompletion, handler).create_completion(
             request, raw_request
         )

@@ -164,7 +164,7 @@ def run_body(
     What lives from stage to stage is taken from `residents`, what one stage needs from `scratch`.
     With `to_the_end` the last layer runs like the others.
     """
-    num_rows = inputs.token_ids.numel()
+    num_rows, last = inputs.token_ids.numel(), len(model.layers) - 1
     (listed,) = stages.residual(model.dtype, model.hidden_size)
     x = model.embed(inputs.token_ids, listed.take(residents, num_rows))
     rotary = model.rotary(inputs.positions, residents) if plan.layout.keep_queries else None
@@ -176,12 +176,10 @@ def run_body(
     attending = list(zip(chunks(num_rows, plan.rows.attend), inputs.attending, strict=True))
     feeding = list(chunks(num_rows, plan.rows.feed_forward))
     seconds = plan.chunk_seconds
-    last = len(model.layers) - 1
 
     def tables(rows: slice) -> Rotary:
-        if rotary is not None:
-            return rotary.rows(rows)
-        return model.rotary(inputs.positions[rows], scratch)
+        own = inputs.positions[rows]
+        return model.rotary(own, scratch) if rotary is None else rotary.rows(rows)
 
     def keys_values(index: int, product: Tensor) -> Chunked[None]:
         layer = model.layers[index]
