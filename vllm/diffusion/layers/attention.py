@@ -228,7 +228,7 @@ def _attend_all(q: Tensor, sources: Sequence[KeySource], buffers: Buffers) -> Te
     attended, statistics, collected = stages.attending(q.dtype, *q.shape[1:])
     attended.expect(buffers, len(q))
     statistics.expect(buffers, len(q))
-    if can_split(q.dtype, q.shape[2], q.device):
+    if q.is_cuda and can_split(q.dtype, q.shape[2], q.device):
         split_rows = stages.SPLIT_ROWS * num_multiprocessors(q.device)
         stages.split_attention(q.shape[2]).expect(buffers, split_rows)
     for _, k, _, layout in sources:

@@ -5,10 +5,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
-
-from vllm.diffusion import ops
-from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
@@ -16,7 +12,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 LayerT = TypeVar("LayerT", bound="LinearBase | VocabParallelEmbedding")
 
@@ -41,25 +37,3 @@ def keep_plain(layer: LayerT) -> LayerT:
     elif isinstance(method, UnquantizedEmbeddingMethod):
         layer.quant_method = _PlainEmbeddingMethod()
     return layer
-
-
-def embed_rows(table: VocabParallelEmbedding, ids: Tensor, out: Tensor) -> Tensor:
-    """Write the embeddings of ids [T] to out [T, D], and return out.
-
-    Each row comes from the one rank that holds it.
-    """
-    if not isinstance(table.quant_method, UnquantizedEmbeddingMethod):
-        return out.copy_(table(ids))
-    if table.tp_size == 1:
-        return torch.index_select(table.weight, 0, ids, out=out)
-    shard, out = table.shard_indices, out.zero_()
-    places = ids - shard.org_vocab_start_index
-    is_here = (places >= 0) & (places < shard.num_org_elements)
-    places = places.clamp(0, max(shard.num_org_elements - 1, 0))
-
-    def write(rows: slice, part: Tensor) -> None:
-        torch.index_select(table.weight, 0, places[rows], out=part)
-        part.mul_(is_here[rows, None])
-
-    ops.tensor_parallel().add_sum(out, write, FreshBuffers(out.device))
-    return out

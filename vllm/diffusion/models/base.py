@@ -24,7 +24,7 @@ from vllm.diffusion.layers.attention_backends import (
     reads_pages,
 )
 from vllm.diffusion.layers.norm import RMSNorm
-from vllm.diffusion.layers.parallel import embed_rows, keep_plain
+from vllm.diffusion.layers.parallel import keep_plain
 from vllm.diffusion.layers.rotary import Rotary, inverse_frequencies, rotary_rows
 from vllm.diffusion.models.bitsandbytes import widened
 from vllm.diffusion.models.mixture import MixtureMLP, unstacked
@@ -201,7 +201,7 @@ class DiffusionModel(nn.Module, SupportsQuant):
 
     def embed(self, ids: Tensor, out: Tensor) -> Tensor:
         """Write the embeddings of ids [T] to out [T, D], and return out."""
-        embed_rows(self.model.embed_tokens, ids, out)
+        ops.embed_rows(self.model.embed_tokens, ids, out)
         scale = self.architecture.embedding_scale
         return out if scale == 1.0 else out.mul_(scale)
 

@@ -32,6 +32,7 @@ from vllm.diffusion.ops.projection import (
     QuantisedProjection,
     Use,
     Workspace,
+    embed_rows,
 )
 from vllm.diffusion.ops.sampling import (
     candidates,
@@ -97,6 +98,7 @@ __all__ = [
     "apply_rotary",
     "attention",
     "candidates",
+    "embed_rows",
     "empty_packed",
     "gather_columns",
     "has_attention",

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from gather_gemm import gather_gemm
+from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.stages import GATE_UP, PROJECTED, BufferSpec
 from vllm.diffusion.ops import collectives, dispatch
 from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm_add_llada.cuda_kernels.fused_ops import (
     Epilogue,
     QuantisedRows,
@@ -331,6 +333,28 @@ def _tiling(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tiling | None:
     return dispatch.linear_tiling(
         len(x), *weight.shape, gated=gated, multiprocessors=multiprocessors
     )
+
+
+def embed_rows(table: VocabParallelEmbedding, ids: Tensor, out: Tensor) -> Tensor:
+    """Write the embeddings of ids [T] to out [T, D], and return out.
+
+    Each row comes from the one rank that holds it.
+    """
+    if not isinstance(table.quant_method, UnquantizedEmbeddingMethod):
+        return out.copy_(table(ids))
+    if table.tp_size == 1:
+        return torch.index_select(table.weight, 0, ids, out=out)
+    shard, out = table.shard_indices, out.zero_()
+    places = ids - shard.org_vocab_start_index
+    is_here = (places >= 0) & (places < shard.num_org_elements)
+    places = places.clamp(0, max(shard.num_org_elements - 1, 0))
+
+    def write(rows: slice, part: Tensor) -> None:
+        torch.index_select(table.weight, 0, places[rows], out=part)
+        part.mul_(is_here[rows, None])
+
+    collectives.tensor_parallel().add_sum(out, write, FreshBuffers(out.device))
+    return out
 
 
 def most_stored_rows(matrix: Matrix, tiling_of: Callable[..., Tiling | None]) -> int | None:

@@ -4,8 +4,6 @@
 Every struct here exists twice, with an array and with a tensor in each of its fields.
 `ops.to_device` and `ops.GraphInputs` make one of the other, so no order of arrays has to be agreed
 on. Letters: T rows of the step, W rows that have slots, S sequences, r sample rows of a part.
-
-Letters: T rows of the step, W rows that have slots, S sequences, r sample rows of a part.
 """
 
 from __future__ import annotations
