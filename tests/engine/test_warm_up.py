@@ -11,6 +11,7 @@ import torch
 from tests.engine.cases import SERVED
 from tests.engine.harness import BLOCKS, as_request, clear_case, running
 from vllm.diffusion.config import served_model
+from vllm.diffusion.engine.worker import warm_up as warming
 from vllm.diffusion.engine.worker.step_graphs import ROW_BUCKETS, buckets_of
 from vllm.diffusion.engine.worker.warm_up import warm_up
 from vllm.diffusion.models.ahead import kernel_calls
@@ -31,14 +32,14 @@ def test_a_warm_engine_answers_as_before(
     prompt, wanted = clear_case(model, 20, **BLOCKS)
     rows: list[int] = []
     sampled: list[int] = []
-    run_alone = engine.runner.run_alone
+    run_alone = warming.run_alone
 
-    def recorded(requests: Any, pages: Any) -> None:
+    def recorded(runner: Any, requests: Any, pages: Any) -> None:
         rows.append(sum(len(new.prompt_token_ids) + new.params.gen_length for new in requests))
         sampled.append(sum(new.params.gen_length for new in requests))
-        run_alone(requests, pages)
+        run_alone(runner, requests, pages)
 
-    monkeypatch.setattr(engine.runner, "run_alone", recorded)
+    monkeypatch.setattr(warming, "run_alone", recorded)
     frozen_before = gc.get_freeze_count()
     warm_up(engine.runner, SERVED, row_budget=64, max_requests=2, shows_progress=False)
     buckets = buckets_of(engine.runner.model.config)

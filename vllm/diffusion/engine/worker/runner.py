@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.engine.messages import StepUsage
-from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY, Agreement
+from vllm.diffusion.engine.worker.agreement import Agreement
 from vllm.diffusion.engine.worker.batch import build_batch
 from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.engine.worker.compute import Compute, Step
@@ -45,16 +44,13 @@ if TYPE_CHECKING:
         Slice,
     )
     from vllm.diffusion.engine.worker.batch import Packing, StepBatch
-    from vllm.diffusion.memory import ActivationPool, GraphMemory, Plan, Planner, StepShape
+    from vllm.diffusion.memory import ActivationPool, GraphMemory, Plan, Planner
     from vllm.diffusion.models.base import DiffusionModel
 
 logger = init_logger(__name__)
 
 # The requests of a step, and why those failed that did.
 Outcomes: TypeAlias = "dict[str, Exception | None]"
-# Reserved pages that nobody uses are given back where a step in chunks then takes at most this part
-# of its time.
-WORTH_TRIMMING = 0.95
 
 
 class DiffusionModelRunner:
@@ -93,7 +89,7 @@ class DiffusionModelRunner:
         self.caches = PageStore(
             len(model.layers), model.num_kv_heads, model.head_dim, model.dtype, pool
         )
-        self._agreement = agreement
+        self.agreement = agreement
         self.graphs: GraphRunner | None = None
         if graph_memory is not None:
             self.graphs = GraphRunner(
@@ -106,9 +102,9 @@ class DiffusionModelRunner:
                 max_model_len,
             )
         self.canvases: dict[str, Canvas] = {}
-        self._account = PoolAccount(pool, self.caches, graph_memory)
-        self._ranks = ranks or Ranks()
-        self._compute = Compute(model, pool, self.caches, self.graphs, device, self._ranks)
+        ranks = ranks or Ranks()
+        self._account = PoolAccount(pool, self.caches, graph_memory, ranks)
+        self._compute = Compute(model, pool, self.caches, self.graphs, device, ranks)
         self.sliced: SlicedStep | None = None  # from the first long step on
         is_read = is_reporting and logger.isEnabledFor(logging.INFO)
         self._log = StepLog() if is_read else None
@@ -187,67 +183,16 @@ class DiffusionModelRunner:
         self._packing = batch.packing
         return batch
 
-    def _plan(self, batch: StepBatch, longest_chunk_s: float = math.inf) -> tuple[Plan, float]:
-        """Return the plan of a batch and the microseconds that finding it took.
-
-        The caches give back pages that nobody uses if no plan fits beside them, or if a step in
-        chunks would gain by it. The next requests that keep keys and values then reserve pages
-        anew, and capture their graphs again.
-        """
-        started = time.perf_counter()
-        shape, num_found = batch.shape, self.planner.num_found
-        try:
-            plan = self.planner.plan_alike(shape, self._kept_by_all(shape), longest_chunk_s)
-            is_slow = not plan.is_whole(shape.rows) and self._gains_by_trimming(
-                shape, plan, longest_chunk_s
-            )
-        except ActivationBudgetError:
-            is_slow = True
-        if is_slow:
-            self.caches.trim()
-            plan = self.planner.plan_alike(shape, self._kept_by_all(shape), longest_chunk_s)
+    def _plan(self, batch: StepBatch, longest_chunk_s: float) -> tuple[Plan, float]:
+        """Return the plan of a batch and the microseconds that finding it took."""
+        started, num_found = time.perf_counter(), self.planner.num_found
+        plan = self._account.plan(batch.shape, self.planner, longest_chunk_s)
         if self.planner.num_found > num_found and self._log is not None:
-            self._log.plan(shape.rows, plan, self.planner.budget_bytes - self._account.kept_bytes)
+            free_bytes = self.planner.budget_bytes - self._account.kept_bytes
+            self._log.plan(batch.num_rows, plan, free_bytes)
         return plan, 1e6 * (time.perf_counter() - started)
 
-    def _kept_by_all(self, shape: StepShape) -> int:
-        """Bytes of the pool that the step cannot have; on any rank, if all must cut alike."""
-        kept_bytes = self._account.kept_bytes
-        if not self.planner.divides(shape):
-            return kept_bytes
-        return -self._ranks.sequence.least(-kept_bytes)
-
-    def _gains_by_trimming(self, shape: StepShape, plan: Plan, longest_chunk_s: float) -> bool:
-        """Whether the step would take clearly less time without the pages that nobody uses."""
-        unused = self.caches.unused_bytes
-        if not unused or self.pool.has_frame:
-            return False
-        roomy = self.planner.plan(shape, self._account.kept_bytes - unused, longest_chunk_s)
-        return roomy.predicted_seconds < WORTH_TRIMMING * plan.predicted_seconds
-
     # ---- requests ----
-
-    def run_alone(
-        self, requests: Sequence[NewCanvas], pages: Mapping[str, NewPages] | None = None
-    ) -> None:
-        """Run one step of requests, then forget them; errors are raised on all ranks."""
-        failure: Exception | None = None
-        try:
-            for new in requests:
-                self.start(new)
-            self.assign(pages or {})
-            with torch.inference_mode():
-                self.collect(self.launch([new.req_id for new in requests]))
-            self.take_note()
-        except OUT_OF_MEMORY as error:
-            failure = error.with_traceback(None)
-        finally:
-            for new in requests:
-                self.forget(new.req_id)
-        if self._agreement is not None:
-            failure = self._agreement.reach(failure)
-        if failure is not None:
-            raise failure
 
     def start(self, new: NewCanvas) -> None:
         """Take in a request. Raises where there is no memory for what it keeps."""

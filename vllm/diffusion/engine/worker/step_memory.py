@@ -10,18 +10,28 @@ import psutil
 import torch
 
 from vllm.diffusion.core import envs
-from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.core.errors import ActivationBudgetError, ServerConfigError
 
 if TYPE_CHECKING:
     from vllm.diffusion.engine.messages import StepUsage
-    from vllm.diffusion.memory import ActivationPool, GraphMemory, PageStore, Plan
-    from vllm.diffusion.parallel.groups import RankGroup
+    from vllm.diffusion.memory import (
+        ActivationPool,
+        GraphMemory,
+        PageStore,
+        Plan,
+        Planner,
+        StepShape,
+    )
+    from vllm.diffusion.parallel.groups import RankGroup, Ranks
 
 # What runs outside of the pool on a GPU: libraries' workspaces, kernels loaded later, the small
 # tensors of steps that a graph runs.
 OUTSIDE_BYTES = 512 << 20
 # Part of the pool that no plan uses: what PyTorch rounds its temporaries up to.
 ROUNDING_SHARE, MAX_ROUNDING_BYTES = 1 / 64, 128 << 20
+# Reserved pages that nobody uses are given back where a step in chunks then takes at most this part
+# of its time.
+WORTH_TRIMMING = 0.95
 
 
 def activation_budget(device: torch.device, utilization: float, ranks: RankGroup) -> int:
@@ -88,16 +98,20 @@ class StepMemory(NamedTuple):
 
 
 class PoolAccount:
-    """Account of the bytes of the pool that a step cannot have.
+    """Account of the bytes of the pool that a step cannot have, by which it is planned.
 
     Args:
         pool: memory of steps and of what is kept between them.
         caches: kept keys and values, in the pool.
         graphs: memory of captured graphs, if there are any.
+        ranks: ranks that compute the same steps.
     """
 
-    def __init__(self, pool: ActivationPool, caches: PageStore, graphs: GraphMemory | None) -> None:
+    def __init__(
+        self, pool: ActivationPool, caches: PageStore, graphs: GraphMemory | None, ranks: Ranks
+    ) -> None:
         self._pool, self._caches, self._graphs = pool, caches, graphs
+        self._ranks = ranks
 
     @property
     def fixed_bytes(self) -> int:
@@ -121,3 +135,37 @@ class PoolAccount:
         """Return the memory of a step; `peak_bytes` of the pool are by default its peak."""
         peak = self._pool.peak_bytes if peak_bytes is None else peak_bytes
         return StepMemory(plan, planner_us, self.unseen_bytes + peak)
+
+    def plan(self, shape: StepShape, planner: Planner, longest_chunk_s: float) -> Plan:
+        """Return the plan of a step beside what is kept.
+
+        The caches give back pages that nobody uses if no plan fits beside them, or if a step in
+        chunks would gain by it. The next requests that keep keys and values then reserve pages
+        anew, and capture their graphs again.
+
+        Raises:
+            ActivationBudgetError: it does not fit.
+        """
+        try:
+            plan = planner.plan_alike(shape, self._kept_by_all(shape, planner), longest_chunk_s)
+            if plan.is_whole(shape.rows) or not self._gains(shape, planner, plan, longest_chunk_s):
+                return plan
+        except ActivationBudgetError:
+            pass
+        self._caches.trim()
+        return planner.plan_alike(shape, self._kept_by_all(shape, planner), longest_chunk_s)
+
+    def _kept_by_all(self, shape: StepShape, planner: Planner) -> int:
+        """Bytes of the pool that the step cannot have; on any rank, if all must cut alike."""
+        kept_bytes = self.kept_bytes
+        return -self._ranks.sequence.least(-kept_bytes) if planner.divides(shape) else kept_bytes
+
+    def _gains(
+        self, shape: StepShape, planner: Planner, plan: Plan, longest_chunk_s: float
+    ) -> bool:
+        """Whether the step would take clearly less time without the pages that nobody uses."""
+        unused = self._caches.unused_bytes
+        if not unused or self._pool.has_frame:
+            return False
+        roomy = planner.plan(shape, self.kept_bytes - unused, longest_chunk_s)
+        return roomy.predicted_seconds < WORTH_TRIMMING * plan.predicted_seconds

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from vllm.diffusion.core.pages import num_pages
@@ -17,7 +18,7 @@ from vllm.diffusion.engine.worker.step_graphs import buckets_of
 from vllm.diffusion.request import decision, fields
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
     from vllm.diffusion.engine.worker.step_graphs import Buckets
@@ -57,7 +58,30 @@ def warm_up(
     with _garbage_frozen():
         for requests in tqdm(steps, desc="Capturing CUDA graphs", disable=not shows_progress):
             with suppress(*OUT_OF_MEMORY):  # of a small pool; then requests do without, too
-                runner.run_alone(requests, _pages(requests))
+                run_alone(runner, requests, _pages(requests))
+
+
+def run_alone(
+    runner: DiffusionModelRunner, requests: Sequence[NewCanvas], pages: Mapping[str, NewPages]
+) -> None:
+    """Run one step of requests, then forget them; errors are raised on all ranks."""
+    failure: Exception | None = None
+    try:
+        for new in requests:
+            runner.start(new)
+        runner.assign(pages)
+        with torch.inference_mode():
+            runner.collect(runner.launch([new.req_id for new in requests]))
+        runner.take_note()
+    except OUT_OF_MEMORY as error:
+        failure = error.with_traceback(None)
+    finally:
+        for new in requests:
+            runner.forget(new.req_id)
+    if runner.agreement is not None:
+        failure = runner.agreement.reach(failure)
+    if failure is not None:
+        raise failure
 
 
 @contextmanager
