@@ -195,8 +195,8 @@ def test_windows_of_all_positions_read_their_own_rows_without_a_graph() -> None:
         (True, slice(130, 138)),
     ]
     assert groups[0].spans == (Span(0, 30, 0, 30), Span(30, 130, 30, 130))
-    assert part.cache is not None
-    assert groups[1].spans == (Span(0, 8, part.cache.start, part.cache.start + 100, first=92),)
+    start = part.window.cache.start
+    assert groups[1].spans == (Span(0, 8, start, start + 100, first=92),)
     assert (batch.num_whole, batch.shape.kept_keys) == (30, 100)
     assert batch_of(whole, canvas(30)).shape.kept_keys == 0
 

@@ -29,6 +29,7 @@ from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.engine.worker.sliced_step import SlicedStep
 from vllm.diffusion.engine.worker.step_graphs import GraphRunner
 from vllm.diffusion.engine.worker.step_log import StepLog
+from vllm.diffusion.engine.worker.step_log import logger as step_logger
 from vllm.diffusion.engine.worker.step_memory import PoolAccount
 from vllm.diffusion.memory import HostBuffers, PageStore
 from vllm.diffusion.parallel.groups import Ranks
@@ -106,8 +107,7 @@ class DiffusionModelRunner:
         self._account = PoolAccount(pool, self.caches, graph_memory, ranks)
         self._compute = Compute(model, pool, self.caches, self.graphs, device, ranks)
         self.sliced: SlicedStep | None = None  # from the first long step on
-        is_read = is_reporting and logger.isEnabledFor(logging.INFO)
-        self._log = StepLog() if is_read else None
+        self._log = StepLog() if is_reporting else None
         self.usage = self.idle_usage  # of the newest step whose results were handed out
         self._packing: Packing | None = None  # of the newest step
         self._packed_by = self.caches.table
@@ -146,7 +146,7 @@ class DiffusionModelRunner:
         over, self._over = self._over, []
         for step, ended in over:
             self.usage = step.memory.usage(self.idle_usage)
-            if self._log is not None:
+            if self._log is not None and step_logger.isEnabledFor(logging.INFO):
                 self._log.step(step.started, ended, step.batch, self.usage, step.memory.plan)
 
     def launch_slice(self, asked: Slice) -> Step | None:
