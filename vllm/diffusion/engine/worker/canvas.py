@@ -259,12 +259,10 @@ class Canvas:
     @property
     def num_committed(self) -> int:
         """Number of committed canvas positions after the newest commit, without a given suffix."""
-        if self._num_committed is None:
-            self._look()
-        return self._num_committed or 0
+        return self._look()
 
-    def _look(self) -> None:
-        """Count committed positions, and let guests see the canvas, as of the newest commit.
+    def _look(self) -> int:
+        """Count committed positions, and let guests see the canvas, once after each commit.
 
         Must run before tokens are filled for what follows.
         """
@@ -274,6 +272,7 @@ class Canvas:
             self._num_committed = self._canvas.size - num_masked - num_given
             for guest in self._guests:
                 guest.look(self.tokens, self.num_forwards)
+        return self._num_committed
 
     def report(self) -> StepResult:
         """Return what clients see of the newest commit."""

@@ -56,12 +56,18 @@ class Proposals(CanvasGuest):
         A committed token that was neither proposed nor the greedy one has no log probability.
         """
         if candidates.logprobs is not None and candidates.positions.size:
-            self._note(candidates, commit, tokens[candidates.positions] == self._mask_id)
+            found = Logprobs.unpack(torch.from_numpy(candidates.logprobs), self._num_top)
+            was_masked = tokens[candidates.positions] == self._mask_id
+            self._note(candidates, found, commit, was_masked)
         return commit
 
-    def _note(self, candidates: Candidates, commit: Commit, was_masked: NDArray[np.bool_]) -> None:
-        assert candidates.logprobs is not None
-        found = Logprobs.unpack(torch.from_numpy(candidates.logprobs), self._num_top)
+    def _note(
+        self,
+        candidates: Candidates,
+        found: Logprobs,
+        commit: Commit,
+        was_masked: NDArray[np.bool_],
+    ) -> None:
         tokens, is_new = candidates.tokens.copy(), was_masked.copy()
         committed = np.searchsorted(candidates.positions, commit.positions)
         tokens[committed], is_new[committed] = commit.tokens, True

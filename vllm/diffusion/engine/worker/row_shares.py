@@ -172,7 +172,7 @@ def gathered(found: torch.Tensor, parts: Sequence[SamplePart], peers: RankGroup)
     """Collect what all ranks have sampled, in the order of the parts: one record crosses a row.
 
     Args:
-        found: [3 or more, n], of this rank's parts one after the other, as `joined` returns it.
+        found: [3 or more, n], the table of `Samples` of this rank's parts, one after the other.
         parts: all parts of the step, at least one; rank r has sampled every size-th, from the r-th
             on.
         peers: the ranks.

@@ -296,16 +296,16 @@ class ForwardWindow:
 
     def next_size(self, rows: int) -> NextForward:
         """Sizes of the next forward, of `rows` rows if nothing cuts it."""
-        if self.size is None:
-            self.size = self._size_of(rows)
-        return self.size
-
-    def _size_of(self, rows: int) -> NextForward:
         unit = self.unit
+        if self.size is not None:
+            return self.size
         if unit is not None:  # of the rows, those that have pages for their keys and values
-            return NextForward(min(rows, self._most_rows // unit * unit), keeps=True, unit=unit)
-        is_window = rows < self._length * self.num_sequences
-        return NextForward(rows, keeps=self.cache is not None, is_window=is_window)
+            rows = min(rows, self._most_rows // unit * unit)
+            self.size = NextForward(rows, keeps=True, unit=unit)
+        else:
+            is_window = rows < self._length * self.num_sequences
+            self.size = NextForward(rows, keeps=self.cache is not None, is_window=is_window)
+        return self.size
 
     def _next(self) -> Window:
         if self._uncut is None:
