@@ -216,7 +216,10 @@ def to_answer(output: Any) -> Answer:
 def start(engine: Engine, name: str, ask: Ask) -> str:
     """Queue a request; returns the engine's own id of it."""
     prompt: Any = {"prompt_token_ids": ask.prompt}
-    return str(engine.llm.llm_engine.add_request(name, prompt, sampling_params(ask)))
+    req_id = str(engine.llm.llm_engine.add_request(name, prompt, sampling_params(ask)))
+    if engine.scheduler.last_usage is None:  # a first step tells only what memory there is
+        engine.llm.llm_engine.step()
+    return req_id
 
 
 def step(engine: Engine) -> dict[str, Answer]:
