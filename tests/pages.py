@@ -10,6 +10,7 @@ from vllm.diffusion.memory import ActivationPool, KeptSequence, PageStore
 from vllm.diffusion.memory.activation_pool import Backing
 
 NUM_LAYERS, LAYER = 3, 1  # of the store, and the one that is read
+NO_PAGES = PageTable(torch.empty(0, dtype=torch.int32), 64)
 
 
 def in_pages(

@@ -10,15 +10,14 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.pages import store_with
+from tests.pages import NO_PAGES, store_with
 from vllm.diffusion import ops
 from vllm.diffusion.decoding import Candidates
 from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.engine.worker.batch import build_batch
 from vllm.diffusion.engine.worker.canvas import Canvas
-from vllm.diffusion.engine.worker.inputs import fill
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
-from vllm.diffusion.engine.worker.step_graphs import Bucket
+from vllm.diffusion.engine.worker.step_graphs import Bucket, fill
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.families import LLADA, SDAR
 from vllm.diffusion.request.params import ServedModel, SpecialIds
@@ -58,14 +57,14 @@ def test_no_tensors_stand_between_candidates_and_the_next_launch(algorithm: str)
     made = [canvas(SDAR, algorithm=algorithm, cache="exact") for _ in keys]
     for one, cache in zip(made, keys, strict=True):
         one.assign(cache, 8)
-    batch = build_batch(made, logit_shift=0)
-    inputs = Bucket(16, 4, is_cached=True).inputs()
+    batch = build_batch(made, 0, NO_PAGES)
+    inputs = Bucket(16, 4, is_cached=True).inputs(NO_PAGES, 24, has_blocks=True)
     sampled = ops.HostCopy(torch.rand(3, batch.num_sampled, dtype=torch.float64))
     with TorchCalls() as calls:
         for one, found in zip(made, SampleRows(batch).found(sampled), strict=True):
             one.commit(found)
         assert all(one.next_size.rows == 4 for one in made)
-        fill(inputs, build_batch(made, logit_shift=0))
+        fill(inputs, build_batch(made, 0, NO_PAGES))
     assert calls.names == ["numpy"]
 
 
@@ -74,18 +73,18 @@ def test_a_step_lies_where_the_one_before_did_while_its_windows_are_the_same() -
     made = [canvas(SDAR, algorithm="semi_ar", steps_per_block=2, cache="exact") for _ in keys]
     for one, cache in zip(made, keys, strict=True):
         one.assign(cache, 8)
-    batches = [build_batch(made, logit_shift=0)]
+    batches = [build_batch(made, 0, NO_PAGES)]
     for _ in range(2):
         for one, work in zip(made, batches[-1].works, strict=True):
             size = work.eligible.size
             one.commit(Candidates(work.eligible, np.full(size, 7), np.linspace(0.9, 0.5, size)))
-        batches.append(build_batch(made, 0, batches[-1].packing))
+        batches.append(build_batch(made, 0, NO_PAGES, batches[-1].packing))
     first, second, third = batches
     assert second.packing is first.packing
     assert third.packing is not first.packing  # the block is finished
     assert second.token_ids.tolist() == [7, 7, MASK, MASK] * 2
     assert third.token_ids.tolist() == [*[7] * 4, *[MASK] * 4] * 2
-    alone = build_batch(made[:1], 0, third.packing)
+    alone = build_batch(made[:1], 0, NO_PAGES, third.packing)
     assert alone.canvases == (made[0],) and alone.positions.tolist() == [*range(8, 16)]
 
 

@@ -14,15 +14,15 @@ import torch
 from tests.checkpoints import llada2_config, llada_config, make_checkpoint, sdar_config
 from tests.engine.cases import SERVED
 from tests.engine.harness import Ask, running
-from tests.pages import store_with
+from tests.pages import NO_PAGES, store_with
+from vllm.diffusion import ops
 from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.spans import Span
 from vllm.diffusion.decoding import Candidates
 from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.engine.worker.batch import StepBatch, build_batch
 from vllm.diffusion.engine.worker.canvas import Canvas
-from vllm.diffusion.engine.worker.forward import run_body, run_to_end, upload
-from vllm.diffusion.engine.worker.inputs import SequenceBounds, StepInputs, fill
+from vllm.diffusion.engine.worker.forward import run_body, run_to_end
 from vllm.diffusion.engine.worker.step_graphs import (
     MOST_WHOLE_ROWS,
     MOST_WHOLE_ROWS_FP8,
@@ -31,6 +31,7 @@ from vllm.diffusion.engine.worker.step_graphs import (
     Bucket,
     Buckets,
     buckets_of,
+    fill,
 )
 from vllm.diffusion.models.llada import LLaDAConfig
 from vllm.diffusion.models.llada2 import LLaDA2Config
@@ -40,6 +41,8 @@ from vllm.diffusion.request import decision, fields
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from vllm.diffusion.core.spans import AttentionLayout
+    from vllm.diffusion.engine.worker.batch import StepInputs
     from vllm.diffusion.memory import KeptSequence
 
 
@@ -59,7 +62,7 @@ def kept(*lengths: int) -> list[KeptSequence]:
 
 
 def batch_of(*canvases: Canvas) -> StepBatch:
-    return build_batch(canvases, logit_shift=0)
+    return build_batch(canvases, 0, NO_PAGES)
 
 
 WHOLE = tuple(rows for rows in ROW_BUCKETS if rows <= MOST_WHOLE_ROWS)
@@ -121,13 +124,18 @@ def test_windows_have_buckets_of_their_own_and_mixed_batches_none() -> None:
     assert DENSE.find(batch_of(canvas(40), canvas(40, *kept(40)))) is None
 
 
-def padded_inputs(batch: StepBatch, bucket: Bucket) -> tuple[StepInputs[Any], SequenceBounds[Any]]:
-    inputs = bucket.inputs()
-    ((bounds,),) = inputs.bounds
-    for array in (inputs.token_ids, inputs.positions, inputs.slot_mapping, *bounds):
+def padded_inputs(
+    batch: StepBatch, bucket: Bucket
+) -> tuple[StepInputs[Any], AttentionLayout[Any], list[Any]]:
+    """Inputs of a bucket that hold a batch, their layout, and all of their arrays but tokens."""
+    inputs = bucket.inputs(NO_PAGES if bucket.is_cached else None, 1000, has_blocks=True)
+    ((layout,),) = inputs.layouts
+    columns = (layout.query_ends, layout.key_starts, layout.key_counts)
+    others = [inputs.positions, inputs.slot_mapping, *columns, layout.block_lengths, layout.firsts]
+    for array in (inputs.token_ids, *others):
         array[...] = 99  # what an earlier batch left
     fill(inputs, batch)
-    return inputs, bounds
+    return inputs, layout, others
 
 
 @pytest.mark.parametrize("lengths", [[33], [64], [20, 13, 40]])
@@ -135,15 +143,15 @@ def test_padding_is_one_more_sequence_of_its_own(lengths: list[int]) -> None:
     batch = batch_of(*map(canvas, lengths))
     bucket = DENSE.find(batch)
     assert bucket is not None
-    inputs, bounds = padded_inputs(batch, bucket)
+    inputs, layout, _ = padded_inputs(batch, bucket)
     total = sum(lengths)
     assert inputs.token_ids.tolist() == [*batch.token_ids, *[0] * (bucket.rows - total)]
     assert inputs.positions.tolist() == [*batch.positions, *[0] * (bucket.rows - total)]
     assert inputs.slot_mapping.size == 0
     sizes = [*lengths, bucket.rows - total]
     sizes += [0] * (bucket.sequences + 1 - len(sizes))
-    assert np.diff(bounds.query_ends).tolist() == bounds.key_counts.tolist() == sizes
-    starts, ends = bounds.key_starts, bounds.query_ends
+    assert np.diff(layout.query_ends).tolist() == layout.key_counts.tolist() == sizes
+    starts, ends = layout.key_starts, layout.query_ends
     assert starts[: len(lengths) + 1].tolist() == ends[: len(lengths) + 1].tolist()
 
 
@@ -155,8 +163,7 @@ def test_a_step_that_lies_where_the_one_before_did_writes_its_tokens_alone(
     batch = batch_of(*made)
     bucket = DENSE.find(batch)
     assert bucket is not None
-    inputs, bounds = padded_inputs(batch, bucket)
-    others = (inputs.positions, inputs.slot_mapping, *bounds)
+    inputs, _, others = padded_inputs(batch, bucket)
     before = [array.copy() for array in others]
     later = replace(batch, token_ids=batch.token_ids + 1)
     fill(inputs, later, batch.packing)
@@ -174,12 +181,12 @@ def test_padding_of_windows_reads_and_writes_nothing() -> None:
     batch = batch_of(canvas(30, first), canvas(20, second, name="b"))
     bucket = DENSE.find(batch)
     assert bucket is not None
-    inputs, bounds = padded_inputs(batch, bucket)
+    inputs, layout, _ = padded_inputs(batch, bucket)
     slots = [*first.slots, *second.slots] + [-1] * (bucket.rows - 50)
     assert inputs.slot_mapping.tolist() == slots
-    assert bounds.query_ends[:4].tolist() == [0, 30, 50, bucket.rows]
-    assert bounds.key_starts[:2].tolist() == [first.start, second.start] == [128, 192]
-    assert bounds.key_counts[:3].tolist() == [30, 20, 0]
+    assert layout.query_ends[:4].tolist() == [0, 30, 50, bucket.rows]
+    assert layout.key_starts[:2].tolist() == [first.start, second.start] == [128, 192]
+    assert layout.key_counts[:3].tolist() == [30, 20, 0]
 
 
 def test_windows_of_all_positions_read_their_own_rows_without_a_graph() -> None:
@@ -189,14 +196,12 @@ def test_windows_of_all_positions_read_their_own_rows_without_a_graph() -> None:
     part.commit(Candidates(eligible, np.full_like(eligible, 5), np.zeros(eligible.size)))
     batch = batch_of(part, whole, canvas(30))
     assert [c.req_id for c in batch.canvases] == ["a", "w", "p"]
-    groups = batch.span_groups(slice(0, batch.num_rows))
-    assert [(group.is_cached, group.rows) for group in groups] == [
-        (False, slice(0, 130)),
-        (True, slice(130, 138)),
-    ]
-    assert groups[0].spans == (Span(0, 30, 0, 30), Span(30, 130, 30, 130))
+    own, cached = batch.layouts(slice(0, batch.num_rows))
+    assert (own.pages, own.rows) == (None, slice(0, 130))
+    assert (cached.pages, cached.rows) == (NO_PAGES, slice(130, 138))
+    assert own.spans == [Span(0, 30, 0, 30), Span(30, 130, 30, 130)]
     start = part.window.cache.start
-    assert groups[1].spans == (Span(0, 8, start, start + 100, first=92),)
+    assert cached.spans == [Span(0, 8, start, start + 100, first=92, in_pages=True)]
     assert (batch.num_whole, batch.shape.kept_keys) == (30, 100)
     assert batch_of(whole, canvas(30)).shape.kept_keys == 0
 
@@ -225,9 +230,10 @@ def check_replay(runner: Any, lengths: list[int], is_cached: bool) -> None:
     ranges = [
         runner.caches.allocate(str(i), n) if is_cached else None for i, n in enumerate(lengths)
     ]
-    batch = batch_of(*(canvas(n, r) for n, r in zip(lengths, ranges, strict=True)))
+    made = [canvas(n, r) for n, r in zip(lengths, ranges, strict=True)]
+    batch = build_batch(made, 0, runner.caches.table)
     plan = runner.planner.plan(batch.shape)
-    inputs, _ = upload(batch, plan, [], runner.caches)
+    inputs = ops.to_device(batch.inputs([[slice(0, batch.num_rows)]]), runner.device)
     fresh = FreshBuffers(runner.device)
     to_the_end = runner.graphs.buckets.find(batch).is_ended
     where = fresh, fresh, runner.caches

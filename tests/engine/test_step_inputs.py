@@ -7,48 +7,49 @@ import numpy as np
 import pytest
 import torch
 
+from tests.pages import NO_PAGES
 from vllm.diffusion import ops
-from vllm.diffusion.core.spans import AttentionLayout, PageTable, Span
-from vllm.diffusion.engine.worker.batch import SpanGroup
-from vllm.diffusion.engine.worker.inputs import (
-    SequenceBounds,
-    StepInputs,
-    bounds_of,
-    empty,
-    layout_of,
-)
+from vllm.diffusion.core.spans import AttentionLayout, Span, lay_out
+from vllm.diffusion.engine.worker.batch import StepInputs
+from vllm.diffusion.engine.worker.step_graphs import Bucket
 
-SPANS = (Span(0, 3, 10, 17), Span(3, 4, 2, 2), Span(4, 9, 0, 40))
+SPANS = [Span(0, 3, 10, 17), Span(3, 4, 2, 2), Span(4, 9, 0, 40)]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_arrays_arrive_under_the_names_that_they_left_under(device: str) -> None:
-    inputs = empty(num_rows=5, num_slots=2, num_sequences=3)
-    arrays = [inputs.token_ids, inputs.positions, inputs.slot_mapping, *inputs.bounds[0][0]]
+    inputs = Bucket(5, 2, is_cached=True).inputs(NO_PAGES, 64, has_blocks=True)
+    ((layout,),) = inputs.layouts
+    names = ("query_ends", "key_starts", "key_counts", "block_lengths", "firsts")
+    arrays = [*inputs[:3], *(getattr(layout, name) for name in names)]
     for number, array in enumerate(arrays):
         array[...] = number
     other = np.arange(7)
-    found, (alone,) = ops.to_device((inputs, (other,)), torch.device(device))
-    assert isinstance(found, StepInputs) and isinstance(found.bounds[0][0], SequenceBounds)
-    bounds = found.bounds[0][0]
-    tensors = [found.token_ids, found.positions, found.slot_mapping]
-    tensors += [*bounds]
+    found, (alone, kept) = ops.to_device((inputs, (other, "kept")), torch.device(device))
+    assert isinstance(found, StepInputs) and isinstance(found.layouts[0][0], AttentionLayout)
+    ((arrived,),) = found.layouts
+    assert (arrived.pages, arrived.max_keys, arrived.rows) == (NO_PAGES, 64, slice(None))
+    tensors = [*found[:3], *(getattr(arrived, name) for name in names)]
     for number, (tensor, array) in enumerate(zip(tensors, arrays, strict=True)):
         assert tensor.device.type == device
         assert tensor.dtype == torch.from_numpy(array).dtype
         assert tensor.tolist() == [number] * array.size
-    assert alone.tolist() == other.tolist()
+    assert (alone.tolist(), kept) == (other.tolist(), "kept")
     assert ops.to_device((), torch.device(device)) == ()
 
 
-@pytest.mark.parametrize("is_cached", [False, True])
-def test_bounds_of_a_span_group_are_those_of_its_layout(is_cached: bool) -> None:
-    group = SpanGroup(slice(0, 9), SPANS, is_cached)
-    pages = PageTable(torch.zeros(1, dtype=torch.int32), 64)
+def test_runs_are_laid_out_by_the_place_of_their_keys() -> None:
+    """Where their queries lay before does not matter."""
+    cached = [Span(100, 102, 64, 70, in_pages=True), Span(7, 8, 0, 9, 4, 8, in_pages=True)]
+    own, paged = lay_out([*SPANS, *cached], NO_PAGES)
     wanted = AttentionLayout.of(SPANS, "cpu")
-    given = layout_of(group, ops.to_device(bounds_of(group), torch.device("cpu")), pages)
-    assert given.query_ends.tolist() == wanted.query_ends.tolist()
-    assert given.key_starts.tolist()[:-1] == wanted.key_starts.tolist()[:-1]  # the last is not read
-    assert given.key_counts.tolist() == wanted.key_counts.tolist()
-    assert (given.max_queries, given.max_keys, given.spans) == (5, 40, SPANS)
-    assert given.pages is (pages if is_cached else None)
+    for name in ("query_ends", "key_starts", "key_counts"):
+        assert getattr(own, name).tolist() == getattr(wanted, name).tolist()
+    assert (own.max_queries, own.max_keys, own.spans) == (5, 40, SPANS)
+    assert (own.rows, own.pages, own.block_lengths, own.firsts) == (slice(0, 9), None, None, None)
+    assert (paged.rows, paged.pages, paged.query_ends.tolist()) == (
+        slice(9, 12),
+        NO_PAGES,
+        [0, 2, 3],
+    )
+    assert (paged.block_lengths.tolist(), paged.firsts.tolist()) == ([0, 4], [0, 8])

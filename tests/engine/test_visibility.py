@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.checkpoints import MASK_ID
-from tests.pages import store_with
-from vllm.diffusion.core.spans import AttentionLayout
+from tests.pages import NO_PAGES, store_with
+from vllm.diffusion import ops
 from vllm.diffusion.decoding import ForwardTarget
 from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.engine.worker.batch import build_batch
@@ -27,7 +27,8 @@ from vllm.diffusion.request.visibility import FULL, BlockCausal, Forward
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from vllm.diffusion.engine.worker.batch import SpanGroup, StepBatch
+    from vllm.diffusion.core.spans import AttentionLayout
+    from vllm.diffusion.engine.worker.batch import StepBatch
     from vllm.diffusion.memory import KeptSequence, PageStore
     from vllm.diffusion.request.visibility import Visibility
 
@@ -125,13 +126,13 @@ class Tensors:
         self.kept_k, self.kept_v = rows(num_kept, KV_HEADS), rows(num_kept, KV_HEADS)
         self.pages = store.table
 
-    def attend(self, groups: Iterable[SpanGroup], q: torch.Tensor) -> torch.Tensor:
-        """Attention of rows that are cut into groups, as layers run it."""
+    def attend(self, layouts: tuple[AttentionLayout[Any], ...], q: torch.Tensor) -> torch.Tensor:
+        """Attention of the rows of a chunk, as layers run it."""
         found = []
-        for rows, spans, is_cached in groups:
-            k, v = (self.kept_k, self.kept_v) if is_cached else (self.k, self.v)
-            pages = self.pages if is_cached else None
-            found.append(attend(q[rows], k, v, AttentionLayout.of(spans, "cpu", pages)))
+        for layout in ops.to_device(layouts, torch.device("cpu")):
+            k, v = (self.k, self.v) if layout.pages is None else (self.kept_k, self.kept_v)
+            assert layout.pages in (None, self.pages)
+            found.append(attend(q[layout.rows], k, v, layout))
         return torch.cat(found)
 
     def dense(
@@ -181,28 +182,28 @@ def test_a_batch_attends_as_under_a_dense_mask(visibility: Visibility, rows_per_
         canvas("c", 130, visibility, (124, 125), (124, 128), first),
         canvas("d", 17, visibility, (9, 16), (5, 17), second, block_length=2),
     ]
-    batch = build_batch([*made[:2], *made[:1:-1]], logit_shift=0)  # what reads kept keys, moves
+    batch = build_batch([*made[:2], *made[:1:-1]], 0, store.table)  # what reads kept keys, moves
     assert [one.req_id for one in batch.canvases] == ["a", "b", "e", "d", "c"]
     made[3:] = made[:2:-1]
     tensors = Tensors(batch, store)
     wanted = wanted_rows(tensors, batch, made, visibility)
     found = [
-        tensors.attend(batch.span_groups(rows), tensors.q[rows])
+        tensors.attend(batch.layouts(rows), tensors.q[rows])
         for rows in chunks(batch.num_rows, rows_per_chunk)
     ]
     torch.testing.assert_close(torch.cat(found), wanted)
     for part in SampleRows(batch).parts(rows_per_part=4):
         rows = torch.from_numpy(part.rows)
-        given = tensors.attend(part.span_groups, tensors.q[rows])
+        given = tensors.attend(part.layouts, tensors.q[rows])
         torch.testing.assert_close(given, wanted[rows])
 
 
 def test_prefill_of_a_block_causal_sequence_is_one_sequence_on_its_grid() -> None:
     made = canvas("a", 22, BlockCausal(), ())
-    batch = build_batch([made], logit_shift=0)
-    ((_, (span,), _),) = batch.span_groups(slice(0, 22))
+    batch = build_batch([made], 0, NO_PAGES)
+    (span,) = batch.layouts(slice(0, 22))[0].spans
     assert [span.keys_read_by(row) for row in range(0, 22, 4)] == [4, 8, 12, 16, 20, 22]
-    ((_, (later,), _),) = batch.span_groups(slice(7, 13))
+    (later,) = batch.layouts(slice(7, 13))[0].spans
     assert (later.first, later.keys_read_by(0), later.keys_read_by(5)) == (7, 8, 16)
     assert batch.shape.longest == 22
     assert np.array_equal(batch.positions, np.arange(22))

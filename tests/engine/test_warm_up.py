@@ -75,7 +75,7 @@ def test_blocks_in_pages_are_warm_as_well(
         for is_kept in (True, False):
             rows = {b.num_rows for b in batches if (b.slot_mapping.size > 0) == is_kept}
             assert rows == {own for own in ROW_BUCKETS if own <= 1024}
-        assert {len(b.sequences) for b in batches} == {1, 2}
+        assert {len(b.packing.sequences) for b in batches} == {1, 2}
         assert engine.is_idle()
         # What is called beside that, for Triton: the head and the experts; attention on a GPU.
         with torch.inference_mode():

@@ -117,7 +117,7 @@ def staged_logits(
         for start, end in chunks:
             part = slice(start, end)
             layout = AttentionLayout.of(_spans(lengths, start, end, visibility), x.device)
-            sources = [KeySource(slice(0, end - start), k, v, layout)]
+            sources = [KeySource(k, v, layout)]
             queries = None if q is None else q[part]
             layer.attention.attend(x[part], rotary.rows(part), sources, queries, buffers)
         for start, end in chunks:

@@ -144,7 +144,7 @@ def test_layout_of_spans() -> None:
     assert layout.key_starts.tolist() == [5, 3, 0, 0]
     assert layout.key_counts.tolist() == [4, 1, 1]
     assert (layout.max_queries, layout.max_keys) == (3, 4)
-    assert layout.spans == tuple(spans)
+    assert layout.spans == spans
     tensors = (layout.query_ends, layout.key_starts, layout.key_counts)
     assert all(tensor.dtype == torch.int32 for tensor in tensors)
 

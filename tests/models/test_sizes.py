@@ -87,7 +87,7 @@ def test_stages_take_what_is_planned(
     layer.attention.keys_values(x, rotary, product, wrote := Recorder())
     _, k, v = layer.attention.split(product)
     keys = AttentionLayout.of([Span(0, rows, 0, rows)], "cpu")
-    sources = [KeySource(slice(rows), k, v, keys)]
+    sources = [KeySource(k, v, keys)]
     layer.attention.attend(x, rotary, sources, None, attended := Recorder())
     layer.mlp_stage.feed_forward(x, fed := Recorder())
     footprint = Footprint(model_shape(engine_config(path, quantization=quantization)))

@@ -8,28 +8,33 @@ hd head width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
+
+A = TypeVar("A")  # torch.Tensor on the device, an array on the host
 
 
 class Span(NamedTuple):
     """Queries of one sequence and the keys that they read, as half-open row ranges.
 
-    `q_start`, `q_end` are rows of the queries, `kv_start`, `kv_end` rows of the keys and values;
-    where these lie in pages, rows as a `PageTable` counts them. Every query reads all of the keys,
-    unless they are on a grid of blocks: then a query reads those of its own block and of the blocks
-    before.
+    `q_start`, `q_end` are rows of the queries, `kv_start`, `kv_end` rows of the keys and values.
+    Every query reads all of the keys, unless they are on a grid of blocks: then a query reads those
+    of its own block and of the blocks before.
 
     Attributes:
         block_length: keys of a block, counted from the first key; 0 where there is no grid.
         first: index of the key beside which the first query stands, counted from the first key. The
             other queries follow.
+        in_pages: the keys are rows as a `PageTable` counts them.
     """
 
     q_start: int
@@ -38,6 +43,7 @@ class Span(NamedTuple):
     kv_end: int
     block_length: int = 0
     first: int = 0
+    in_pages: bool = False
 
     @property
     def num_queries(self) -> int:
@@ -72,54 +78,89 @@ class PageTable(NamedTuple):
         return rows.flatten()[: end - start]
 
 
-class AttentionLayout(NamedTuple):
+class AttentionLayout(NamedTuple, Generic[A]):
     """Assignment of query rows to key rows: S sequences, each with queries and keys of its own.
 
-    The queries of the sequences tile the R query rows in order. The keys of a sequence are any
-    range of the N key rows, or of those that `pages` names; a sequence without keys gets zeros.
-    Without `block_lengths` a query reads all keys of its sequence, with them as `Span` says. A
-    captured graph reads the tensors again at every replay, so what they hold may change, within
-    the two bounds.
+    The queries of the sequences tile R query rows in order. The keys of a sequence are any range of
+    the N key rows, or of those that `pages` names; a sequence without keys gets zeros. Without
+    `block_lengths` a query reads all keys of its sequence, with them as `Span` says. A captured
+    graph reads the tensors again at every replay, so what they hold may change, within the two
+    bounds.
+
+        rows of a chunk     |... other layout ...|  q of 0  |   q of 1   |
+        `rows`                                   [start, ................ stop)
+        query_ends                               0          8            20
     """
 
-    query_ends: Tensor  # [S + 1] int32 on the device: 0, then the end of each sequence's queries
-    key_starts: Tensor  # [S + 1] int32 on the device: first key row of each; the last is not read
-    key_counts: Tensor  # [S] int32 on the device: keys of each sequence, from its first
+    query_ends: A  # [S + 1] int32: 0, then the end of each sequence's queries
+    key_starts: A  # [S + 1] int32: first key row of each; the last is not read
+    key_counts: A  # [S] int32: keys of each sequence, from its first
     max_queries: int  # at least the queries of every sequence
     max_keys: int  # at least the keys of every sequence
-    spans: tuple[Span, ...] | None  # the same on the host; None in a captured graph
+    spans: list[Span] | None  # the same on the host; None in a captured graph
     pages: PageTable | None = None  # None: the keys of a sequence are one range of rows
-    block_lengths: Tensor | None = None  # [S] int32 on the device, `Span.block_length` of each
-    firsts: Tensor | None = None  # [S] int32 on the device, `Span.first` of each
+    block_lengths: A | None = None  # [S] int32, `Span.block_length` of each
+    firsts: A | None = None  # [S] int32, `Span.first` of each
+    rows: slice = slice(None)  # the R query rows, among the rows of a chunk
 
-    @classmethod
+    @staticmethod
+    def packed(
+        runs: Iterable[Span], pages: PageTable | None = None, start: int = 0
+    ) -> AttentionLayout[Any]:
+        """Lay out runs of queries one after the other, from row `start` of a chunk on.
+
+        Of a run's queries only their number counts. The result holds arrays of the host.
+        """
+        spans, end, max_queries = list[Span](), 0, 0
+        for q_start, q_end, *keys in runs:
+            num_queries = q_end - q_start
+            spans.append(Span._make((end, end + num_queries, *keys)))
+            max_queries, end = max(max_queries, num_queries), end + num_queries
+        _, ends, starts, stops, blocks, firsts, _ = zip(*spans, strict=True) if spans else [()] * 7
+        counts = [stop - start for start, stop in zip(starts, stops, strict=True)]
+        has_blocks = any(blocks)
+        return AttentionLayout(
+            query_ends=np.array((0, *ends), dtype=np.int32),
+            key_starts=np.array((*starts, 0), dtype=np.int32),
+            key_counts=np.array(counts, dtype=np.int32),
+            max_queries=max_queries,
+            max_keys=max(counts, default=0),
+            spans=spans,
+            pages=pages,
+            block_lengths=np.array(blocks, dtype=np.int32) if has_blocks else None,
+            firsts=np.array(firsts, dtype=np.int32) if has_blocks else None,
+            rows=slice(start, start + end),
+        )
+
+    @staticmethod
     def of(
-        cls, spans: Sequence[Span], device: torch.device | str, pages: PageTable | None = None
-    ) -> AttentionLayout:
+        spans: Sequence[Span], device: torch.device | str, pages: PageTable | None = None
+    ) -> AttentionLayout[Tensor]:
         """Make the layout of `spans`, copied to `device`.
 
         Raises:
             ValueError: the queries of the spans do not follow one another from row 0.
         """
-        spans = tuple(spans)
         check_tiling(spans)
-        key_counts = [span.num_keys for span in spans]
-        has_blocks = any(span.block_length for span in spans)
+        host = AttentionLayout.packed(spans, pages)
+        moved: dict[str, Any] = {
+            name: torch.from_numpy(array).to(device)
+            for name, array in host._asdict().items()
+            if isinstance(array, np.ndarray)
+        }
+        return host._replace(**moved)
 
-        def on_device(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
 
-        return cls(
-            query_ends=on_device([0, *(span.q_end for span in spans)]),
-            key_starts=on_device([*(span.kv_start for span in spans), 0]),
-            key_counts=on_device(key_counts),
-            max_queries=max((span.num_queries for span in spans), default=0),
-            max_keys=max(key_counts, default=0),
-            spans=spans,
-            pages=pages,
-            block_lengths=on_device([s.block_length for s in spans]) if has_blocks else None,
-            firsts=on_device([span.first for span in spans]) if has_blocks else None,
-        )
+def lay_out(runs: Iterable[Span], pages: PageTable) -> tuple[AttentionLayout[Any], ...]:
+    """Lay out the rows of a chunk, given as runs in their order, for each place of their keys.
+
+    The results hold arrays of the host.
+    """
+    layouts, start = [], 0
+    for in_pages, own in groupby(runs, attrgetter("in_pages")):
+        layouts.append(AttentionLayout.packed(own, pages if in_pages else None, start))
+        start = layouts[-1].rows.stop
+    return tuple(layouts)
 
 
 def check_tiling(spans: Sequence[Span], num_rows: int | None = None) -> None:
@@ -150,18 +191,16 @@ class KeyTarget(NamedTuple):
 
 
 class KeySource(NamedTuple):
-    """Rows of a chunk, and the keys and values that they read.
+    """Keys and values that rows of a chunk read.
 
     Attributes:
-        rows: rows of the chunk.
         k, v: [N, KV, hd].
-        layout: which of them each sequence reads; its queries count from the first of `rows`.
+        layout: the rows, and which of the keys each sequence reads.
     """
 
-    rows: slice
     k: Tensor
     v: Tensor
-    layout: AttentionLayout
+    layout: AttentionLayout[Tensor]
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class DeviceTables:
             self.offsets[id(language)] = begins[:-1]
             end = _aligned(begins[-1])  # where the next one's segments begin
             flat += [*parts, np.zeros(end - begins[-1], dtype=np.int32)]
-        (self.table,) = ops.to_device([np.concatenate(flat)], device)
+        (self.table,) = ops.to_device((np.concatenate(flat),), device)
 
 
 def _parts(language: Language) -> tuple[ops.Array, ...]:

@@ -231,7 +231,7 @@ def _attend_all(q: Tensor, sources: Sequence[KeySource], buffers: Buffers) -> Te
     if q.is_cuda and can_split(q.dtype, q.shape[2], q.device):
         split_rows = stages.SPLIT_ROWS * num_multiprocessors(q.device)
         stages.split_attention(q.shape[2]).expect(buffers, split_rows)
-    for _, k, _, layout in sources:
+    for k, _, layout in sources:
         if layout.pages is not None and not reads_pages(q.dtype, q.shape[2], q.device):
             keys = stages.collected_keys(k.dtype, *k.shape[1:])
             keys.expect(buffers, layout.max_keys)
@@ -241,6 +241,6 @@ def _attend_all(q: Tensor, sources: Sequence[KeySource], buffers: Buffers) -> Te
             collected.expect(buffers, len(q))
         return attend(q, sources[0].k, sources[0].v, layout)
     heads = collected.take(buffers, len(q))
-    for rows, k, v, layout in sources:
-        attend(q[rows], k, v, layout, out=heads[rows])
+    for k, v, layout in sources:
+        attend(q[layout.rows], k, v, layout, out=heads[layout.rows])
     return heads

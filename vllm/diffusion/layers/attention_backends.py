@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.core.spans import AttentionLayout, PageTable
 
+    _Layout: TypeAlias = AttentionLayout[Tensor]
+
 # cuDNN is the fastest of torch's backends on long sequences; it takes 16-bit inputs only.
 _CUDA_PRIORITY = [
     SDPBackend.CUDNN_ATTENTION,
@@ -70,7 +72,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: AttentionLayout,
+    layout: _Layout,
     out: Tensor | None = None,
     *,
     backend: Backend | None = None,
@@ -113,12 +115,12 @@ def reads_pages(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool
     return can_be_captured(dtype, head_dim, device) and can_split(dtype, head_dim, device)
 
 
-def _is_in_pages_or_blocks(layout: AttentionLayout) -> bool:
+def _is_in_pages_or_blocks(layout: _Layout) -> bool:
     """Whether a layout has pages or block grids, which only our kernels read."""
     return layout.pages is not None or layout.block_lengths is not None
 
 
-def can_serve(backend: Backend, q: Tensor, layout: AttentionLayout) -> bool:
+def can_serve(backend: Backend, q: Tensor, layout: _Layout) -> bool:
     """Whether a backend computes attention of these tensors at all."""
     if backend is Backend.SDPA:
         return layout.spans is not None
@@ -149,7 +151,7 @@ def available_backends(
     return tuple(found)
 
 
-def choose_backend(q: Tensor, layout: AttentionLayout) -> Backend:
+def choose_backend(q: Tensor, layout: _Layout) -> Backend:
     """Return the fastest backend that serves these tensors."""
     if not can_be_captured(q.dtype, q.shape[2], q.device):
         return Backend.SDPA
@@ -165,7 +167,7 @@ def choose_backend(q: Tensor, layout: AttentionLayout) -> Backend:
     return ours if can_serve(ours, q, layout) else Backend.FLASH
 
 
-def _fills_card(q: Tensor, layout: AttentionLayout) -> bool:
+def _fills_card(q: Tensor, layout: _Layout) -> bool:
     """Whether the tiled kernel serves, and there are queries for every multiprocessor."""
     if not can_serve(Backend.TILED, q, layout):
         return False
@@ -191,9 +193,7 @@ def _flash3(device: torch.device) -> Callable[..., Tensor] | None:
     return functools.partial(flash_attn_varlen_func, fa_version=3)
 
 
-def _attend_each(
-    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, out: Tensor | None
-) -> Tensor:
+def _attend_each(q: Tensor, k: Tensor, v: Tensor, layout: _Layout, out: Tensor | None) -> Tensor:
     """Attend one sequence at a time."""
     if layout.spans is None:
         raise ValueError(
@@ -258,9 +258,7 @@ def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, span: Span, pages: PageTable
     return torch.cat(parts)
 
 
-def _attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, out: Tensor | None
-) -> Tensor:
+def _attend_packed(q: Tensor, k: Tensor, v: Tensor, layout: _Layout, out: Tensor | None) -> Tensor:
     """Attend in all sequences by one launch of the flash kernel.
 
     The kernel takes the first key of a sequence from `cum_seq_k` and their number from
@@ -282,9 +280,7 @@ def _attend_packed(
     return given.contiguous() if out is None else out.copy_(given)
 
 
-def _attend_flash3(
-    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, out: Tensor | None
-) -> Tensor:
+def _attend_flash3(q: Tensor, k: Tensor, v: Tensor, layout: _Layout, out: Tensor | None) -> Tensor:
     """Attend in one sequence by upstream's kernel, which takes keys from row 0 on."""
     attention = _flash3(q.device)
     assert attention is not None and layout.spans is not None
@@ -301,23 +297,21 @@ def _attend_flash3(
     )
 
 
-def _fits_tiles(q: Tensor, layout: AttentionLayout) -> bool:
+def _fits_tiles(q: Tensor, layout: _Layout) -> bool:
     pages = layout.pages
     if pages is not None and pages.size != ops.ATTENTION_PAGE:
         return False
     return ops.has_attention(q, len(layout.key_counts))
 
 
-def _attend_tiled(
-    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, out: Tensor | None
-) -> Tensor:
+def _attend_tiled(q: Tensor, k: Tensor, v: Tensor, layout: _Layout, out: Tensor | None) -> Tensor:
     """Attend in all sequences by one launch, with tiles of queries in turn."""
     page_rows = None if layout.pages is None else layout.pages.rows
     attended = ops.Attended(*layout[:3], layout.block_lengths, layout.firsts, page_rows)
     return ops.attention(q, k, v, attended, out)
 
 
-_Attend: TypeAlias = "Callable[[Tensor, Tensor, Tensor, AttentionLayout, Tensor | None], Tensor]"
+_Attend: TypeAlias = "Callable[[Tensor, Tensor, Tensor, _Layout, Tensor | None], Tensor]"
 _ATTEND: dict[Backend, _Attend] = {
     Backend.SDPA: _attend_each,
     Backend.FLASH: _attend_packed,

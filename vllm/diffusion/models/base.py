@@ -334,7 +334,7 @@ class DiffusionModel(nn.Module, SupportsQuant):
         for layer in self.layers:
             layer.attention.keys_values(x, rotary, product, buffers)
             q, k, v = layer.attention.split(product)
-            sources = [KeySource(slice(0, num_rows), k, v, layout)]
+            sources = [KeySource(k, v, layout)]
             layer.attention.attend(x, rotary, sources, q, buffers)
             layer.mlp_stage.feed_forward(x, buffers)
         return self.final_norm(x)

@@ -23,7 +23,8 @@ class Staging:
     """Host arrays that are copied to a GPU side by side, always to fixed addresses.
 
     Args:
-        like: arrays of the wanted shapes and dtypes, in tuples and named tuples.
+        like: arrays of the wanted shapes and dtypes, in tuples and named tuples; what else these
+            hold stays as it is.
         device: a CUDA device.
 
     Attributes:
@@ -69,7 +70,8 @@ class GraphInputs:
     replay is back, the arrays may still be read.
 
     Args:
-        like: arrays of the wanted shapes and dtypes, in tuples and named tuples.
+        like: arrays of the wanted shapes and dtypes, in tuples and named tuples; what else these
+            hold stays as it is.
         device: a CUDA device.
 
     Attributes:
@@ -115,7 +117,7 @@ def to_device(arrays: Any, device: torch.device) -> Any:
     """Copy arrays to `device`, in one transfer that the host does not wait for.
 
     Args:
-        arrays: contiguous arrays, in tuples and named tuples.
+        arrays: contiguous arrays, in tuples and named tuples; what else these hold stays as it is.
         device: target device; on CPU the tensors share the arrays' memory.
 
     Returns:
@@ -162,9 +164,11 @@ def _padded(array: Array) -> int:
 
 
 def _leaves(nested: Any) -> list[Array]:
-    """Return the arrays of nested tuples of arrays, in order."""
+    """Return the arrays in nested tuples, in order."""
     if isinstance(nested, np.ndarray):
         return [nested]
+    if not isinstance(nested, tuple):
+        return []
     return [array for part in nested for array in _leaves(part)]
 
 
@@ -172,5 +176,7 @@ def _nested(like: Any, values: Iterator[Any]) -> Any:
     """Return `like` with every array replaced by the next of `values`."""
     if isinstance(like, np.ndarray):
         return next(values)
+    if not isinstance(like, tuple):
+        return like
     parts = [_nested(part, values) for part in like]
     return like._make(parts) if hasattr(like, "_make") else tuple(parts)

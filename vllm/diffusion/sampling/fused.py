@@ -199,7 +199,7 @@ def _spread(
         else:
             on_host[name] = np.array(numbers, dtype=dtype).repeat(counts)
     if on_host:
-        found |= zip(on_host, ops.to_device(list(on_host.values()), device), strict=True)
+        found |= zip(on_host, ops.to_device(tuple(on_host.values()), device), strict=True)
     return found
 
 

@@ -152,7 +152,7 @@ def _sample_alone(
         return Samples.of(sample_plain(logits, group, model.vocab_start, model.vocab_size))
     # Log probabilities before the choice, which may overwrite the logits.
     if group.token_ids is not None:
-        (token_ids,) = ops.to_device([group.token_ids], logits.device)
+        (token_ids,) = ops.to_device((group.token_ids,), logits.device)
         top = None
         if group.num_top:  # ranks exchange their columns for the best of all tokens
             whole = ops.gather_columns(logits, model.vocab_size)
@@ -172,7 +172,7 @@ def _sample_alone(
     named = None
     if group.params.logprob_token_ids:
         ids = np.array(group.params.logprob_token_ids, dtype=np.int64)
-        (named,) = ops.to_device([ids], logits.device)
+        (named,) = ops.to_device((ids,), logits.device)
     num_top = group.params.num_logprobs
     logprobs = Logprobs.of(distribution, found.token, found.greedy, num_top, named)
     return Samples.of(found, [logprobs.packed()])

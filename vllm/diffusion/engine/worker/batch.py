@@ -12,132 +12,105 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from vllm.diffusion.core.spans import Span
+from vllm.diffusion.core.spans import AttentionLayout, Span, lay_out
 from vllm.diffusion.memory import StepShape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
+    from vllm.diffusion.core.spans import PageTable
     from vllm.diffusion.decoding import ForwardTarget
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.window import Window
     from vllm.diffusion.ops import Array
 
-
-class PackedSequence(NamedTuple):
-    """Rows of the batch that attend to the same keys, each row to as many of them as `Span` says.
-
-    Attributes:
-        start, end: rows of the batch, half-open.
-        first: position of row `start`.
-        first_key: where the key of position 0 lies: a row of the batch, or of the store's table if
-            `is_cached`.
-        num_keys: keys from `first_key` on.
-        is_cached: the keys are read from the store; only where this step does not compute them all.
-        first_kept: row of the key of position 0 in the store's table, if it is kept; else
-            `first_key`.
-        block_length: block length, as in `Span`.
-    """
-
-    start: int
-    end: int
-    first: int
-    first_key: int
-    num_keys: int
-    is_cached: bool
-    first_kept: int
-    block_length: int
-
-    def counted(self, positions: Array) -> list[tuple[int, PackedSequence]]:
-        """Split `positions` [r], ascending, into runs that read the same keys.
-
-        Returns the number of rows of each run, with its sequence.
-        """
-        if not self.block_length:
-            return [(positions.size, self)]
-        counted = []
-        while positions.size:
-            end = (int(positions[0]) // self.block_length + 1) * self.block_length
-            is_last = positions[-1] < end  # most often all of them are in one block
-            count = positions.size if is_last else int(np.searchsorted(positions, end))
-            num_keys = min(end, self.num_keys)
-            counted.append((count, self._replace(num_keys=num_keys, block_length=0)))
-            positions = positions[count:]
-        return counted
+A = TypeVar("A")  # an array of the host, or a tensor of the device
 
 
-class SpanGroup(NamedTuple):
-    """Consecutive rows whose keys lie in the same buffer.
+class StepInputs(NamedTuple, Generic[A]):
+    """Inputs of the layers in a step, as arrays of the host or as tensors of the device.
 
     Attributes:
-        rows: consecutive rows of what is grouped: a chunk of the batch, or sample rows.
-        spans: the sequences of these rows; queries count from the first of `rows`.
-        is_cached: the keys lie in the store.
+        token_ids: [T] int64.
+        positions: [T] int64, from 0 in every sequence.
+        slot_mapping: [W] int64, the store's row of each of the last W rows; negative for none.
+        layouts: for every chunk of the attend stage, then for those of the last layer where these
+            differ: which keys its rows read, those of this step and those in the store.
     """
 
-    rows: slice
-    spans: tuple[Span, ...]
-    is_cached: bool
+    token_ids: A
+    positions: A
+    slot_mapping: A
+    layouts: tuple[tuple[AttentionLayout[A], ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Packing:
     """Layout of the rows of a step; the next step often has the same one.
 
+    A request has one sequence, and with guidance also the unconditional one. The rows of S
+    sequences follow one another: first of those that keep nothing, then of windows of all
+    positions, then of windows of some, which read kept keys. Columns are [S] int64.
+
     Attributes:
         canvases: the requests, in the order of their rows.
         windows: per request, the positions that are computed.
+        pages: where the store has the keys and values that are kept.
         positions: [T] int64, from 0 in every sequence.
         slot_mapping: [W] int64, the store's row of each of the last W rows, which belong to
             windows.
-        fields: [number of fields of PackedSequence, S] int64, of all sequences. They tile the rows
-            in this order: sequences that keep nothing, windows of all positions, windows of some.
+        ends: column, the row behind the last of each sequence.
+        firsts: column, the position of its first row.
+        num_keys: column, the keys that its rows read.
+        block_lengths: column, as in `Span`.
+        first_keys: column, where the key of position 0 lies: a row of the batch, or of `pages`.
+        first_kept: column, where `pages` has it; where it is not kept, `first_keys`.
+        num_own: sequences that read keys of this step; those behind them read kept ones.
     """
 
     canvases: tuple[Canvas, ...]
     windows: tuple[Window, ...]
+    pages: PageTable
     positions: Array
     slot_mapping: Array
-    fields: Array
-
-    @property
-    def num_sequences(self) -> int:
-        return int(self.fields.shape[1])
-
-    @cached_property
-    def sequences(self) -> tuple[PackedSequence, ...]:
-        """All sequences in the order of their rows; replaying a graph does not need them."""
-        return tuple([PackedSequence(*fields) for fields in self.fields.T.tolist()])
+    ends: Array
+    firsts: Array
+    num_keys: Array
+    block_lengths: Array
+    first_keys: Array
+    first_kept: Array
+    num_own: int
 
     @cached_property
-    def own(self) -> tuple[tuple[PackedSequence, ...], ...]:
-        """Sequences of each request: its own, and with guidance the unconditional one."""
+    def sequences(self) -> tuple[Span, ...]:
+        """All sequences, their queries as rows of the batch; replaying a graph needs none."""
+        numbers = (
+            *(self.ends, self.first_keys, self.first_keys + self.num_keys),
+            *(self.block_lengths, self.firsts),
+        )
+        starts, in_pages = [0, *self.ends[:-1].tolist()], np.arange(self.ends.size) >= self.num_own
+        columns = (starts, *(column.tolist() for column in numbers), in_pages.tolist())
+        return tuple([Span(*sequence) for sequence in zip(*columns, strict=True)])
+
+    @cached_property
+    def of_requests(self) -> tuple[tuple[Span, ...], ...]:
+        """Sequences of each request."""
         sequences = iter(self.sequences)
         return tuple([tuple(islice(sequences, c.window.num_sequences)) for c in self.canvases])
 
     @cached_property
     def longest(self) -> int:
         """Number of keys of the sequence that reads most."""
-        return int(self.fields[PackedSequence._fields.index("num_keys")].max())
+        return int(self.num_keys.max())
 
     @cached_property
     def kept_keys(self) -> int:
         """Keys of the longest sequence that reads its cache; 0 if none does."""
-        _, _, _, _, counts, is_cached, _, _ = self.fields
-        return int((counts * is_cached).max())
-
-    @property
-    def bounds(self) -> tuple[Array, ...]:
-        """Bounds of all sequences, [S] int64 each.
-
-        In order: `end`, `first_kept`, `num_keys`, `block_length` and `first`.
-        """
-        _, ends, firsts, _, counts, _, kept, block_lengths = self.fields
-        return ends, kept, counts, block_lengths, firsts
+        return int(self.num_keys[self.num_own :].max(initial=0))
 
 
 @dataclass(frozen=True)
@@ -169,10 +142,6 @@ class StepBatch:
         return self.packing.slot_mapping
 
     @property
-    def sequences(self) -> Sequence[PackedSequence]:
-        return self.packing.sequences
-
-    @property
     def num_rows(self) -> int:
         return self.token_ids.size
 
@@ -188,7 +157,7 @@ class StepBatch:
             rows=self.num_rows,
             sample_rows=self.sample_rows,
             longest=self.packing.longest,
-            num_sequences=self.packing.num_sequences,
+            num_sequences=self.packing.ends.size,
             kept_keys=self.packing.kept_keys,
             keeps=self.slot_mapping.size > 0,
         )
@@ -208,36 +177,46 @@ class StepBatch:
     def num_sampled(self) -> int:
         return sum([work.eligible.size for work in self.works])
 
-    def span_groups(self, *chunk: slice) -> tuple[SpanGroup, ...]:
-        """Return what a chunk of rows attends to; rows count from the chunk's first.
+    def inputs(
+        self, attend_chunks: Iterable[Iterable[slice]], rows: slice = slice(None)
+    ) -> StepInputs[Array]:
+        """Return the inputs of some rows, where the attend stage runs in these chunks.
 
-        Args:
-            chunk: ranges of rows, in the order in which they follow one another.
+        A chunk is made of ranges of rows of the batch, in the order in which they follow one
+        another.
         """
-        counted: list[tuple[int, PackedSequence]] = []
-        newest: PackedSequence | None = None
-        for rows, sequence in product(chunk, self.sequences):
-            start, end = max(sequence.start, rows.start), min(sequence.end, rows.stop)
+        layouts = tuple([self.layouts(*chunk) for chunk in attend_chunks])
+        return StepInputs(self.token_ids[rows], self.positions[rows], self.slot_mapping, layouts)
+
+    def layouts(self, *chunk: slice) -> tuple[AttentionLayout[Array], ...]:
+        """Return which keys a chunk of rows reads; arguments are as for `inputs`."""
+        runs: list[Span] = []
+        newest: Span | None = None
+        for rows, sequence in product(chunk, self.packing.sequences):
+            start, end = max(sequence.q_start, rows.start), min(sequence.q_end, rows.stop)
             if start >= end:
                 continue
             if newest is sequence and newest.block_length == 0:  # all its rows read the same
-                counted[-1] = (counted[-1][0] + end - start, counted[-1][1])
+                runs[-1] = runs[-1]._replace(q_end=runs[-1].q_end + end - start)
                 continue
-            newest, first = sequence, sequence.first + start - sequence.start
-            counted.append((end - start, sequence._replace(first=first)))
-        return group_spans(counted)
+            newest, first = sequence, sequence.first + start - sequence.q_start
+            runs.append(sequence._replace(q_start=start, q_end=end, first=first))
+        return lay_out(runs, self.packing.pages)
 
 
 def build_batch(
-    canvases: Iterable[Canvas], logit_shift: int, before: Packing | None = None
+    canvases: Iterable[Canvas],
+    logit_shift: int,
+    pages: PageTable,
+    before: Packing | None = None,
 ) -> StepBatch:
     """Pack the rows that `canvases` need computed in this step.
 
     Args:
         canvases: the requests of the step.
         logit_shift: 1 where the token at a position is read from the row before it, else 0.
-        before: packing of an earlier step, reused if nothing moved; what is kept must lie where it
-            did then.
+        pages: where the store has the keys and values that are kept.
+        before: packing of an earlier step, reused if nothing moved.
     """
     # What keeps nothing comes first, what reads keys that this step does not compute last.
     forwards = sorted([(canvas, *canvas.next_forward()) for canvas in canvases], key=_kind)
@@ -247,8 +226,9 @@ def build_batch(
         for canvas, window in zip(own, windows, strict=True)
         for tokens in canvas.sequences
     ]
-    if before is None or before.canvases != own or before.windows != windows:
-        before = _pack(own, windows)
+    is_alike = before is not None and before.pages is pages and before.canvases == own
+    if before is None or not is_alike or before.windows != windows:
+        before = _pack(own, windows, pages)
     return StepBatch(np.concatenate(rows), works, before, logit_shift)
 
 
@@ -258,7 +238,7 @@ def _kind(forward: tuple[Canvas, ForwardTarget, Window]) -> int:
     return (canvas.window.cache is not None) + window.reads_kept
 
 
-def _pack(canvases: tuple[Canvas, ...], windows: tuple[Window, ...]) -> Packing:
+def _pack(canvases: tuple[Canvas, ...], windows: tuple[Window, ...], pages: PageTable) -> Packing:
     """Lay out the rows of these requests one after the other, in this order, without padding."""
     slots, kept_starts, numbers = [_NO_SLOTS], [], list[int]()
     for canvas, window in zip(canvases, windows, strict=True):
@@ -275,35 +255,22 @@ def _pack(canvases: tuple[Canvas, ...], windows: tuple[Window, ...]) -> Packing:
     firsts, stops, num_keys, block_lengths, reads_kept = placed.T
     counts = stops - firsts
     ends = counts.cumsum()
-    starts = ends - counts
-    offsets = starts - firsts
+    offsets = ends - counts - firsts
     first_kept = np.where(kept == _NOT_KEPT, offsets, kept)
-    first_keys = np.where(reads_kept, first_kept, offsets)
     return Packing(
         canvases,
         windows,
+        pages,
         positions=np.arange(ends[-1]) - np.repeat(offsets, counts),
         slot_mapping=np.concatenate(slots),
-        fields=np.array(
-            (starts, ends, firsts, first_keys, num_keys, reads_kept, first_kept, block_lengths)
-        ),
+        ends=ends,
+        firsts=firsts,
+        num_keys=num_keys,
+        block_lengths=block_lengths,
+        first_keys=np.where(reads_kept, first_kept, offsets),
+        first_kept=first_kept,
+        num_own=kept.size - int(np.count_nonzero(reads_kept)),
     )
 
 
 _NO_SLOTS, _NOT_KEPT = np.empty(0, dtype=np.int64), -1
-
-
-def group_spans(counted: Sequence[tuple[int, PackedSequence]]) -> tuple[SpanGroup, ...]:
-    """Group runs (rows, sequence) by where their keys lie; runs with cached keys come last."""
-    groups, start = [], 0
-    for is_cached in (False, True):
-        spans, end = [], 0
-        for count, sequence in counted:
-            if sequence.is_cached == is_cached:
-                _, _, first, key, num_keys, _, _, block_length = sequence
-                spans.append(Span(end, end + count, key, key + num_keys, block_length, first))
-                end += count
-        if spans:
-            groups.append(SpanGroup(slice(start, start + end), tuple(spans), is_cached))
-        start += end
-    return tuple(groups)

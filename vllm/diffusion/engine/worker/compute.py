@@ -13,13 +13,11 @@ from vllm.diffusion.engine.worker.forward import (
     run_body,
     run_last_layer,
     run_to_end,
-    upload,
-    upload_samples,
-    upload_share,
 )
 from vllm.diffusion.engine.worker.row_shares import Cuts, Division, gathered, rounds_of, to_first
 from vllm.diffusion.engine.worker.sample_rows import EMPTY_PART
 from vllm.diffusion.engine.worker.streamed import StreamedForward
+from vllm.diffusion.memory import chunks
 from vllm.diffusion.parallel.groups import Ranks
 from vllm.diffusion.sampling import sample
 
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.worker.step_memory import StepMemory
     from vllm.diffusion.memory import ActivationPool, HostBuffers, PageStore, Plan
     from vllm.diffusion.models.base import DiffusionModel
+    from vllm.diffusion.ops import Array
     from vllm.diffusion.parallel.groups import RankGroup
 
 
@@ -121,24 +120,26 @@ class Compute:
             return (yield from self._streamed(rows, plan, host))
         batch = rows.batch
         pool, model, caches = self._pool, self._model, self._caches
-        parts = list(rows.parts(plan.rows.read))  # while the graph runs
+        parts = tuple(rows.parts(plan.rows.read))  # while the graph runs
         with pool.scope("step"):
             INPUTS.expect(pool, batch.num_rows)
             RESULTS.expect(pool, batch.shape.sample_rows)
             if body is not None:
-                samples = upload_samples(parts, caches)
+                samples = ops.to_device(parts, self._device)
             else:
-                inputs, samples = upload(batch, plan, parts, caches)
+                attend_chunks = [[rows] for rows in chunks(batch.num_rows, plan.rows.attend)]
+                given = batch.inputs(attend_chunks), parts
+                inputs, samples = ops.to_device(given, self._device)
                 caches.begin_step(batch.slot_mapping, reads=batch.reads_kept)
                 body = yield from run_body(model, inputs, plan, pool, pool, caches)
             found = []
             with closing(run_last_layer(model, body, samples, pool, caches)) as hidden:
-                for part in samples:
+                for part, on_device in zip(parts, samples, strict=True):
                     yield plan.chunk_seconds.read
                     sample_rows = next(hidden)
                     if self.first_forwards is not None:
-                        self.first_forwards.note(batch, part.part, sample_rows)
-                    found.append(self._sampled(rows, part.part, part.positions, sample_rows))
+                        self.first_forwards.note(batch, part, sample_rows)
+                    found.append(self._sampled(rows, part, on_device.positions, sample_rows))
             if batch.slot_mapping.size:
                 caches.end_step()
             return self._agreed(rows.choose_jointly(Samples.joined(found)))
@@ -162,7 +163,12 @@ class Compute:
         with pool.scope("step"):
             INPUTS.expect(pool, division.longest)
             RESULTS.expect(pool, peers.size * even)
-            inputs, samples = upload_share(batch, cuts, division.own, rounds, caches)
+            attend_chunks = [chunk.places for chunk in (*cuts.attend, *cuts.last_attend)]
+            given = (
+                batch.inputs(attend_chunks, division.own),
+                tuple((r.given, r.positions) for r in rounds),
+            )
+            inputs, samples = ops.to_device(given, self._device)
             caches.begin_step(batch.slot_mapping, reads=batch.reads_kept)
             streamed = StreamedForward(
                 self._model, plan, inputs, division, cuts, pool, host, caches
@@ -200,7 +206,11 @@ class Compute:
         return hidden
 
     def _sampled(
-        self, rows: SampleRows, part: SamplePart, positions: torch.Tensor, hidden: torch.Tensor
+        self,
+        rows: SampleRows,
+        part: SamplePart[Array],
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
     ) -> Samples[torch.Tensor]:
         """Sample a part, given its `positions` [r] and `hidden` states [r, D]."""
         groups = rows.row_groups(part, positions)
@@ -227,7 +237,7 @@ class Compute:
             return None
         found = []
         for part, hidden in self.first_forwards.share(rows.batch.canvases[0].req_id, of):
-            (positions,) = ops.to_device([part.positions], self._device)
+            (positions,) = ops.to_device((part.positions,), self._device)
             sample_rows = hidden.wait().to(self._device, non_blocking=True)
             with self._pool.temporaries(), self._pool.scope("step"):
                 found.append(self._sampled(rows, part, positions, sample_rows))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.worker.batch import StepBatch
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.sample_rows import SamplePart
+    from vllm.diffusion.ops import Array
     from vllm.diffusion.request.params import DiffusionParams
 
 
@@ -27,7 +28,7 @@ class SharedRows(NamedTuple):
         hidden: [r, D], their hidden states after the last layer, in host memory.
     """
 
-    part: SamplePart
+    part: SamplePart[Array]
     hidden: ops.HostCopy
 
 
@@ -37,7 +38,7 @@ class FirstForwards:
     def __init__(self) -> None:
         self._known: dict[str, dict[int, SharedRows]] = {}  # by request, and by its first position
 
-    def note(self, batch: StepBatch, part: SamplePart, hidden: Tensor) -> None:
+    def note(self, batch: StepBatch, part: SamplePart[Array], hidden: Tensor) -> None:
         """Keep, of a part's `hidden` states [r, D], those that other requests will need."""
         for number, own, unconditional in part.pieces:
             canvas = batch.canvases[number]
@@ -49,8 +50,8 @@ class FirstForwards:
             alone = part._replace(
                 rows=part.rows[rows],
                 positions=part.positions[rows],
-                span_groups=(),
-                pieces=((0, slice(0, num_rows), second),),
+                layouts=(),
+                pieces=[(0, slice(0, num_rows), second)],
             )
             known = SharedRows(alone, ops.HostCopy(hidden[rows].clone()))
             self._known.setdefault(canvas.req_id, {})[int(alone.positions[0])] = known

@@ -20,20 +20,17 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.core import stages
-from vllm.diffusion.core.spans import AttentionLayout, KeySource, KeyTarget
-from vllm.diffusion.engine.worker.inputs import layout_of, pack, pack_samples
+from vllm.diffusion.core.spans import KeySource, KeyTarget
 from vllm.diffusion.memory import chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from torch import Tensor
 
     from vllm.diffusion.core.buffers import Buffers
-    from vllm.diffusion.core.spans import PageTable
-    from vllm.diffusion.engine.worker.batch import SpanGroup, StepBatch
-    from vllm.diffusion.engine.worker.inputs import SampleInputs, SequenceBounds, StepInputs
-    from vllm.diffusion.engine.worker.row_shares import Cuts, Round
+    from vllm.diffusion.core.spans import AttentionLayout
+    from vllm.diffusion.engine.worker.batch import StepInputs
     from vllm.diffusion.engine.worker.sample_rows import SamplePart
     from vllm.diffusion.layers.rotary import Rotary
     from vllm.diffusion.memory import PageStore, Plan
@@ -44,36 +41,6 @@ _ALL = slice(None)
 T = TypeVar("T")
 # Work that stops before every chunk and says what the plan predicts for it, in seconds.
 Chunked: TypeAlias = Generator[float, None, T]
-
-
-class Attending(NamedTuple):
-    """Rows of a chunk and the location of their keys, on the device.
-
-    Attributes:
-        rows: rows of the chunk.
-        layout: which keys these rows read.
-        is_cached: the keys lie in the store.
-    """
-
-    rows: slice
-    layout: AttentionLayout
-    is_cached: bool
-
-
-class BodyInputs(NamedTuple):
-    """Inputs of the layers, on the device.
-
-    Attributes:
-        token_ids, positions: [T] int64.
-        slot_mapping: [W] int64, the store's row of each of the last W rows; negative for none.
-        attending: for every chunk of the attend stage, the keys that its rows attend to; then for
-            the chunks of the last layer, where these differ.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    slot_mapping: Tensor
-    attending: tuple[tuple[Attending, ...], ...]
 
 
 class BodyOutputs(NamedTuple):
@@ -92,22 +59,6 @@ class BodyOutputs(NamedTuple):
     keys_values: tuple[Tensor, Tensor] | None
 
 
-class DevicePart(NamedTuple):
-    """A part of the sample rows, on the device.
-
-    Attributes:
-        part: its description on the host.
-        rows: [r] int64, rows of the batch.
-        positions: [r] int64, relative to the canvas.
-        attending: keys that the rows attend to.
-    """
-
-    part: SamplePart
-    rows: Tensor
-    positions: Tensor
-    attending: tuple[Attending, ...]
-
-
 def run_to_end(work: Chunked[T]) -> T:
     """Run all chunks and return the result."""
     while True:
@@ -118,40 +69,9 @@ def run_to_end(work: Chunked[T]) -> T:
             return result
 
 
-def upload(
-    batch: StepBatch, plan: Plan, parts: Sequence[SamplePart], caches: PageStore
-) -> tuple[BodyInputs, list[DevicePart]]:
-    """Copy all inputs of a step to the device, in one transfer."""
-    groups = [batch.span_groups(rows) for rows in chunks(batch.num_rows, plan.rows.attend)]
-    packed = pack(batch, groups), tuple(map(pack_samples, parts))
-    inputs, samples = ops.to_device(packed, caches.device)
-    return _body_inputs(groups, inputs, caches), _samples(parts, samples, caches.table)
-
-
-def upload_share(
-    batch: StepBatch, cuts: Cuts, rows: slice, rounds: Sequence[Round], caches: PageStore
-) -> tuple[BodyInputs, tuple[tuple[Tensor, Tensor], ...]]:
-    """Copy the inputs of a streamed forward to the device, where this rank has the rows `rows`.
-
-    Also returns, for every round of sample rows: the rows [g] int64 of this rank's share that the
-    parts of all ranks need, and the canvas positions [r] int64 of this rank's part.
-    """
-    chunks = (*cuts.attend, *cuts.last_attend)
-    groups = [batch.span_groups(*chunk.places) for chunk in chunks]
-    packed = pack(batch, groups, rows), tuple((r.given, r.positions) for r in rounds)
-    inputs, samples = ops.to_device(packed, caches.device)
-    return _body_inputs(groups, inputs, caches), samples
-
-
-def upload_samples(parts: Sequence[SamplePart], caches: PageStore) -> list[DevicePart]:
-    """Copy the inputs of the sample rows to the device, where a graph has the rest."""
-    inputs = ops.to_device(tuple(map(pack_samples, parts)), caches.device)
-    return _samples(parts, inputs, caches.table)
-
-
 def run_body(
     model: DiffusionModel,
-    inputs: BodyInputs,
+    inputs: StepInputs[Tensor],
     plan: Plan,
     residents: Buffers,
     scratch: Buffers,
@@ -173,7 +93,7 @@ def run_body(
     product = _projections(model, num_heads, num_rows, residents)
     # What a chunk is does not depend on the layer, so it is worked out once.
     writing = list(chunks(num_rows, plan.rows.keys_values))
-    attending = list(zip(chunks(num_rows, plan.rows.attend), inputs.attending, strict=True))
+    attending = list(zip(chunks(num_rows, plan.rows.attend), inputs.layouts, strict=True))
     feeding = list(chunks(num_rows, plan.rows.feed_forward))
     seconds = plan.chunk_seconds
 
@@ -194,10 +114,10 @@ def run_body(
     for index, layer in enumerate(islice(model.layers, last + to_the_end)):
         yield from keys_values(index, product)
         q, k, v = layer.attention.split(product)
-        for rows, groups in attending:
+        for rows, layouts in attending:
             yield seconds.attend
             with scratch.scope("attend"):
-                sources = sources_of(groups, k, v, index, caches)
+                sources = sources_of(layouts, k, v, index, caches)
                 queries = None if q is None else q[rows]
                 layer.attention.attend(x[rows], tables(rows), sources, queries, scratch)
         for rows in feeding:
@@ -214,7 +134,7 @@ def run_body(
 def run_last_layer(
     model: DiffusionModel,
     body: BodyOutputs,
-    samples: Iterable[DevicePart],
+    parts: Iterable[SamplePart[Tensor]],
     scratch: Buffers,
     caches: PageStore,
 ) -> Generator[Tensor]:
@@ -224,7 +144,7 @@ def run_last_layer(
     """
     index = len(model.layers) - 1
     layer = model.layers[index]
-    for _, rows, _, attending in samples:
+    for rows, _, layouts, _ in parts:
         with scratch.scope("sample rows"):
             listed, _ = stages.read_rows(model.dtype, model.hidden_size)
             x = listed.take(scratch, rows.numel())
@@ -236,7 +156,7 @@ def run_last_layer(
                 rotary = model.rotary(body.positions.index_select(0, rows), scratch)
             else:
                 rotary = body.rotary.select(rows, scratch)
-            sources = sources_of(attending, *body.keys_values, index, caches)
+            sources = sources_of(layouts, *body.keys_values, index, caches)
             layer.attention.attend(x, rotary, sources, None, scratch)
             layer.mlp_stage.feed_forward(x, scratch)
             yield x
@@ -270,7 +190,7 @@ def keep(
     Args:
         k, v: [T, heads, hd].
         index: index of the layer.
-        slot_mapping: slots, as in `BodyInputs`.
+        slot_mapping: slots, as in `StepInputs`.
         caches: the store.
         heads: the key/value heads in `k` and `v`.
     """
@@ -281,7 +201,7 @@ def keep(
 
 
 def sources_of(
-    attending: Iterable[Attending],
+    layouts: Iterable[AttentionLayout[Tensor]],
     k: Tensor,
     v: Tensor,
     index: int,
@@ -290,39 +210,8 @@ def sources_of(
 ) -> list[KeySource]:
     """Return where the rows of a chunk find their keys and values; arguments as for `keep`."""
     return [
-        KeySource(rows, caches.keys(index)[:, heads], caches.values(index)[:, heads], layout)
-        if is_cached
-        else KeySource(rows, k, v, layout)
-        for rows, layout, is_cached in attending
+        KeySource(k, v, layout)
+        if layout.pages is None
+        else KeySource(caches.keys(index)[:, heads], caches.values(index)[:, heads], layout)
+        for layout in layouts
     ]
-
-
-def _body_inputs(
-    groups: Sequence[Sequence[SpanGroup]], inputs: StepInputs[Tensor], caches: PageStore
-) -> BodyInputs:
-    """Make the layers' inputs from the span groups of every chunk of the attend stage."""
-    attending = tuple(
-        _attending(own, bounds, caches.table)
-        for own, bounds in zip(groups, inputs.bounds, strict=True)
-    )
-    return BodyInputs(inputs.token_ids, inputs.positions, inputs.slot_mapping, attending)
-
-
-def _samples(
-    parts: Iterable[SamplePart], inputs: Iterable[SampleInputs[Tensor]], pages: PageTable
-) -> list[DevicePart]:
-    """Pair the parts of the sample rows with their inputs on the device."""
-    return [
-        DevicePart(part, own.rows, own.positions, _attending(part.span_groups, own.bounds, pages))
-        for part, own in zip(parts, inputs, strict=True)
-    ]
-
-
-def _attending(
-    groups: Sequence[SpanGroup], bounds: Sequence[SequenceBounds[Tensor]], pages: PageTable
-) -> tuple[Attending, ...]:
-    """Pair span groups with their bounds on the device."""
-    return tuple(
-        Attending(group.rows, layout_of(group, on_device, pages), group.is_cached)
-        for group, on_device in zip(groups, bounds, strict=True)
-    )

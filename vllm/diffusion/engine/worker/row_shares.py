@@ -112,7 +112,7 @@ class Cuts(NamedTuple):
     last_feed_forward: list[Chunk]
 
     @classmethod
-    def of(cls, division: Division, plan: Plan, parts: Sequence[SamplePart]) -> Cuts:
+    def of(cls, division: Division, plan: Plan, parts: Sequence[SamplePart[Array]]) -> Cuts:
         """Cut a step as planned; `parts` are its sample rows."""
         attend = division.chunks(plan.rows.attend)
         feed_forward = division.chunks(plan.rows.feed_forward)
@@ -137,7 +137,7 @@ class Round(NamedTuple):
             the part's rows.
     """
 
-    part: SamplePart | None
+    part: SamplePart[Array] | None
     given: Array
     sent: list[int]
     received: list[int]
@@ -148,12 +148,12 @@ class Round(NamedTuple):
         return _NO_ROWS if self.part is None else self.part.positions
 
 
-def to_first(parts: Sequence[SamplePart], size: int) -> list[SamplePart]:
+def to_first(parts: Sequence[SamplePart[Array]], size: int) -> list[SamplePart[Array]]:
     """Deal all parts to the first of `size` ranks, and empty ones to the others."""
     return [dealt for part in parts for dealt in (part, *[EMPTY_PART] * (size - 1))]
 
 
-def rounds_of(parts: Sequence[SamplePart], division: Division) -> list[Round]:
+def rounds_of(parts: Sequence[SamplePart[Array]], division: Division) -> list[Round]:
     """Deal the parts, whose rows ascend, to the ranks in turn."""
     rank, size = division.peers.rank, division.peers.size
     rounds = []
@@ -168,7 +168,9 @@ def rounds_of(parts: Sequence[SamplePart], division: Division) -> list[Round]:
     return rounds
 
 
-def gathered(found: torch.Tensor, parts: Sequence[SamplePart], peers: RankGroup) -> torch.Tensor:
+def gathered(
+    found: torch.Tensor, parts: Sequence[SamplePart[Array]], peers: RankGroup
+) -> torch.Tensor:
     """Collect what all ranks have sampled, in the order of the parts: one record crosses a row.
 
     Args:

@@ -110,7 +110,6 @@ class DiffusionModelRunner:
         self._log = StepLog() if is_reporting else None
         self.usage = self.idle_usage  # of the newest step whose results were handed out
         self._packing: Packing | None = None  # of the newest step
-        self._packed_by = self.caches.table
         self._over: list[
             tuple[Step, float]
         ] = []  # not yet reported; time.perf_counter() at its end
@@ -177,9 +176,8 @@ class DiffusionModelRunner:
 
     def _batch(self, req_ids: Sequence[str]) -> StepBatch:
         canvases = [self.canvases[req_id] for req_id in req_ids]
-        if self._packed_by is not self.caches.table:  # kept keys and values lie elsewhere
-            self._packing, self._packed_by = None, self.caches.table
-        batch = build_batch(canvases, self.model.family.logit_shift, self._packing)
+        shift, pages = self.model.family.logit_shift, self.caches.table
+        batch = build_batch(canvases, shift, pages, self._packing)
         self._packing = batch.packing
         return batch
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from vllm.diffusion.core.samples import Samples
+from vllm.diffusion.core.spans import Span, lay_out
 from vllm.diffusion.decoding import BatchedChoice, Candidates
-from vllm.diffusion.engine.worker.batch import group_spans
 from vllm.diffusion.guided.joint import choose_all, gather
 from vllm.diffusion.sampling import RowGroup
 
@@ -21,27 +21,30 @@ if TYPE_CHECKING:
     import torch
 
     from vllm.diffusion import ops
+    from vllm.diffusion.core.spans import AttentionLayout
     from vllm.diffusion.decoding import BatchedCommit
-    from vllm.diffusion.engine.worker.batch import PackedSequence, SpanGroup, StepBatch
+    from vllm.diffusion.engine.worker.batch import StepBatch
     from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.ops import Array
 
+A = TypeVar("A")  # an array of the host, or a tensor of the device
 
-class SamplePart(NamedTuple):
-    """Sample rows whose logits are computed at a time.
+
+class SamplePart(NamedTuple, Generic[A]):
+    """Sample rows whose logits are computed at a time, on the host or on the device.
 
     Attributes:
         rows: [r] int64, rows of the batch.
         positions: [r] int64, relative to the canvas.
-        span_groups: keys that the rows attend to.
+        layouts: keys that the rows read in the last layer.
         pieces: per request: its index in the batch, then the ranges of `rows` of its own sequence
             and of its unconditional one, if it is guided.
     """
 
-    rows: Array
-    positions: Array
-    span_groups: tuple[SpanGroup, ...]
-    pieces: tuple[tuple[int, slice, slice | None], ...]
+    rows: A
+    positions: A
+    layouts: tuple[AttentionLayout[A], ...]
+    pieces: list[tuple[int, slice, slice | None]]
 
     @property
     def num_sampled(self) -> int:
@@ -49,7 +52,7 @@ class SamplePart(NamedTuple):
         return sum(rows.stop - rows.start for _, rows, _ in self.pieces)
 
 
-EMPTY_PART = SamplePart(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), (), ())
+EMPTY_PART = SamplePart(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), (), [])
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,11 @@ class SampleRows:
 
     batch: StepBatch
 
-    def parts(self, rows_per_part: int) -> Iterator[SamplePart]:
+    def parts(self, rows_per_part: int) -> Iterator[SamplePart[Array]]:
         """Yield the sample rows, at most `rows_per_part` at a time (two of a guided request)."""
         part = _PartBuilder(self.batch)
         for number, work in enumerate(self.batch.works):
-            done, weight = 0, len(self.batch.packing.own[number])
+            done, weight = 0, self.batch.canvases[number].window.num_sequences
             while done < work.eligible.size:
                 room = (rows_per_part - part.num_rows) // weight
                 if room < 1 and part.num_rows:
@@ -78,7 +81,7 @@ class SampleRows:
         if part.num_rows:
             yield part.finish()
 
-    def row_groups(self, part: SamplePart, positions: torch.Tensor) -> tuple[RowGroup, ...]:
+    def row_groups(self, part: SamplePart[Array], positions: torch.Tensor) -> tuple[RowGroup, ...]:
         """Return how the rows of a part are sampled; its `positions` [r] are on the device."""
         groups = []
         for number, rows, unconditional in part.pieces:
@@ -159,31 +162,49 @@ class _PartBuilder:
     def __init__(self, batch: StepBatch) -> None:
         self.num_rows = 0
         self._batch = batch
-        self._rows: list[tuple[Array, PackedSequence, int]] = []  # the last: a prompt's length
+        self._rows: list[tuple[Array, Span, int]] = []  # the last: a prompt's length
         self._pieces: list[tuple[int, slice, slice | None]] = []
 
     def add(self, number: int, positions: Array) -> None:
         """Add the rows that predict `positions` [r] of the request with this index in the batch."""
         prompt_length, places = self._batch.canvases[number].prompt_length, []
-        for sequence in self._batch.packing.own[number]:
+        for sequence in self._batch.packing.of_requests[number]:
             self._rows.append((positions, sequence, prompt_length))
             places.append(slice(self.num_rows, self.num_rows + positions.size))
             self.num_rows += positions.size
         self._pieces.append((number, places[0], places[1] if len(places) > 1 else None))
 
-    def finish(self) -> SamplePart:
+    def finish(self) -> SamplePart[Array]:
         own, sequences, prompt_lengths = zip(*self._rows, strict=True)
         counts = [positions.size for positions in own]
         positions = np.concatenate(own)
         read = np.maximum(positions - self._batch.logit_shift, 0)
-        first_rows = [sequence.start - sequence.first for sequence in sequences]
-        counted, end = [], 0
+        first_rows = [sequence.q_start - sequence.first for sequence in sequences]
+        runs, end = list[Span](), 0
         for sequence, count in zip(sequences, counts, strict=True):
-            counted += sequence.counted(read[end : end + count])
+            runs += _runs(sequence, read[end : end + count])
             end += count
         return SamplePart(
             read + np.repeat(first_rows, counts),
             positions - np.repeat(prompt_lengths, counts),
-            group_spans(counted),
-            tuple(self._pieces),
+            lay_out(runs, self._batch.packing.pages),
+            self._pieces,
         )
+
+
+def _runs(sequence: Span, positions: Array) -> list[Span]:
+    """Split rows of a sequence, of `positions` [r] in ascending order, by the keys that they read.
+
+    Of each run's queries only the number counts.
+    """
+    _, _, start, stop, block_length, _, in_pages = sequence
+    if not block_length:
+        return [Span(0, positions.size, start, stop, in_pages=in_pages)]
+    runs = []
+    while positions.size:
+        end = (int(positions[0]) // block_length + 1) * block_length
+        is_last = positions[-1] < end  # most often all of them are in one block
+        count = positions.size if is_last else int(np.searchsorted(positions, end))
+        runs.append(Span(0, count, start, min(start + end, stop), in_pages=in_pages))
+        positions = positions[count:]
+    return runs

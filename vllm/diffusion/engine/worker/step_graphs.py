@@ -13,28 +13,21 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.spans import AttentionLayout, PageTable
-from vllm.diffusion.engine.worker import inputs as step_inputs
-from vllm.diffusion.engine.worker.forward import (
-    Attending,
-    BodyInputs,
-    BodyOutputs,
-    run_body,
-    run_to_end,
-)
+from vllm.diffusion.engine.worker.batch import StepInputs
+from vllm.diffusion.engine.worker.forward import run_body, run_to_end
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
-
     from vllm.diffusion.engine.worker.agreement import Agreement
     from vllm.diffusion.engine.worker.batch import Packing, StepBatch
-    from vllm.diffusion.engine.worker.inputs import StepInputs
+    from vllm.diffusion.engine.worker.forward import BodyOutputs
     from vllm.diffusion.memory import ActivationPool, GraphMemory, PageStore, Plan, Planner
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.models.config import DiffusionConfig
@@ -76,11 +69,73 @@ class Bucket(NamedTuple):
         """Whether all rows go through the last layer, too."""
         return self.rows <= _ENDED_ROWS
 
-    def inputs(self) -> StepInputs[Array]:
-        """Return empty inputs of the bucket's sizes."""
-        return step_inputs.empty(
-            self.rows, self.rows if self.is_cached else 0, num_sequences=self.sequences + 1
+    def inputs(
+        self, pages: PageTable | None, max_keys: int, *, has_blocks: bool
+    ) -> StepInputs[Array]:
+        """Return empty inputs of the bucket's sizes, in one chunk, to be filled by `fill`.
+
+        Args:
+            pages: where the kept keys are that the rows read; None where they read none.
+            max_keys: most keys of a sequence.
+            has_blocks: sequences may be on grids of blocks.
+        """
+
+        def numbers(size: int, dtype: type = np.int32) -> Array:
+            return np.zeros(size, dtype)
+
+        num_sequences = self.sequences + 1
+        layout = AttentionLayout(
+            query_ends=numbers(num_sequences + 1),
+            key_starts=numbers(num_sequences + 1),
+            key_counts=numbers(num_sequences),
+            max_queries=self.rows,
+            max_keys=max_keys,
+            spans=None,
+            pages=pages,
+            block_lengths=numbers(num_sequences) if has_blocks else None,
+            firsts=numbers(num_sequences) if has_blocks else None,
         )
+        slot_mapping = numbers(self.rows if self.is_cached else 0, np.int64)
+        ids, positions = numbers(self.rows, np.int64), numbers(self.rows, np.int64)
+        return StepInputs(ids, positions, slot_mapping, ((layout,),))
+
+
+def fill(inputs: StepInputs[Array], batch: StepBatch, before: Packing | None = None) -> None:
+    """Write a batch and its padding into inputs of a bucket that holds it.
+
+    Rows that are left form one more sequence, which nothing reads. Among whole sequences it attends
+    to itself, so that no row holds NaN; among windows it has no keys, and attention to nothing is
+    zero.
+
+    Args:
+        inputs: arrays to write to.
+        batch: the step.
+        before: packing of the batch that the inputs hold, if any; if it is this batch's, only
+            tokens are written.
+    """
+    packing, num_rows, size = batch.packing, batch.num_rows, inputs.token_ids.size
+    if packing is before:
+        inputs.token_ids[:num_rows] = batch.token_ids
+        return
+    _fill(inputs.token_ids, batch.token_ids, 0)
+    _fill(inputs.positions, batch.positions, 0)
+    _fill(inputs.slot_mapping, batch.slot_mapping, -1)
+    ((layout,),) = inputs.layouts
+    num_sequences = packing.ends.size
+    layout.query_ends[0] = 0
+    _fill(layout.query_ends[1:], packing.ends, size)
+    _fill(layout.key_starts, packing.first_kept, 0)
+    layout.key_starts[num_sequences] = num_rows
+    _fill(layout.key_counts, packing.num_keys, 0)
+    layout.key_counts[num_sequences] = 0 if inputs.slot_mapping.size else size - num_rows
+    if layout.block_lengths is not None and layout.firsts is not None:
+        _fill(layout.block_lengths, packing.block_lengths, 0)
+        _fill(layout.firsts, packing.firsts, 0)
+
+
+def _fill(array: Array, values: Array, rest: int) -> None:
+    array[: values.size] = values
+    array[values.size :] = rest
 
 
 @dataclass
@@ -152,7 +207,7 @@ class GraphRunner:
             captured = self._capture(bucket, batch, plan)
         if captured is None:
             return None
-        step_inputs.fill(captured.inputs.to_write(), batch, captured.packing())
+        fill(captured.inputs.to_write(), batch, captured.packing())
         captured.packing = weakref.ref(batch.packing)
         ops.align_ranks()
         captured.graph.replay()
@@ -177,15 +232,17 @@ class GraphRunner:
             return None
         if stale is not None:
             stale.inputs.wait()  # before their memory is another's
-        given = ops.GraphInputs(bucket.inputs(), self._caches.device)
-        step_inputs.fill(given.to_write(), batch)
-        inputs = self._body_inputs(bucket, given.tensors)
+        pages, max_keys = (self._table, self._max_keys) if bucket.is_cached else (None, bucket.rows)
+        inputs = bucket.inputs(pages, max_keys, has_blocks=self._has_blocks)
+        given = ops.GraphInputs(inputs, self._caches.device)
+        fill(given.to_write(), batch)
         plan = plan.resized(bucket.rows)
         where = (self._pool, self._scratch, self._caches)
 
         def run() -> BodyOutputs:
             given.upload()
-            work = run_body(self._model, inputs, plan, *where, to_the_end=bucket.is_ended)
+            ended = bucket.is_ended
+            work = run_body(self._model, given.tensors, plan, *where, to_the_end=ended)
             return run_to_end(work)
 
         run()  # libraries choose kernels and allocate workspaces outside of the capture
@@ -204,23 +261,6 @@ class GraphRunner:
         shape = batch.shape._replace(sample_rows=1)
         return self._planner.plan(shape).predicted_peak_bytes
 
-    def _body_inputs(self, bucket: Bucket, inputs: StepInputs[Tensor]) -> BodyInputs:
-        ((bounds,),) = inputs.bounds
-        layout = AttentionLayout(
-            query_ends=bounds.query_ends,
-            key_starts=bounds.key_starts,
-            key_counts=bounds.key_counts,
-            max_queries=bucket.rows,
-            max_keys=self._max_keys if bucket.is_cached else bucket.rows,
-            spans=None,
-            pages=self._table if bucket.is_cached else None,
-            block_lengths=bounds.block_lengths if self._has_blocks else None,
-            firsts=bounds.firsts if self._has_blocks else None,
-        )
-        rows = slice(0, bucket.rows)
-        attending = ((Attending(rows, layout, bucket.is_cached),),)
-        return BodyInputs(inputs.token_ids, inputs.positions, inputs.slot_mapping, attending)
-
 
 @dataclass(frozen=True)
 class Buckets:
@@ -238,7 +278,7 @@ class Buckets:
 
     def find(self, batch: StepBatch) -> Bucket | None:
         """Return the smallest bucket that holds a batch, None if there is none."""
-        num_sequences = batch.packing.num_sequences
+        num_sequences = batch.packing.ends.size
         is_cached = batch.num_whole == 0
         if not is_cached and batch.num_whole < batch.num_rows:
             return None

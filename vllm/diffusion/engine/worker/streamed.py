@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.core.buffers import Buffer
-    from vllm.diffusion.engine.worker.forward import Attending, BodyInputs, Chunked
+    from vllm.diffusion.core.spans import AttentionLayout
+    from vllm.diffusion.engine.worker.batch import StepInputs
+    from vllm.diffusion.engine.worker.forward import Chunked
     from vllm.diffusion.engine.worker.row_shares import Chunk, Cuts, Division
     from vllm.diffusion.memory import ActivationPool, HostBuffers, PageStore, Plan
     from vllm.diffusion.models.base import DiffusionModel
@@ -51,7 +53,7 @@ class StreamedForward:
         self,
         model: DiffusionModel,
         plan: Plan,
-        inputs: BodyInputs,
+        inputs: StepInputs[Tensor],
         division: Division,
         cuts: Cuts,
         pool: ActivationPool,
@@ -77,23 +79,23 @@ class StreamedForward:
         self._k, self._v = (buffer.take(pool, division.num_rows) for buffer in listed)
         self._seconds = plan.chunk_seconds
         self._cuts, count = cuts, len(cuts.attend)
-        self._attending = inputs.attending[:count]
-        self._last_attending = inputs.attending[count:]
+        self._layouts = inputs.layouts[:count]
+        self._last_layouts = inputs.layouts[count:]
 
     def run(self) -> Chunked[None]:
         """Run all layers on all rows; the last one only on the chunks that hold sample rows."""
         yield from self._embed()
         cuts, last = self._cuts, len(self._model.layers) - 1
         for index in range(last + 1):
-            attend, feed_forward, attending = cuts.attend, cuts.feed_forward, self._attending
+            attend, feed_forward, layouts = cuts.attend, cuts.feed_forward, self._layouts
             if index == last:
                 attend, feed_forward = cuts.last_attend, cuts.last_feed_forward
-                attending = self._last_attending
+                layouts = self._last_layouts
             if self._inputs.slot_mapping.numel():
                 self._caches.turn_to(index)
             for group in self._groups:
                 yield from self._keys_values(index, group)
-                yield from self._attend(index, group, attend, attending)
+                yield from self._attend(index, group, attend, layouts)
             self._x, self._updated = self._updated, self._x
             yield from self._feed_forward(index, feed_forward)
 
@@ -152,17 +154,17 @@ class StreamedForward:
         index: int,
         group: HeadGroup,
         work: list[Chunk],
-        attending: Sequence[Sequence[Attending]],
+        layouts: Sequence[Sequence[AttentionLayout[Tensor]]],
     ) -> Chunked[None]:
         layer, pool, positions = self._model.layers[index], self._pool, self._inputs.positions
         heads = group.part(self._model.num_kv_heads)
         visiting = self._visit_both([c.own for c in work], is_first=group.index == 0)
         with pool.scope("attend"), closing(visiting) as visits:
-            for chunk, spans, (x, updated) in zip(work, attending, visits, strict=True):
+            for chunk, own, (x, updated) in zip(work, layouts, visits, strict=True):
                 yield self._seconds.attend
                 with pool.scope("attend"):
                     rotary = self._model.rotary(positions[chunk.own], pool)
-                    sources = sources_of(spans, self._k, self._v, index, self._caches, heads)
+                    sources = sources_of(own, self._k, self._v, index, self._caches, heads)
                     layer.attention.attend(
                         *(x, rotary, sources, None, pool, group),
                         updated=updated,

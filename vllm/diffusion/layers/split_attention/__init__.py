@@ -92,7 +92,7 @@ def split_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: AttentionLayout,
+    layout: AttentionLayout[Tensor],
     out: Tensor | None = None,
     config: SplitConfig = CONFIG,
 ) -> Tensor:
