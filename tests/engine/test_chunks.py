@@ -61,7 +61,7 @@ def test_memory_of_other_steps_is_given_back_before_a_step_allocates(
 ) -> None:
     """What PyTorch has cached for a step stays with it until its `temporaries` are over."""
     (engine, _), given_back = whole, list[tuple[str, bool]]()
-    pool, compute, is_within = engine.runner.pool, engine.runner._compute, [False]
+    pool, account, is_within = engine.runner.pool, engine.runner._account, [False]
 
     @contextmanager
     def temporaries() -> Iterator[None]:
@@ -75,8 +75,8 @@ def test_memory_of_other_steps_is_given_back_before_a_step_allocates(
     for name in ("trim", "drop_unused"):
         monkeypatch.setattr(pool, name, functools.partial(note, name))
     monkeypatch.setattr(pool, "temporaries", temporaries)
-    monkeypatch.setattr(compute, "_most_rows", 60)
-    monkeypatch.setattr(compute, "_last_sizes", ())
+    monkeypatch.setattr(account, "_most_rows", 60)
+    monkeypatch.setattr(account, "_last_sizes", ())
     for length in (20, 50, 40, 60):  # of the prompts; with 16 rows more
         engine.ask(Ask(random_prompt(length), SHORT))
     assert given_back == [("drop_unused", False)] * 2

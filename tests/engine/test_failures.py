@@ -19,7 +19,7 @@ from tests.engine.harness import (
     start,
 )
 from vllm.diffusion.engine.worker import step_log
-from vllm.diffusion.engine.worker.compute import Compute
+from vllm.diffusion.engine.worker.first_forwards import FirstForwards
 from vllm.diffusion.memory import PoolExhaustedError
 from vllm.diffusion.ops import HostCopy
 
@@ -142,7 +142,7 @@ def test_a_shared_first_forward_that_cannot_be_sampled_is_computed_anew(
         failed.append(arguments)
         raise PoolExhaustedError("logits", 10, 5)
 
-    monkeypatch.setattr(Compute, "known", fail)
+    monkeypatch.setattr(FirstForwards, "sampled", fail)
     (found,) = engine.llm.generate([prompt], [sampling], use_tqdm=False)
     assert len(failed) == 2
     assert [o.token_ids for o in found.outputs] == [o.token_ids for o in wanted.outputs]

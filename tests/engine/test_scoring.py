@@ -19,7 +19,7 @@ from tests.engine.harness import (
 )
 from tests.reference import decode
 from tests.reference.models import load_reference
-from vllm.diffusion.engine.worker.compute import PooledHead
+from vllm.diffusion.models.base import DiffusionModel
 from vllm.diffusion.sampling import sampler
 
 if TYPE_CHECKING:
@@ -105,14 +105,14 @@ def test_every_bit_is_that_of_the_plain_formula(
 ) -> None:
     """Over the logits that the engine computed, which differ from the reference's by rounding."""
     computed: list[torch.Tensor] = []
-    compute = PooledHead.compute_logits
+    compute = DiffusionModel.compute_logits
 
-    def kept(self: Any, hidden: torch.Tensor) -> torch.Tensor:
-        logits = compute(self, hidden)
+    def kept(self: Any, *given: Any) -> torch.Tensor:
+        logits = compute(self, *given)
         computed.append(logits.clone())
         return logits
 
-    monkeypatch.setattr(PooledHead, "compute_logits", kept)
+    monkeypatch.setattr(DiffusionModel, "compute_logits", kept)
     (answer,) = engine.ask(score(holed_prompt()))
     assert_scored(answer, plain(torch.cat(computed), TOKEN_IDS), tolerance=0)
 

@@ -85,12 +85,13 @@ def test_buffers_that_are_given_are_used(case_model: ModelOf) -> None:
     embedded = torch.empty(9, model.hidden_size)
     assert model.embed(ids, embedded) is embedded
     assert torch.equal(embedded, model.embed_input_ids(ids))
-    normed = torch.empty_like(embedded)
-    assert model.final_norm(embedded, out=normed) is normed
-    out = torch.empty(9, model.vocab_size)
+    buffers = mock.Mock(wraps=FreshBuffers(embedded.device))
     with torch.no_grad():
-        assert model.compute_logits(normed, out=out) is out
-        assert torch.equal(out, model.compute_logits(normed))
+        logits = model.compute_logits(model.final_norm(embedded, buffers), buffers)
+        assert torch.equal(logits, model.compute_logits(model.final_norm(embedded)))
+    taken = [call.args for call in buffers.take.call_args_list]
+    assert ("logits", (9, model.vocab_size), torch.float32) in taken
+    assert sum(shape == (9, model.hidden_size) for _, shape, _ in taken) == 1
 
 
 def test_forward_takes_embeddings_in_place_of_ids(case_model: ModelOf) -> None:

@@ -35,10 +35,10 @@ class HeadModel:
         self.head_matrix: Tensor | None = None
         self.most_rows = 0
 
-    def final_norm(self, x: Tensor) -> Tensor:
+    def final_norm(self, x: Tensor, buffers: Any = None) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
 
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+    def compute_logits(self, hidden_states: Tensor, buffers: Any = None) -> Tensor:
         self.most_rows = max(self.most_rows, hidden_states.shape[0])
         return hidden_states @ self.weight.T
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from vllm.diffusion import ops
+from vllm.diffusion.core import stages
 from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.spans import AttentionLayout, KeySource, Span
 from vllm.diffusion.layers.attention_backends import (
@@ -213,8 +214,10 @@ class DiffusionModel(nn.Module, SupportsQuant):
         dtype = torch.float32 if self.architecture.rotates_in_fp32 else self.dtype
         return rotary_rows(positions, self.rotary_frequencies, dtype=dtype, buffers=buffers)
 
-    def final_norm(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Apply the last norm to x [R, D], into `out` if given."""
+    def final_norm(self, x: Tensor, buffers: Buffers | None = None) -> Tensor:
+        """Apply the last norm to x [R, D]; the result is in `buffers` if given."""
+        listed, _ = stages.head(self.dtype, self.hidden_size, self.num_columns)
+        out = listed.take(buffers or FreshBuffers(x.device), len(x))
         normed: Tensor = self.model.norm(x, out=out)
         return normed
 
@@ -245,24 +248,21 @@ class DiffusionModel(nn.Module, SupportsQuant):
             return None
         return self.head.matrix(slice(0, self.num_columns))
 
-    def compute_logits(
-        self, hidden_states: Tensor, out: Tensor | None = None, scratch: Buffers | None = None
-    ) -> Tensor:
+    def compute_logits(self, hidden_states: Tensor, buffers: Buffers | None = None) -> Tensor:
         """Compute the logits of this rank's columns.
 
         Args:
             hidden_states: [R, D], normed.
-            out: [R, columns of this rank], contiguous; None allocates.
-            scratch: memory for the computation; None allocates.
+            buffers: memory for the result and its computation; None allocates.
 
         Returns:
             [R, columns of this rank], the model dtype; column j is token `vocab_start` + j.
             The padding of the head's matrix is not among them.
         """
-        if out is None:
-            out = hidden_states.new_empty(len(hidden_states), self.num_columns)
-        columns, scratch = slice(0, self.num_columns), scratch or FreshBuffers(out.device)
-        self.head.project(hidden_states, out, scratch, columns)
+        buffers = buffers or FreshBuffers(hidden_states.device)
+        _, listed = stages.head(self.dtype, self.hidden_size, self.num_columns)
+        out = listed.take(buffers, len(hidden_states))
+        self.head.project(hidden_states, out, buffers, slice(0, self.num_columns))
         scale = self.architecture.logits_scale
         return out if scale == 1.0 else out.mul_(scale)
 

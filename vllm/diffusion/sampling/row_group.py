@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm.diffusion import ops
+    from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.core.scoring import Scoring
     from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.request.params import DiffusionParams
@@ -28,9 +29,11 @@ class LogitsModel(Protocol):
         """Output matrix [V, D] if logits are its product with normed hidden states; else None."""
         ...
 
-    def final_norm(self, x: torch.Tensor) -> torch.Tensor: ...
+    def final_norm(self, x: torch.Tensor, buffers: Buffers | None) -> torch.Tensor: ...
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor: ...
+    def compute_logits(
+        self, hidden_states: torch.Tensor, buffers: Buffers | None
+    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)

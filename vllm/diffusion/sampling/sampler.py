@@ -23,6 +23,7 @@ from vllm.diffusion.sampling.plain import sample_plain
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.sampling.row_group import LogitsModel, RowGroup
 
 
@@ -33,6 +34,7 @@ COPIES_BYTES = 128 << 20  # of the rows that are copied at a time
 def sample(
     model: LogitsModel,
     parts: Iterable[tuple[torch.Tensor, Sequence[RowGroup]]],
+    buffers: Buffers | None = None,
 ) -> Samples[torch.Tensor]:
     """Sample all groups and return their candidates, concatenated.
 
@@ -40,19 +42,20 @@ def sample(
         model: final norm and output head.
         parts: hidden states [r, D] after the last layer and the groups whose rows they are, one
             after another. The logits of one part exist at a time, if they are stored at all.
+        buffers: memory of normed rows and logits; None allocates.
 
     Returns:
         The candidates of all rows, on the model's device.
     """
     found = []
     for hidden, groups in parts:
-        normed = model.final_norm(hidden)
+        normed = model.final_norm(hidden, buffers)
         if model.head_matrix is not None:
             whole = sample_in_head(normed, groups, model.head_matrix)
             if whole is not None:
                 found.append(Samples.of(whole))
                 continue
-        logits = model.compute_logits(normed)
+        logits = model.compute_logits(normed, buffers)
         for run, key in _runs(groups, logits):
             found.append(_sample_run(logits, run, key, model))
     return Samples.joined(found)

@@ -6,16 +6,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion import ops
+from vllm.diffusion.core.samples import Samples
 from vllm.diffusion.engine.messages import MOST_SHARED_ROWS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor
 
+    from vllm.diffusion.engine.messages import NewCanvas
     from vllm.diffusion.engine.worker.batch import StepBatch
     from vllm.diffusion.engine.worker.canvas import Canvas
-    from vllm.diffusion.engine.worker.sample_rows import SamplePart
+    from vllm.diffusion.engine.worker.forward import ForwardPass
+    from vllm.diffusion.engine.worker.sample_rows import SamplePart, SampleRows
     from vllm.diffusion.ops import Array
     from vllm.diffusion.request.params import DiffusionParams
 
@@ -33,9 +36,15 @@ class SharedRows(NamedTuple):
 
 
 class FirstForwards:
-    """Hidden states of the sample rows of first forwards, while requests may still need them."""
+    """Hidden states of the sample rows of first forwards, while requests may still need them.
 
-    def __init__(self) -> None:
+    Args:
+        forward: computes steps.
+        canvases: the running requests.
+    """
+
+    def __init__(self, forward: ForwardPass, canvases: Mapping[str, Canvas]) -> None:
+        self._forward, self._canvases = forward, canvases
         self._known: dict[str, dict[int, SharedRows]] = {}  # by request, and by its first position
 
     def note(self, batch: StepBatch, part: SamplePart[Array], hidden: Tensor) -> None:
@@ -56,12 +65,43 @@ class FirstForwards:
             known = SharedRows(alone, ops.HostCopy(hidden[rows].clone()))
             self._known.setdefault(canvas.req_id, {})[int(alone.positions[0])] = known
 
-    def share(self, req_id: str, of: str) -> Iterator[SharedRows]:
-        """Yield what is known of request `of`'s first forward, and hold it for `req_id`, too."""
-        known = self._known.get(of)
-        if known is not None:
-            self._known[req_id] = known
-        return iter([] if known is None else known.values())
+    def serves(self, new: NewCanvas) -> bool:
+        """Whether a request may take its first step from another one's; copies what that keeps."""
+        canvas, caches = self._canvases[new.req_id], self._forward.caches
+        if new.prompt_of is None or not is_shared(canvas):
+            return False
+        if canvas.window.cache is not None:
+            first = self._canvases.get(new.prompt_of)
+            if first is None or not is_copied(first):
+                return False
+            caches.copy(new.req_id, new.prompt_of)
+        return True
+
+    def sampled(self, rows: SampleRows, new: NewCanvas) -> Tensor | None:
+        """Sample a request's first forward from hidden states that another one left.
+
+        Args:
+            rows: sample rows of the forward, whose layers are not computed.
+            new: the request, for which the hidden states are then held, too.
+
+        Returns:
+            the table of its samples; None if nothing is known.
+        """
+        known = self._known.get(new.prompt_of or "")
+        if known is None:
+            return None
+        self._known[new.req_id] = known
+        forward, found = self._forward, []
+        for part, hidden in known.values():
+            (positions,) = ops.to_device((part.positions,), forward.caches.device)
+            sample_rows = hidden.wait().to(forward.caches.device, non_blocking=True)
+            with forward.pool.temporaries(), forward.pool.scope("step"):
+                found.append(forward.sampled(rows, part, positions, sample_rows))
+        return forward.agreed(rows.choose_jointly(Samples.joined(found)))
+
+    def to_be_copied(self, req_ids: Iterable[str]) -> list[str]:
+        """Return the requests whose keys and values others may copy with the next message."""
+        return [req_id for req_id in req_ids if is_copied(self._canvases[req_id])]
 
     def forget(self, req_id: str) -> None:
         """Drop a request that has gone; others may hold what it shared."""

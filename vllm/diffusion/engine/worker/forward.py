@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One forward of a packed batch: layers x stages x chunks.
+"""One forward of a packed batch: layers x stages x chunks, then the samples of its sample rows.
 
 Only attention mixes rows, so every other stage may run on any chunk of rows. The residual stream
 and one layer's keys and values are all that lives from stage to stage; requests with a cache keep
@@ -13,6 +13,7 @@ else in between; what it yields is the time that the plan predicts for the chunk
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import closing
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
@@ -20,8 +21,10 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.core import stages
+from vllm.diffusion.core.samples import Samples
 from vllm.diffusion.core.spans import KeySource, KeyTarget
 from vllm.diffusion.memory import chunks
+from vllm.diffusion.sampling import sample
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,10 +34,13 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.core.spans import AttentionLayout
     from vllm.diffusion.engine.worker.batch import StepInputs
-    from vllm.diffusion.engine.worker.sample_rows import SamplePart
+    from vllm.diffusion.engine.worker.first_forwards import FirstForwards
+    from vllm.diffusion.engine.worker.sample_rows import SamplePart, SampleRows
     from vllm.diffusion.layers.rotary import Rotary
-    from vllm.diffusion.memory import PageStore, Plan
+    from vllm.diffusion.memory import ActivationPool, PageStore, Plan
     from vllm.diffusion.models.base import DiffusionModel
+    from vllm.diffusion.ops import Array
+    from vllm.diffusion.parallel.groups import Ranks
 
 _ALL = slice(None)
 
@@ -57,6 +63,76 @@ class BodyOutputs(NamedTuple):
     positions: Tensor
     rotary: Rotary | None
     keys_values: tuple[Tensor, Tensor] | None
+
+
+class ForwardPass:
+    """Computes steps: from a packed batch to the table of its samples.
+
+    Args:
+        model: the loaded model.
+        pool: memory of steps.
+        caches: kept keys and values.
+        ranks: ranks that compute the same steps.
+
+    Attributes:
+        first_forwards: takes a note of hidden states that other requests will need; None where no
+            request shares its prompt.
+    """
+
+    def __init__(
+        self, model: DiffusionModel, pool: ActivationPool, caches: PageStore, ranks: Ranks
+    ) -> None:
+        self.model, self.pool, self.caches, self.ranks = model, pool, caches, ranks
+        self.first_forwards: FirstForwards | None = None
+
+    def run(self, rows: SampleRows, plan: Plan, body: BodyOutputs | None = None) -> Chunked[Tensor]:
+        """Compute a step chunk by chunk and return the table of its samples.
+
+        Args:
+            rows: the step's sample rows.
+            plan: plan of the step.
+            body: the layers' results, where a graph has computed them.
+        """
+        batch, parts = rows.batch, tuple(rows.parts(plan.rows.read))  # while the graph runs
+        pool, model, caches = self.pool, self.model, self.caches
+        with pool.scope("step"):
+            stages.INPUTS.expect(pool, batch.num_rows)
+            stages.RESULTS.expect(pool, batch.shape.sample_rows)
+            if body is not None:
+                samples = ops.to_device(parts, caches.device)
+            else:
+                attend_chunks = [[chunk] for chunk in chunks(batch.num_rows, plan.rows.attend)]
+                given = batch.inputs(attend_chunks), parts
+                inputs, samples = ops.to_device(given, caches.device)
+                caches.begin_step(batch.slot_mapping, reads=batch.reads_kept)
+                body = yield from run_body(model, inputs, plan, pool, pool, caches)
+            found = []
+            with closing(run_last_layer(model, body, samples, pool, caches)) as hidden:
+                for part, on_device in zip(parts, samples, strict=True):
+                    yield plan.chunk_seconds.read
+                    sample_rows = next(hidden)
+                    if self.first_forwards is not None:
+                        self.first_forwards.note(batch, part, sample_rows)
+                    found.append(self.sampled(rows, part, on_device.positions, sample_rows))
+            if batch.slot_mapping.size:
+                caches.end_step()
+            return self.agreed(rows.choose_jointly(Samples.joined(found)))
+
+    def sampled(
+        self, rows: SampleRows, part: SamplePart[Array], positions: Tensor, hidden: Tensor
+    ) -> Samples[Tensor]:
+        """Sample a part, given its `positions` [r] and `hidden` states [r, D] on the device."""
+        return sample(self.model, [(hidden, rows.row_groups(part, positions))], self.pool)
+
+    def agreed(self, samples: Samples[Tensor]) -> Tensor:
+        """Return the table of rank 0's samples, of a step that all ranks have computed.
+
+        So all of them commit the same tokens.
+        """
+        table: Tensor = samples.table
+        if self.ranks.sequence.size == 1 or not table.numel():
+            return table
+        return self.ranks.sequence.follow(table.contiguous())
 
 
 def run_to_end(work: Chunked[T]) -> T:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -18,19 +19,15 @@ from vllm.diffusion.engine.messages import StepUsage
 from vllm.diffusion.engine.worker.agreement import Agreement
 from vllm.diffusion.engine.worker.batch import build_batch
 from vllm.diffusion.engine.worker.canvas import Canvas
-from vllm.diffusion.engine.worker.compute import Compute, Step
-from vllm.diffusion.engine.worker.first_forwards import (
-    FirstForwards,
-    is_copied,
-    is_shared,
-    shares_first_forward,
-)
+from vllm.diffusion.engine.worker.first_forwards import FirstForwards, shares_first_forward
+from vllm.diffusion.engine.worker.forward import ForwardPass, run_to_end
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.engine.worker.sliced_step import SlicedStep
 from vllm.diffusion.engine.worker.step_graphs import GraphRunner
 from vllm.diffusion.engine.worker.step_log import StepLog
 from vllm.diffusion.engine.worker.step_log import logger as step_logger
-from vllm.diffusion.engine.worker.step_memory import PoolAccount
+from vllm.diffusion.engine.worker.step_memory import PoolAccount, Step
+from vllm.diffusion.engine.worker.streamed import run_streamed
 from vllm.diffusion.memory import HostBuffers, PageStore
 from vllm.diffusion.parallel.groups import Ranks
 from vllm.logger import init_logger
@@ -45,6 +42,7 @@ if TYPE_CHECKING:
         Slice,
     )
     from vllm.diffusion.engine.worker.batch import Packing, StepBatch
+    from vllm.diffusion.engine.worker.forward import BodyOutputs, Chunked
     from vllm.diffusion.memory import ActivationPool, GraphMemory, Plan, Planner
     from vllm.diffusion.models.base import DiffusionModel
 
@@ -105,7 +103,7 @@ class DiffusionModelRunner:
         self.canvases: dict[str, Canvas] = {}
         ranks = ranks or Ranks()
         self._account = PoolAccount(pool, self.caches, graph_memory, ranks)
-        self._compute = Compute(model, pool, self.caches, self.graphs, device, ranks)
+        self._forward = ForwardPass(model, pool, self.caches, ranks)
         self.sliced: SlicedStep | None = None  # from the first long step on
         self._log = StepLog() if is_reporting else None
         self.usage = self.idle_usage  # of the newest step whose results were handed out
@@ -122,9 +120,20 @@ class DiffusionModelRunner:
         batch, plan, planner_us = self._planned(req_ids)
         self.pool.reset_peak(looks_often=not plan.is_whole(batch.num_rows))
         rows = SampleRows(batch)
-        sampled = self._compute.whole(rows, plan, self.host)
+        body = None if self.graphs is None else self.graphs.run(batch, plan)
+        self._account.make_room(batch.num_rows, plan)
+        with nullcontext() if body is not None else self.pool.temporaries():
+            sampled = run_to_end(self._chunks(rows, plan, self.host, body))
         memory = self._account.memory(plan, planner_us)
         return Step(started, rows, ops.HostCopy(sampled), memory)
+
+    def _chunks(
+        self, rows: SampleRows, plan: Plan, host: HostBuffers, body: BodyOutputs | None = None
+    ) -> Chunked[torch.Tensor]:
+        """Compute a step chunk by chunk; arguments and result as of the two ways to do so."""
+        if plan.layout.is_streamed and body is None:
+            return run_streamed(self._forward, rows, plan, host)
+        return self._forward.run(rows, plan, body)
 
     def collect(self, step: Step) -> Outcomes:
         """Commit what a step found; requests that have gone meanwhile are left out."""
@@ -152,7 +161,7 @@ class DiffusionModelRunner:
         """Launch the next slice of a request's step; return the step if it was the last one."""
         if self.sliced is None:
             self.sliced = SlicedStep(
-                self._compute, self._account, self.pool, self.caches, self.device
+                self._chunks, self._account, self.pool, self.caches, self.device
             )
         if not self.sliced.is_of(self.canvases[asked.req_id]):
             self.sliced.drop()
@@ -206,33 +215,27 @@ class DiffusionModelRunner:
             )
         if layers and self._log is not None:
             self._log.host_layers(new.req_id, self.caches)
-        if self._compute.first_forwards is None and shares_first_forward(new.params):
-            self._compute.first_forwards = FirstForwards()
+        if self._forward.first_forwards is None and shares_first_forward(new.params):
+            self._forward.first_forwards = FirstForwards(self._forward, self.canvases)
         self.canvases[new.req_id] = canvas
 
     @torch.inference_mode()
     def step_known(self, new: NewCanvas) -> Outcomes:
         """Run a started request's first step from what another one computed; empty if unknown."""
-        canvas = self.canvases[new.req_id]
-        if new.prompt_of is None or not is_shared(canvas):
+        firsts = self._forward.first_forwards
+        if firsts is None or not firsts.serves(new):
             return {}
-        if canvas.window.cache is not None:
-            first = self.canvases.get(new.prompt_of)
-            if first is None or not is_copied(first):
-                return {}
-            self.caches.copy(new.req_id, new.prompt_of)
         rows = SampleRows(self._batch([new.req_id]))
-        sampled = self._compute.known(rows, new.prompt_of)
+        sampled = firsts.sampled(rows, new)
         if sampled is None:
             return {}
         (found,) = rows.found(ops.HostCopy(sampled))
-        return {new.req_id: _commit(canvas, found)}
+        return {new.req_id: _commit(self.canvases[new.req_id], found)}
 
     def to_be_copied(self, req_ids: Iterable[str]) -> list[str]:
         """Return the requests whose keys and values others may copy with the next message."""
-        if self._compute.first_forwards is None:
-            return []
-        return [req_id for req_id in req_ids if is_copied(self.canvases[req_id])]
+        firsts = self._forward.first_forwards
+        return [] if firsts is None else firsts.to_be_copied(req_ids)
 
     def assign(self, new_pages: Mapping[str, NewPages]) -> None:
         """Take in the pages that the scheduler hands to requests."""
@@ -253,8 +256,8 @@ class DiffusionModelRunner:
         self.canvases.pop(req_id, None)
         self.caches.release(req_id)
         self._packing = None
-        if self._compute.first_forwards is not None:
-            self._compute.first_forwards.forget(req_id)
+        if self._forward.first_forwards is not None:
+            self._forward.first_forwards.forget(req_id)
 
     # ---- what memory there is ----
 

@@ -18,15 +18,16 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.engine.messages import PausedStep, SliceTiming
-from vllm.diffusion.engine.worker.compute import Step
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
+from vllm.diffusion.engine.worker.step_memory import Step
 from vllm.diffusion.memory import HostBuffers
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.diffusion.engine.messages import Slice
     from vllm.diffusion.engine.worker.batch import StepBatch
     from vllm.diffusion.engine.worker.canvas import Canvas
-    from vllm.diffusion.engine.worker.compute import Compute
     from vllm.diffusion.engine.worker.forward import Chunked
     from vllm.diffusion.engine.worker.step_memory import PoolAccount
     from vllm.diffusion.memory import ActivationPool, Frame, PageStore, Plan
@@ -92,7 +93,7 @@ class SlicedStep:
     """Runs one long step at a time, slice by slice.
 
     Args:
-        compute: computes the chunks of a step.
+        chunks: computes a step chunk by chunk.
         account: bytes of the pool that are taken.
         pool: the device's pool.
         caches: kept keys and values, in the pool.
@@ -101,13 +102,13 @@ class SlicedStep:
 
     def __init__(
         self,
-        compute: Compute,
+        chunks: Callable[[SampleRows, Plan, HostBuffers], Chunked[torch.Tensor]],
         account: PoolAccount,
         pool: ActivationPool,
         caches: PageStore,
         device: torch.device,
     ) -> None:
-        self._compute, self._account = compute, account
+        self._chunks, self._account = chunks, account
         self._pool, self._caches = pool, caches
         # Rows in host memory are not those of the steps in between.
         self._host = HostBuffers(is_pinned=device.type == "cuda")
@@ -138,13 +139,13 @@ class SlicedStep:
     def begin(self, batch: StepBatch, plan: Plan, planner_us: float) -> None:
         """Take a step of one request, of which nothing is computed yet; no other may be paused."""
         rows = SampleRows(batch)
-        self._compute.make_room(batch, plan)
+        self._account.make_room(batch.num_rows, plan)
         self._paused = _Paused(
             started=time.perf_counter(),
             rows=rows,
             plan=plan,
             planner_us=planner_us,
-            work=self._compute.chunks(rows, plan, self._host),
+            work=self._chunks(rows, plan, self._host),
             frame=self._pool.new_frame(),
             kept_at=self._generation_of(batch.canvases[0]),
         )

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.messages import DiffusionSchedulerOutput, NewCanvas, Slice
     from vllm.diffusion.engine.scheduler.turns import StepLimits
     from vllm.diffusion.engine.worker.agreement import Agreement
-    from vllm.diffusion.engine.worker.compute import Step
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner, Outcomes
+    from vllm.diffusion.engine.worker.step_memory import Step
 
 logger = init_logger(__name__)
 

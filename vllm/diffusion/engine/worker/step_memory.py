@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Size of a worker's activation pool, and the bytes of it that are taken."""
+"""Size of a worker's activation pool, and the bytes of it that steps take."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import ActivationBudgetError, ServerConfigError
 
 if TYPE_CHECKING:
+    from vllm.diffusion import ops
     from vllm.diffusion.engine.messages import StepUsage
+    from vllm.diffusion.engine.worker.batch import StepBatch
+    from vllm.diffusion.engine.worker.sample_rows import SampleRows
     from vllm.diffusion.memory import (
         ActivationPool,
         GraphMemory,
@@ -32,6 +35,7 @@ ROUNDING_SHARE, MAX_ROUNDING_BYTES = 1 / 64, 128 << 20
 # Reserved pages that nobody uses are given back where a step in chunks then takes at most this part
 # of its time.
 WORTH_TRIMMING = 0.95
+SHORT_ROWS = 4_096  # of a step; memory that PyTorch keeps of a shorter one is not worth a wait
 
 
 def activation_budget(device: torch.device, utilization: float, ranks: RankGroup) -> int:
@@ -97,6 +101,30 @@ class StepMemory(NamedTuple):
         )
 
 
+class Step(NamedTuple):
+    """A launched step, to be waited for and committed.
+
+    Attributes:
+        started: time.perf_counter() before its first instruction.
+        rows: its sample rows.
+        samples: the table of their samples.
+        memory: memory that it took.
+    """
+
+    started: float
+    rows: SampleRows
+    samples: ops.HostCopy
+    memory: StepMemory
+
+    @property
+    def batch(self) -> StepBatch:
+        return self.rows.batch
+
+    @property
+    def req_ids(self) -> list[str]:
+        return [canvas.req_id for canvas in self.batch.canvases]
+
+
 class PoolAccount:
     """Account of the bytes of the pool that a step cannot have, by which it is planned.
 
@@ -112,6 +140,8 @@ class PoolAccount:
     ) -> None:
         self._pool, self._caches, self._graphs = pool, caches, graphs
         self._ranks = ranks
+        self._last_sizes: tuple[object, ...] = ()
+        self._most_rows = SHORT_ROWS
 
     @property
     def fixed_bytes(self) -> int:
@@ -169,3 +199,18 @@ class PoolAccount:
             return False
         roomy = planner.plan(shape, self.kept_bytes - unused, longest_chunk_s)
         return roomy.predicted_seconds < WORTH_TRIMMING * plan.predicted_seconds
+
+    def make_room(self, num_rows: int, plan: Plan) -> None:
+        """Release memory of other sizes before a long step: buffers and PyTorch's temporaries.
+
+        For a whole step longer than those before, release PyTorch's alone, which would else take
+        more beside what it has cached. Not to be called within the pool's `temporaries`, whose
+        memory stays to the end.
+        """
+        if plan.is_whole(num_rows):
+            if num_rows > self._most_rows:
+                self._pool.drop_unused()
+                self._most_rows = num_rows
+        elif plan.sizes != self._last_sizes:
+            self._pool.trim()
+            self._last_sizes, self._most_rows = plan.sizes, SHORT_ROWS

@@ -15,10 +15,15 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from vllm.diffusion import ops
+from vllm.diffusion.core.samples import Samples
 from vllm.diffusion.core.spans import HeadGroup
-from vllm.diffusion.core.stages import keys_values, residual
+from vllm.diffusion.core.stages import INPUTS, RESULTS, keys_values, read_rows, residual
 from vllm.diffusion.engine.worker.forward import keep, sources_of
+from vllm.diffusion.engine.worker.row_shares import Cuts, Division, gathered, rounds_of, to_first
+from vllm.diffusion.engine.worker.sample_rows import EMPTY_PART
 from vllm.diffusion.memory import HostRows, ResidualRows
+from vllm.diffusion.parallel.groups import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -28,11 +33,60 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.buffers import Buffer
     from vllm.diffusion.core.spans import AttentionLayout
     from vllm.diffusion.engine.worker.batch import StepInputs
-    from vllm.diffusion.engine.worker.forward import Chunked
-    from vllm.diffusion.engine.worker.row_shares import Chunk, Cuts, Division
+    from vllm.diffusion.engine.worker.forward import Chunked, ForwardPass
+    from vllm.diffusion.engine.worker.row_shares import Chunk, Round
+    from vllm.diffusion.engine.worker.sample_rows import SampleRows
     from vllm.diffusion.memory import ActivationPool, HostBuffers, PageStore, Plan
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.ops import Array
+
+
+def run_streamed(
+    forward: ForwardPass, rows: SampleRows, plan: Plan, host: HostBuffers
+) -> Chunked[Tensor]:
+    """Compute a step by groups of heads, with rows on the host or divided between ranks.
+
+    Ranks then deal out the parts of the sample rows, and all return the same samples. Where a
+    request chooses several rows together, the first rank takes all of them. Arguments and result
+    are those of `ForwardPass.run`; `host` is memory for rows that are not on the device.
+    """
+    batch, pool, caches = rows.batch, forward.pool, forward.caches
+    ranks = forward.ranks if plan.layout.shards > 1 else Ranks()
+    division, peers = Division(ranks, batch.num_rows), ranks.sequence
+    even = -(-batch.shape.sample_rows // peers.size)
+    parts = list(rows.parts(max(min(plan.rows.read, even), 1)))
+    is_joint = any(rows.joints)
+    if is_joint:
+        parts = to_first(parts, peers.size)
+    rounds, cuts = rounds_of(parts, division), Cuts.of(division, plan, parts)
+    with pool.scope("step"):
+        INPUTS.expect(pool, division.longest)
+        RESULTS.expect(pool, peers.size * even)
+        attend_chunks = [chunk.places for chunk in (*cuts.attend, *cuts.last_attend)]
+        dealt = tuple((r.given, r.positions) for r in rounds)
+        given = batch.inputs(attend_chunks, division.own), dealt
+        inputs, samples = ops.to_device(given, caches.device)
+        caches.begin_step(batch.slot_mapping, reads=batch.reads_kept)
+        streamed = StreamedForward(forward.model, plan, inputs, division, cuts, pool, host, caches)
+        yield from streamed.run()
+        found = []
+        for taken, (held, positions) in zip(rounds, samples, strict=True):
+            yield plan.chunk_seconds.read
+            with pool.scope("sample rows"):
+                hidden = streamed.hidden(taken, held)
+                if taken.part is None or taken.part is EMPTY_PART:
+                    continue
+                if plan.layout.shards == 1 and forward.first_forwards is not None:
+                    forward.first_forwards.note(batch, taken.part, hidden)
+                found.append(forward.sampled(rows, taken.part, positions, hidden))
+        if batch.slot_mapping.size:
+            caches.end_step()
+        own = Samples.joined(found)
+        if is_joint and peers.rank == 0:
+            own = rows.choose_jointly(own)
+        if plan.layout.shards == 1 or not parts:
+            return forward.agreed(own)
+        return gathered(own.table.to(caches.device), parts, peers)
 
 
 class StreamedForward:
@@ -78,7 +132,7 @@ class StreamedForward:
         listed = keys_values(model.dtype, *heads)
         self._k, self._v = (buffer.take(pool, division.num_rows) for buffer in listed)
         self._seconds = plan.chunk_seconds
-        self._cuts, count = cuts, len(cuts.attend)
+        self._peers, self._cuts, count = division.peers, cuts, len(cuts.attend)
         self._layouts = inputs.layouts[:count]
         self._last_layouts = inputs.layouts[count:]
 
@@ -99,11 +153,21 @@ class StreamedForward:
             self._x, self._updated = self._updated, self._x
             yield from self._feed_forward(index, feed_forward)
 
-    def select(self, listed: Buffer, rows: Tensor, host_rows: Array) -> Tensor:
-        """After `run`, gather rows [r] of this rank's share into [r, D].
+    def hidden(self, taken: Round, given: Tensor) -> Tensor:
+        """After `run`, return the hidden states [r, D] of this rank's part of a round.
 
-        `rows` on the device and `host_rows` on the host are equal.
+        `given` are the rows that this rank has of all parts, on the device.
         """
+        own, others = read_rows(self._model.dtype, self._model.hidden_size)
+        if self._peers.size == 1:
+            return self._select(own, given, taken.given)
+        sent = self._select(others, given, taken.given)
+        hidden = own.take(self._pool, sum(taken.received))
+        self._peers.exchange(hidden, sent, taken.received, taken.sent)
+        return hidden
+
+    def _select(self, listed: Buffer, rows: Tensor, host_rows: Array) -> Tensor:
+        """Gather rows [r], equal on the device and on the host, of this rank's share: [r, D]."""
         x = listed.take(self._pool, len(host_rows))
         self._x.select(rows, host_rows, x)
         return x
