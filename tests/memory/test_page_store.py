@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from vllm.diffusion.core.pages import PAGE_SIZE, in_whole_pages, num_pages
 from vllm.diffusion.memory import ActivationPool, KeptSequence, PageStore, PoolExhaustedError
-from vllm.diffusion.memory.activation_pool import Backing
 
 CPU = torch.device("cpu")
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 3, 2, 4
@@ -20,7 +19,7 @@ PAGE_BYTES = PAGE_SIZE * NUM_LAYERS * 2 * NUM_KV_HEADS * HEAD_DIM * 2
 
 def store_of(num_pages: int = 1000, num_layers: int = NUM_LAYERS) -> PageStore:
     """A store that may take so many pages, an old and a new buffer together."""
-    pool = ActivationPool(num_pages * PAGE_BYTES, Backing(CPU))
+    pool = ActivationPool(num_pages * PAGE_BYTES, CPU)
     return PageStore(num_layers, NUM_KV_HEADS, HEAD_DIM, torch.bfloat16, pool)
 
 
