@@ -82,12 +82,12 @@ def test_pages_that_nobody_uses_do_not_cut_a_step(
     whole = Planner(shape, GIB, row_budget=4096).plan(StepShape(200, 32, 200))
     set_pool(whole.predicted_peak_bytes)
     with running(checkpoint("mha")) as engine:
-        store, found = engine.runner.caches, record_plans(engine, monkeypatch)
-        store.allocate("gone", 3 * PAGE_SIZE)
-        store.release("gone")
-        assert store.unused_bytes > 0
+        pages, found = engine.runner.pages, record_plans(engine, monkeypatch)
+        pages.allocate("gone", 3 * PAGE_SIZE)
+        pages.release("gone")
+        assert pages.unused_bytes > 0
         engine.ask(as_request(random_prompt(168), **BLOCKS))
-        assert store.unused_bytes == 0
+        assert pages.unused_bytes == 0
     assert all(plan.is_whole(200) for plan, _ in found)
 
 

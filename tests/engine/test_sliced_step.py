@@ -346,7 +346,7 @@ def test_a_step_whose_keys_were_moved_begins_anew(
     asks = [Ask(random_prompt(n, n), asked) for n in (15, 200, 60)]
     wanted = tokens(engine.ask(*asks))
     runner = engine.runner
-    runner.caches.trim()  # so that there is no more room than is in use
+    runner.pages.trim()  # so that there is no more room than is in use
     engine.cut_steps(2 * runner.planner.seconds_of(Demand(216, 16), 216) / 30)
     begin, forwards_begun = SlicedStep.begin, []
 

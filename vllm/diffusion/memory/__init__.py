@@ -4,14 +4,16 @@
 Plans, in the order to read them: `shapes` (of a model, a step, a request), `plan` (the result),
 `footprint` (bytes), `cost` with `rates` (seconds), `search`, `planner` (all questions).
 Memory: `activation_pool` (buffers of steps; `virtual_memory` where CUDA has it), `page_store` (kept
-keys and values), `graph_memory`; `host` and `residual_rows` (in host memory).
+keys and values) with `page_allocator` (whose they are), `graph_memory`; `host` and `residual_rows`
+(in host memory).
 """
 
 from vllm.diffusion.memory.activation_pool import ActivationPool, PoolExhaustedError
 from vllm.diffusion.memory.cost import Rates
 from vllm.diffusion.memory.graph_memory import GraphMemory
 from vllm.diffusion.memory.host import HostBuffers
-from vllm.diffusion.memory.page_store import KeptSequence, PageStore
+from vllm.diffusion.memory.page_allocator import KeptSequence, PageAllocator
+from vllm.diffusion.memory.page_store import PageStore
 from vllm.diffusion.memory.plan import Plan, chunks
 from vllm.diffusion.memory.planner import Planner
 from vllm.diffusion.memory.rates import rates_of
@@ -29,6 +31,7 @@ __all__ = [
     "KeptSequence",
     "LinearBuffers",
     "ModelShape",
+    "PageAllocator",
     "PageStore",
     "Plan",
     "Planner",

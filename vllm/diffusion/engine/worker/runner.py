@@ -31,7 +31,7 @@ from vllm.diffusion.engine.worker.step_graphs import GraphRunner
 from vllm.diffusion.engine.worker.step_log import StepLog
 from vllm.diffusion.engine.worker.step_log import logger as step_logger
 from vllm.diffusion.engine.worker.step_memory import PoolAccount
-from vllm.diffusion.memory import HostBuffers, PageStore
+from vllm.diffusion.memory import HostBuffers, PageAllocator, PageStore
 from vllm.diffusion.parallel.groups import Ranks
 from vllm.logger import init_logger
 
@@ -90,6 +90,7 @@ class DiffusionModelRunner:
         self.caches = PageStore(
             len(model.layers), model.num_kv_heads, model.head_dim, model.dtype, pool
         )
+        self.pages = PageAllocator(self.caches, pool)
         self.agreement = agreement
         self.graphs: GraphRunner | None = None
         if graph_memory is not None:
@@ -104,7 +105,7 @@ class DiffusionModelRunner:
             )
         self.canvases: dict[str, Canvas] = {}
         ranks = ranks or Ranks()
-        self._account = PoolAccount(pool, self.caches, graph_memory, ranks)
+        self._account = PoolAccount(pool, self.pages, graph_memory, ranks)
         self._compute = Compute(model, pool, self.caches, self.graphs, device, ranks)
         self.sliced: SlicedStep | None = None  # from the first long step on
         self._log = StepLog() if is_reporting else None
@@ -200,10 +201,10 @@ class DiffusionModelRunner:
         length, layers = canvas.window.num_places, new.host_layers
         if new.prompt_of is not None and new.params.cache == "frozen":
             canvas.window.read_prompt(
-                self.caches.share(new.req_id, new.prompt_of, length, canvas.window.frozen_positions)
+                self.pages.share(new.req_id, new.prompt_of, length, canvas.window.frozen_positions)
             )
         elif new.params.cache not in ("none", "exact"):  # exact ones get pages by `assign`
-            canvas.window.cache = self.caches.allocate(
+            canvas.window.cache = self.pages.allocate(
                 new.req_id, length, layers, new.spare_positions
             )
         if layers and self._log is not None:
@@ -222,7 +223,7 @@ class DiffusionModelRunner:
             first = self.canvases.get(new.prompt_of)
             if first is None or not is_copied(first):
                 return {}
-            self.caches.copy(new.req_id, new.prompt_of)
+            self.pages.copy(new.req_id, new.prompt_of)
         rows = SampleRows(self._batch([new.req_id]))
         sampled = self._compute.known(rows, new.prompt_of)
         if sampled is None:
@@ -244,16 +245,16 @@ class DiffusionModelRunner:
                 continue  # it could not start
             if new.num_kept is not None and self.sliced is not None:
                 self.sliced.drop(req_id)
-            self.caches.assign(req_id, new.page_ids, behind=new.num_kept is None)
-            canvas.assign(self.caches.kept(req_id), new.num_kept)
+            kept = self.pages.assign(req_id, new.page_ids, behind=new.num_kept is None)
+            canvas.assign(kept, new.num_kept)
         if new_pages:
-            self.caches.renew_table()
+            self.pages.renew_table()
 
     def forget(self, req_id: str) -> None:
         if self.sliced is not None:
             self.sliced.drop(req_id)
         self.canvases.pop(req_id, None)
-        self.caches.release(req_id)
+        self.pages.release(req_id)
         self._packing = None
         if self._compute.first_forwards is not None:
             self._compute.first_forwards.forget(req_id)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.memory import (
         ActivationPool,
         GraphMemory,
-        PageStore,
+        PageAllocator,
         Plan,
         Planner,
         StepShape,
@@ -102,16 +102,19 @@ class PoolAccount:
 
     Args:
         pool: memory of steps and of what is kept between them.
-        caches: kept keys and values, in the pool.
+        pages: pages of kept keys and values, in the pool.
         graphs: memory of captured graphs, if there are any.
         ranks: ranks that compute the same steps.
     """
 
     def __init__(
-        self, pool: ActivationPool, caches: PageStore, graphs: GraphMemory | None, ranks: Ranks
+        self,
+        pool: ActivationPool,
+        pages: PageAllocator,
+        graphs: GraphMemory | None,
+        ranks: Ranks,
     ) -> None:
-        self._pool, self._caches, self._graphs = pool, caches, graphs
-        self._ranks = ranks
+        self._pool, self._pages, self._graphs, self._ranks = pool, pages, graphs, ranks
 
     @property
     def fixed_bytes(self) -> int:
@@ -129,7 +132,7 @@ class PoolAccount:
     @property
     def kept_bytes(self) -> int:
         """Bytes that outlive a step, or that a step holds while it waits for its next slice."""
-        return self.fixed_bytes + self._caches.reserved_bytes + self._pool.frame_bytes
+        return self.fixed_bytes + self._pages.store.reserved_bytes + self._pool.frame_bytes
 
     def memory(self, plan: Plan, planner_us: float, peak_bytes: int | None = None) -> StepMemory:
         """Return the memory of a step; `peak_bytes` of the pool are by default its peak."""
@@ -152,7 +155,7 @@ class PoolAccount:
                 return plan
         except ActivationBudgetError:
             pass
-        self._caches.trim()
+        self._pages.trim()
         return planner.plan_alike(shape, self._kept_by_all(shape, planner), longest_chunk_s)
 
     def _kept_by_all(self, shape: StepShape, planner: Planner) -> int:
@@ -164,7 +167,7 @@ class PoolAccount:
         self, shape: StepShape, planner: Planner, plan: Plan, longest_chunk_s: float
     ) -> bool:
         """Whether the step would take clearly less time without the pages that nobody uses."""
-        unused = self._caches.unused_bytes
+        unused = self._pages.unused_bytes
         if not unused or self._pool.has_frame:
             return False
         roomy = planner.plan(shape, self.kept_bytes - unused, longest_chunk_s)

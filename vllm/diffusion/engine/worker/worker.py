@@ -184,7 +184,7 @@ class DiffusionWorker(WorkerBase):
         The API server asks for it.
         """
         runner = self.model_runner
-        return runner.budget_bytes - runner.caches.fixed_bytes, runner.planner.rates
+        return runner.budget_bytes - runner.pages.fixed_bytes, runner.planner.rates
 
     def status(self) -> dict[str, Any]:
         """Return what this rank is doing; the server's status page asks for it."""
@@ -249,7 +249,7 @@ class DiffusionWorker(WorkerBase):
         if kv_cache_config.kv_cache_groups:
             longest = most_positions(num_pages, self.model_config.max_model_len)
             most_requests = self.scheduler_config.max_num_seqs
-            self.model_runner.caches.fix(num_pages, most_requests * pages.num_pages(longest))
+            self.model_runner.pages.fix(num_pages, most_requests * pages.num_pages(longest))
 
     def reset_encoder_cache(self) -> None:
         pass
