@@ -22,7 +22,7 @@ from vllm.diffusion.api.validator import RequestRefused, validator_of
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.engine.planning import model_shape
-from vllm.diffusion.memory import Demand, ModelShape, Planner, StepShape
+from vllm.diffusion.memory import Admission, Demand, ModelShape, Planner, StepShape
 from vllm.diffusion.memory.cost import CPU
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def required_bytes(shape: ModelShape, *demands: Demand) -> int:
     low, high = 1, 1 << 22
     while high - low > 256:
         middle = (low + high) // 2
-        small = Planner(shape, middle, row_budget=4096)
+        small = Admission(Planner(shape, middle, row_budget=4096))
         if small.obstacle(demands[1:], demands[0]) is None:
             high = middle
         else:
@@ -167,7 +167,7 @@ def test_kept_keys_and_values_are_counted_and_given_back(
         assert small.is_idle()
         runner = small.runner
         assert runner.caches.num_bytes == 0 < runner.caches.reserved_bytes
-        full = Planner(runner.planner.shape, runner.planner.budget_bytes, 4096)
+        full = Admission(Planner(runner.planner.shape, runner.planner.budget_bytes, 4096))
         with pytest.raises(ActivationBudgetError) as refused:
             full.check(Demand(4096, 32))
         assert runner.caches.reserved_bytes > row  # so that the longest step must take it back

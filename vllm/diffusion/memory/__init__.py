@@ -2,13 +2,14 @@
 """Memory of a step: admission, chunk plans, buffers and caches.
 
 Plans, in the order to read them: `shapes` (of a model, a step, a request), `plan` (the result),
-`footprint` (bytes), `cost` with `rates` (seconds), `search`, `planner` (all questions).
+`footprint` (bytes), `cost` with `rates` (seconds), `search`, `planner`, `admission` (what fits).
 Memory: `activation_pool` (buffers of steps; `virtual_memory` where CUDA has it), `page_store` (kept
 keys and values) with `page_allocator` (whose they are), `graph_memory`; `host` and `residual_rows`
 (in host memory).
 """
 
 from vllm.diffusion.memory.activation_pool import ActivationPool, PoolExhaustedError
+from vllm.diffusion.memory.admission import Admission
 from vllm.diffusion.memory.cost import Rates
 from vllm.diffusion.memory.graph_memory import GraphMemory
 from vllm.diffusion.memory.host import HostBuffers
@@ -23,6 +24,7 @@ from vllm.diffusion.memory.virtual_memory import activation_pool
 
 __all__ = [
     "ActivationPool",
+    "Admission",
     "Demand",
     "Experts",
     "GraphMemory",

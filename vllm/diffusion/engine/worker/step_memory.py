@@ -160,8 +160,10 @@ class PoolAccount:
 
     def _kept_by_all(self, shape: StepShape, planner: Planner) -> int:
         """Bytes of the pool that the step cannot have; on any rank, if all must cut alike."""
-        kept_bytes = self.kept_bytes
-        return -self._ranks.sequence.least(-kept_bytes) if planner.divides(shape) else kept_bytes
+        kept_bytes, ranks = self.kept_bytes, self._ranks.sequence
+        if ranks.size > 1 and planner.search.divides(shape):
+            return -ranks.least(-kept_bytes)
+        return kept_bytes
 
     def _gains(
         self, shape: StepShape, planner: Planner, plan: Plan, longest_chunk_s: float

@@ -142,7 +142,7 @@ class DiffusionWorker(WorkerBase):
         if self.is_driver_worker:
             log_build_info(self.build_info(), device, budget, self._why_no_graphs(model))
             if self.ranks.sequence.size > 1:
-                rows = f"{self.model_runner.planner.min_rows:,} rows"
+                rows = f"{self.model_runner.planner.search.min_rows:,} rows"
                 logger.info("%d ranks divide steps from %s on", self.ranks.sequence.size, rows)
             if not model.family.is_block_causal:
                 host = readable(self.model_runner.planner.host_bytes)
