@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     from vllm.diffusion.core import envs
     from vllm.diffusion.core.errors import ActivationBudgetError
-    from vllm.diffusion.engine.worker.step_memory import planning_budget
+    from vllm.diffusion.engine.worker.pool_budget import planning_budget
     from vllm.diffusion.memory import Planner, StepShape
 
     shape = shape_of(options.model, options.dtype, options.tensor_parallel_size)

@@ -16,11 +16,11 @@ from vllm.diffusion.engine.planning import make_planner
 from vllm.diffusion.engine.scheduler.paging import most_positions
 from vllm.diffusion.engine.scheduler.turns import StepLimits
 from vllm.diffusion.engine.worker.agreement import Agreement, Interruptible
+from vllm.diffusion.engine.worker.pool_budget import activation_budget, planning_budget
 from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
 from vllm.diffusion.engine.worker.status import build_info, log_build_info, status_of
 from vllm.diffusion.engine.worker.step_graphs import buckets_of
 from vllm.diffusion.engine.worker.step_loop import StepLoop
-from vllm.diffusion.engine.worker.step_memory import activation_budget, planning_budget
 from vllm.diffusion.engine.worker.warm_up import warm_up
 from vllm.diffusion.memory import ActivationPool, GraphMemory, Rates, activation_pool, rates_of
 from vllm.diffusion.memory.plan import readable
