@@ -14,10 +14,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.memory.support import BF16, LLADA_8B, in_place
+from vllm.diffusion.core import stages
 from vllm.diffusion.core.buffers import Buffer, row_bytes
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.core.pages import PAGE_SIZE
-from vllm.diffusion.core.stages import GATE_UP, PROJECTED
 from vllm.diffusion.engine.scheduler.turns import take_turns
 from vllm.diffusion.memory import (
     Admission,
@@ -104,7 +104,7 @@ TINY = ModelShape(
     rotary_dtype=torch.float32,
     products=(
         LinearBuffers(
-            (), (GATE_UP.of(torch.float32, 2 * 128),), (PROJECTED.of(torch.float32, 64),)
+            (), (stages.gate_up(torch.float32, 2 * 128),), (stages.projected(torch.float32, 64),)
         ),
     ),
 )

@@ -182,7 +182,7 @@ class Footprint:
             quantises=experts.quantises,
         )
         if shape.num_ranks > 1:
-            terms += (stages.PROJECTED.of(dtype, width),)
+            terms += (stages.projected(dtype, width),)
         phases: list[Listed] = [terms]
         if experts.shared_width:
             activated, normed = stages.gating(dtype, width, experts.shared_width)
