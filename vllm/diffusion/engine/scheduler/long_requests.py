@@ -12,6 +12,7 @@ took, from which the ratio to the predictions is learned.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -75,7 +76,7 @@ class Slicing:
 
     def started(self, item: RequestState, admission: Admission) -> None:
         """Take in that a request runs."""
-        if self._may_be_long(item, admission):
+        if self.is_long(item, math.inf, admission):
             self.is_idle = False
 
     def learn(
@@ -105,27 +106,22 @@ class Slicing:
             self._owed_s = max(self._owed_s, -self.longest_pause_s)
         has_slices = self._is_shared or self._paused is not None
         self.is_idle = not has_slices and not (
-            admission is not None and any(self._may_be_long(item, admission) for item in running)
+            admission is not None
+            and any(self.is_long(item, math.inf, admission) for item in running)
         )
 
     # ---- who is long ----
 
-    def is_long(self, item: RequestState, rows: int, admission: Admission) -> bool:
-        """Whether a step of `rows` rows of this request takes longer than a pause may."""
+    def is_long(self, item: RequestState, rows: float, admission: Admission) -> bool:
+        """Whether a step of at most `rows` rows of this request takes longer than a pause may."""
         most = item.demand.largest_rows(admission.row_budget)
-        return self._may_be_long(item, admission) and self._takes_long(
-            item, min(rows, most), admission
-        )
-
-    def _may_be_long(self, item: RequestState, admission: Admission) -> bool:
-        """Whether the largest step of this request takes longer than a pause may."""
-        return self._takes_long(item, item.demand.largest_rows(admission.row_budget), admission)
-
-    def _takes_long(self, item: RequestState, rows: int, admission: Admission) -> bool:
         predicted = self._predicted_s.setdefault(item, {})
-        if rows not in predicted:
-            predicted[rows] = admission.seconds_of(item.demand, rows)
-        return predicted[rows] > self.longest_pause_s / self.pace.factor
+        for count in (most, int(min(rows, most))):
+            if count not in predicted:
+                predicted[count] = admission.seconds_of(item.demand, count)
+            if predicted[count] <= self.longest_pause_s / self.pace.factor:
+                return False
+        return True
 
     def long(self, running: Mapping[str, RequestState], admission: Admission) -> list[str]:
         """Return the long requests, in the order of their turns, and any whose step has begun.
