@@ -33,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     from vllm.diffusion.core import envs
     from vllm.diffusion.core.errors import ActivationBudgetError
-    from vllm.diffusion.engine.worker.step_memory import planning_budget
-    from vllm.diffusion.memory import Demand, Planner
+    from vllm.diffusion.engine.worker.pool_budget import planning_budget
+    from vllm.diffusion.memory import Planner, StepShape
 
     shape = shape_of(options.model, options.dtype, options.tensor_parallel_size)
     planner = Planner(
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for tokens in options.tokens:
         read = int(tokens * options.masked_share)
         try:
-            plan = planner.plan(planner.step_of([Demand(tokens, sample_positions=read)]))
+            plan = planner.plan(StepShape(tokens, read, tokens))
         except ActivationBudgetError as error:
             num_refused += 1
             print(f"T = {tokens}: {error}")

@@ -6,8 +6,7 @@ from __future__ import annotations
 import torch
 
 from vllm.diffusion.core.spans import PageTable
-from vllm.diffusion.memory import ActivationPool, KeptSequence, PageStore
-from vllm.diffusion.memory.activation_pool import Backing
+from vllm.diffusion.memory import ActivationPool, KeptSequence, PageAllocator, PageStore
 
 NUM_LAYERS, LAYER = 3, 1  # of the store, and the one that is read
 NO_PAGES = PageTable(torch.empty(0, dtype=torch.int32), 64)
@@ -42,7 +41,8 @@ def in_pages(
 
 def store_with(*lengths: int, head_dim: int = 4) -> tuple[PageStore, list[KeptSequence]]:
     """A store in float32, and what it keeps of so many sequences; its first pages are another's."""
-    pool = ActivationPool(1 << 30, Backing(torch.device("cpu")))
+    pool = ActivationPool(1 << 30, torch.device("cpu"))
     store = PageStore(2, 1, head_dim, torch.float32, pool)
-    store.allocate("another", 70)
-    return store, [store.allocate(str(i), length) for i, length in enumerate(lengths)]
+    pages = PageAllocator(store, pool)
+    pages.allocate("another", 70)
+    return store, [pages.allocate(str(i), length) for i, length in enumerate(lengths)]

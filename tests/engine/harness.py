@@ -188,7 +188,7 @@ def freeze_imports() -> None:
 
 def shrink(runner: Any, budget_bytes: int) -> None:
     """Give a model runner a smaller pool."""
-    from vllm.diffusion.engine.worker.step_memory import planning_budget
+    from vllm.diffusion.engine.worker.pool_budget import planning_budget
     from vllm.diffusion.memory import Planner
 
     planner = runner.planner

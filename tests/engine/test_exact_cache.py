@@ -355,7 +355,7 @@ class Published:
         """[P, 2 * PAGE_SIZE, KV, hd]: the keys, then the values of each page."""
         last_values = self._store.values(layer)[-PAGE_SIZE:]
         rows = torch.cat([self._store.keys(layer), last_values])
-        return rows.view(self._store.reserved_pages, 2 * PAGE_SIZE, *rows.shape[1:])
+        return rows.view(self._store.num_pages, 2 * PAGE_SIZE, *rows.shape[1:])
 
 
 Arrivals = list[tuple[int, int, int | None]]
@@ -434,7 +434,7 @@ def test_the_store_is_half_of_the_pool(checkpoint: Callable[[str], Path], monkey
     monkeypatch.setattr(scheduler, "make_planner", recorded)
     with running(checkpoint("sdar")) as engine:
         runner = engine.runner
-        assert runner.caches.reserved_pages * PAGE_SIZE == runner.planner.cached_positions
+        assert runner.caches.num_pages * PAGE_SIZE == runner.planner.cached_positions
         (answer,) = engine.ask(ASKS[0])
         assert len(answer.token_ids) == 16
         left = budgets[-1]  # that steps are planned with

@@ -119,9 +119,9 @@ def test_layers_in_host_memory_change_no_token(
         asks = [as_request(random_prompt(200), **asked) for asked in KEEPING]
         wanted = [engine.ask(ask)[0] for ask in asks]
         layers = []
-        allocate = runner.caches.allocate
+        allocate = runner.pages.allocate
         monkeypatch.setattr(
-            runner.caches, "allocate", lambda *a: (layers.append(a[2]), allocate(*a))[1]
+            runner.pages, "allocate", lambda *a: (layers.append(a[2]), allocate(*a))[1]
         )
         for ask, answer in zip(asks, wanted, strict=True):
             sequences = 2 if "cfg_scale" in ask.extra else 1

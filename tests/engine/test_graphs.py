@@ -228,7 +228,7 @@ def test_replays_equal_the_layers_without_a_graph(
 @torch.inference_mode()
 def check_replay(runner: Any, lengths: list[int], is_cached: bool) -> None:
     ranges = [
-        runner.caches.allocate(str(i), n) if is_cached else None for i, n in enumerate(lengths)
+        runner.pages.allocate(str(i), n) if is_cached else None for i, n in enumerate(lengths)
     ]
     made = [canvas(n, r) for n, r in zip(lengths, ranges, strict=True)]
     batch = build_batch(made, 0, runner.caches.table)
@@ -255,7 +255,7 @@ def check_replay(runner: Any, lengths: list[int], is_cached: bool) -> None:
             assert (errors < 2e-2).float().mean() > 0.9
             assert errors.isfinite().all()
     for number in range(len(lengths)):
-        runner.caches.release(str(number))
+        runner.pages.release(str(number))
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import pytest
 
 from tests.checkpoints import random_prompt
 from tests.engine.harness import Ask, running
-from vllm.diffusion.memory import Demand
+from vllm.diffusion.memory import Admission, Demand
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,7 @@ def test_steps_enter_the_guests_of_their_requests_alone(
     with running(checkpoint("mha")) as engine:
         scheduler, planner = engine.scheduler, engine.runner.planner
         assert scheduler.slicing is None and scheduler.paging is None
-        seconds = [planner.seconds_of(Demand(rows, 16), rows) for rows in (24, 216)]
+        seconds = [Admission(planner).seconds_of(Demand(rows, 16), rows) for rows in (24, 216)]
         engine.cut_steps(sum(seconds) / 2)
         engine.ask(asked)  # so that the size of the memory is known
         for name in ("schedule", "update_from_output"):

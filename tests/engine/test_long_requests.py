@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 STEP_S, SHORT_S = 1.0, 0.004  # what the planner predicts of a long step and of a short one
 
 
-class Planner:
+class Prediction:
     """Every row of a step takes a millisecond."""
 
     row_budget = 100
@@ -30,7 +30,7 @@ class Planner:
         return rows / 1000
 
 
-PLANNER: Any = Planner()
+PREDICTION: Any = Prediction()
 
 
 def request(name: str, rows: int, **demand: Any) -> RequestState:
@@ -58,7 +58,7 @@ class Device:
 
     def step(self, long: list[RequestState], *, short_s: float = 0.0) -> None:
         """One step of the engine, in which short requests take so many seconds."""
-        asked = self.slicing.next_slice(long, PLANNER, is_shared=short_s > 0)
+        asked = self.slicing.next_slice(long, PREDICTION, is_shared=short_s > 0)
         self.now += short_s
         worked = self.paused = None
         if asked is not None:
@@ -75,7 +75,7 @@ class Device:
             self.paused = PausedStep(self.slices[-1], 1)
         self._unheard.append(worked)
         done = SimpleNamespace(worked=self._unheard.pop(0), paused=self.paused)
-        self.slicing.learn(done, self.now - self._heard_at, long, PLANNER)  # type: ignore[arg-type]
+        self.slicing.learn(done, self.now - self._heard_at, long, PREDICTION)  # type: ignore[arg-type]
         self._heard_at = self.now
 
 
@@ -137,25 +137,25 @@ def test_long_is_whose_next_step_takes_longer_than_a_pause() -> None:
     device = Device(3.0)
     window = request("window", 90, num_sequences=2, window=20)
     running = {r.req_id: r for r in (request("a", 500), request("short", 90), window)}
-    assert device.slicing.long(running, PLANNER) == ["a", "window"]
+    assert device.slicing.long(running, PREDICTION) == ["a", "window"]
     window.next_rows = 40
-    assert device.slicing.long(running, PLANNER) == ["a"]
+    assert device.slicing.long(running, PREDICTION) == ["a"]
     for _ in range(10):
         device.step([running["a"]])
-    assert device.slicing.long(running, PLANNER) == ["a", "short", "window"]
+    assert device.slicing.long(running, PREDICTION) == ["a", "short", "window"]
     running["a"].next_rows = 1
-    assert device.slicing.long(running, PLANNER)[0] == "a"
+    assert device.slicing.long(running, PREDICTION)[0] == "a"
 
 
 def test_steps_are_shared_only_while_a_request_may_be_long() -> None:
     """From the start of one that may be until its last slice is reported."""
     device, short, long = Device(), request("short", 90), request("a", 1000)
     slicing = device.slicing
-    slicing.started(short, PLANNER)
+    slicing.started(short, PREDICTION)
     assert slicing.is_idle
-    slicing.started(long, PLANNER)
+    slicing.started(long, PREDICTION)
     assert not slicing.is_idle
-    rows, first = slicing.share(["a"], {"short": short, "a": long}, set(), PLANNER, of_all)
+    rows, first = slicing.share(["a"], {"short": short, "a": long}, set(), PREDICTION, of_all)
     assert rows == {"short": 90, "a": 1000} and first is not None
     device.step([])  # that step is over, and the long request has left
     assert slicing.is_idle
@@ -166,7 +166,7 @@ def of_all(turns: Mapping[str, RequestState]) -> dict[str, int]:
 
 
 def test_a_part_that_the_row_budget_holds_is_taken_of_what_can_be_cut() -> None:
-    asked = Device().slicing.next_slice([request("a", 960, unit=32)], PLANNER, is_shared=False)
+    asked = Device().slicing.next_slice([request("a", 960, unit=32)], PREDICTION, is_shared=False)
     assert asked is not None and asked.rows == 96
 
 

@@ -22,7 +22,7 @@ from vllm.diffusion.api.validator import RequestRefused, validator_of
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.engine.planning import model_shape
-from vllm.diffusion.memory import Demand, ModelShape, Planner, StepShape
+from vllm.diffusion.memory import Admission, Demand, ModelShape, Planner, StepShape
 from vllm.diffusion.memory.cost import CPU
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def required_bytes(shape: ModelShape, *demands: Demand) -> int:
     low, high = 1, 1 << 22
     while high - low > 256:
         middle = (low + high) // 2
-        small = Planner(shape, middle, row_budget=4096)
+        small = Admission(Planner(shape, middle, row_budget=4096))
         if small.obstacle(demands[1:], demands[0]) is None:
             high = middle
         else:
@@ -82,12 +82,12 @@ def test_pages_that_nobody_uses_do_not_cut_a_step(
     whole = Planner(shape, GIB, row_budget=4096).plan(StepShape(200, 32, 200))
     set_pool(whole.predicted_peak_bytes)
     with running(checkpoint("mha")) as engine:
-        store, found = engine.runner.caches, record_plans(engine, monkeypatch)
-        store.allocate("gone", 3 * PAGE_SIZE)
-        store.release("gone")
-        assert store.unused_bytes > 0
+        pages, found = engine.runner.pages, record_plans(engine, monkeypatch)
+        pages.allocate("gone", 3 * PAGE_SIZE)
+        pages.release("gone")
+        assert pages.unused_bytes > 0
         engine.ask(as_request(random_prompt(168), **BLOCKS))
-        assert store.unused_bytes == 0
+        assert pages.unused_bytes == 0
     assert all(plan.is_whole(200) for plan, _ in found)
 
 
@@ -167,7 +167,7 @@ def test_kept_keys_and_values_are_counted_and_given_back(
         assert small.is_idle()
         runner = small.runner
         assert runner.caches.num_bytes == 0 < runner.caches.reserved_bytes
-        full = Planner(runner.planner.shape, runner.planner.budget_bytes, 4096)
+        full = Admission(Planner(runner.planner.shape, runner.planner.budget_bytes, 4096))
         with pytest.raises(ActivationBudgetError) as refused:
             full.check(Demand(4096, 32))
         assert runner.caches.reserved_bytes > row  # so that the longest step must take it back

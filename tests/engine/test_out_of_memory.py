@@ -110,7 +110,7 @@ def test_a_request_whose_cache_does_not_fit_ends_alone(
 ) -> None:
     """The first failure gives back what steps left behind; the second one counts."""
     prompt, wanted = clear_case(model, 20, **BLOCKS)
-    allocate, failures = engine.runner.caches.allocate, 0
+    allocate, failures = engine.runner.pages.allocate, 0
 
     def allocate_late(*arguments: Any) -> Any:
         nonlocal failures
@@ -120,7 +120,7 @@ def test_a_request_whose_cache_does_not_fit_ends_alone(
         return allocate(*arguments)
 
     with monkeypatch.context() as full:
-        full.setattr(engine.runner.caches, "allocate", allocate_late)
+        full.setattr(engine.runner.pages, "allocate", allocate_late)
         cached, other = engine.ask(
             as_request(prompt, **BLOCKS, cache="dual"), as_request(prompt, **BLOCKS)
         )

@@ -96,25 +96,26 @@ def test_requests_that_come_and_go_find_what_they_kept(
     monkeypatch.setattr(engine.loop, "runs_ahead", runs_ahead)
     if (plan := PLANS.get(name)) is not None:
         monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
-    store, rng = engine.runner.caches, random.Random(7)
+    pages, rng = engine.runner.pages, random.Random(7)
     orders = set()
 
     def after_step() -> None:
         kept = [c.window.cache for c in engine.runner.canvases.values() if c.window.cache]
         orders.update(tuple(cache.pages.tolist()) for cache in kept)
-        assert store.used_pages == sum(num_pages(cache.length) for cache in kept)
+        used = pages.store.num_pages - len(pages.store.free)
+        assert used == sum(num_pages(cache.length) for cache in kept)
         if rng.random() < 0.2:
-            store.trim()
-        spare = [f"spare {number}" for number in range(store.reserved_pages - store.used_pages)]
+            pages.trim()
+        spare = [f"spare {number}" for number in range(len(pages.store.free))]
         for name in spare:
-            store.allocate(name, PAGE_SIZE)
+            pages.allocate(name, PAGE_SIZE)
         rng.shuffle(spare)
         for name in spare:  # whoever comes next has these pages in another order
-            store.release(name)
+            pages.release(name)
 
     assert tokens(come_and_go(engine, 1, after_step)) == alone
-    assert store.num_bytes == 0
-    is_consecutive = [list(pages) == [*range(pages[0], pages[0] + len(pages))] for pages in orders]
+    assert pages.store.num_bytes == 0
+    is_consecutive = [list(order) == [*range(order[0], order[0] + len(order))] for order in orders]
     assert not all(is_consecutive)
 
 
@@ -125,21 +126,21 @@ def test_pages_that_move_for_a_plan_are_found_by_its_step(
     """The store is trimmed between the packing of a step and its launch."""
     asked = {**BLOCKS, "cache": cache}
     prompt, wanted = clear_case(model, 90, **asked)
-    store, plan, attempts = engine.runner.caches, engine.runner.planner.plan_alike, 0
-    store.allocate("another", 3 * PAGE_SIZE)
+    pages, plan, attempts = engine.runner.pages, engine.runner.planner.plan_alike, 0
+    pages.allocate("another", 3 * PAGE_SIZE)
 
     def refuse_once(*arguments: Any) -> Any:
         nonlocal attempts
         attempts += 1
         if attempts == 4:
-            store.release("another")
-            store.allocate("shorter", 1)
+            pages.release("another")
+            pages.allocate("shorter", 1)
             raise ActivationBudgetError(1, 1, 1, 1)
         return plan(*arguments)
 
     monkeypatch.setattr(engine.runner.planner, "plan_alike", refuse_once)
     (answer,) = engine.ask(as_request(prompt, **asked))
-    store.release("shorter")
+    pages.release("shorter")
     assert attempts > 4
     assert tokens([answer]) == [(wanted.ids, wanted.num_forwards)]
 

@@ -19,7 +19,7 @@ from tests.engine.cases import CUT, SCHEMA, SHORT, guided_asks, mixed_asks, whol
 from tests.engine.harness import Ask, engine_config, finish, running, start, tokens
 from tests.engine.ranks import ranked
 from vllm.diffusion.engine.executor import RanksExecutor
-from vllm.diffusion.engine.worker.step_memory import planning_budget
+from vllm.diffusion.engine.worker.pool_budget import planning_budget
 from vllm.diffusion.memory import Plan, Planner
 from vllm.diffusion.memory.plan import ChunkRows, Residency
 

@@ -18,7 +18,7 @@ from vllm.diffusion.engine.messages import Slice
 from vllm.diffusion.engine.scheduler.long_requests import Pace, Slicing
 from vllm.diffusion.engine.worker.sliced_step import SlicedStep
 from vllm.diffusion.engine.worker.window import ALL_ROWS
-from vllm.diffusion.memory import Demand, Planner, PoolExhaustedError, StepShape, rates
+from vllm.diffusion.memory import Admission, Demand, PoolExhaustedError, StepShape, rates
 from vllm.diffusion.memory.plan import Plan, StageSeconds
 
 if TYPE_CHECKING:
@@ -282,8 +282,8 @@ def test_the_scheduler_hands_out_long_steps_in_slices(
     wanted = tokens(engine.ask(*asks))
     assert all(output.paused is None for output in outputs)
     planner = engine.runner.planner
-    seconds = planner.seconds_of(Demand(216, 16), 216) / 5
-    assert planner.seconds_of(Demand(31, 16), 31) < seconds
+    seconds = Admission(planner).seconds_of(Demand(216, 16), 216) / 5
+    assert Admission(planner).seconds_of(Demand(31, 16), 31) < seconds
     outputs.clear()
     engine.cut_steps(2 * seconds)
     assert tokens(engine.ask(*asks)) == wanted
@@ -301,7 +301,7 @@ def test_an_abort_between_slices_ends_the_step(slow: tuple[Engine, list[Any]]) -
     long, short = Ask(random_prompt(200), SHORT), Ask(random_prompt(15), {**SHORT, "steps": 16})
     wanted = tokens(engine.ask(short))
     before = engine.runner.pool.used_bytes
-    engine.cut_steps(2 * engine.runner.planner.seconds_of(Demand(216, 16), 216) / 5)
+    engine.cut_steps(2 * Admission(engine.runner.planner).seconds_of(Demand(216, 16), 216) / 5)
     aborted = start(engine, "long", long)
     for _ in range(3):
         engine.llm.llm_engine.step()
@@ -323,13 +323,13 @@ def test_who_does_not_fit_beside_a_paused_step_waits_for_its_end(
     planner = engine.runner.planner
     long, short = Ask(random_prompt(200), SHORT), Ask(random_prompt(15), SHORT)
     wanted = tokens(engine.ask(long, short))
-    engine.cut_steps(2 * planner.seconds_of(Demand(216, 16), 216) / 5)
-    fits = Planner.fits
+    engine.cut_steps(2 * Admission(planner).seconds_of(Demand(216, 16), 216) / 5)
+    fits = Admission.fits
 
-    def in_a_full_pool(planner: Planner, step: StepShape, kept_bytes: int = 0) -> bool:
-        return kept_bytes == 0 and fits(planner, step)
+    def in_a_full_pool(admission: Admission, step: StepShape, kept_bytes: int = 0) -> bool:
+        return kept_bytes == 0 and fits(admission, step)
 
-    monkeypatch.setattr(Planner, "fits", in_a_full_pool)
+    monkeypatch.setattr(Admission, "fits", in_a_full_pool)
     outputs.clear()
     assert tokens(engine.ask(long, short)) == wanted
     during = [after for before, after in pairwise(outputs) if before.paused is not None]
@@ -346,8 +346,8 @@ def test_a_step_whose_keys_were_moved_begins_anew(
     asks = [Ask(random_prompt(n, n), asked) for n in (15, 200, 60)]
     wanted = tokens(engine.ask(*asks))
     runner = engine.runner
-    runner.caches.trim()  # so that there is no more room than is in use
-    engine.cut_steps(2 * runner.planner.seconds_of(Demand(216, 16), 216) / 30)
+    runner.pages.trim()  # so that there is no more room than is in use
+    engine.cut_steps(2 * Admission(runner.planner).seconds_of(Demand(216, 16), 216) / 30)
     begin, forwards_begun = SlicedStep.begin, []
 
     def recorded(slices: SlicedStep, batch: Any, *arguments: Any) -> None:

@@ -26,7 +26,7 @@ NEVER = 1000  # positions that do not fit alone
 
 
 class Room:
-    """A planner that counts positions."""
+    """Admission that counts positions."""
 
     def obstacle(self, running: list[Demand], new: Demand, **_: Any) -> str | None:
         return None if sum(d.length for d in [*running, new]) <= LIMIT else "rows"
@@ -37,7 +37,7 @@ class Room:
         return new
 
 
-PLANNER: Any = Room()
+ROOM: Any = Room()
 
 
 class Closed(AdmissionGate):
@@ -71,7 +71,7 @@ def line_of(*items: RequestState, max_running: int = 64) -> WaitingLine:
 def started(line: WaitingLine, *running: RequestState) -> list[RequestState]:
     """Who starts, each beside those before it; nobody is refused."""
     together = list(running)
-    for item, error in line.admit(together, PLANNER):
+    for item, error in line.admit(together, ROOM):
         assert error is None
         together.append(item)
     return together[len(running) :]
@@ -119,7 +119,7 @@ def test_gates_are_prepared_once_a_step_before_anybody_starts() -> None:
     first, second, gone = waiting(1, Seen()), waiting(1, Seen()), waiting(1, Seen())
     line = line_of(waiting(1), first, second, gone)
     line.remove(gone)
-    for item, _ in line.admit([], PLANNER):
+    for item, _ in line.admit([], ROOM):
         seen.append(item.demand)
     assert seen[:2] == [first, second] and len(seen) == 5
     assert not started(line) and len(seen) == 5
@@ -133,7 +133,7 @@ def test_at_most_so_many_run() -> None:
 def test_one_that_never_fits_is_taken_out_with_the_reason() -> None:
     giant, small = waiting(NEVER), waiting(1)
     line = line_of(giant, small)
-    found = list(line.admit([], PLANNER))
+    found = list(line.admit([], ROOM))
     assert [item for item, _ in found] == [giant, small]
     assert isinstance(found[0][1], ActivationBudgetError) and found[1][1] is None
     assert not line.requests
@@ -207,16 +207,16 @@ def test_what_a_request_waits_for_is_noted() -> None:
     items = [waiting(50), waiting(10, Closed("prompt")), waiting(10, alone=True)]
     items.append(waiting(30, Closed()))
     line = line_of(*items)
-    assert not list(line.admit(running, PLANNER))
+    assert not list(line.admit(running, ROOM))
     assert [item.waits_for for item in items] == ["rows", "prompt", "others", "memory"]
     full = WaitingLine(max_running=1)
     full.append(item := waiting(1))
-    assert not list(full.admit(running, PLANNER))
+    assert not list(full.admit(running, ROOM))
     assert item.waits_for == "requests"
     behind = line_of(*(waiting(90) for _ in range(MAX_PASSED)), last := waiting(1))
-    assert not list(behind.admit(running, PLANNER))
+    assert not list(behind.admit(running, ROOM))
     assert last.waits_for == "order"
     line.append(urgent := waiting(90, priority=-1))
     urgent.num_overtaken = MAX_OVERTAKEN
-    assert not list(line.admit(running, PLANNER))
+    assert not list(line.admit(running, ROOM))
     assert [item.waits_for for item in line.requests] == ["rows", *["order"] * 4]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm.diffusion.core.stages import GATE_UP
+from vllm.diffusion.core import stages
 from vllm.diffusion.memory import LinearBuffers, ModelShape
 
 BF16 = torch.bfloat16
@@ -13,7 +13,7 @@ BF16 = torch.bfloat16
 
 def in_place(mlp_width: int, most_gated_rows: int | None = None) -> tuple[LinearBuffers, ...]:
     """Of plain weights on a GPU of their own."""
-    return (LinearBuffers((), (GATE_UP.of(BF16, 2 * mlp_width),), (), most_gated_rows),)
+    return (LinearBuffers((), (stages.gate_up(BF16, 2 * mlp_width),), (), most_gated_rows),)
 
 
 # LLaDA-8B, bf16, one rank.

@@ -9,14 +9,9 @@ import torch
 
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import ServerConfigError
-from vllm.diffusion.memory.activation_pool import (
-    ActivationPool,
-    ArenaBacking,
-    Backing,
-    PoolExhaustedError,
-    activation_pool,
-)
+from vllm.diffusion.memory.activation_pool import ActivationPool, PoolExhaustedError
 from vllm.diffusion.memory.graph_memory import GraphMemory
+from vllm.diffusion.memory.virtual_memory import ArenaPool, activation_pool
 
 MIB = 1024 * 1024
 CPU = torch.device("cpu")
@@ -27,15 +22,16 @@ BACKINGS.append(pytest.param("arena", marks=pytest.mark.gpu))
 
 def make(backing, budget=64 * MIB):
     if backing == "arena":
-        return ActivationPool(budget, ArenaBacking(CUDA, budget))
-    return ActivationPool(budget, Backing(CPU if backing == "torch" else CUDA))
+        return ArenaPool(budget, CUDA)
+    return ActivationPool(budget, CPU if backing == "torch" else CUDA)
 
 
 @pytest.fixture(params=BACKINGS)
 def pool(request):
     pool = make(request.param)
     yield pool
-    pool.close()
+    if isinstance(pool, ArenaPool):
+        pool.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])
@@ -107,7 +103,7 @@ def test_the_budget_is_kept_and_named(pool):
 
 def test_a_budget_is_positive():
     with pytest.raises(ValueError, match="budget_bytes must be at least 1, got 0"):
-        ActivationPool(0, Backing(CPU))
+        ActivationPool(0, CPU)
 
 
 def test_random_steps_keep_every_buffer(pool):
@@ -138,17 +134,16 @@ def test_without_virtual_memory_pytorch_serves():
 
 @pytest.mark.parametrize(("looks_often", "peak"), [(False, 1024), (True, 1024 + 700)])
 def test_memory_of_pytorch_is_counted_with_every_scope_where_that_is_asked_for(looks_often, peak):
-    class Temporaries(Backing):
-        temporary_bytes = 0
+    class Temporaries(ActivationPool):
+        other_bytes = 0
 
-    backing = Temporaries(CPU)
-    pool = ActivationPool(MIB, backing)
+    pool = Temporaries(MIB, CPU)
     pool.reset_peak(looks_often=looks_often)
     with pool.scope("step"):
         pool.take("x", (1024,), torch.uint8)
         with pool.scope("attend"):
-            backing.temporary_bytes = 700
-        backing.temporary_bytes = 0
+            pool.other_bytes = 700
+        pool.other_bytes = 0
     assert pool.peak_bytes == peak
 
 
@@ -285,9 +280,9 @@ def test_only_what_is_taken_outside_of_all_scopes_stays(pool):
 def test_a_frame_keeps_its_buffers_while_other_steps_run(pool):
     pool.take("x", (64,), torch.float32).fill_(1)
     outside = pool.used_bytes
-    frame = pool.new_frame()
+    pool.begin_frame()
     steps = steps_in_frame(pool)
-    with pool.within(frame):
+    with pool.within_frame():
         x = next(steps)
     held = pool.frame_bytes
     assert held == 512 + 4096 and pool.used_bytes == outside + held
@@ -298,10 +293,10 @@ def test_a_frame_keeps_its_buffers_while_other_steps_run(pool):
             assert {other.data_ptr(), own.data_ptr()}.isdisjoint({x.data_ptr()})
         assert pool.used_bytes == outside + held
     assert pool.outermost_bytes == outside
-    with pool.within(frame):
+    with pool.within_frame():
         y = next(steps)
     assert (x == 3).all() and (y == 4).all()
-    with pool.within(frame):
+    with pool.within_frame():
         steps.close()
     assert pool.frame_bytes == 0
     pool.end_frame()
@@ -320,21 +315,21 @@ def steps_in_frame(pool):
 def test_a_frame_shares_no_name_with_what_lies_in_front_of_it(pool):
     """A captured graph writes there whenever it is replayed."""
     front = pool.take("x", (4096,), torch.float32)
-    frame = pool.new_frame()
-    with pool.within(frame), pool.scope("step"):
+    pool.begin_frame()
+    with pool.within_frame(), pool.scope("step"):
         assert pool.take("x", (16,), torch.float32).data_ptr() != front.data_ptr()
     pool.end_frame()
 
 
 def test_above_a_frame_nothing_is_taken_to_stay(pool):
-    pool.new_frame()
+    pool.begin_frame()
     with pytest.raises(RuntimeError, match="graph: taken outside all scopes"):
         pool.take("graph", (8,), torch.float32)
     with pytest.raises(RuntimeError, match="alone"):
-        pool.new_frame()
+        pool.begin_frame()
     pool.end_frame()
     with pool.scope("step"), pytest.raises(RuntimeError, match="outside all scopes"):
-        pool.new_frame()
+        pool.begin_frame()
 
 
 def test_no_graph_takes_what_is_for_all(monkeypatch):

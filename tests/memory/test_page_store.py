@@ -10,18 +10,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm.diffusion.core.pages import PAGE_SIZE, in_whole_pages, num_pages
-from vllm.diffusion.memory import ActivationPool, KeptSequence, PageStore, PoolExhaustedError
-from vllm.diffusion.memory.activation_pool import Backing
+from vllm.diffusion.memory import (
+    ActivationPool,
+    KeptSequence,
+    PageAllocator,
+    PageStore,
+    PoolExhaustedError,
+)
 
 CPU = torch.device("cpu")
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 3, 2, 4
 PAGE_BYTES = PAGE_SIZE * NUM_LAYERS * 2 * NUM_KV_HEADS * HEAD_DIM * 2
 
 
-def store_of(num_pages: int = 1000, num_layers: int = NUM_LAYERS) -> PageStore:
+def pages_of(
+    num_pages: int = 1000, num_layers: int = NUM_LAYERS
+) -> tuple[PageAllocator, PageStore]:
     """A store that may take so many pages, an old and a new buffer together."""
-    pool = ActivationPool(num_pages * PAGE_BYTES, Backing(CPU))
-    return PageStore(num_layers, NUM_KV_HEADS, HEAD_DIM, torch.bfloat16, pool)
+    pool = ActivationPool(num_pages * PAGE_BYTES, CPU)
+    store = PageStore(num_layers, NUM_KV_HEADS, HEAD_DIM, torch.bfloat16, pool)
+    return PageAllocator(store, pool), store
 
 
 def rows_of(kept: KeptSequence) -> torch.Tensor:
@@ -52,37 +60,37 @@ def test_positions_are_counted_in_whole_pages(positions: int, pages: int) -> Non
 
 
 def test_pages_are_counted_and_released() -> None:
-    store = store_of()
+    pages, store = pages_of()
     assert (store.num_bytes, store.reserved_bytes, len(store.table.rows)) == (0, 0, 0)
-    kept = store.allocate("a", PAGE_SIZE + 1)
+    kept = pages.allocate("a", PAGE_SIZE + 1)
     assert (kept.start, kept.length, kept.slots.size) == (0, PAGE_SIZE + 1, PAGE_SIZE + 1)
     assert store.keys(0).shape == store.values(2).shape
     assert store.keys(0).shape[1:] == (NUM_KV_HEADS, HEAD_DIM)
     assert (store.num_bytes, store.reserved_bytes) == (2 * PAGE_BYTES, 2 * PAGE_BYTES)
-    store.allocate("b", 5)
-    store.release("a")
-    store.release("never there")
+    pages.allocate("b", 5)
+    pages.release("a")
+    pages.release("never there")
     assert store.num_bytes == PAGE_BYTES
     assert store.reserved_bytes == 4 * PAGE_BYTES  # doubled
 
 
 def test_a_second_allocation_takes_the_place_of_the_first() -> None:
-    store = store_of()
+    pages, store = pages_of()
     for _ in range(5):
-        store.allocate("a", 3 * PAGE_SIZE)
+        pages.allocate("a", 3 * PAGE_SIZE)
     assert store.num_bytes == store.reserved_bytes == 3 * PAGE_BYTES
 
 
 def test_pages_that_lie_apart_serve_one_request_without_moving_anything() -> None:
-    store = store_of()
-    kept = {name: store.allocate(name, PAGE_SIZE) for name in "abcd"}
+    pages, store = pages_of()
+    kept = {name: pages.allocate(name, PAGE_SIZE) for name in "abcd"}
     for value, name in enumerate("abcd"):
         mark(store, kept[name], value)
     generation, table = store.generation, store.table
     before = table.rows.tolist()
-    store.release("a")
-    store.release("c")
-    joined = store.allocate("e", 2 * PAGE_SIZE)
+    pages.release("a")
+    pages.release("c")
+    joined = pages.allocate("e", 2 * PAGE_SIZE)
     mark(store, joined, 9)
     assert sorted(joined.pages.tolist()) == [0, 2]
     assert (store.generation, table.rows.tolist()) == (generation, before)
@@ -92,14 +100,14 @@ def test_pages_that_lie_apart_serve_one_request_without_moving_anything() -> Non
 
 
 def test_growth_takes_what_there_is_where_twice_as_much_is_not() -> None:
-    store = store_of(num_pages=11)  # 5 pages and the 6 that replace them, not 10
-    first = store.allocate("a", 5 * PAGE_SIZE)
+    pages, store = pages_of(num_pages=11)  # 5 pages and the 6 that replace them, not 10
+    first = pages.allocate("a", 5 * PAGE_SIZE)
     mark(store, first, 1)
-    second = store.allocate("b", 1)
+    second = pages.allocate("b", 1)
     assert store.reserved_bytes == 6 * PAGE_BYTES
     mark(store, second, 2)
     with pytest.raises(PoolExhaustedError, match="kept keys and values: wanted"):
-        store.allocate("c", PAGE_SIZE)
+        pages.allocate("c", PAGE_SIZE)
     assert (store.num_bytes, store.generation) == (6 * PAGE_BYTES, 2)
     assert_marked(store, first, 1)
     assert_marked(store, second, 2)
@@ -107,21 +115,21 @@ def test_growth_takes_what_there_is_where_twice_as_much_is_not() -> None:
 
 @pytest.mark.parametrize("within", [True, False])
 def test_pages_may_come_and_move_in_inference_mode_and_outside_of_it(within: bool) -> None:
-    store = store_of()
+    pages, store = pages_of()
     with torch.inference_mode(within):
-        store.allocate("a", 1)
-        store.allocate("b", 1)
-        store.release("a")
-        store.trim()
+        pages.allocate("a", 1)
+        pages.allocate("b", 1)
+        pages.release("a")
+        pages.trim()
     with torch.inference_mode(not within):
-        store.allocate("c", 1)
+        pages.allocate("c", 1)
         assert store.table.rows.tolist() == [0, 2 * PAGE_SIZE]
 
 
 def test_layers_in_host_memory_take_turns_on_the_device() -> None:
     """A forward finds every layer in its place, and what it writes is there in the next one."""
-    store = store_of(num_layers=5)
-    kept = store.allocate("a", 2 * PAGE_SIZE + 5, host_layers=4)
+    pages, store = pages_of(num_layers=5)
+    kept = pages.allocate("a", 2 * PAGE_SIZE + 5, host_layers=4)
     assert store.reserved_bytes == 3 * PAGE_BYTES  # of three pages in 1 + 2 layers
     assert store.host_bytes == 3 * PAGE_BYTES * 4 // 3
     slots = rows_of(kept)
@@ -149,19 +157,19 @@ def test_layers_in_host_memory_take_turns_on_the_device() -> None:
             assert numbers[first:] == [value + layer] * (133 - first)
             assert numbers[100] == max(before, value) + layer
     with pytest.raises(RuntimeError, match="host_layers: wanted 4"):
-        store.allocate("b", 1)
-    store.release("a")
+        pages.allocate("b", 1)
+    pages.release("a")
     assert (store.reserved_bytes, store.host_bytes, store.host_layers) == (0, 0, 0)
-    store.allocate("b", 1)
+    pages.allocate("b", 1)
 
 
 def test_what_one_request_alone_kept_is_given_back_with_it() -> None:
-    store = store_of(num_pages=10)
-    store.allocate("small", 1)
-    store.release("small")
+    pages, store = pages_of(num_pages=10)
+    pages.allocate("small", 1)
+    pages.release("small")
     assert store.reserved_bytes == PAGE_BYTES
-    store.allocate("large", 9 * PAGE_SIZE)  # where there is no room for it and the page before
-    store.release("large")
+    pages.allocate("large", 9 * PAGE_SIZE)  # where there is no room for it and the page before
+    pages.release("large")
     assert store.reserved_bytes == 0
 
 
@@ -178,36 +186,36 @@ actions = st.lists(
 @given(actions=actions)
 @settings(max_examples=60, deadline=None)
 def test_contents_survive_whatever_comes_and_goes(actions: list[tuple[str, int]]) -> None:
-    store, running, most = store_of(), dict[str, tuple[KeptSequence, int]](), 0
+    (pages, store), running, most = pages_of(), dict[str, tuple[KeptSequence, int]](), 0
     for number, (action, amount) in enumerate(actions):
         if action == "allocate":
-            kept = store.allocate(str(number), amount)
+            kept = pages.allocate(str(number), amount)
             mark(store, kept, number)
             running[str(number)] = kept, number
         elif action == "release" and running:
             name = sorted(running)[amount % len(running)]
             del running[name]
-            store.release(name)
+            pages.release(name)
         elif action == "trim":
-            store.trim()
+            pages.trim()
             assert store.reserved_bytes == store.num_bytes
         for kept, value in running.values():
             assert_marked(store, kept, value)
-        pages = [page for kept, _ in running.values() for page in kept.pages.tolist()]
-        assert len(pages) == len(set(pages)) == store.used_pages
-        most = max(most, len(pages))
+        taken = [page for kept, _ in running.values() for page in kept.pages.tolist()]
+        assert len(taken) == len(set(taken)) == store.num_pages - len(store.free)
+        most = max(most, len(taken))
         assert store.reserved_bytes <= max(2 * most - 1, 0) * PAGE_BYTES
 
 
 def test_assigned_pages_may_be_shared_and_come_behind_others() -> None:
-    store = store_of()
-    store.fix(6, most_entries=20)
-    assert (store.reserved_bytes, store.fixed_bytes) == (6 * PAGE_BYTES, 6 * PAGE_BYTES)
-    store.assign("a", [4, 2])
-    store.assign("b", [4, 5, 1])
-    store.assign("a", [3], behind=True)
-    store.renew_table()
-    a, b = store.kept("a"), store.kept("b")
+    pages, store = pages_of()
+    pages.fix(6, most_entries=20)
+    assert (store.reserved_bytes, pages.fixed_bytes) == (6 * PAGE_BYTES, 6 * PAGE_BYTES)
+    pages.assign("a", [4, 2])
+    b = pages.assign("b", [4, 5, 1])
+    a = pages.assign("a", [3], behind=True)
+    assert pages.assign("a", [], behind=True) is a
+    pages.renew_table()
     assert a is not None and b is not None
     assert (a.length, b.length, a.start, b.start) == (192, 192, 0, 192)
     page_rows = 2 * PAGE_SIZE
@@ -215,45 +223,44 @@ def test_assigned_pages_may_be_shared_and_come_behind_others() -> None:
     mark(store, a, 1)
     assert_marked(store, a, 1)
     assert (a.slots[:PAGE_SIZE] == b.slots[:PAGE_SIZE]).all()
-    store.assign("b", [0])
-    store.assign("a", [])
-    store.renew_table()
-    assert store.kept("a") is None
+    pages.assign("b", [0])
+    assert pages.assign("a", []) is None
+    pages.renew_table()
     assert (store.table.rows // page_rows).tolist() == [0]
     generation = store.generation
-    store.trim()
-    store.release("b")
-    assert (store.reserved_pages, store.generation, store.most_entries) == (6, generation, 20)
+    pages.trim()
+    pages.release("b")
+    assert (store.num_pages, store.generation, store.most_entries) == (6, generation, 20)
 
 
 def test_a_request_may_read_what_another_one_keeps() -> None:
     """Whole pages are the same for both, and outlive whoever had them first."""
-    store = store_of(num_pages=40)
+    pages, store = pages_of(num_pages=40)
     length, offset = 2 * PAGE_SIZE + 30, 3 * PAGE_SIZE
     shared = [range(PAGE_SIZE + 9), range(offset, offset + PAGE_SIZE + 9)]
-    first = store.allocate("a", offset + length, spare=4 * PAGE_SIZE)
+    first = pages.allocate("a", offset + length, spare=4 * PAGE_SIZE)
     mark(store, first, 1)
     generation = store.generation
-    second = store.share("b", "a", offset + length, shared)
-    assert (store.used_pages, store.generation) == (10, generation)
+    second = pages.share("b", "a", offset + length, shared)
+    assert (store.num_bytes, store.generation) == (10 * PAGE_BYTES, generation)
     same = np.flatnonzero(first.pages == second.pages).tolist()
     assert same == [0, 3]
     read = np.concatenate([np.arange(r.start, r.stop) for r in shared])
     for layer in range(NUM_LAYERS):
         for kept in (store.keys(layer), store.values(layer)):
             assert torch.equal(kept[rows_of(first)[read]], kept[rows_of(second)[read]])
-    store.allocate("c", 6 * PAGE_SIZE)  # for which pages move
+    pages.allocate("c", 6 * PAGE_SIZE)  # for which pages move
     assert store.generation > generation
     assert first.pages[same].tolist() == second.pages[same].tolist()
     assert_marked(store, first, 1)
-    store.release("a")
-    assert store.used_pages == 6 + 6
+    pages.release("a")
+    assert store.num_bytes == (6 + 6) * PAGE_BYTES
     kept = second.slots[read]
     for layer in range(NUM_LAYERS):
         assert (
             store.keys(layer)[kept][:, 0, 0] == torch.from_numpy(read % 7 + 1 + 10 * layer)
         ).all()
-    store.release("b")
-    store.release("c")
-    store.trim()
+    pages.release("b")
+    pages.release("c")
+    pages.trim()
     assert store.reserved_bytes == 0

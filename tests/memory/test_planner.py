@@ -14,12 +14,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.memory.support import BF16, LLADA_8B, in_place
+from vllm.diffusion.core import stages
 from vllm.diffusion.core.buffers import Buffer, row_bytes
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.core.pages import PAGE_SIZE
-from vllm.diffusion.core.stages import GATE_UP, PROJECTED
 from vllm.diffusion.engine.scheduler.turns import take_turns
 from vllm.diffusion.memory import (
+    Admission,
     Demand,
     Experts,
     HostBuffers,
@@ -103,7 +104,7 @@ TINY = ModelShape(
     rotary_dtype=torch.float32,
     products=(
         LinearBuffers(
-            (), (GATE_UP.of(torch.float32, 2 * 128),), (PROJECTED.of(torch.float32, 64),)
+            (), (stages.gate_up(torch.float32, 2 * 128),), (stages.projected(torch.float32, 64),)
         ),
     ),
 )
@@ -460,48 +461,52 @@ def test_a_plan_reads_as_one_line() -> None:
 # ---- admission ----
 
 
+def admission_of(*sizes: Any, **more: Any) -> Admission:
+    return Admission(Planner(*sizes, **more))
+
+
 def demand(length: int, **more: Any) -> Demand:
     return Demand(length, sample_positions=length // 2, **more)
 
 
 def test_a_lone_request_may_have_any_number_of_rows() -> None:
-    assert Planner(TINY, GIB, row_budget=100).obstacle([], demand(10_000)) is None
+    assert admission_of(TINY, GIB, row_budget=100).obstacle([], demand(10_000)) is None
 
 
 def test_requests_share_a_step_within_the_row_budget() -> None:
-    planner = Planner(TINY, GIB, row_budget=100)
+    admission = admission_of(TINY, GIB, row_budget=100)
     running = [demand(40), demand(30)]
-    assert planner.obstacle(running, demand(30)) is None
-    assert planner.obstacle(running, demand(31)) is not None
-    assert planner.obstacle(running, demand(16, num_sequences=2)) is not None
+    assert admission.obstacle(running, demand(30)) is None
+    assert admission.obstacle(running, demand(31)) is not None
+    assert admission.obstacle(running, demand(16, num_sequences=2)) is not None
 
 
 def test_requests_share_a_step_within_the_memory() -> None:
     with pytest.raises(ActivationBudgetError) as refused:
-        Planner(TINY, 1, row_budget=1000).check(demand(100))
+        admission_of(TINY, 1, row_budget=1000).check(demand(100))
     budget = refused.value.required_bytes
-    planner = Planner(TINY, budget, row_budget=1000)
-    assert planner.obstacle([], demand(100)) is None
-    assert planner.obstacle([demand(60)], demand(60)) is not None
-    assert planner.obstacle([demand(40)], demand(40)) is None
+    admission = admission_of(TINY, budget, row_budget=1000)
+    assert admission.obstacle([], demand(100)) is None
+    assert admission.obstacle([demand(60)], demand(60)) is not None
+    assert admission.obstacle([demand(40)], demand(40)) is None
 
 
 def test_steps_share_the_row_budget_by_the_rows_that_they_have_most_of_the_time() -> None:
-    planner = Planner(TINY, GIB, row_budget=100)
+    admission = admission_of(TINY, GIB, row_budget=100)
     running = [demand(60, keeps_cache=True, window=8)] * 11
-    assert planner.obstacle(running, demand(60, keeps_cache=True, window=8)) is None
-    assert planner.obstacle(running, demand(12)) is None
-    assert planner.obstacle(running, demand(13)) is not None
+    assert admission.obstacle(running, demand(60, keeps_cache=True, window=8)) is None
+    assert admission.obstacle(running, demand(12)) is None
+    assert admission.obstacle(running, demand(13)) is not None
     cached = demand(60, keeps_cache=True, window=8)
-    assert planner.obstacle([*running, demand(12)], cached) == "rows"
+    assert admission.obstacle([*running, demand(12)], cached) == "rows"
 
 
 def test_a_second_step_of_those_that_have_one_forward_waits_behind_the_first() -> None:
-    planner, read = Planner(TINY, GIB, row_budget=100), demand(40, once=True)
-    assert planner.obstacle([read] * 4, read) is None  # 200 rows
-    assert planner.obstacle([read] * 5, read) is not None
-    assert planner.obstacle([demand(40)] * 2, read) is None  # 80 in every step, 40 in every other
-    assert planner.obstacle([demand(40)] * 2, demand(41, once=True)) is not None
+    admission, read = admission_of(TINY, GIB, row_budget=100), demand(40, once=True)
+    assert admission.obstacle([read] * 4, read) is None  # 200 rows
+    assert admission.obstacle([read] * 5, read) is not None
+    assert admission.obstacle([demand(40)] * 2, read) is None  # 80 in every step, 40 in every other
+    assert admission.obstacle([demand(40)] * 2, demand(41, once=True)) is not None
 
 
 def smallest_budget(demands: list[Demand], row_budget: int) -> int:
@@ -509,7 +514,7 @@ def smallest_budget(demands: list[Demand], row_budget: int) -> int:
     low, high = 1, GIB
     while low < high:
         middle = (low + high) // 2
-        if Planner(TINY, middle, row_budget).obstacle(demands[:-1], demands[-1]) is None:
+        if admission_of(TINY, middle, row_budget).obstacle(demands[:-1], demands[-1]) is None:
             high = middle
         else:
             low = middle + 1
@@ -554,12 +559,12 @@ def test_every_step_of_admitted_requests_has_a_plan(
     asked: list[Demand], pool: int, row_budget: int, data: st.DataObject
 ) -> None:
     """Whoever is admitted, and whatever forwards meet: the step fits beside what all keep."""
-    planner, running = Planner(TINY, pool, row_budget), []
+    admission, running = admission_of(TINY, pool, row_budget), []
     for new in asked:
-        if planner.obstacle(running, new) is None:
+        if admission.obstacle(running, new) is None:
             running.append(new)
     assume(running)
-    kept = planner.kept_bytes(running)
+    kept = admission.kept_bytes(running)
     next_rows = {
         str(i): d.num_sequences * data.draw(st.sampled_from([d.window or d.length, d.length]))
         for i, d in enumerate(running)
@@ -571,29 +576,29 @@ def test_every_step_of_admitted_requests_has_a_plan(
         longest=max(running[int(i)].length for i in taken),
         num_sequences=sum(running[int(i)].num_sequences for i in taken),
     )
-    assert planner.plan(step, kept).predicted_peak_bytes <= pool
+    assert admission.planner.plan(step, kept).predicted_peak_bytes <= pool
 
 
 def test_kept_keys_and_values_of_several_have_half_of_the_budget() -> None:
     """In whole pages of 64 positions: a request's last page is its own. One alone has all."""
-    planner = Planner(TINY, 2 * 250 * TINY.cache_bytes, row_budget=1000)
-    assert planner.cached_positions == 192  # not 250
+    admission = admission_of(TINY, 2 * 250 * TINY.cache_bytes, row_budget=1000)
+    assert admission.planner.cached_positions == 192  # not 250
     running = [demand(100, keeps_cache=True)]
-    assert planner.obstacle(running, demand(64, keeps_cache=True)) is None
-    assert planner.obstacle(running, demand(65, keeps_cache=True)) is not None
-    assert planner.obstacle([demand(64, keeps_cache=True)], demand(65, keeps_cache=True)) is None
-    planner.check(demand(193, keeps_cache=True))
-    assert planner.obstacle([demand(10)], demand(193, keeps_cache=True)) is None
+    assert admission.obstacle(running, demand(64, keeps_cache=True)) is None
+    assert admission.obstacle(running, demand(65, keeps_cache=True)) is not None
+    assert admission.obstacle([demand(64, keeps_cache=True)], demand(65, keeps_cache=True)) is None
+    admission.check(demand(193, keeps_cache=True))
+    assert admission.obstacle([demand(10)], demand(193, keeps_cache=True)) is None
     assert (
-        planner.obstacle([demand(1, keeps_cache=True)], demand(193, keeps_cache=True)) is not None
+        admission.obstacle([demand(1, keeps_cache=True)], demand(193, keeps_cache=True)) is not None
     )
     with pytest.raises(ActivationBudgetError) as refused:
-        planner.check(demand(1000, keeps_cache=True))
+        admission.check(demand(1000, keeps_cache=True))
     longest = refused.value.longest_tokens
     assert 193 < longest < 500
-    planner.check(demand(longest, keeps_cache=True))
+    admission.check(demand(longest, keeps_cache=True))
     with pytest.raises(ActivationBudgetError):
-        planner.check(demand(longest + PAGE_SIZE, keeps_cache=True))
+        admission.check(demand(longest + PAGE_SIZE, keeps_cache=True))
 
 
 def test_a_copy_of_kept_keys_is_counted_where_one_is_made() -> None:
@@ -613,16 +618,16 @@ def test_a_copy_of_kept_keys_is_counted_where_one_is_made() -> None:
 
 @pytest.mark.parametrize("guided", [1, 2])
 def test_a_refusal_names_the_longest_request_that_fits(guided: int) -> None:
-    planner = Planner(LLADA_8B, GIB, row_budget=4096)
-    planner.check(demand(1000, num_sequences=guided))
+    admission = admission_of(LLADA_8B, GIB, row_budget=4096)
+    admission.check(demand(1000, num_sequences=guided))
     with pytest.raises(ActivationBudgetError) as refused:
-        planner.check(demand(4_000_000, num_sequences=guided))
+        admission.check(demand(4_000_000, num_sequences=guided))
     error = refused.value
     assert (error.num_tokens, error.budget_bytes) == (4_000_000, GIB)
     assert error.required_bytes > GIB
-    planner.check(demand(error.longest_tokens - 2, num_sequences=guided))
+    admission.check(demand(error.longest_tokens - 2, num_sequences=guided))
     with pytest.raises(ActivationBudgetError):
-        planner.check(demand(error.longest_tokens + 10, num_sequences=guided))
+        admission.check(demand(error.longest_tokens + 10, num_sequences=guided))
     assert f"the pool has {GIB}; wanted at most {error.longest_tokens} tokens" in str(error)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
@@ -661,10 +666,12 @@ def test_a_long_step_leaves_a_shared_one_its_room(budget: int, is_split: bool) -
 def test_what_fits_alone_fits_without_a_reserve() -> None:
     planner = Planner(LLADA_8B, GIB // 2, 4096, uses_host=False)
     longest = max(
-        length for length in range(1024, 65_536, 1024) if planner.fits(half_masked(length))
+        length
+        for length in range(1024, 65_536, 1024)
+        if Admission(planner).fits(half_masked(length))
     )
     assert longest < 64_512
-    assert not planner.fits(half_masked(longest), planner.reserved_bytes)
+    assert not Admission(planner).fits(half_masked(longest), planner.reserved_bytes)
     plan = planner.plan(half_masked(longest), 0, 0.05)
     assert plan.predicted_peak_bytes <= GIB // 2
 
@@ -681,14 +688,14 @@ def test_what_a_long_step_leaves_to_others_is_no_memory_that_it_lacks() -> None:
 
 
 def test_requests_that_share_no_step_keep_nobody_out() -> None:
-    planner = Planner(LLADA_8B, 100 * GIB, 4096)
+    admission = admission_of(LLADA_8B, 100 * GIB, 4096)
     long, short = Demand(65_536, 32), Demand(256, 32)
-    assert planner.obstacle([long], short) is not None
-    assert planner.obstacle([long, long], short, long={long}) is None
-    assert planner.obstacle([short] * 15, long, long={long}) is None
-    assert planner.obstacle([short] * 16, short, long={long}) is not None
-    kept = Demand(planner.cached_positions, 32, keeps_cache=True)
-    assert planner.obstacle([kept], replace(kept, length=64), long={kept}) is not None
+    assert admission.obstacle([long], short) is not None
+    assert admission.obstacle([long, long], short, long={long}) is None
+    assert admission.obstacle([short] * 15, long, long={long}) is None
+    assert admission.obstacle([short] * 16, short, long={long}) is not None
+    kept = Demand(admission.planner.cached_positions, 32, keeps_cache=True)
+    assert admission.obstacle([kept], replace(kept, length=64), long={kept}) is not None
 
 
 def test_chunks_of_attention_are_whole_waves_where_time_cuts_them() -> None:
@@ -709,23 +716,26 @@ def test_chunks_of_attention_are_whole_waves_where_time_cuts_them() -> None:
 def test_ranks_that_divide_rows_take_a_part_of_the_time(num_ranks: int) -> None:
     alone = Planner(LLADA_8B, 100 * GIB, row_budget=4096)
     ranks = Planner(LLADA_8B, 100 * GIB, row_budget=4096, shards=num_ranks)
-    assert 1024 <= ranks.min_rows <= 16_384
+    assert 1024 <= ranks.search.min_rows <= 16_384
     for rows in (65_536, 204_800):
         plan = ranks.plan(StepShape(rows, 128, rows))
         assert plan.layout.shards == num_ranks
         one = alone.plan(StepShape(rows, 128, rows)).predicted_seconds
         assert 0.85 * num_ranks < one / plan.predicted_seconds < 1.02 * num_ranks
-    few = StepShape(ranks.min_rows - 1, 128, ranks.min_rows - 1)
+    few = StepShape(ranks.search.min_rows - 1, 128, ranks.search.min_rows - 1)
     assert ranks.plan(few) == alone.plan(few)
 
 
 def test_a_step_that_keeps_keys_and_values_is_not_divided() -> None:
     planner = Planner(LLADA_8B, 100 * GIB, row_budget=4096, shards=2, min_rows=0)
     step = StepShape(8192, 128, 8192)
-    assert planner.divides(step) and not planner.divides(step._replace(keeps=True))
+    assert planner.search.divides(step) and not planner.search.divides(step._replace(keeps=True))
     kept = Demand(length=8192, sample_positions=128, keeps_cache=True)
-    assert planner.plan(planner.step_of([kept])).layout.shards == 1
-    assert planner.plan(planner.step_of([replace(kept, keeps_cache=False)])).layout.shards == 2
+    assert planner.plan(Admission(planner).step_of([kept])).layout.shards == 1
+    assert (
+        planner.plan(Admission(planner).step_of([replace(kept, keeps_cache=False)])).layout.shards
+        == 2
+    )
 
 
 def test_groups_of_heads_have_heads_for_every_rank() -> None:

@@ -9,7 +9,6 @@ import torch
 
 from vllm.diffusion.core.buffers import Buffer
 from vllm.diffusion.memory import ActivationPool, HostRows, ResidualRows, chunks
-from vllm.diffusion.memory.activation_pool import Backing
 
 NUM_ROWS, WIDTH = 23, 5
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -19,7 +18,7 @@ def rows_of(
     place: str, device: str, name: str = "x"
 ) -> tuple[ResidualRows, torch.Tensor, ActivationPool]:
     """Rows that hold their numbers, the same numbers, and the pool of the chunks."""
-    pool = ActivationPool(1 << 20, Backing(torch.device(device)))
+    pool = ActivationPool(1 << 20, torch.device(device))
     wanted = torch.arange(NUM_ROWS * WIDTH, dtype=torch.float32).view(NUM_ROWS, WIDTH)
     if place == "device":
         return ResidualRows(wanted.clone().to(device)), wanted, pool

@@ -16,10 +16,10 @@ from torch.nn import functional
 from tests.checkpoints import llada_config, make_checkpoint
 from tests.models.support import Recorder, engine_config, logits, some_ids, staged_logits
 from vllm.diffusion import ops
+from vllm.diffusion.core import stages
 from vllm.diffusion.core.buffers import Buffer, row_bytes
 from vllm.diffusion.core.errors import CheckpointError, ModelConfigError, ServerConfigError
 from vllm.diffusion.core.quantisation import Fp8Scheme, scheme_of
-from vllm.diffusion.core.stages import QUANTISED_ROWS
 from vllm.diffusion.models.llada import LLaDAConfig
 from vllm.diffusion.models.weights import checkpoint_name
 from vllm.diffusion.ops import dispatch
@@ -106,7 +106,7 @@ def test_every_use_computes_its_product_and_takes_what_it_says(
         made.add_to(given, rows, scratch)
     torch.testing.assert_close(given.double(), wanted, rtol=1e-4, atol=1e-4)
     said = ops.Fp8Projection.workspace(use, ops.Matrix(16, 32, torch.float32, has_bias, x.device))
-    made_rows = () if is_ready else QUANTISED_ROWS.of(x.dtype, 32).quantised
+    made_rows = () if is_ready else stages.quantised_rows(x.dtype, 32).quantised
     assert sum(scratch.taken.values()) <= 5 * row_bytes((*made_rows, *said.buffers))
     assert said.most_rows is None
 

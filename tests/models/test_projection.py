@@ -14,8 +14,8 @@ from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinea
 
 from tests.models.support import Recorder
 from vllm.diffusion import ops
+from vllm.diffusion.core import stages
 from vllm.diffusion.core.buffers import row_bytes
-from vllm.diffusion.core.stages import GATE_UP, PROJECTED
 from vllm.diffusion.ops import dispatch
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("hopper")
 def test_long_chunks_need_no_gate_and_up_where_one_kernel_always_serves() -> None:
     gated = ops.PlainProjection.workspace(ops.Use.GATED, BF16)
-    assert gated == ops.Workspace((GATE_UP.of(torch.bfloat16, 24576),), most_rows=1544)
+    assert gated == ops.Workspace((stages.gate_up(torch.bfloat16, 24576),), most_rows=1544)
     for other in (
         BF16._replace(device=torch.device("cuda")),  # nothing may be asked of the card
         BF16._replace(device=CPU),
@@ -129,7 +129,7 @@ def test_products_are_added_in_place_on_a_gpu_of_its_own() -> None:
     def added(**changes: Any) -> tuple[Buffer, ...]:
         return ops.PlainProjection.workspace(ops.Use.ADD_TO, BF16._replace(**changes)).buffers
 
-    projected = PROJECTED.of(torch.bfloat16, 24576)
+    projected = stages.projected(torch.bfloat16, 24576)
     assert added() == ()
     assert added(has_bias=True) == added(is_summed=True) == (projected,)
 

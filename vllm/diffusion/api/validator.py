@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.diffusion.config import family_of, served_model
 from vllm.diffusion.core.errors import ActivationBudgetError, InvalidParameterError
 from vllm.diffusion.engine.planning import demand_of, make_planner
-from vllm.diffusion.memory import Rates
+from vllm.diffusion.memory import Admission, Rates
 from vllm.diffusion.request.decision import asked_by, attach, check_score, decide, is_decided
 from vllm.diffusion.request.likelihood import SCORE, SCORED_AS
 from vllm.exceptions import VLLMValidationError
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.diffusion.guided.guides import Spec
-    from vllm.diffusion.memory import Planner
     from vllm.diffusion.request.params import DiffusionParams, ServedModel
     from vllm.v1.engine import EngineCoreRequest
 
@@ -60,7 +59,7 @@ class Validator:
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._vllm_config = vllm_config
-        self._planner: Planner | None = None
+        self._admission: Admission | None = None
         self._readings: dict[Any, DiffusionParams] = {}  # decisions on requests that are only read
 
     @cached_property
@@ -117,7 +116,8 @@ class Validator:
             budget_bytes: bytes for steps and kept keys and values.
             rates: the numbers of `Rates`, by which ranks divide rows.
         """
-        self._planner = make_planner(self._vllm_config, budget_bytes, Rates._make(rates))
+        planner = make_planner(self._vllm_config, budget_bytes, Rates._make(rates))
+        self._admission = Admission(planner)
         self._readings.clear()
 
     async def compile(self, spec: Spec | None) -> None:
@@ -136,13 +136,13 @@ class Validator:
         """Length, prompt and canvas in equal parts, of the longest request that fits."""
         prompt = [0 if self._model.ids.mask else 1]
         params = self.decide({"gen_length": 1}, prompt)
-        planner = self._planner
+        admission = self._admission
 
         def is_refused(length: int) -> bool:
             canvas = replace(params, gen_length=max(1, length // 2))
             try:
-                if planner is not None:
-                    planner.check(demand_of(canvas, length - canvas.gen_length))
+                if admission is not None:
+                    admission.check(demand_of(canvas, length - canvas.gen_length))
             except ActivationBudgetError:
                 return True
             return False
@@ -160,8 +160,8 @@ class Validator:
         """
         try:
             decided = decide(asked, self._model, prompt_token_ids)
-            if self._planner is not None:
-                self._planner.check(demand_of(decided, len(prompt_token_ids)))
+            if self._admission is not None:
+                self._admission.check(demand_of(decided, len(prompt_token_ids)))
             return decided
         except InvalidParameterError as error:
             raise RequestRefused(error) from None

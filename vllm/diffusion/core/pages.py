@@ -4,6 +4,7 @@
 # Positions of a page. A multiple of the keys that attention reads at a time (`SplitConfig.keys`),
 # so that all of them lie in one page.
 PAGE_SIZE = 64
+PAGE_ROWS = 2 * PAGE_SIZE  # of a page in one layer: its keys, then its values
 
 # Widths of heads whose keys `split_attention` reads in their pages, in 16 bits on a GPU. Else the
 # keys of a sequence are copied to one range of rows before they are read.

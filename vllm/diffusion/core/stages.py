@@ -6,7 +6,7 @@ Projections list further buffers, by kind of weights, themselves (`ops.Workspace
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -16,37 +16,39 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-class BufferSpec(NamedTuple):
-    """Name and owner of a buffer, see `Buffer`."""
-
-    name: str
-    is_temporary: bool = False
-
-    def of(self, dtype: torch.dtype, *shape: int) -> Buffer:
-        """Make a buffer of this kind with `shape` numbers a row."""
-        return Buffer(self.name, shape, dtype, self.is_temporary)
-
-
-# Of a step
-INPUTS = BufferSpec("inputs", is_temporary=True).of(torch.int64, 3)  # token, position and slot
-# Of a sample row: row and position, and what sampling finds.
-RESULTS = BufferSpec("results", is_temporary=True).of(torch.float64, 2 + 3)
-NUM_STREAM_BUFFERS = 2  # chunks of rows on the device at a time when they come from the host
-
-# Of products; projections list theirs.
-GATE_UP = BufferSpec("gate and up")  # side by side
-PROJECTED = BufferSpec("projected")  # before it is added to the residual stream
-QUANTISED_ROWS = BufferSpec("quantised rows")  # that were not written as such
-
-_NORMED = BufferSpec("normed")
-_NORMED_ASIDE = BufferSpec("normed rows", is_temporary=True)
-
 # Of a stage, in the order in which it takes them: all that its layer, or the engine, may take.
 Listed: TypeAlias = tuple[Buffer, ...]
 
+# Of a step: token, position and slot of a row.
+INPUTS = Buffer("inputs", (3,), torch.int64, is_temporary=True)
+# Of a sample row: row and position, and what sampling finds.
+RESULTS = Buffer("results", (2 + 3,), torch.float64, is_temporary=True)
+NUM_STREAM_BUFFERS = 2  # chunks of rows on the device at a time when they come from the host
+
+
+# Of products; projections list theirs.
+
+
+def gate_up(dtype: torch.dtype, num_columns: int) -> Buffer:
+    """Gate and up, side by side."""
+    return Buffer("gate and up", (num_columns,), dtype)
+
+
+def projected(dtype: torch.dtype, num_columns: int) -> Buffer:
+    """Product before it is added to the residual stream."""
+    return Buffer("projected", (num_columns,), dtype)
+
+
+def quantised_rows(dtype: torch.dtype, *shape: int) -> Buffer:
+    """Rows that were not written as quantised ones."""
+    return Buffer("quantised rows", shape, dtype)
+
+
+# Of the layers.
+
 
 def _each(names: Iterable[str], dtype: torch.dtype, *shape: int) -> Listed:
-    return tuple(BufferSpec(name).of(dtype, *shape) for name in names)
+    return tuple(Buffer(name, shape, dtype) for name in names)
 
 
 def residual(dtype: torch.dtype, hidden_size: int, head_groups: int = 1) -> Listed:
@@ -66,7 +68,7 @@ def rotary(dtype: torch.dtype, rotary_dim: int, *, is_read: bool = False) -> Lis
 
 def fused_heads(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> Buffer:
     """Queries (of all heads, or of none), keys and values, side by side."""
-    return BufferSpec("qkv").of(dtype, (num_heads + 2 * num_kv_heads) * head_dim)
+    return Buffer("qkv", ((num_heads + 2 * num_kv_heads) * head_dim,), dtype)
 
 
 def keys_values(
@@ -83,7 +85,7 @@ def exchanged(dtype: torch.dtype, num_heads: int, head_dim: int) -> Listed:
 
 def normed(dtype: torch.dtype, hidden_size: int) -> Buffer:
     """Normed rows, from which keys and values are computed."""
-    return _NORMED.of(dtype, hidden_size)
+    return Buffer("normed", (hidden_size,), dtype)
 
 
 def querying(
@@ -94,16 +96,21 @@ def querying(
     If the rows take no less than the results of attention, these can have their memory.
     """
     is_apart = quantises or num_heads * head_dim > hidden_size
-    rows = (_NORMED if is_apart else _NORMED_ASIDE).of(dtype, hidden_size)
-    return BufferSpec("queries").of(dtype, num_heads, head_dim), rows
+    rows = normed(dtype, hidden_size) if is_apart else _normed_aside(dtype, hidden_size)
+    return Buffer("queries", (num_heads, head_dim), dtype), rows
+
+
+def _normed_aside(dtype: torch.dtype, hidden_size: int) -> Buffer:
+    """Normed rows in the memory that attention's results have later."""
+    return Buffer("normed rows", (hidden_size,), dtype, is_temporary=True)
 
 
 def attending(dtype: torch.dtype, num_heads: int, head_dim: int) -> Listed:
     """Results of attention, their log-sum-exp, and the results of several sequences or sources."""
     return (
-        BufferSpec("attention", is_temporary=True).of(dtype, num_heads, head_dim),
-        BufferSpec("statistics", is_temporary=True).of(torch.float32, num_heads),
-        BufferSpec("collected attention", is_temporary=True).of(dtype, num_heads, head_dim),
+        Buffer("attention", (num_heads, head_dim), dtype, is_temporary=True),
+        Buffer("statistics", (num_heads,), torch.float32, is_temporary=True),
+        Buffer("collected attention", (num_heads, head_dim), dtype, is_temporary=True),
     )
 
 
@@ -114,17 +121,17 @@ SPLIT_ROWS = 128
 
 def split_attention(head_dim: int) -> Buffer:
     """Attention of a query to each part of its keys, with the log-sum-exp."""
-    return BufferSpec("parts of attention", is_temporary=True).of(torch.float32, head_dim + 1)
+    return Buffer("parts of attention", (head_dim + 1,), torch.float32, is_temporary=True)
 
 
 def collected_keys(dtype: torch.dtype, num_heads: int, head_dim: int) -> Buffer:
     """Keys and values copied out of their pages."""
-    return BufferSpec("collected keys", is_temporary=True).of(dtype, 2, num_heads, head_dim)
+    return Buffer("collected keys", (2, num_heads, head_dim), dtype, is_temporary=True)
 
 
 def gating(dtype: torch.dtype, hidden_size: int, width: int) -> Listed:
     """Activations silu(gate) * up, and the normed rows, given back before the second product."""
-    return BufferSpec("activated").of(dtype, width), _NORMED_ASIDE.of(dtype, hidden_size)
+    return Buffer("activated", (width,), dtype), _normed_aside(dtype, hidden_size)
 
 
 def beside_experts(dtype: torch.dtype, hidden_size: int, *, has_shared: bool) -> Listed:
@@ -139,7 +146,7 @@ def read_rows(dtype: torch.dtype, hidden_size: int) -> Listed:
 
 def head(dtype: torch.dtype, hidden_size: int, num_columns: int) -> Listed:
     """Sample rows after the last norm, and their logits."""
-    return _NORMED.of(dtype, hidden_size), BufferSpec("logits").of(dtype, num_columns)
+    return normed(dtype, hidden_size), Buffer("logits", (num_columns,), dtype)
 
 
 def of_experts(

@@ -2,38 +2,38 @@
 """Memory of a step: admission, chunk plans, buffers and caches.
 
 Plans, in the order to read them: `shapes` (of a model, a step, a request), `plan` (the result),
-`footprint` (bytes), `cost` with `rates` (seconds), `search`, `planner` (all questions).
-Memory: `activation_pool` (buffers of steps), `page_store` (kept keys and values), `graph_memory`;
-`host` and `residual_rows` (in host memory).
+`footprint` (bytes), `cost` with `rates` (seconds), `search`, `planner`, `admission` (what fits).
+Memory: `activation_pool` (buffers of steps; `virtual_memory` where CUDA has it), `page_store` (kept
+keys and values) with `page_allocator` (whose they are), `graph_memory`; `host` and `residual_rows`
+(in host memory).
 """
 
-from vllm.diffusion.memory.activation_pool import (
-    ActivationPool,
-    Frame,
-    PoolExhaustedError,
-    activation_pool,
-)
+from vllm.diffusion.memory.activation_pool import ActivationPool, PoolExhaustedError
+from vllm.diffusion.memory.admission import Admission
 from vllm.diffusion.memory.cost import Rates
 from vllm.diffusion.memory.graph_memory import GraphMemory
 from vllm.diffusion.memory.host import HostBuffers
-from vllm.diffusion.memory.page_store import KeptSequence, PageStore
+from vllm.diffusion.memory.page_allocator import KeptSequence, PageAllocator
+from vllm.diffusion.memory.page_store import PageStore
 from vllm.diffusion.memory.plan import Plan, chunks
 from vllm.diffusion.memory.planner import Planner
 from vllm.diffusion.memory.rates import rates_of
 from vllm.diffusion.memory.residual_rows import HostRows, ResidualRows
 from vllm.diffusion.memory.shapes import Demand, Experts, LinearBuffers, ModelShape, StepShape
+from vllm.diffusion.memory.virtual_memory import activation_pool
 
 __all__ = [
     "ActivationPool",
+    "Admission",
     "Demand",
     "Experts",
-    "Frame",
     "GraphMemory",
     "HostBuffers",
     "HostRows",
     "KeptSequence",
     "LinearBuffers",
     "ModelShape",
+    "PageAllocator",
     "PageStore",
     "Plan",
     "Planner",

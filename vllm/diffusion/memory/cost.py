@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm.diffusion.memory.plan import StageSeconds, even_chunk
+from vllm.diffusion.memory.plan import StageSeconds
 
 if TYPE_CHECKING:
     from vllm.diffusion.memory.plan import ChunkRows, Residency
@@ -23,6 +23,7 @@ LAUNCHES_QUERIES = 4
 LAUNCHES_FEED_FORWARD = 4
 LAUNCHES_EXPERTS = 9
 LAUNCHES_LOGITS = 3
+TILE_ROWS = 128  # of a product: chunks are whole tiles where they can be
 QUERY_TILE = 128
 EXPERTS_SHARE = 0.65  # of the rate of large products that those of experts reach
 
@@ -252,3 +253,13 @@ class Costs:
 def _together(one: float, other: float) -> float:
     """Return the seconds of two overlapping activities, which slow each other if equally long."""
     return math.hypot(one, other)
+
+
+def even_chunk(num_rows: int, most: int) -> int:
+    """Rows of a chunk: rows are cut into the fewest equal chunks, in whole tiles if they fit."""
+    if most >= num_rows:
+        return max(num_rows, 1)
+    most = max(most, 1)
+    most -= most % TILE_ROWS if most > TILE_ROWS else 0
+    even = -(-num_rows // -(-num_rows // most))
+    return min(-(-even // TILE_ROWS) * TILE_ROWS, most)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm.diffusion.core import stages
 from vllm.diffusion.core.buffers import row_bytes
 from vllm.diffusion.core.stages import Listed
+from vllm.diffusion.memory.plan import PerStage
 
 if TYPE_CHECKING:
     import torch
@@ -181,7 +182,7 @@ class Footprint:
             quantises=experts.quantises,
         )
         if shape.num_ranks > 1:
-            terms += (stages.PROJECTED.of(dtype, width),)
+            terms += (stages.projected(dtype, width),)
         phases: list[Listed] = [terms]
         if experts.shared_width:
             activated, normed = stages.gating(dtype, width, experts.shared_width)
@@ -243,14 +244,7 @@ class RowBytes(NamedTuple):
     results: int
     collected: int
     split: int
-    keys_values: StageBytes
-    attend: StageBytes
-    feed_forward: StageBytes
-    read: StageBytes
-
-    @property
-    def stages(self) -> tuple[StageBytes, StageBytes, StageBytes, StageBytes]:
-        return self.keys_values, self.attend, self.feed_forward, self.read
+    stages: PerStage[StageBytes]
 
     @classmethod
     def of(
@@ -261,8 +255,10 @@ class RowBytes(NamedTuple):
             row_bytes(footprint.read_results(layout)),
             footprint.collected_keys(layout),
             footprint.shape.split_bytes,
-            StageBytes.of(footprint.keys_values(layout), is_split),
-            StageBytes.of(footprint.attend(layout, is_packed=is_packed), is_split),
-            StageBytes.of_feed_forward(footprint, layout, is_split),
-            StageBytes.of(footprint.read(layout, is_packed=is_packed), is_split),
+            PerStage(
+                StageBytes.of(footprint.keys_values(layout), is_split),
+                StageBytes.of(footprint.attend(layout, is_packed=is_packed), is_split),
+                StageBytes.of_feed_forward(footprint, layout, is_split),
+                StageBytes.of(footprint.read(layout, is_packed=is_packed), is_split),
+            ),
         )

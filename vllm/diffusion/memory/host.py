@@ -6,13 +6,17 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from vllm.diffusion.core.pages import PAGE_ROWS
 from vllm.diffusion.core.stages import NUM_STREAM_BUFFERS
 from vllm.diffusion.memory.residual_rows import CopyStreams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from vllm.diffusion.ops import Array
 
 
 class HostBuffers:
@@ -52,15 +56,15 @@ class HostLayers:
     go back when it is left. On the CPU copies are plain ones.
 
     Args:
-        num_layers: layers in host memory.
+        layers: numbers of the layers in host memory.
         places: rows [N, ...] on the device, NUM_STREAM_BUFFERS of them.
 
     Raises:
         torch.OutOfMemoryError: the host has no room, or may not pin so much.
     """
 
-    def __init__(self, num_layers: int, places: Sequence[torch.Tensor]) -> None:
-        self._places = places
+    def __init__(self, layers: range, places: Sequence[torch.Tensor]) -> None:
+        self._first, self._places = layers.start, places
         device = places[0].device
         self._is_pinned = device.type == "cuda"
         self._copies = CopyStreams(device)
@@ -68,13 +72,13 @@ class HostLayers:
         self._reads, self._written = False, list[slice]()
         self._turn: int | None = None  # of the layer whose rows are in use
         try:
-            for _ in range(num_layers):
+            for _ in layers:
                 self._layers.append(self._host_rows(places[0]))
         except RuntimeError as error:
             self.close()
             raise torch.OutOfMemoryError(
-                f"kept keys and values: {num_layers} layers in host memory, "
-                f"{num_layers * places[0].nbytes} bytes: {error}"
+                f"kept keys and values: {len(layers)} layers in host memory, "
+                f"{len(layers) * places[0].nbytes} bytes: {error}"
             ) from error
 
     def _host_rows(self, like: torch.Tensor) -> torch.Tensor:
@@ -91,21 +95,27 @@ class HostLayers:
         """Bytes of host memory."""
         return sum(rows.nbytes for rows in self._layers)
 
-    def begin(self, *, reads: bool, written: Sequence[slice]) -> None:
+    def begin(self, slots: Array, *, reads: bool) -> None:
         """Begin a forward, whose first layer may lie on the device or here.
 
         Args:
+            slots: [W] int64, rows that it writes, of every layer; negative for none.
             reads: whether it reads rows that it does not write.
-            written: rows that it writes, of every layer.
         """
-        self._turn, self._reads, self._written = None, reads, list(written)
+        pages = np.unique(slots[slots >= 0] // PAGE_ROWS)
+        runs = np.split(pages, np.flatnonzero(np.diff(pages) > 1) + 1)
+        self._written = [slice(int(p[0]) * PAGE_ROWS, (int(p[-1]) + 1) * PAGE_ROWS) for p in runs]
+        self._turn, self._reads = None, reads
         self._copies.begin()
         if reads:
             for index in range(min(NUM_STREAM_BUFFERS, len(self._layers))):
                 self._fetch(index)
 
-    def turn_to(self, index: int) -> None:
-        """Leave the layer before, and wait until this layer's rows are in their place."""
+    def turn_to(self, layer: int) -> None:
+        """Leave the layer before, and wait until this layer's rows are in their place, if here."""
+        index = layer - self._first
+        if index < 0:
+            return
         self.leave()
         self._turn, place = index, index % NUM_STREAM_BUFFERS
         if self._reads:

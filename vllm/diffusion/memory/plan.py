@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-TILE_ROWS = 128  # chunks are whole tiles of a product where they can be
+T = TypeVar("T")
 
 
 class Residency(NamedTuple):
@@ -35,32 +35,23 @@ class Residency(NamedTuple):
         return self.head_groups > 1 or self.host_residual or self.shards > 1
 
 
-class ChunkRows(NamedTuple):
-    """Rows per chunk of every stage."""
+class PerStage(NamedTuple, Generic[T]):
+    """A value for every stage: of the layers, then of the rows whose logits are read."""
 
-    keys_values: int
-    attend: int
-    feed_forward: int
-    read: int
+    keys_values: T
+    attend: T
+    feed_forward: T
+    read: T
 
     @classmethod
-    def equal(cls, rows: int) -> ChunkRows:
-        return cls(*[rows] * len(cls._fields))
-
-    def at_most(self, other: ChunkRows) -> ChunkRows:
-        return ChunkRows(*map(min, self, other))
+    def equal(cls, value: T) -> PerStage[T]:
+        return PerStage(*[value] * 4)
 
 
-class StageSeconds(NamedTuple):
-    """Predicted seconds of every stage, for a step, for one layer or for one chunk."""
+ChunkRows: TypeAlias = PerStage[int]  # rows of a chunk
+StageSeconds: TypeAlias = PerStage[float]  # predicted, for a step, a layer or a chunk
 
-    keys_values: float = 0.0
-    attend: float = 0.0
-    feed_forward: float = 0.0
-    read: float = 0.0
-
-
-_NO_SECONDS = StageSeconds()
+_NO_SECONDS = StageSeconds.equal(0.0)
 
 
 @dataclass(frozen=True)
@@ -115,16 +106,6 @@ def chunks(num_rows: int, rows_per_chunk: int) -> Iterator[slice]:
     """Yield consecutive slices of at most `rows_per_chunk` rows that cover `num_rows` rows."""
     for start in range(0, num_rows, rows_per_chunk):
         yield slice(start, min(start + rows_per_chunk, num_rows))
-
-
-def even_chunk(num_rows: int, most: int) -> int:
-    """Rows of a chunk: rows are cut into the fewest equal chunks, in whole tiles if they fit."""
-    if most >= num_rows:
-        return max(num_rows, 1)
-    most = max(most, 1)
-    most -= most % TILE_ROWS if most > TILE_ROWS else 0
-    even = -(-num_rows // -(-num_rows // most))
-    return min(-(-even // TILE_ROWS) * TILE_ROWS, most)
 
 
 def readable(num_bytes: int) -> str:

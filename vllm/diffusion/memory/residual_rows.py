@@ -73,16 +73,6 @@ class HostRows(ResidualRows):
             return
         longest = max(rows.stop - rows.start for rows in chunks)
         buffers = [chunk.take(self._pool, longest) for chunk in self._chunks[: len(chunks)]]
-        copies = self._copies
-        copies.begin()
-        try:
-            yield from self._visit(chunks, buffers, reads=reads, writes=writes)
-        finally:
-            copies.end()
-
-    def _visit(
-        self, chunks: Chunks, buffers: list[torch.Tensor], *, reads: bool, writes: bool
-    ) -> Generator[torch.Tensor]:
         copies, number = self._copies, len(buffers)
 
         def fetch(index: int) -> torch.Tensor:
@@ -94,21 +84,25 @@ class HostRows(ResidualRows):
                 copies.claim(index % number)
             return chunk
 
-        ahead = fetch(0)
-        for index, rows in enumerate(chunks):
-            chunk = ahead
-            if number > 1 and index + 1 < len(chunks):
-                copies.wait_until_free((index + 1) % number)
-                ahead = fetch(index + 1)
-            copies.wait_until_fetched(index % number)
-            yield chunk
-            if writes:
-                copies.store(chunk, self._x[rows], index % number)
-            else:
-                copies.release(index % number)
+        copies.begin()
+        try:
+            ahead = fetch(0)
+            for index, rows in enumerate(chunks):
+                chunk = ahead
+                if number > 1 and index + 1 < len(chunks):
+                    copies.wait_until_free((index + 1) % number)
+                    ahead = fetch(index + 1)
+                copies.wait_until_fetched(index % number)
+                yield chunk
+                if writes:
+                    copies.store(chunk, self._x[rows], index % number)
+                else:
+                    copies.release(index % number)
+        finally:
+            copies.end()
 
     def select(self, rows: torch.Tensor, host_rows: Array, out: torch.Tensor) -> None:
-        self._copies.finish_stores()
+        self._copies.finish()
         out.copy_(self._x.index_select(0, torch.from_numpy(host_rows)))
 
 
@@ -183,9 +177,4 @@ class CopyStreams:
         """Wait, on the host, for all copies."""
         if self._is_async:
             self._inward.synchronize()
-            self._outward.synchronize()
-
-    def finish_stores(self) -> None:
-        """Wait, on the host, for all stores."""
-        if self._is_async:
             self._outward.synchronize()

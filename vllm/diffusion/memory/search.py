@@ -15,16 +15,9 @@ from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING
 
 from vllm.diffusion.core.errors import ActivationBudgetError
-from vllm.diffusion.memory.cost import Costs
+from vllm.diffusion.memory.cost import TILE_ROWS, Costs, even_chunk
 from vllm.diffusion.memory.footprint import ROUNDING_BYTES, Footprint, RowBytes
-from vllm.diffusion.memory.plan import (
-    TILE_ROWS,
-    ChunkRows,
-    Plan,
-    Residency,
-    StageSeconds,
-    even_chunk,
-)
+from vllm.diffusion.memory.plan import ChunkRows, Plan, Residency, StageSeconds
 from vllm.diffusion.memory.shapes import StepShape
 
 if TYPE_CHECKING:
@@ -65,19 +58,19 @@ class PlanCandidate:
         longest: ChunkRows,
         attend_chunk: Callable[[int, int], int],
     ) -> None:
-        self.layout, self.step, self._of_row = layout, step, row_bytes
+        self.layout, self.step, self._stages = layout, step, row_bytes.stages
         self._resident = row_bytes.resident * step.rows + row_bytes.results * step.sample_rows
         self._resident += row_bytes.collected * step.kept_keys + row_bytes.split + ROUNDING_BYTES
         if step.rows <= WHOLE_STEP_ROWS:  # what attention has returned lies beside the logits
-            beside = step.rows * row_bytes.attend.temporaries // row_bytes.read.buffers
+            beside = step.rows * self._stages.attend.temporaries // self._stages.read.buffers
             most_read = max(most_read - beside, min(most_read, TILE_ROWS))
         most_read = min(step.sample_rows, most_read, longest.read)
         self._longest, self._attend_chunk = longest._replace(read=most_read), attend_chunk
 
     def bytes_with(self, chunk_rows: int) -> int:
         """Bytes of the step with chunks of at most `chunk_rows` rows, or the smallest allowed."""
-        most = ChunkRows.equal(max(chunk_rows, MIN_CHUNK_ROWS))
-        return max(self.peaks(self._longest.at_most(most)))
+        most = max(chunk_rows, MIN_CHUNK_ROWS)
+        return max(self.peaks(ChunkRows(*(min(rows, most) for rows in self._longest))))
 
     @property
     def attend_parts(self) -> tuple[int, ...]:
@@ -85,7 +78,7 @@ class PlanCandidate:
 
         In a split pool these may leave other stages too few bytes of one kind.
         """
-        return (1, 2, 4) if self._of_row.attend.temporaries else (1,)
+        return (1, 2, 4) if self._stages.attend.temporaries else (1,)
 
     def sizes(self, available: int, attend_part: int = 1) -> ChunkRows:
         """Return the longest chunks that fit into `available` bytes; attention comes first.
@@ -96,7 +89,7 @@ class PlanCandidate:
             available: bytes.
             attend_part: divisor of the rows that attention could take.
         """
-        rows, of_row, free = self.step.rows, self._of_row, available - self._resident
+        rows, of_row, free = self.step.rows, self._stages, available - self._resident
         longest = self._longest
         fitting = free // (attend_part * sum(of_row.attend))
         attend = self._attend_chunk(rows, max(min(fitting, longest.attend), 1))
@@ -123,7 +116,7 @@ class PlanCandidate:
     def peaks(self, sizes: ChunkRows) -> list[int]:
         """Bytes in use during each stage, with what is resident."""
         rows = ChunkRows.equal(self.step.rows)._replace(read=self.step.sample_rows)
-        stages = list(zip(sizes.at_most(rows), self._of_row.stages, strict=True))
+        stages = list(zip(map(min, sizes, rows), self._stages, strict=True))
         stays = self._resident + max(count * stage.temporaries for count, stage in stages)
         return [stays + stage.buffers_in(count) for count, stage in stages]
 

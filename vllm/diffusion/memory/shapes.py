@@ -66,7 +66,7 @@ class LinearBuffers(NamedTuple):
 
     def made_of(self, buffer: Buffer) -> Listed:
         """Buffers for quantising rows that arrive in the model dtype; none for plain weights."""
-        made = stages.QUANTISED_ROWS.of(buffer.dtype, *buffer.shape)
+        made = stages.quantised_rows(buffer.dtype, *buffer.shape)
         return made.quantised if self.quantises else ()
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed
 
-from vllm.diffusion.core.stages import PROJECTED
+from vllm.diffusion.core import stages
 from vllm.diffusion.ops import dispatch
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
@@ -55,7 +55,7 @@ class Collectives:
             write: (rows, out) writes this rank's part for these rows of x, in their shape.
             scratch: memory for the part.
         """
-        part = PROJECTED.of(x.dtype, x.shape[1]).take(scratch, len(x))
+        part = stages.projected(x.dtype, x.shape[1]).take(scratch, len(x))
         write(slice(0, len(x)), part)
         x.add_(self.sum(part))
 

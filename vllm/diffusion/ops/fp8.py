@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm.diffusion.core import stages
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.core.quantisation import Fp8Scheme
-from vllm.diffusion.core.stages import GATE_UP, PROJECTED, QUANTISED_ROWS
 from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter, wide_rows
 from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace, most_stored_rows
@@ -154,11 +154,11 @@ class Fp8Projection(Projection):
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
         if use is Use.GATED:
             most_rows = most_stored_rows(matrix, partial(dispatch.fp8_tiling, gated=True))
-            gate_up = GATE_UP.of(matrix.dtype, matrix.columns)
-            product = GATE_UP.of(matrix.dtype, matrix.columns // 2)  # before it becomes fp8
+            gate_up = stages.gate_up(matrix.dtype, matrix.columns)
+            product = stages.gate_up(matrix.dtype, matrix.columns // 2)  # before it becomes fp8
             return Workspace((gate_up,), most_rows, (product,))
         if use is Use.ADD_TO:
-            return Workspace((PROJECTED.of(matrix.dtype, matrix.columns),))
+            return Workspace((stages.projected(matrix.dtype, matrix.columns),))
         return Workspace()
 
     def rows(self, buffer: Buffer, num_rows: int, scratch: Buffers) -> QuantisedRows:
@@ -205,12 +205,12 @@ class Fp8Projection(Projection):
         if tiling is not None:
             plain = out
             if isinstance(plain, QuantisedRows):
-                plain = GATE_UP.of(self._dtype, num_columns // 2).take(scratch, num_rows)
+                plain = stages.gate_up(self._dtype, num_columns // 2).take(scratch, num_rows)
             self._fused(x, plain, tiling, Epilogue.SILU_MUL)
             if isinstance(out, QuantisedRows):
                 quantise_rows(plain, out)
             return
-        gate_up = GATE_UP.of(self._dtype, num_columns).take(scratch, num_rows)
+        gate_up = stages.gate_up(self._dtype, num_columns).take(scratch, num_rows)
         scales: tuple[Tensor, ...] = ()
         if self._uses_cublas and self._bias is None and dispatch.scales_gated_apart(num_rows):
             self._multiply(x, self._weight, gate_up)
@@ -252,7 +252,7 @@ class Fp8Projection(Projection):
         elif bias is None and self._is_added(h, weight, x):
             add_linear_fp8(h, weight, self._scales, x)
         elif self._uses_cublas:
-            out = PROJECTED.of(x.dtype, x.shape[1]).take(scratch, len(x))
+            out = stages.projected(x.dtype, x.shape[1]).take(scratch, len(x))
             self._multiply(h, weight, out)
             rescale(out, h.scales, self._scales, x, bias=bias, adds=True)
         else:
@@ -270,7 +270,7 @@ class Fp8Projection(Projection):
     def _quantised(self, x: Tensor | QuantisedRows, scratch: Buffers) -> QuantisedRows:
         if isinstance(x, QuantisedRows):
             return x
-        out = self.rows(QUANTISED_ROWS.of(x.dtype, x.shape[1]), len(x), scratch)
+        out = self.rows(stages.quantised_rows(x.dtype, x.shape[1]), len(x), scratch)
         quantise_rows(x, out)
         return out
 

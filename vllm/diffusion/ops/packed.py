@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm.diffusion.core import stages
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.core.quantisation import PackedScheme
-from vllm.diffusion.core.stages import GATE_UP, PROJECTED
 from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter, wide_rows
 from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace, most_stored_rows
@@ -209,11 +209,11 @@ class PackedProjection(Projection):
     @classmethod
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
         if use is Use.GATED:
-            gate_up = GATE_UP.of(matrix.dtype, matrix.columns)
+            gate_up = stages.gate_up(matrix.dtype, matrix.columns)
             return Workspace((gate_up,), most_stored_rows(matrix, dispatch.gated_tiling))
         if use is Use.PROJECT or (matrix.device.type == "cuda" and not matrix.is_summed):
             return Workspace()
-        return Workspace((PROJECTED.of(matrix.dtype, matrix.columns),))
+        return Workspace((stages.projected(matrix.dtype, matrix.columns),))
 
     def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
         if self._multiply_packed(x, out, columns, Epilogue.STORE):
@@ -231,7 +231,7 @@ class PackedProjection(Projection):
             for part, weight in self._gated_slices(x, tiling):
                 fused_linear(x, weight, out[:, part], tiling=tiling, epilogue=Epilogue.SILU_MUL)
             return
-        gate_up = GATE_UP.of(x.dtype, self._packed.shape[0]).take(scratch, len(x))
+        gate_up = stages.gate_up(x.dtype, self._packed.shape[0]).take(scratch, len(x))
         PackedProjection.project(self, x, gate_up, scratch)  # of x as it is, in a subclass too
         silu_mul(gate_up, out=out)
 

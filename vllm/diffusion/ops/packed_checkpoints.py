@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm.diffusion.core.buffers import Buffer
 from vllm.diffusion.core.errors import CheckpointError, ServerConfigError
 from vllm.diffusion.core.quantisation import PackedScheme
-from vllm.diffusion.core.stages import BufferSpec
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter
 from vllm.diffusion.ops.packed import PackedProjection, group_of, reserve_unpacked
 from vllm.diffusion.ops.projection import ALL, Matrix, Use, Workspace
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.ops.projection import ParallelLayer
 
-_ORDERED = BufferSpec("ordered rows")
 _IN_WORD = 8
 _ONES = 0x11111111  # a word of eight ones
 _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # where a word has its columns
@@ -225,7 +224,7 @@ class OrderedProjection(PackedProjection):
 
     @classmethod
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
-        ordered = _ORDERED.of(matrix.dtype, matrix.depth)
+        ordered = Buffer("ordered rows", (matrix.depth,), matrix.dtype)
         said = super().workspace(use, matrix)
         return Workspace((ordered, *said.buffers), said.most_rows, (ordered, *said.beyond))
 
@@ -243,7 +242,7 @@ class OrderedProjection(PackedProjection):
         super().add_to(x, self._ordered(h, scratch) if in_place else h, scratch, features)
 
     def _ordered(self, x: Tensor, scratch: Buffers) -> Tensor:
-        out = _ORDERED.of(x.dtype, x.shape[1]).take(scratch, len(x))
+        out = Buffer("ordered rows", x.shape[1:], x.dtype).take(scratch, len(x))
         return torch.index_select(x, 1, self._order, out=out)
 
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from gather_gemm import gather_gemm
-from vllm.diffusion.core.buffers import FreshBuffers
-from vllm.diffusion.core.stages import GATE_UP, PROJECTED, BufferSpec
+from vllm.diffusion.core import stages
+from vllm.diffusion.core.buffers import Buffer, FreshBuffers
 from vllm.diffusion.ops import collectives, dispatch
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vllm.diffusion.core.buffers import Buffer, Buffers
+    from vllm.diffusion.core.buffers import Buffers
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 ALL = slice(None)
 _AT_REST = True  # no kernel of a step writes a weight, so it may be read before the one before ends
 _SCANNED_ROWS = 16_384
-_RETURNED = BufferSpec("quantised product", is_temporary=True)  # by a method of upstream's
 
 
 class Use(Enum):
@@ -195,7 +194,7 @@ class Projection(ABC):
             h, scratch, features: as for `multiply`.
         """
         if not self._is_summed:
-            product = PROJECTED.of(x.dtype, x.shape[1]).take(scratch, len(x))
+            product = stages.projected(x.dtype, x.shape[1]).take(scratch, len(x))
             self.multiply(h, product, scratch, features)
             x.add_(product)
             return
@@ -226,14 +225,14 @@ class PlainProjection(Projection):
     @classmethod
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
         if use is Use.GATED:
-            gate_up = GATE_UP.of(matrix.dtype, matrix.columns)
+            gate_up = stages.gate_up(matrix.dtype, matrix.columns)
             return Workspace(
                 (gate_up,), most_stored_rows(matrix, partial(dispatch.linear_tiling, gated=True))
             )
         adds_in_place = matrix.device.type == "cuda" and not matrix.has_bias
         if use is Use.PROJECT or (adds_in_place and not matrix.is_summed):
             return Workspace()
-        return Workspace((PROJECTED.of(matrix.dtype, matrix.columns),))
+        return Workspace((stages.projected(matrix.dtype, matrix.columns),))
 
     def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
         weight, bias = self._weight[columns], self._bias
@@ -256,7 +255,7 @@ class PlainProjection(Projection):
             epilogue = Epilogue.SILU_MUL
             fused_linear(x, weight, out, tiling=tiling, epilogue=epilogue, early=_AT_REST)
             return
-        gate_up = GATE_UP.of(x.dtype, len(weight)).take(scratch, len(x))
+        gate_up = stages.gate_up(x.dtype, len(weight)).take(scratch, len(x))
         self.project(x, gate_up, scratch)
         silu_mul(gate_up, out=out)
 
@@ -291,9 +290,9 @@ class QuantisedProjection(Projection):
 
     @classmethod
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
-        product = _RETURNED.of(matrix.dtype, matrix.columns)
+        product = _returned(matrix.dtype, matrix.columns)
         if use is Use.ADD_TO and matrix.is_summed:
-            return Workspace((product, PROJECTED.of(matrix.dtype, matrix.columns)))
+            return Workspace((product, stages.projected(matrix.dtype, matrix.columns)))
         return Workspace((product,))
 
     def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
@@ -313,9 +312,14 @@ class QuantisedProjection(Projection):
 
     def _product(self, h: Tensor, scratch: Buffers) -> Tensor:
         num_columns = self._layer.output_size_per_partition
-        _RETURNED.of(h.dtype, num_columns).expect(scratch, len(h))
+        _returned(h.dtype, num_columns).expect(scratch, len(h))
         product: Tensor = self._layer.quant_method.apply(self._layer, h, self._bias)
         return product
+
+
+def _returned(dtype: torch.dtype, num_columns: int) -> Buffer:
+    """Product of a method of upstream's."""
+    return Buffer("quantised product", (num_columns,), dtype, is_temporary=True)
 
 
 def _rows_of(h: Any, rows: slice) -> Any:

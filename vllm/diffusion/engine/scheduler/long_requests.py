@@ -12,6 +12,7 @@ took, from which the ratio to the predictions is learned.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.config import Settings
     from vllm.diffusion.engine.messages import DiffusionRunnerOutput, SliceTiming
     from vllm.diffusion.engine.scheduler.request_state import RequestState
-    from vllm.diffusion.memory import Planner
+    from vllm.diffusion.memory import Admission
 
 
 class Pace:
@@ -73,9 +74,9 @@ class Slicing:
         """Seconds of one slice."""
         return self.longest_pause_s / 2
 
-    def started(self, item: RequestState, planner: Planner) -> None:
+    def started(self, item: RequestState, admission: Admission) -> None:
         """Take in that a request runs."""
-        if self._may_be_long(item, planner):
+        if self.is_long(item, math.inf, admission):
             self.is_idle = False
 
     def learn(
@@ -83,7 +84,7 @@ class Slicing:
         done: DiffusionRunnerOutput,
         passed_s: float,
         running: Iterable[RequestState],
-        planner: Planner | None,
+        admission: Admission | None,
     ) -> None:
         """Take in what the workers report of slices.
 
@@ -93,7 +94,7 @@ class Slicing:
             done: results of a step.
             passed_s: seconds since the results before them.
             running: the requests that run.
-            planner: planner of the engine; None while the size of the memory is unknown.
+            admission: says what fits; None while the size of the memory is unknown.
         """
         self._paused = done.paused
         if self._is_shared:
@@ -105,38 +106,35 @@ class Slicing:
             self._owed_s = max(self._owed_s, -self.longest_pause_s)
         has_slices = self._is_shared or self._paused is not None
         self.is_idle = not has_slices and not (
-            planner is not None and any(self._may_be_long(item, planner) for item in running)
+            admission is not None
+            and any(self.is_long(item, math.inf, admission) for item in running)
         )
 
     # ---- who is long ----
 
-    def is_long(self, item: RequestState, rows: int, planner: Planner) -> bool:
-        """Whether a step of `rows` rows of this request takes longer than a pause may."""
-        most = item.demand.largest_rows(planner.row_budget)
-        return self._may_be_long(item, planner) and self._takes_long(item, min(rows, most), planner)
-
-    def _may_be_long(self, item: RequestState, planner: Planner) -> bool:
-        """Whether the largest step of this request takes longer than a pause may."""
-        return self._takes_long(item, item.demand.largest_rows(planner.row_budget), planner)
-
-    def _takes_long(self, item: RequestState, rows: int, planner: Planner) -> bool:
+    def is_long(self, item: RequestState, rows: float, admission: Admission) -> bool:
+        """Whether a step of at most `rows` rows of this request takes longer than a pause may."""
+        most = item.demand.largest_rows(admission.row_budget)
         predicted = self._predicted_s.setdefault(item, {})
-        if rows not in predicted:
-            predicted[rows] = planner.seconds_of(item.demand, rows)
-        return predicted[rows] > self.longest_pause_s / self.pace.factor
+        for count in (most, int(min(rows, most))):
+            if count not in predicted:
+                predicted[count] = admission.seconds_of(item.demand, count)
+            if predicted[count] <= self.longest_pause_s / self.pace.factor:
+                return False
+        return True
 
-    def long(self, running: Mapping[str, RequestState], planner: Planner) -> list[str]:
+    def long(self, running: Mapping[str, RequestState], admission: Admission) -> list[str]:
         """Return the long requests, in the order of their turns, and any whose step has begun.
 
         Args:
             running: in the order of their turns.
-            planner: planner of the engine.
+            admission: says what fits, and how long it takes.
         """
         paused = None if self._paused is None else self._paused.req_id
         return [
             req_id
             for req_id, item in running.items()
-            if req_id == paused or self.is_long(item, item.next_rows, planner)
+            if req_id == paused or self.is_long(item, item.next_rows, admission)
         ]
 
     # ---- whose turn it is ----
@@ -146,7 +144,7 @@ class Slicing:
         long: Collection[str],
         running: Mapping[str, RequestState],
         launched: AbstractSet[str],
-        planner: Planner,
+        admission: Admission,
         next_step: Callable[[Mapping[str, RequestState]], dict[str, int]],
     ) -> tuple[dict[str, int], Slice | None]:
         """Return the rows of the next step, by request, and the slice among them, if one is due.
@@ -155,27 +153,27 @@ class Slicing:
             long: the long requests among those that run.
             running: in the order of their turns.
             launched: requests of the steps that are under way; long ones among them stay whole.
-            planner: planner of the engine.
+            admission: says what fits, and how long it takes.
             next_step: chooses who of given requests takes part in a step as a whole.
         """
         cut = {req_id: running[req_id] for req_id in long if req_id not in launched}
         rows = next_step({req_id: item for req_id, item in running.items() if req_id not in cut})
-        if launched.isdisjoint(rows) and not self._fits_beside(rows, running, planner):
+        if launched.isdisjoint(rows) and not self._fits_beside(rows, running, admission):
             rows = {}
         ready = [item for item in cut.values() if item.has_pages]
-        next_slice = self.next_slice(ready, planner, is_shared=bool(rows))
+        next_slice = self.next_slice(ready, admission, is_shared=bool(rows))
         if next_slice is not None:
             rows[next_slice.req_id] = next_slice.rows
         return rows, next_slice
 
     def next_slice(
-        self, long: Sequence[RequestState], planner: Planner, *, is_shared: bool
+        self, long: Sequence[RequestState], admission: Admission, *, is_shared: bool
     ) -> Slice | None:
         """Return the next slice of the step that has begun, else the first one of the next step.
 
         Args:
             long: requests that may get a slice, in the order of their turns.
-            planner: planner of the engine.
+            admission: says what fits, and how long it takes.
             is_shared: short requests take part in the same step.
         """
         self._is_shared = is_shared and bool(long)
@@ -184,17 +182,17 @@ class Slicing:
         paused = None if self._paused is None else self._paused.req_id
         item = next((item for item in long if item.req_id == paused), long[0])
         units = {item.req_id: item.demand.unit} if item.demand.unit else {}
-        rows = take_turns({item.req_id: item.next_rows}, planner.row_budget, units)
+        rows = take_turns({item.req_id: item.next_rows}, admission.row_budget, units)
         self._owed_s -= self.slice_s  # until it is known what it took
         return Slice(item.req_id, rows[item.req_id], self.slice_s / self.pace.factor)
 
     def _fits_beside(
-        self, rows: Mapping[str, int], running: Mapping[str, RequestState], planner: Planner
+        self, rows: Mapping[str, int], running: Mapping[str, RequestState], admission: Admission
     ) -> bool:
         """Whether a step of these requests fits beside what a paused step holds of the pool."""
         if self._paused is None or not rows:
             return True
         demands = [running[req_id].demand for req_id in rows]
-        kept_bytes = planner.kept_bytes(item.demand for item in running.values())
+        kept_bytes = admission.kept_bytes(item.demand for item in running.values())
         kept_bytes += self._paused.held_bytes
-        return planner.fits(planner.step_of(demands), kept_bytes)
+        return admission.fits(admission.step_of(demands), kept_bytes)

@@ -36,6 +36,7 @@ from vllm.diffusion.engine.scheduler.request_state import RequestState
 from vllm.diffusion.engine.scheduler.turns import by_priority, take_turns, to_the_end
 from vllm.diffusion.engine.scheduler.upstream_interface import CanvasSchedulerInterface
 from vllm.diffusion.engine.scheduler.waiting import WaitingLine
+from vllm.diffusion.memory import Admission
 from vllm.diffusion.process import log_filter, watchdog
 from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.diffusion.engine.messages import Slice
-    from vllm.diffusion.memory import Planner
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
@@ -80,7 +80,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         self._model = served_model(vllm_config)
         self._vllm_config = vllm_config
         self._row_budget = row_budget(vllm_config)
-        self._planner: Planner | None = None  # until the worker has said what memory there is
+        self._admission: Admission | None = None  # until the worker has said what memory there is
         self.last_usage: StepUsage | None = None
         self._waiting = WaitingLine(vllm_config.scheduler_config.max_num_seqs)
         self._running: dict[str, RequestState] = {}  # in the order of their turns
@@ -192,15 +192,15 @@ class DiffusionScheduler(CanvasSchedulerInterface):
 
     def _start_waiting(self) -> list[NewCanvas]:
         """Start the waiting requests that fit; return what the workers need of them."""
-        planner, slicing = self._planner, self.slicing
-        if planner is None:
+        admission, slicing = self._admission, self.slicing
+        if admission is None:
             return []
 
         def is_long(item: RequestState) -> bool:
-            return slicing is not None and slicing.is_long(item, item.demand.steady_rows, planner)
+            return slicing is not None and slicing.is_long(item, item.demand.steady_rows, admission)
 
         admitted = []
-        for item, error in self._waiting.admit(self._running.values(), planner, is_long):
+        for item, error in self._waiting.admit(self._running.values(), admission, is_long):
             if error is not None:
                 item.leave()
                 self._refuse(item.request, str(error), reason="memory")
@@ -208,7 +208,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             self._running[item.req_id] = item
             admitted.append(item.start())
             if slicing is not None:
-                slicing.started(item, planner)
+                slicing.started(item, admission)
             self._observer.started(item.request)
         return admitted
 
@@ -220,13 +220,13 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         """
         turns = by_priority(self._running, _priority)
         is_paused = self._pause_state == PauseState.PAUSED_ALL
-        planner, slicing = self._planner, self.slicing
-        if planner is None or slicing is None or slicing.is_idle:
+        admission, slicing = self._admission, self.slicing
+        if admission is None or slicing is None or slicing.is_idle:
             return {} if is_paused else self._next_step(turns), None, []
-        long = slicing.long(turns, planner)
+        long = slicing.long(turns, admission)
         if is_paused:
             return {}, None, long
-        return (*slicing.share(long, turns, launched, planner, self._next_step), long)
+        return (*slicing.share(long, turns, launched, admission, self._next_step), long)
 
     def _next_step(self, turns: Mapping[str, RequestState]) -> dict[str, int]:
         """Return the rows of those of `turns` that take part in the next step as a whole.
@@ -268,11 +268,12 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         if usage is not None:
             self.last_usage = usage
             budget_bytes = usage.budget_bytes - self._paged_bytes
-            if self._planner is None or self._planner.budget_bytes != budget_bytes:
-                self._planner = make_planner(self._vllm_config, budget_bytes, usage.rates)
+            if self._admission is None or self._admission.budget_bytes != budget_bytes:
+                planner = make_planner(self._vllm_config, budget_bytes, usage.rates)
+                self._admission = Admission(planner)
         is_reported = done.paused is not None or done.worked is not None
         if slicing is not None and (is_reported or not slicing.is_idle):
-            slicing.learn(done, passed_s, self._running.values(), self._planner)
+            slicing.learn(done, passed_s, self._running.values(), self._admission)
 
     def _advance(
         self, item: RequestState, result: StepResult, usage: StepUsage | None

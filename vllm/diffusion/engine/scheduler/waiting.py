@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
     from vllm.diffusion.engine.scheduler.request_state import RequestState, WaitsFor
-    from vllm.diffusion.memory import Planner
+    from vllm.diffusion.memory import Admission
 
 MAX_OVERTAKEN = 16  # requests that may start before one that came earlier
 MAX_PASSED = 16  # waiting requests that do not fit and are looked past in one step
@@ -57,7 +57,7 @@ class WaitingLine:
     def admit(
         self,
         running: Collection[RequestState],
-        planner: Planner,
+        admission: Admission,
         is_long: Callable[[RequestState], bool] = lambda _: False,
     ) -> Iterator[tuple[RequestState, ActivationBudgetError | None]]:
         """Remove and yield the requests that start now, and those that never can, with the reason.
@@ -67,7 +67,7 @@ class WaitingLine:
         Args:
             running: the requests that run; the caller adds each request that starts before it asks
                 for the next one.
-            planner: decides what fits.
+            admission: decides what fits.
             is_long: whether all steps of a request come in slices, so that it shares none.
         """
         for item in self._looked_at:
@@ -86,9 +86,9 @@ class WaitingLine:
             reasons = (gate.waits_for(item) for gate in item.gates)
             reason: WaitsFor | None = next(filter(None, reasons), None)
             if reason is None:
-                error = _refusal(item, planner)
+                error = _refusal(item, admission)
                 if error is None:
-                    reason = self._obstacle(item, running, planner, is_long)
+                    reason = self._obstacle(item, running, admission, is_long)
                 if reason is not None:
                     passed.append(item)
             if reason is not None:
@@ -106,7 +106,7 @@ class WaitingLine:
         self,
         item: RequestState,
         running: Collection[RequestState],
-        planner: Planner,
+        admission: Admission,
         is_long: Callable[[RequestState], bool],
     ) -> WaitsFor | None:
         """Return what keeps a request from joining those that run, None if nothing does.
@@ -119,16 +119,16 @@ class WaitingLine:
             if len(running) >= self._max_running:
                 return "requests"
             long = {other.demand for other in (*running, item) if is_long(other)}
-            obstacle = planner.obstacle([r.demand for r in running], item.demand, long=long)
+            obstacle = admission.obstacle([r.demand for r in running], item.demand, long=long)
             if obstacle is not None:
                 return obstacle
         return None if all(gate.reserve(item) for gate in item.gates) else "memory"
 
 
-def _refusal(item: RequestState, planner: Planner) -> ActivationBudgetError | None:
+def _refusal(item: RequestState, admission: Admission) -> ActivationBudgetError | None:
     """Return why a request would not fit even alone; else decide where it keeps what."""
     try:
-        item.demand = planner.check(item.demand)
+        item.demand = admission.check(item.demand)
     except ActivationBudgetError as error:
         return error
     return None

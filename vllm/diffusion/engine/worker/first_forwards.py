@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.forward import ForwardPass
     from vllm.diffusion.engine.worker.sample_rows import SamplePart, SampleRows
+    from vllm.diffusion.memory import PageAllocator
     from vllm.diffusion.ops import Array
     from vllm.diffusion.request.params import DiffusionParams
 
@@ -40,11 +41,14 @@ class FirstForwards:
 
     Args:
         forward: computes steps.
+        pages: the pages of kept keys and values.
         canvases: the running requests.
     """
 
-    def __init__(self, forward: ForwardPass, canvases: Mapping[str, Canvas]) -> None:
-        self._forward, self._canvases = forward, canvases
+    def __init__(
+        self, forward: ForwardPass, pages: PageAllocator, canvases: Mapping[str, Canvas]
+    ) -> None:
+        self._forward, self._pages, self._canvases = forward, pages, canvases
         self._known: dict[str, dict[int, SharedRows]] = {}  # by request, and by its first position
 
     def note(self, batch: StepBatch, part: SamplePart[Array], hidden: Tensor) -> None:
@@ -67,14 +71,14 @@ class FirstForwards:
 
     def serves(self, new: NewCanvas) -> bool:
         """Whether a request may take its first step from another one's; copies what that keeps."""
-        canvas, caches = self._canvases[new.req_id], self._forward.caches
+        canvas = self._canvases[new.req_id]
         if new.prompt_of is None or not is_shared(canvas):
             return False
         if canvas.window.cache is not None:
             first = self._canvases.get(new.prompt_of)
             if first is None or not is_copied(first):
                 return False
-            caches.copy(new.req_id, new.prompt_of)
+            self._pages.copy(new.req_id, new.prompt_of)
         return True
 
     def sampled(self, rows: SampleRows, new: NewCanvas) -> Tensor | None:

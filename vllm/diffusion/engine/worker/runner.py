@@ -28,7 +28,7 @@ from vllm.diffusion.engine.worker.step_log import StepLog
 from vllm.diffusion.engine.worker.step_log import logger as step_logger
 from vllm.diffusion.engine.worker.step_memory import PoolAccount, Step
 from vllm.diffusion.engine.worker.streamed import run_streamed
-from vllm.diffusion.memory import HostBuffers, PageStore
+from vllm.diffusion.memory import HostBuffers, PageAllocator, PageStore
 from vllm.diffusion.parallel.groups import Ranks
 from vllm.logger import init_logger
 
@@ -88,6 +88,7 @@ class DiffusionModelRunner:
         self.caches = PageStore(
             len(model.layers), model.num_kv_heads, model.head_dim, model.dtype, pool
         )
+        self.pages = PageAllocator(self.caches, pool)
         self.agreement = agreement
         self.graphs: GraphRunner | None = None
         if graph_memory is not None:
@@ -102,7 +103,7 @@ class DiffusionModelRunner:
             )
         self.canvases: dict[str, Canvas] = {}
         ranks = ranks or Ranks()
-        self._account = PoolAccount(pool, self.caches, graph_memory, ranks)
+        self._account = PoolAccount(pool, self.pages, graph_memory, ranks)
         self._forward = ForwardPass(model, pool, self.caches, ranks)
         self.sliced: SlicedStep | None = None  # from the first long step on
         self._log = StepLog() if is_reporting else None
@@ -207,16 +208,16 @@ class DiffusionModelRunner:
         length, layers = canvas.window.num_places, new.host_layers
         if new.prompt_of is not None and new.params.cache == "frozen":
             canvas.window.read_prompt(
-                self.caches.share(new.req_id, new.prompt_of, length, canvas.window.frozen_positions)
+                self.pages.share(new.req_id, new.prompt_of, length, canvas.window.frozen_positions)
             )
         elif new.params.cache not in ("none", "exact"):  # exact ones get pages by `assign`
-            canvas.window.cache = self.caches.allocate(
+            canvas.window.cache = self.pages.allocate(
                 new.req_id, length, layers, new.spare_positions
             )
         if layers and self._log is not None:
             self._log.host_layers(new.req_id, self.caches)
         if self._forward.first_forwards is None and shares_first_forward(new.params):
-            self._forward.first_forwards = FirstForwards(self._forward, self.canvases)
+            self._forward.first_forwards = FirstForwards(self._forward, self.pages, self.canvases)
         self.canvases[new.req_id] = canvas
 
     @torch.inference_mode()
@@ -245,16 +246,16 @@ class DiffusionModelRunner:
                 continue  # it could not start
             if new.num_kept is not None and self.sliced is not None:
                 self.sliced.drop(req_id)
-            self.caches.assign(req_id, new.page_ids, behind=new.num_kept is None)
-            canvas.assign(self.caches.kept(req_id), new.num_kept)
+            kept = self.pages.assign(req_id, new.page_ids, behind=new.num_kept is None)
+            canvas.assign(kept, new.num_kept)
         if new_pages:
-            self.caches.renew_table()
+            self.pages.renew_table()
 
     def forget(self, req_id: str) -> None:
         if self.sliced is not None:
             self.sliced.drop(req_id)
         self.canvases.pop(req_id, None)
-        self.caches.release(req_id)
+        self.pages.release(req_id)
         self._packing = None
         if self._forward.first_forwards is not None:
             self._forward.first_forwards.forget(req_id)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.forward import Chunked
     from vllm.diffusion.engine.worker.step_memory import PoolAccount
-    from vllm.diffusion.memory import ActivationPool, Frame, PageStore, Plan
+    from vllm.diffusion.memory import ActivationPool, PageStore, Plan
 
 
 @dataclass
@@ -42,7 +42,6 @@ class _Paused:
     plan: Plan
     planner_us: float
     work: Chunked[torch.Tensor]
-    frame: Frame
     kept_at: int | None
     peak_bytes: int = 0
     next_s: float = 0.0  # predicted of the chunk that it stands before
@@ -140,13 +139,13 @@ class SlicedStep:
         """Take a step of one request, of which nothing is computed yet; no other may be paused."""
         rows = SampleRows(batch)
         self._account.make_room(batch.num_rows, plan)
+        self._pool.begin_frame()
         self._paused = _Paused(
             started=time.perf_counter(),
             rows=rows,
             plan=plan,
             planner_us=planner_us,
             work=self._chunks(rows, plan, self._host),
-            frame=self._pool.new_frame(),
             kept_at=self._generation_of(batch.canvases[0]),
         )
 
@@ -180,7 +179,7 @@ class SlicedStep:
             the predicted seconds of these chunks, and the samples after the last of all.
         """
         done_s = 0.0
-        with self._pool.within(paused.frame), self._pool.temporaries():
+        with self._pool.within_frame(), self._pool.temporaries():
             try:
                 while not done_s or done_s + paused.next_s <= seconds:
                     done_s += paused.next_s
@@ -209,7 +208,7 @@ class SlicedStep:
         if paused is None or req_id not in (None, paused.req_id):
             return False
         self._paused = None
-        with self._pool.within(paused.frame):
+        with self._pool.within_frame():
             paused.work.close()
         self._pool.end_frame()
         return True

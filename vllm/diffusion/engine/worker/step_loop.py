@@ -236,7 +236,7 @@ class StepLoop:
                 largest = self._largest(ready)
                 failures[largest] = failure
                 ready.remove(largest)
-                self._runner.caches.release(largest)
+                self._runner.pages.release(largest)
             self._runner.pool.trim()
             has_trimmed = True
         return LaunchResult(None, failures)

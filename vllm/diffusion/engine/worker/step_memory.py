@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Size of a worker's activation pool, and the bytes of it that steps take."""
+"""Memory of a step: what it may take of the pool, and what it took."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-import psutil
-import torch
-
-from vllm.diffusion.core import envs
-from vllm.diffusion.core.errors import ActivationBudgetError, ServerConfigError
+from vllm.diffusion.core.errors import ActivationBudgetError
 
 if TYPE_CHECKING:
     from vllm.diffusion import ops
@@ -20,64 +16,17 @@ if TYPE_CHECKING:
     from vllm.diffusion.memory import (
         ActivationPool,
         GraphMemory,
-        PageStore,
+        PageAllocator,
         Plan,
         Planner,
         StepShape,
     )
-    from vllm.diffusion.parallel.groups import RankGroup, Ranks
+    from vllm.diffusion.parallel.groups import Ranks
 
-# What runs outside of the pool on a GPU: libraries' workspaces, kernels loaded later, the small
-# tensors of steps that a graph runs.
-OUTSIDE_BYTES = 512 << 20
-# Part of the pool that no plan uses: what PyTorch rounds its temporaries up to.
-ROUNDING_SHARE, MAX_ROUNDING_BYTES = 1 / 64, 128 << 20
 # Reserved pages that nobody uses are given back where a step in chunks then takes at most this part
 # of its time.
 WORTH_TRIMMING = 0.95
 SHORT_ROWS = 4_096  # of a step; memory that PyTorch keeps of a shorter one is not worth a wait
-
-
-def activation_budget(device: torch.device, utilization: float, ranks: RankGroup) -> int:
-    """Return the bytes of the activation pool: as configured, else what is free less a margin.
-
-    Args:
-        device: the device, with the weights loaded.
-        utilization: share of the device's memory, upstream's `gpu_memory_utilization`.
-        ranks: all ranks of the engine.
-
-    Returns:
-        the least that any rank has, as all of them follow the same plans.
-
-    Raises:
-        ServerConfigError: nothing is free.
-    """
-    free_bytes = _free_bytes(device, utilization)
-    budget = ranks.least(envs.activation_pool_size_bytes() or free_bytes)
-    if budget < 1:
-        raise ServerConfigError(
-            f"gpu_memory_utilization: given {utilization}; no memory is left for activations "
-            "beside the weights: wanted more, or VLLM_ACTIVATION_POOL_SIZE_BYTES"
-        )
-    return budget
-
-
-def planning_budget(pool_bytes: int) -> int:
-    """Return the bytes of a pool that plans may use."""
-    return max(pool_bytes - min(int(pool_bytes * ROUNDING_SHARE), MAX_ROUNDING_BYTES), 1)
-
-
-def _free_bytes(device: torch.device, utilization: float) -> int:
-    if device.type != "cuda":
-        return int(psutil.virtual_memory().available * utilization)
-    # cuBLAS allocates its workspace with its first product, and keeps it.
-    some = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
-    torch.mm(some, some)
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()  # what loading the weights has left behind
-    free, total = torch.cuda.mem_get_info(device)
-    taken = total - free
-    return min(free, int(total * utilization) - taken) - OUTSIDE_BYTES
 
 
 class StepMemory(NamedTuple):
@@ -130,16 +79,19 @@ class PoolAccount:
 
     Args:
         pool: memory of steps and of what is kept between them.
-        caches: kept keys and values, in the pool.
+        pages: pages of kept keys and values, in the pool.
         graphs: memory of captured graphs, if there are any.
         ranks: ranks that compute the same steps.
     """
 
     def __init__(
-        self, pool: ActivationPool, caches: PageStore, graphs: GraphMemory | None, ranks: Ranks
+        self,
+        pool: ActivationPool,
+        pages: PageAllocator,
+        graphs: GraphMemory | None,
+        ranks: Ranks,
     ) -> None:
-        self._pool, self._caches, self._graphs = pool, caches, graphs
-        self._ranks = ranks
+        self._pool, self._pages, self._graphs, self._ranks = pool, pages, graphs, ranks
         self._last_sizes: tuple[object, ...] = ()
         self._most_rows = SHORT_ROWS
 
@@ -159,7 +111,7 @@ class PoolAccount:
     @property
     def kept_bytes(self) -> int:
         """Bytes that outlive a step, or that a step holds while it waits for its next slice."""
-        return self.fixed_bytes + self._caches.reserved_bytes + self._pool.frame_bytes
+        return self.fixed_bytes + self._pages.store.reserved_bytes + self._pool.frame_bytes
 
     def memory(self, plan: Plan, planner_us: float, peak_bytes: int | None = None) -> StepMemory:
         """Return the memory of a step; `peak_bytes` of the pool are by default its peak."""
@@ -182,19 +134,21 @@ class PoolAccount:
                 return plan
         except ActivationBudgetError:
             pass
-        self._caches.trim()
+        self._pages.trim()
         return planner.plan_alike(shape, self._kept_by_all(shape, planner), longest_chunk_s)
 
     def _kept_by_all(self, shape: StepShape, planner: Planner) -> int:
         """Bytes of the pool that the step cannot have; on any rank, if all must cut alike."""
-        kept_bytes = self.kept_bytes
-        return -self._ranks.sequence.least(-kept_bytes) if planner.divides(shape) else kept_bytes
+        kept_bytes, ranks = self.kept_bytes, self._ranks.sequence
+        if ranks.size > 1 and planner.search.divides(shape):
+            return -ranks.least(-kept_bytes)
+        return kept_bytes
 
     def _gains(
         self, shape: StepShape, planner: Planner, plan: Plan, longest_chunk_s: float
     ) -> bool:
         """Whether the step would take clearly less time without the pages that nobody uses."""
-        unused = self._caches.unused_bytes
+        unused = self._pages.unused_bytes
         if not unused or self._pool.has_frame:
             return False
         roomy = planner.plan(shape, self.kept_bytes - unused, longest_chunk_s)

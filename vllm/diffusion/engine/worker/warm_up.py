@@ -54,7 +54,7 @@ def warm_up(
     longest_kept = runner.planner.cached_positions // 2
     steps = list(_steps(model, buckets, row_budget, max_requests, longest_kept))
     if model.family.is_block_causal:
-        steps = [step for step in steps if _num_pages(step) <= runner.caches.reserved_pages]
+        steps = [step for step in steps if _num_pages(step) <= runner.caches.num_pages]
     with _garbage_frozen():
         for requests in tqdm(steps, desc="Capturing CUDA graphs", disable=not shows_progress):
             with suppress(*OUT_OF_MEMORY):  # of a small pool; then requests do without, too

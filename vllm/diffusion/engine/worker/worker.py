@@ -16,11 +16,11 @@ from vllm.diffusion.engine.planning import make_planner
 from vllm.diffusion.engine.scheduler.paging import most_positions
 from vllm.diffusion.engine.scheduler.turns import StepLimits
 from vllm.diffusion.engine.worker.agreement import Agreement, Interruptible
+from vllm.diffusion.engine.worker.pool_budget import activation_budget, planning_budget
 from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
 from vllm.diffusion.engine.worker.status import build_info, log_build_info, status_of
 from vllm.diffusion.engine.worker.step_graphs import buckets_of
 from vllm.diffusion.engine.worker.step_loop import StepLoop
-from vllm.diffusion.engine.worker.step_memory import activation_budget, planning_budget
 from vllm.diffusion.engine.worker.warm_up import warm_up
 from vllm.diffusion.memory import ActivationPool, GraphMemory, Rates, activation_pool, rates_of
 from vllm.diffusion.memory.plan import readable
@@ -142,7 +142,7 @@ class DiffusionWorker(WorkerBase):
         if self.is_driver_worker:
             log_build_info(self.build_info(), device, budget, self._why_no_graphs(model))
             if self.ranks.sequence.size > 1:
-                rows = f"{self.model_runner.planner.min_rows:,} rows"
+                rows = f"{self.model_runner.planner.search.min_rows:,} rows"
                 logger.info("%d ranks divide steps from %s on", self.ranks.sequence.size, rows)
             if not model.family.is_block_causal:
                 host = readable(self.model_runner.planner.host_bytes)
@@ -184,7 +184,7 @@ class DiffusionWorker(WorkerBase):
         The API server asks for it.
         """
         runner = self.model_runner
-        return runner.budget_bytes - runner.caches.fixed_bytes, runner.planner.rates
+        return runner.budget_bytes - runner.pages.fixed_bytes, runner.planner.rates
 
     def status(self) -> dict[str, Any]:
         """Return what this rank is doing; the server's status page asks for it."""
@@ -249,7 +249,7 @@ class DiffusionWorker(WorkerBase):
         if kv_cache_config.kv_cache_groups:
             longest = most_positions(num_pages, self.model_config.max_model_len)
             most_requests = self.scheduler_config.max_num_seqs
-            self.model_runner.caches.fix(num_pages, most_requests * pages.num_pages(longest))
+            self.model_runner.pages.fix(num_pages, most_requests * pages.num_pages(longest))
 
     def reset_encoder_cache(self) -> None:
         pass

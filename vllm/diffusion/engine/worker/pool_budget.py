@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Size of a worker's activation pool, decided when the weights are loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from vllm.diffusion.core import envs
+from vllm.diffusion.core.errors import ServerConfigError
+
+if TYPE_CHECKING:
+    from vllm.diffusion.parallel.groups import RankGroup
+
+# What runs outside of the pool on a GPU: libraries' workspaces, kernels loaded later, the small
+# tensors of steps that a graph runs.
+OUTSIDE_BYTES = 512 << 20
+# Part of the pool that no plan uses: what PyTorch rounds its temporaries up to.
+ROUNDING_SHARE, MAX_ROUNDING_BYTES = 1 / 64, 128 << 20
+
+
+def activation_budget(device: torch.device, utilization: float, ranks: RankGroup) -> int:
+    """Return the bytes of the activation pool: as configured, else what is free less a margin.
+
+    Args:
+        device: the device, with the weights loaded.
+        utilization: share of the device's memory, upstream's `gpu_memory_utilization`.
+        ranks: all ranks of the engine.
+
+    Returns:
+        the least that any rank has, as all of them follow the same plans.
+
+    Raises:
+        ServerConfigError: nothing is free.
+    """
+    free_bytes = _free_bytes(device, utilization)
+    budget = ranks.least(envs.activation_pool_size_bytes() or free_bytes)
+    if budget < 1:
+        raise ServerConfigError(
+            f"gpu_memory_utilization: given {utilization}; no memory is left for activations "
+            "beside the weights: wanted more, or VLLM_ACTIVATION_POOL_SIZE_BYTES"
+        )
+    return budget
+
+
+def planning_budget(pool_bytes: int) -> int:
+    """Return the bytes of a pool that plans may use."""
+    return max(pool_bytes - min(int(pool_bytes * ROUNDING_SHARE), MAX_ROUNDING_BYTES), 1)
+
+
+def _free_bytes(device: torch.device, utilization: float) -> int:
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available * utilization)
+    # cuBLAS allocates its workspace with its first product, and keeps it.
+    some = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    torch.mm(some, some)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()  # what loading the weights has left behind
+    free, total = torch.cuda.mem_get_info(device)
+    taken = total - free
+    return min(free, int(total * utilization) - taken) - OUTSIDE_BYTES

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Admission by plans: which requests run together, and where they keep what.
+
+Nothing here computes with torch, or imports upstream.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
+
+from vllm.diffusion.core.errors import ActivationBudgetError
+from vllm.diffusion.core.stages import device_layers
+from vllm.diffusion.memory.shapes import StepShape
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Sequence
+
+    from vllm.diffusion.memory.planner import Planner
+    from vllm.diffusion.memory.shapes import Demand
+
+MAX_KNOWN_PLACES = 4_096
+FEW_CHUNKS = 64  # of a stage: with this many a step is hardly slower than with fewer
+
+Obstacle = Literal["rows", "memory"]
+
+
+class Admission:
+    """Says what fits beside what, by the plans of the steps that requests would have.
+
+    Args:
+        planner: plans of the engine's steps; row budget, budget of bytes and model are its.
+    """
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner, self._shape = planner, planner.shape
+        self.row_budget, self.budget_bytes = planner.row_budget, planner.budget_bytes
+        self._placed = lru_cache(MAX_KNOWN_PLACES)(self._place)
+
+    def obstacle(
+        self, running: Sequence[Demand], new: Demand, long: Collection[Demand] = ()
+    ) -> Obstacle | None:
+        """Return what keeps a request from joining those that run: the row budget, or memory.
+
+        In most steps all of them fit together. When larger forwards of several requests meet, they
+        are spread over steps (`engine/scheduler/turns.py`), so no shared step is beyond the row
+        budget. A lone request may have any number of rows, and one that alone keeps keys and
+        values any number of positions.
+
+        Args:
+            running: the requests that run.
+            new: the request that may join them.
+            long: those of these requests whose steps come in slices: they share none.
+        """
+        together = [*running, new]
+        sharing = [demand for demand in together if demand not in long]
+        if len(sharing) > 1 and sum(d.shared_rows for d in sharing) > self.row_budget:
+            return "rows"
+        keeping = [d.cached_positions for d in together if d.cached_positions]
+        if len(keeping) > 1 and sum(keeping) > self.planner.cached_positions:
+            return "memory"
+        kept_bytes = self.kept_bytes(together)
+        steps = self._largest_steps(together, sharing)
+        return None if all(self.fits(step, kept_bytes) for step in steps) else "memory"
+
+    def fits(self, step: StepShape, kept_bytes: int = 0) -> bool:
+        """Whether the step has a plan."""
+        try:
+            self.planner.plan(step, kept_bytes)
+        except ActivationBudgetError:
+            return False
+        return True
+
+    def kept_bytes(self, demands: Iterable[Demand]) -> int:
+        """Bytes of the device that requests keep between steps."""
+        return sum(
+            d.cached_positions
+            * self._shape.key_value_bytes
+            * device_layers(self._shape.num_layers, d.host_layers)
+            for d in demands
+        )
+
+    def check(self, new: Demand) -> Demand:
+        """Refuse a request that would not fit alone with what it keeps.
+
+        Returns:
+            the request, with as few layers of its kept keys and values in host memory as leave its
+            largest step room for chunks of use, for they are copied in every step.
+
+        Raises:
+            ActivationBudgetError: with the bytes it would take, those there are, and the longest
+                request of its kind that fits.
+        """
+        return self._placed(new)
+
+    def _place(self, new: Demand) -> Demand:
+        for num_chunks in (FEW_CHUNKS, new.length):
+            for placed in self._placements(new):
+                if self._smallest_alone(placed, num_chunks) <= self.budget_bytes:
+                    return placed
+        raise self._refusal_of(new)
+
+    def _placements(self, demand: Demand) -> Iterator[Demand]:
+        """Yield the demand without spare room, then with more and more layers in host memory."""
+        yield demand
+        if demand.spare:
+            demand = replace(demand, spare=0)
+            yield demand
+        positions, num_layers = demand.cached_positions, self._shape.num_layers
+        if not positions:
+            return
+        layer_bytes = positions * self._shape.key_value_bytes
+        most = min(num_layers, self.planner.host_bytes // layer_bytes)
+        for host_layers in range(1, most + 1):
+            if device_layers(num_layers, host_layers) < num_layers:
+                yield replace(demand, host_layers=host_layers)
+
+    def _smallest_alone(self, demand: Demand, num_chunks: int) -> int:
+        """Bytes of a lone request, with what it keeps and at most `num_chunks` chunks a stage."""
+        step = self.step_of([demand])
+        rows = -(-step.rows // num_chunks)
+        return self.planner.search.smallest_bytes(step, rows) + self.kept_bytes([demand])
+
+    def _refusal_of(self, demand: Demand) -> ActivationBudgetError:
+        """Make the error of a request that does not fit, for its smallest placement."""
+
+        def smallest(length: int) -> int:
+            sampled = -(-demand.sample_positions * length // demand.length)
+            shorter = replace(demand, length=length, sample_positions=sampled)
+            places = self._placements(shorter)
+            return min(self._smallest_alone(placed, length) for placed in places)
+
+        fits = bisect_right(range(1, demand.length), self.budget_bytes, key=smallest)
+        required = smallest(demand.length)
+        return ActivationBudgetError(demand.length, required, self.budget_bytes, fits)
+
+    def _largest_steps(
+        self, demands: Sequence[Demand], sharing: Sequence[Demand]
+    ) -> Iterator[StepShape]:
+        """Yield steps that need at least as much as any step of these requests.
+
+        Those in `sharing` may share steps.
+        """
+        if len(sharing) > 1:
+            shared = self.step_of(sharing)
+            yield shared.with_rows(min(shared.rows, self.row_budget))
+        for demand in dict.fromkeys(demands):
+            if len(demands) == 1 or demand.largest_rows(self.row_budget) > self.row_budget:
+                yield self.step_of([demand])
+
+    def step_of(self, demands: Sequence[Demand]) -> StepShape:
+        """Return the sizes of a step in which all of them take part."""
+        return StepShape(
+            rows=sum(d.largest_rows(self.row_budget) for d in demands),
+            sample_rows=sum(d.sample_rows for d in demands),
+            longest=max(d.length for d in demands),
+            num_sequences=sum(d.num_sequences for d in demands),
+            kept_keys=max(d.length if d.keeps_cache else 0 for d in demands),
+            keeps=any(d.keeps_cache for d in demands),
+        )
+
+    def seconds_of(self, demand: Demand, rows: int) -> float:
+        """Return the predicted seconds of a step of a lone request, in an empty pool.
+
+        Raises as `plan` does.
+        """
+        return self.planner.plan(self.step_of([demand]).with_rows(rows)).predicted_seconds

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which request has which pages of the store."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vllm.diffusion import ops
+from vllm.diffusion.core.pages import PAGE_ROWS, PAGE_SIZE, num_pages
+from vllm.diffusion.core.spans import PageTable
+from vllm.diffusion.memory.activation_pool import PoolExhaustedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.diffusion.memory.activation_pool import ActivationPool
+    from vllm.diffusion.memory.page_store import PageStore
+    from vllm.diffusion.ops import Array
+
+
+@dataclass
+class KeptSequence:
+    """Location of a sequence's keys and values; the store may change it between steps.
+
+    Attributes:
+        length: positions that have a place.
+        pages: [ceil(length / PAGE_SIZE)] int64, in the order of the positions.
+        slots: [length] int64, the store's row of every position.
+        start: index of position 0 by the store's table, where the page of entry e holds the
+            positions e * PAGE_SIZE to (e + 1) * PAGE_SIZE.
+    """
+
+    length: int
+    pages: Array
+    slots: Array
+    start: int
+
+    @property
+    def keys(self) -> slice:
+        """Indices of all positions by the store's table."""
+        return slice(self.start, self.start + self.length)
+
+
+class PageAllocator:
+    """Gives the pages of a store to requests.
+
+    It decides itself for requests that keep all their positions (`allocate`), and lets the store
+    grow when too few pages are free. Or the store has a fixed number of pages (`fix`), and the
+    scheduler decides who has which (`assign`): then several requests may have the same page.
+
+    Args:
+        store: the pages.
+        pool: memory that the store has its pages in.
+    """
+
+    def __init__(self, store: PageStore, pool: ActivationPool) -> None:
+        self.store, self._pool = store, pool
+        self._sequences: dict[str, KeptSequence] = {}
+        self._holders = Counter[int]()  # of pages that are not free: how many requests have them
+        self._is_fixed = False
+
+    def allocate(
+        self, req_id: str, length: int, host_layers: int = 0, spare: int = 0
+    ) -> KeptSequence:
+        """Give a request uninitialised pages for `length` positions, replacing those it had.
+
+        Args:
+            req_id: the request.
+            length: positions.
+            host_layers: number of layers whose pages lie in host memory; equal for all requests.
+            spare: positions of free pages to provide besides, for `share`.
+
+        Raises:
+            PoolExhaustedError: the pool has no room for them.
+            torch.OutOfMemoryError: the host has none.
+        """
+        self.release(req_id)
+        if host_layers != self.store.host_layers:
+            if self._sequences:
+                raise RuntimeError(
+                    f"page store: host_layers: wanted {self.store.host_layers}, as other requests "
+                    f"have, given {host_layers}"
+                )
+            self.store.begin_anew(host_layers)
+        wanted = num_pages(length)
+        self._provide(wanted + num_pages(spare))
+        self.store.take_host_memory()
+        pages = np.array([self.store.free.pop() for _ in range(wanted)], dtype=np.int64)
+        return self._hold(req_id, length, pages)
+
+    def share(self, req_id: str, owner: str, length: int, shared: Sequence[range]) -> KeptSequence:
+        """Give a request pages, and let it read what another one keeps at some positions.
+
+        Pages that hold only these positions are shared; pages that hold others, too, are copied.
+        The remaining pages are not initialised.
+
+        Args:
+            req_id: the request.
+            owner: the other one; it writes none of these positions any more.
+            length: positions.
+            shared: positions that it reads.
+
+        Raises:
+            PoolExhaustedError: as `allocate`.
+        """
+        is_shared = np.zeros(num_pages(length) * PAGE_SIZE, dtype=bool)
+        for positions in shared:
+            is_shared[positions.start : positions.stop] = True
+        by_page = is_shared.reshape(-1, PAGE_SIZE)
+        own = np.flatnonzero(~by_page.all(axis=1))
+        self._provide(len(own))  # pages of the owner may move
+        pages = self._sequences[owner].pages[: len(by_page)].copy()
+        copied = own[by_page[own].any(axis=1)]
+        sources = pages[copied]
+        pages[own] = [self.store.free.pop() for _ in own]
+        self.store.copy(sources.tolist(), pages[copied].tolist())
+        return self._hold(req_id, length, pages)
+
+    def copy(self, req_id: str, owner: str) -> None:
+        """Copy everything that a request of equal length keeps now to this one's pages."""
+        sources, targets = self._sequences[owner].pages, self._sequences[req_id].pages
+        self.store.copy(sources.tolist(), targets.tolist())
+
+    def _hold(self, req_id: str, length: int, pages: Array) -> KeptSequence:
+        kept = KeptSequence(length, pages, _slots(pages, length), 0)
+        self._sequences[req_id] = kept
+        self._holders.update(pages.tolist())
+        self.renew_table()
+        return kept
+
+    def fix(self, num_pages: int, most_entries: int) -> None:
+        """Replace all pages by a fixed number of them; `assign` names them from 0 on.
+
+        Args:
+            num_pages: number of pages.
+            most_entries: pages of all requests together, a page counted once for each of them.
+
+        Raises:
+            PoolExhaustedError: the pool has no room for them.
+        """
+        self._sequences.clear()
+        self.store.resize(num_pages)
+        self.store.free, self.store.most_entries, self._is_fixed = [], most_entries, True
+
+    def assign(
+        self, req_id: str, pages: Sequence[int], *, behind: bool = False
+    ) -> KeptSequence | None:
+        """Give a request pages of a fixed store; call `renew_table` before they are read.
+
+        Args:
+            req_id: the request.
+            pages: their numbers.
+            behind: whether they extend those that it has, instead of replacing them.
+
+        Returns:
+            the location of its keys and values; None if it has no pages.
+        """
+        had = self._sequences.get(req_id) if behind else None
+        if had is None:
+            self.release(req_id)
+        if not pages:
+            return had
+        new = np.array(pages, dtype=np.int64)
+        slots = _slots(new, len(new) * PAGE_SIZE)
+        if had is not None:
+            new, slots = np.concatenate([had.pages, new]), np.concatenate([had.slots, slots])
+        kept = self._sequences[req_id] = KeptSequence(len(slots), new, slots, start=0)
+        return kept
+
+    def renew_table(self) -> None:
+        """Name the pages of all sequences; steps under way have the table before."""
+        if not self._sequences:
+            return
+        start, pages = 0, []
+        for kept in self._sequences.values():
+            kept.start = start
+            start += len(kept.pages) * PAGE_SIZE
+            pages.append(kept.pages)
+        rows = (np.concatenate(pages) * PAGE_ROWS).astype(np.int32)
+        self.store.table = PageTable(ops.to_device(rows, self.store.device), PAGE_SIZE)
+
+    def release(self, req_id: str) -> None:
+        """Give back the pages of a request, if it has some."""
+        kept = self._sequences.pop(req_id, None)
+        if kept is None or self._is_fixed:
+            return
+        self._holders.subtract(kept.pages.tolist())
+        self.store.free += [p for p in kept.pages[::-1].tolist() if not self._holders[p]]
+        if not self._sequences and self._is_large:
+            self.store.begin_anew(host_layers=0)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of the buffer that are never given back."""
+        return self.store.reserved_bytes if self._is_fixed else 0
+
+    # ---- more pages, and fewer ----
+
+    def trim(self) -> None:
+        """Give back the memory of unused pages; the others move together."""
+        if self.unused_bytes:
+            self._move_to(self.store.num_pages - len(self.store.free))
+            self.renew_table()
+
+    @property
+    def unused_bytes(self) -> int:
+        """Bytes of the buffer that `trim` gives back."""
+        cannot_move = self._is_large and bool(self._sequences)
+        return 0 if cannot_move else len(self.store.free) * self.store.page_bytes
+
+    @property
+    def _is_large(self) -> bool:
+        """Whether the pages leave no room to move them, and so serve one request alone."""
+        store = self.store
+        return store.host_layers > 0 or 2 * store.reserved_bytes > self._pool.budget_bytes
+
+    def _provide(self, wanted: int) -> None:
+        """Have `wanted` free pages; the buffer at least doubles, so that it moves rarely."""
+        missing = wanted - len(self.store.free)
+        if missing <= 0:
+            return
+        needed, doubled = self.store.num_pages + missing, 2 * self.store.num_pages
+        if self.store.num_pages and not self._sequences:
+            self._move_to(0)  # nothing to move: what there was goes first
+        if doubled > needed and 2 * doubled * self.store.page_bytes <= self._pool.budget_bytes:
+            try:
+                self._move_to(doubled)
+                return
+            except (PoolExhaustedError, torch.OutOfMemoryError):
+                pass
+        self._move_to(needed)
+
+    def _move_to(self, count: int) -> None:
+        """Move the pages in use to the front of another buffer, of `count` pages."""
+        pages = [kept.pages for kept in self._sequences.values()]
+        used = list(dict.fromkeys(np.concatenate(pages).tolist())) if pages else []
+        moved = np.zeros(self.store.num_pages, dtype=np.int64)
+        moved[used] = np.arange(len(used))
+        self.store.resize(count, used)
+        for kept in self._sequences.values():
+            kept.pages = moved[kept.pages]
+            kept.slots = _slots(kept.pages, kept.length)
+        self._holders = Counter(
+            page for kept in self._sequences.values() for page in kept.pages.tolist()
+        )
+
+
+def _slots(pages: Array, length: int) -> Array:
+    """Rows of the store of the first `length` positions of a sequence in these pages."""
+    rows: Array = pages[:, None] * PAGE_ROWS + np.arange(PAGE_SIZE)
+    return rows.reshape(-1)[:length]

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pool on CUDA virtual memory: buffers and PyTorch's own memory in one arena."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm.diffusion.memory.activation_pool import ActivationPool, Place, PoolExhaustedError
+from vllm.diffusion.ops import arena as vmm
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+logger = init_logger(__name__)
+
+MAX_KNOWN_PLACES = 4096
+
+
+def activation_pool(
+    budget_bytes: int, device: torch.device, *, use_vmm: bool, chunk_bytes: int | None = None
+) -> ActivationPool:
+    """Make a pool, on virtual memory if that is wanted, built and the device is CUDA's.
+
+    Args:
+        budget_bytes: most bytes in use at a time.
+        device: device of the buffers.
+        use_vmm: False uses PyTorch's allocator everywhere.
+        chunk_bytes: unit of physical memory; None for the allocator's default.
+    """
+    if use_vmm and device.type == "cuda" and vmm.is_built():
+        try:
+            return ArenaPool(budget_bytes, device, chunk_bytes)
+        except vmm.VmmError as error:
+            logger.warning("activation pool on PyTorch's allocator: %s", error)
+    return ActivationPool(budget_bytes, device)
+
+
+class ArenaPool(ActivationPool):
+    """Pool on one arena: buffers at its front, what PyTorch allocates in pools behind.
+
+    The same offset is the same memory for as long as it is held, and what PyTorch allocates within
+    `temporaries` is seen, so nothing has to be announced.
+
+    Args:
+        budget_bytes: most physical memory of buffers, temporaries and graphs together.
+        device: a CUDA device.
+        chunk_bytes: unit of physical memory; None for the allocator's default.
+    """
+
+    backing_name = "vmm"
+
+    def __init__(
+        self, budget_bytes: int, device: torch.device, chunk_bytes: int | None = None
+    ) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        super().__init__(budget_bytes, torch.device("cuda", index))
+        card = torch.cuda.get_device_properties(index).total_memory
+        # Addresses cost next to nothing: each of the three regions could hold the whole card.
+        self._arena = vmm.Arena(
+            4 * card, chunk_bytes=chunk_bytes, limit_bytes=budget_bytes, device=index
+        )
+        self._temporaries = vmm.TorchPool(self._arena, card)
+        self._graphs = vmm.TorchPool(self._arena, card)
+        self._known: dict[tuple[int, int], Place] = {}
+
+    def expect(self, name: str, num_bytes: int) -> None:
+        """Count nothing: `other_bytes` has PyTorch's memory once it is allocated."""
+
+    def _place(self, offset: int, num_bytes: int) -> Place:
+        place = self._known.get((offset, num_bytes))
+        if place is None:
+            if len(self._known) >= MAX_KNOWN_PLACES:
+                self._known.clear()
+            place = Place(offset, self._memory(offset, num_bytes))
+            self._known[offset, num_bytes] = place
+        return place
+
+    def _memory(self, offset: int, num_bytes: int) -> torch.Tensor:
+        try:
+            self._arena.grow(offset + num_bytes)
+        except (vmm.LimitError, vmm.OutOfMemoryError):
+            self.drop_unused()  # comes back as spares
+            self._grow_or_say_why(offset + num_bytes)
+        return self._arena.tensor(offset, (num_bytes,), torch.uint8)
+
+    def _grow_or_say_why(self, num_bytes: int) -> None:
+        try:
+            self._arena.grow(num_bytes)
+        except vmm.LimitError as error:
+            raise PoolExhaustedError(
+                "budget", error.held_bytes + error.requested_bytes, error.limit_bytes
+            ) from error
+        except vmm.OutOfMemoryError as error:
+            raise PoolExhaustedError(
+                "device memory",
+                error.held_bytes + error.requested_bytes,
+                error.held_bytes + error.free_bytes,
+            ) from error
+
+    def _keep(self, name: str, num_bytes: int) -> torch.Tensor:
+        with self._temporaries.use():
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def temporaries(self) -> AbstractContextManager[None]:
+        return self._temporaries.use()
+
+    def graph_pool(self) -> tuple[int, int] | None:
+        return self._graphs.id
+
+    @property
+    def graph_bytes(self) -> int:
+        return self._graphs.in_use_bytes
+
+    @property
+    def other_bytes(self) -> int:
+        return self._temporaries.in_use_bytes + self._graphs.in_use_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return max(self._arena.statistics().held_bytes, self.used_bytes)
+
+    def drop_unused(self) -> None:
+        self._temporaries.trim()
+        torch.cuda.empty_cache()
+
+    def trim(self) -> None:
+        self._known.clear()
+        for pool in (self._temporaries, self._graphs):
+            pool.trim()
+        try:
+            self._arena.shrink(self._end)
+        except vmm.InUseError as error:  # a graph's buffers, for instance
+            self._arena.shrink(error.end_bytes)
+        self._arena.trim()
+
+    def close(self) -> None:
+        """Give everything back; memory of tensors and graphs when these are gone."""
+        self._known.clear()
+        self._scopes = [(0, {})]
+        for pool in (self._temporaries, self._graphs):
+            pool.close()
+        self._arena.close()
