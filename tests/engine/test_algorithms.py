@@ -24,6 +24,7 @@ from tests.engine.harness import (
     assert_alike,
     assert_parity,
     clear_case,
+    clear_cases,
     running,
 )
 from tests.reference import golden
@@ -153,11 +154,8 @@ EVERYTHING = [
 def together(pair: Pair) -> dict[str, tuple[Answer, golden.Run]]:
     """What one batch of all cases gives, and what their published loops do."""
     _, engine, model = pair
-    cases = [clear_case(model, PROMPT_LENGTH, **asked) for asked in EVERYTHING]
-    asks = [
-        as_request(prompt, **asked) for (prompt, _), asked in zip(cases, EVERYTHING, strict=True)
-    ]
-    answers = zip(engine.ask(*asks), (wanted for _, wanted in cases), strict=True)
+    asks, wanted = clear_cases(model, [(PROMPT_LENGTH, asked) for asked in EVERYTHING])
+    answers = zip(engine.ask(*asks), wanted, strict=True)
     return dict(zip(map(name_of, EVERYTHING), answers, strict=True))
 
 

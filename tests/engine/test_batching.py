@@ -14,6 +14,7 @@ from tests.engine.harness import (
     as_request,
     assert_decoded,
     clear_case,
+    clear_cases,
     finish,
     record_steps,
     start,
@@ -46,9 +47,7 @@ MIXED: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def mixed(model: LLaDAReference) -> tuple[list[Ask], list[Run]]:
-    cases = [(clear_case(model, length, **asked), asked) for length, asked in MIXED]
-    asks = [as_request(prompt, **asked) for (prompt, _), asked in cases]
-    return asks, [decoded for (_, decoded), _ in cases]
+    return clear_cases(model, MIXED)
 
 
 def run_staggered(engine: Engine, asks: Sequence[Ask], steps_between: int) -> list[Answer]:

@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.checkpoints import CASES
-from tests.engine.harness import (
-    BLOCKS,
-    NOISY,
-    as_request,
-    assert_alike,
-    clear_case,
-    running,
-)
+from tests.engine.harness import BLOCKS, NOISY, assert_decoded, clear_cases, running
 from tests.reference.models import load_reference
 
 if TYPE_CHECKING:
@@ -35,13 +28,8 @@ ASKED: list[tuple[int, dict[str, Any]]] = [
 @pytest.mark.parametrize("name", [n for n in CASES if n not in ("mha", "predicts_mask")])
 def test_every_checkpoint(checkpoint: Callable[[str], Path], name: str) -> None:
     folder = checkpoint(name)
-    model = load_reference(folder)
-    cases = [clear_case(model, length, **asked) for length, asked in ASKED]
-    asks = [
-        as_request(prompt, **asked) for (prompt, _), (_, asked) in zip(cases, ASKED, strict=True)
-    ]
+    asks, wanted = clear_cases(load_reference(folder), ASKED)
     with running(folder) as engine:
         alone = [engine.ask(ask)[0] for ask in asks]
         for answers in (alone, engine.ask(*asks)):
-            for answer, (_, wanted) in zip(answers, cases, strict=True):
-                assert_alike(answer, wanted)
+            assert_decoded(answers, wanted)

@@ -21,7 +21,6 @@ from tests.engine.harness import (
     clear_case,
     rows_of_launches,
     running,
-    sampling_params,
     shrink,
 )
 from tests.reference.models import load_reference
@@ -157,11 +156,7 @@ def test_what_several_answers_have_in_common_is_computed_once(
         ]
         assert len({tuple(answer.token_ids) for answer in alone}) > 1
         rows.clear()
-        (output,) = engine.llm.generate(
-            [{"prompt_token_ids": prompt}],
-            [sampling_params(Ask(prompt, extra, noisy))],
-            use_tqdm=False,
-        )
+        (output,) = engine.outputs(Ask(prompt, extra, noisy))
         assert [list(o.token_ids) for o in output.outputs] == [a.token_ids for a in alone]
         whole *= 2 if guidance else 1
         if cache == "none":  # few rows are computed anew
@@ -193,14 +188,11 @@ def test_what_the_first_forward_keeps_is_copied(
     rows = rows_of_launches(engine, monkeypatch)
     alone, num_rows = engine.ask(*asks), sum(rows)
     assert len({tuple(answer.token_ids) for answer in alone}) > 1
-    together = sampling_params(asks[0])
-    together.n = 3
+    together = Ask(prompt, {**extra, **asked}, {**asks[0].sampling, "n": 3})
     for ahead in (False, True):
         monkeypatch.setattr(engine.loop, "runs_ahead", ahead)
         rows.clear()
-        (output,) = engine.llm.generate(
-            [{"prompt_token_ids": prompt}], [together.clone()], use_tqdm=False
-        )
+        (output,) = engine.outputs(together)
         assert [list(o.token_ids) for o in output.outputs] == [a.token_ids for a in alone]
         assert sum(rows) == num_rows - 2 * (150 + 16)
         assert engine.is_idle()

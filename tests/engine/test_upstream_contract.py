@@ -10,12 +10,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import Ask
+from tests.engine.harness import Ask, logged, record
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -143,14 +143,7 @@ def test_every_front_end_makes_its_requests_in_one_place(
         source = inspect.getsource(front_end)
         assert "InputProcessor(self.vllm_config" in source
         assert ".input_processor.process_inputs" in source
-    made: list[Any] = []
-    ours = InputProcessor.process_inputs
-
-    def watched(self: Any, *args: Any, **options: Any) -> Any:
-        made.append(ours(self, *args, **options))
-        return made[-1]
-
-    monkeypatch.setattr(InputProcessor, "process_inputs", watched)
+    made = record(monkeypatch, InputProcessor, "process_inputs", lambda request, *_: request)
     own = SamplingParams(temperature=0.0, extra_args={"gen_length": 8, "steps": 1})
     engine.llm.generate([{"prompt_token_ids": [1, 2, 3]}] * 2, own, use_tqdm=False)
     assert len(made) == 2
@@ -180,28 +173,11 @@ def test_requests_and_outputs_have_the_fields_that_are_used() -> None:
 
 def test_step_logs_name_time_requests_and_rows(engine: Engine) -> None:
     """The line that benchmarks read."""
-    import logging
-
     from vllm.diffusion.engine.worker import step_log
 
-    class Lines(logging.Handler):
-        def __init__(self) -> None:
-            super().__init__(logging.DEBUG)
-            self.found: list[tuple[int, str]] = []
-
-        def emit(self, record: logging.LogRecord) -> None:
-            self.found.append((record.levelno, record.getMessage()))
-
-    lines, logger = Lines(), step_log.logger
-    level = logger.level
-    logger.addHandler(lines)
-    logger.setLevel(logging.DEBUG)
-    try:
-        engine.ask(Ask(random_prompt(5), {"gen_length": 8, "steps": 2, "ignore_eos": True}))
-    finally:
-        logger.removeHandler(lines)
-        logger.setLevel(level)
-    steps = [text for _, text in lines.found if text.startswith("execute_diffusion_once time = ")]
+    ask = Ask(random_prompt(5), {"gen_length": 8, "steps": 2, "ignore_eos": True})
+    lines = logged(step_log.logger, engine.ask, ask)
+    steps = [text for _, text in lines if text.startswith("execute_diffusion_once time = ")]
     assert len(steps) == 2
     assert all(" ms, requests = 1, rows = 13" in text for text in steps)
     assert ", sampled = 8" in steps[0]
