@@ -177,36 +177,24 @@ assert not {{"torch", "transformers", "numpy"}} & sys.modules.keys()
     assert {path.name for path in copy.parent.iterdir()} == {".llada-tiny.lock", "llada-tiny"}
 
 
-def remove_weights(directory: Path) -> None:
-    (directory / "model-00002-of-00002.safetensors").unlink()
+FIRST, SECOND = (f"model-0000{part}-of-00002.safetensors" for part in (1, 2))
+# What is written over a file of a complete model, of what it held; None removes it.
+DAMAGES = {
+    "a file is missing": (SECOND, lambda _: None),
+    "a byte is another": (FIRST, lambda held: held[:-1] + bytes([held[-1] ^ 1])),
+    "the manifest is cut": (MANIFEST_NAME, lambda held: held[:100]),
+    "no manifest": (MANIFEST_NAME, lambda _: None),
+    "an empty manifest": (MANIFEST_NAME, lambda _: b"{}"),
+}
 
 
-def flip_a_byte(directory: Path) -> None:
-    path = directory / "model-00001-of-00002.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
-def truncate_manifest(directory: Path) -> None:
-    path = directory / MANIFEST_NAME
-    path.write_text(path.read_text()[:100])
-
-
-def remove_manifest(directory: Path) -> None:
-    (directory / MANIFEST_NAME).unlink()
-
-
-def empty_manifest(directory: Path) -> None:
-    (directory / MANIFEST_NAME).write_text("{}")
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [remove_weights, flip_a_byte, truncate_manifest, remove_manifest, empty_manifest],
-)
-def test_damaged_model_is_rebuilt(copy: Path, damage):
-    damage(copy)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_model_is_rebuilt(copy: Path, damage: str):
+    name, change = DAMAGES[damage]
+    held = change((copy / name).read_bytes())
+    (copy / name).unlink()
+    if held is not None:
+        (copy / name).write_bytes(held)
     assert read_manifest(copy) is None
     make_quick(copy)
     assert read_manifest(copy) is not None
