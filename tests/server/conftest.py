@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from openai import DefaultHttpxClient, OpenAI
 
 from tests.server.browser import CHROMIUM, Browser
 from tests.server.client import Client
@@ -69,3 +70,15 @@ def client(server: ServerProcess, http: httpx.Client) -> Iterator[Client]:
     assert http.get("/health").status_code == 200
     logged = server.log(start)
     assert "Traceback" not in logged, logged
+
+
+@pytest.fixture
+def openai(server: ServerProcess, client: Client) -> Iterator[OpenAI]:
+    """OpenAI's own client; `client` is here to check the server's health and log afterwards."""
+    with OpenAI(
+        base_url=f"{server.url}/v1",
+        api_key="none",
+        max_retries=0,
+        http_client=DefaultHttpxClient(trust_env=False),
+    ) as found:
+        yield found

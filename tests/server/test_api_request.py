@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from tests.server.client import ANSWER, QUESTION
+from tests.server.client import ANSWER
 from tests.server.process import ROOT, environment
 
 if TYPE_CHECKING:
@@ -36,12 +36,3 @@ def test_prints_the_raw_answer(client: Client, server: ServerProcess) -> None:
     assert answer["text"] == [ANSWER]
     assert answer["diffusion"]["num_forwards"] == 8
     assert answer["usage"] == client.ask(gen_length=32, steps=8)["usage"]
-
-
-def test_raw_prompt(client: Client, server: ServerProcess) -> None:
-    done = request_once(server.url, "--mask-id", "none", "--raw", "--prompt", QUESTION)
-    assert done.returncode == 0, done.stderr
-    raw = client.generate(prompt=QUESTION, gen_length=32, steps=8)
-    answer = json.loads(done.stdout)
-    assert answer["token_ids"] == raw["token_ids"]
-    assert answer["usage"] == raw["usage"]

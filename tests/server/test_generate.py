@@ -15,17 +15,6 @@ if TYPE_CHECKING:
     from tests.server.client import Client
 
 NOISY = {"temperature": 2.0, "gen_length": 32, "steps": 8, "ignore_eos": True}
-MINIMUM_PAYLOAD = {
-    "prompt": QUESTION,
-    "max_tokens": 32,
-    "gen_length": 32,
-    "output_length": 32,
-    "steps": 16,
-    "block_length": 32,
-    "temperature": 0.0,
-    "cfg_scale": 0.0,
-    "remasking": "low_confidence",
-}
 
 
 def tokenize(client: Client, **body: Any) -> list[int]:
@@ -102,14 +91,6 @@ def test_n_answers_to_each_of_several_prompts(client: Client) -> None:
     together = client.generate(prompt=prompts, n=2, seed=5, **NOISY)
     alone = [client.generate(prompt=p, seed=s, **NOISY) for p in prompts for s in (5, 6)]
     assert together["token_ids"] == [one["token_ids"][0] for one in alone]
-
-
-def test_the_fields_that_every_client_sends(client: Client) -> None:
-    body = {**MINIMUM_PAYLOAD, "mask_id": mask_id(client)}
-    answer = client.generate(**body, apply_chat_template=True)
-    assert answer["text"] == [ANSWER]
-    assert answer["diffusion"]["steps"] == answer["diffusion"]["num_forwards"] == 16
-    assert answer["diffusion"]["tokens_per_forward"] == 2.0
 
 
 def test_shape_of_an_answer(client: Client) -> None:

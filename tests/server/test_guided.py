@@ -23,6 +23,7 @@ from tests.server.process import MODEL_NAME, ROOT
 
 if TYPE_CHECKING:
     import pytest
+    from openai import OpenAI
 
     from tests.server.client import Client
     from tests.server.process import ServerProcess
@@ -68,16 +69,13 @@ def test_a_stream_answers_by_schema(client: Client) -> None:
     City.model_validate_json("".join(delta.get("content") or "" for delta in deltas))
 
 
-def test_openais_client_parses_a_model(client: Client, server: ServerProcess) -> None:
+def test_openais_client_parses_a_model(openai: OpenAI) -> None:
     """As its documentation has it: nothing of ours is asked for."""
-    from openai import OpenAI
-
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none") as openai:
-        answer = openai.chat.completions.parse(
-            model=MODEL_NAME,
-            messages=[{"role": "user", "content": QUESTION}],
-            response_format=City,
-        )
+    answer = openai.chat.completions.parse(
+        model=MODEL_NAME,
+        messages=[{"role": "user", "content": QUESTION}],
+        response_format=City,
+    )
     city = answer.choices[0].message.parsed
     assert isinstance(city, City)
 
