@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
@@ -19,7 +17,7 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.checkpoints import make_case
-from tests.scripts.repository import ROOT
+from tests.programs import ROOT, run_python
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import ServerConfigError
 
@@ -53,14 +51,7 @@ def start(home: Path, *words: str, **env: str) -> str:
         "HF_HOME": str(home / "hub"),
         "NO_PROXY": "*",
     }
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=home,
-        env={**variables, **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_python(*words, cwd=home, env={**variables, **env})
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
     return line

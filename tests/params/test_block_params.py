@@ -150,15 +150,13 @@ def test_settings_are_checked_alone_where_the_model_is_not_known_yet() -> None:
     family=st.sampled_from([LLADA2, SDAR]),
 )
 def test_any_answer_and_any_block(
-    gen_length: int,
-    block_length: int | None,
-    per_block: int | None,
-    of_config: int | None,
-    family: Family,
+    gen_length: int, block_length: Any, per_block: Any, of_config: Any, family: Family
 ) -> None:
-    model = served(family, block_length=of_config)
     decided = resolve(
-        model, gen_length=gen_length, block_length=block_length, steps_per_block=per_block
+        served(family, block_length=of_config),
+        gen_length=gen_length,
+        block_length=block_length,
+        steps_per_block=per_block,
     )
     assert decided.gen_length == decided.max_tokens == gen_length
     assert decided.block_length == (block_length or of_config or 32)

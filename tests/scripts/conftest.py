@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.scripts.repository import ROOT
+from tests.programs import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -4,24 +4,24 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
 import socket
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.programs import ROOT, run_python
 from tests.stub_server import Stub
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "test_api_request.py"
+SCRIPT = ROOT / "scripts" / "test_api_request.py"
 NAMES = runpy.run_path(str(SCRIPT), run_name="api_request")
 ANSWER = {"id": "x", "text": ["Paris"], "finish_reason": ["stop"]}
 
@@ -245,15 +245,15 @@ def test_a_python_without_requests(server: Server, tmp_path: Path) -> None:
     script = tmp_path / "scripts" / SCRIPT.name
     script.parent.mkdir()
     script.write_text(SCRIPT.read_text())
-    command = [sys.executable, "-S", str(script), "--host", server.url]  # -S: no packages
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = ("-S", script, "--host", server.url)  # -S: no packages
+    done = run_python(*command)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "error: no module named requests; scripts/setup.sh installs it\n"
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ})
+    done = run_python(*command)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == ANSWER
 

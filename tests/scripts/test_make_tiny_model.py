@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,10 +21,10 @@ from tiny_model.facts import all_facts
 from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings
 from tiny_model.tokenizer import load_tokenizer
 
+from tests.programs import ROOT, output_of
+
 if TYPE_CHECKING:
     import torch
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 # Everything but the learning: three small iterations, one forward a verification.
 QUICK = Plan(
@@ -163,16 +162,15 @@ def test_complete_model_is_kept_without_importing_torch(copy: Path):
     before = modification_times(copy)
     code = f"""
 import sys
-sys.path.insert(0, {str(SCRIPTS)!r})
+sys.path.insert(0, {str(ROOT / "scripts")!r})
 import make_tiny_model as m
 from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings
 m.make(m.Path({str(copy)!r}), "llada", 0, plan={QUICK!r})
 assert not {{"torch", "transformers", "numpy"}} & sys.modules.keys()
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("\n") == 1
-    assert f"{copy} is complete" in result.stdout
+    told = output_of(sys.executable, "-c", code)
+    assert told.count("\n") == 1
+    assert f"{copy} is complete" in told
     assert modification_times(copy) == before
     assert {path.name for path in copy.parent.iterdir()} == {".llada-tiny.lock", "llada-tiny"}
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import threading
 import zipfile
@@ -17,9 +16,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.scripts.repository import ROOT, add_recorder
+from tests.programs import ROOT, output_of, run
+from tests.scripts.repository import add_recorder
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Iterator
 
 INFO = "mosaic-0.2.0.dist-info"
@@ -28,14 +29,8 @@ CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
 
 def run_in(home: Path, step: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run a step of scripts/lib.sh."""
-    return subprocess.run(
-        ["/bin/bash", "-c", f"source scripts/lib.sh; {step}"],
-        cwd=home,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"PATH": os.environ["PATH"], **env},
-    )
+    command = ("/bin/bash", "-c", f"source scripts/lib.sh; {step}")
+    return run(*command, cwd=home, env={"PATH": os.environ["PATH"], **env})
 
 
 class TestMachine:
@@ -101,7 +96,7 @@ class TestMachine:
 def venv(home: Path) -> Path:
     """A virtual environment of its own with pip in it; returns its site-packages."""
     pip = pytest.importorskip("pip")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", home / ".venv"], check=True)
+    output_of(sys.executable, "-m", "venv", "--without-pip", home / ".venv")
     (folder,) = home.glob(".venv/lib/python3*/site-packages")
     (folder / "pip").symlink_to(Path(pip.__file__).parent)
     return folder
@@ -210,16 +205,8 @@ class TestPath:
         return home
 
     def ask(self, home: Path, code: str, **env: str) -> str:
-        done = subprocess.run(
-            [home / ".venv" / "bin" / "python", "-c", code],
-            cwd="/",
-            env={"HOME": str(home), **env},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+        python = home / ".venv" / "bin" / "python"
+        return output_of(python, "-c", code, cwd="/", env={"HOME": str(home), **env}).strip()
 
     def test_processes_find_us_too(self, home: Path) -> None:
         """That of an engine, which is spawned, and the one in which upstream looks at a model."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import tomllib
 import zipfile
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.scripts.repository import ROOT
+from tests.programs import ROOT, output_of, run_python
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,14 +39,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     shutil.copytree(SCRIPT.parent, copied / "scripts" / "installed")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copied)
-    done = subprocess.run(
-        [sys.executable, "setup.py", "-q", "bdist_wheel", "-d", str(folder)],
-        cwd=copied,
-        env={**os.environ, "CUDA_HOME": "/nonexistent"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ("setup.py", "-q", "bdist_wheel", "-d", folder)
+    done = run_python(*command, cwd=copied, env={**os.environ, "CUDA_HOME": "/nonexistent"})
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("left out: ")]
     assert "flash_sample, vllm_add_llada, vmm_allocator: nvcc not found" in line
@@ -102,9 +95,8 @@ def test_the_overlay_stands_before_upstream(
     env = {k: v for k, v in os.environ.items() if k != "VLLM_PLUGINS"}
     env |= {} if plugins is None else {"VLLM_PLUGINS": plugins}
     code = f"import site, sys; site.addsitedir({str(tmp_path)!r}); print(*sys.path, sep='\\n')"
-    command = [sys.executable, "-S", "-c", code]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    path, overlay = done.stdout.splitlines(), str(tmp_path / "mosaic_overlay")
+    path = output_of(sys.executable, "-S", "-c", code, env=env).splitlines()
+    overlay = str(tmp_path / "mosaic_overlay")
     assert (overlay in path) == is_there
     if is_there:
         assert path.index(overlay) < path.index(str(tmp_path))

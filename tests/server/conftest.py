@@ -10,7 +10,7 @@ from openai import DefaultHttpxClient, OpenAI
 
 from tests.server.browser import CHROMIUM, Browser
 from tests.server.client import Client
-from tests.server.process import MODEL, MODEL_NAME, SERVER, ServerProcess
+from tests.server.process import MODEL, MODEL_NAME, SERVER, ServerProcess, healthy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,14 +35,11 @@ def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     command = [*SERVER, "--model", str(model_dir), "--served-model-name", MODEL_NAME]
     command += ["--dtype", "float32", "--enable-prefix-caching"]
     process = ServerProcess(command, tmp_path_factory.mktemp("server") / "server.log")
-    try:
-        process.wait_until_healthy()
+    with healthy(process):
         yield process
         process.terminate()
         assert process.wait() == 0, process.log()
         assert process.group_is_empty(), "processes of the server are left"
-    finally:
-        process.kill()
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.programs import output_of
 from tests.server.client import ANSWER, CHAT, COMPLETIONS, QUESTION, ROUTES, body_for, events
 from tests.server.process import MODEL_NAME, environment
 from tests.server.warm import WarmProcess
@@ -31,10 +31,7 @@ def test_curl(client: Client, server: ServerProcess, route: str) -> None:
         body = json.dumps(body_for(route, **fields))
         headers = ("-H", "Content-Type: application/json")
         command = ["curl", "-sS", "--noproxy", "*", *options, *headers, "-d", body]
-        done = subprocess.run(
-            [*command, server.url + route], capture_output=True, text=True, timeout=60, check=True
-        )
-        return done.stdout
+        return output_of(*command, server.url + route)
 
     assert ANSWER in curl()
     assert json.loads(curl(steps=0))["error"]["param"] == "steps"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from tests.programs import ROOT
 from tests.server.client import (
     CHAT,
     COMPLETIONS,
@@ -16,10 +17,9 @@ from tests.server.client import (
     MESSAGES,
     QUESTION,
     body_for,
-    events,
     refusal,
 )
-from tests.server.process import MODEL_NAME, ROOT
+from tests.server.process import MODEL_NAME
 
 if TYPE_CHECKING:
     import pytest
@@ -62,10 +62,8 @@ def test_every_route_answers_by_schema_and_regex(client: Client) -> None:
 
 
 def test_a_stream_answers_by_schema(client: Client) -> None:
-    body = body_for(CHAT, gen_length=96, response_format=FORMAT, stream=True, block_length=32)
-    with client.http.stream("POST", CHAT, json=body) as response:
-        chunks = [json.loads(data) for data in events(response.iter_lines()) if data != "[DONE]"]
-    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    body = body_for(CHAT, gen_length=96, response_format=FORMAT, block_length=32)
+    deltas = [choice["delta"] for chunk in client.events(CHAT, body) for choice in chunk["choices"]]
     City.model_validate_json("".join(delta.get("content") or "" for delta in deltas))
 
 
@@ -202,9 +200,7 @@ def test_tools_may_be_left_alone(client: Client) -> None:
 
 def test_tool_calls_are_streamed(client: Client) -> None:
     body = body_for(CHAT, gen_length=96, block_length=8, tools=TOOLS, tool_choice="required")
-    with client.http.stream("POST", CHAT, json={**body, "stream": True}) as response:
-        chunks = [json.loads(data) for data in events(response.iter_lines()) if data != "[DONE]"]
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    choices = [choice for chunk in client.events(CHAT, body) for choice in chunk["choices"]]
     assert not any(choice["delta"].get("content") for choice in choices)
     calls = [call for c in choices for call in c["delta"].get("tool_calls") or []]
     assert calls[0]["id"].startswith("call_")

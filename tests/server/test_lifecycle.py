@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from tests.programs import ROOT, output_of, run
 from tests.server.client import (
     ANSWER,
     CHAT,
@@ -29,12 +29,12 @@ from tests.server.process import (
     MODEL_NAME,
     PATIENCE_S,
     POLL_S,
-    ROOT,
     SERVER,
     START_S,
     ServerProcess,
     environment,
     free_port,
+    healthy,
     is_error,
 )
 
@@ -97,13 +97,8 @@ def servers(
             VLLM_SERVER_DEV_MODE="1",  # has routes that pause
         ),
     }
-    try:
-        for process in found.values():
-            process.wait_until_healthy()
+    with healthy(*found.values()):
         yield found
-    finally:
-        for process in found.values():
-            process.kill()
 
 
 def test_the_log_of_a_start_fits_on_a_screen(server: ServerProcess) -> None:
@@ -116,10 +111,8 @@ def test_the_log_of_a_start_fits_on_a_screen(server: ServerProcess) -> None:
     for line in ("activation pool: ", "attention: ", "CUDA graphs: "):
         assert text.count(f"] {line}") == 1, text
     (command,) = re.findall(r"\] or: (curl .*)$", text, re.MULTILINE)
-    asked = subprocess.run(
-        ["bash", "-c", f"NO_PROXY=127.0.0.1 {command}"], capture_output=True, check=True
-    )
-    assert json.loads(asked.stdout)["text"] == [ANSWER]
+    asked = output_of("bash", "-c", f"NO_PROXY=127.0.0.1 {command}")
+    assert json.loads(asked)["text"] == [ANSWER]
     assert "(llada): prompt and canvas up to 4096 tokens" in text
     named = "without effect on a diffusion language model: --enable-prefix-caching"
     assert text.count(named) == 1
@@ -360,12 +353,6 @@ def test_a_start_that_fails_ends_with_one_line(
 
 def test_the_script_names_the_variable_of_a_missing_model(tmp_path: Path) -> None:
     nowhere = tmp_path / "none"
-    done = subprocess.run(
-        ["bash", str(LLADA_SCRIPT)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=environment(LLADA_MODEL_DIR=str(nowhere)),
-    )
+    done = run("bash", LLADA_SCRIPT, env=environment(LLADA_MODEL_DIR=str(nowhere)))
     assert done.returncode == 1
     assert done.stderr == f"error: model {nowhere} (LLADA_MODEL_DIR): no such folder\n"

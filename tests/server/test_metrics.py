@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.metric_names import METRIC_NAME, UPSTREAMS, samples_of
+from tests.programs import ROOT
 from tests.server.client import CHAT, GENERATE, PUZZLE, QUESTION, body_for
-from tests.server.process import MODEL_NAME, ROOT
+from tests.server.process import MODEL_NAME
 from vllm.diffusion.metrics import METRICS
 
 if TYPE_CHECKING:

@@ -7,15 +7,14 @@ import hashlib
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 import pytest
 
+from tests.programs import ROOT, output_of
 from tests.server.client import ANSWER, GENERATE, PUZZLE, QUESTION
-from tests.server.process import ROOT
 from vllm.diffusion import __version__
 from vllm.diffusion.api.documentation.offline_docs import OPEN_PATHS as DOCUMENTATION_PATHS
 from vllm.diffusion.api.documentation.offline_docs import STATIC as DOCUMENTATION
@@ -174,9 +173,7 @@ def test_who_runs_and_how_far(client: Client) -> None:
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node on this machine")
 def test_its_logic() -> None:
-    command = ["node", "--test", str(ROOT / "tests" / "server" / "page_logic.mjs")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    output_of("node", "--test", ROOT / "tests" / "server" / "page_logic.mjs")
 
 
 @pytest.fixture
