@@ -44,12 +44,8 @@ def check(logits, excluded=()):
     assert token.dtype == torch.int64 and confidence.dtype == torch.float32
     assert token.device == confidence.device == logits.device
     assert torch.equal(token.cpu(), wanted_token)
-    torch.testing.assert_close(
-        confidence.cpu().double(),
-        wanted_confidence,
-        rtol=CONFIDENCE_RTOL[logits.device.type],
-        atol=1e-30,
-    )
+    tolerance = {"rtol": CONFIDENCE_RTOL[logits.device.type], "atol": 1e-30}
+    torch.testing.assert_close(confidence.cpu().double(), wanted_confidence, **tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -64,15 +60,12 @@ def test_reference_has_the_bits_of_the_public_loops(generator, dtype):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_columns", WIDTHS)
-def test_random_logits(generator, device, dtype, num_columns):
-    check(random_logits(generator, 5, num_columns, dtype, device))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 31, 133, 1025])
-def test_number_of_rows(generator, device, num_rows):
-    check(random_logits(generator, num_rows, 515, torch.bfloat16, device))
+@pytest.mark.parametrize(
+    ("num_rows", "num_columns"),
+    [*((5, width) for width in WIDTHS), *((rows, 515) for rows in (0, 1, 2, 31, 133, 1025))],
+)
+def test_random_logits(generator, device, dtype, num_rows, num_columns):
+    check(random_logits(generator, num_rows, num_columns, dtype, device))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -432,9 +425,8 @@ def test_a_team_goes_through_many_rows(num_columns):
     token, confidence = low_confidence(logits)
     assert torch.equal(token, logits.argmax(dim=-1))
     wanted = torch.softmax(logits.double(), dim=-1).gather(1, token[:, None])[:, 0]
-    torch.testing.assert_close(
-        confidence.double(), wanted, rtol=CONFIDENCE_RTOL["cuda"], atol=1e-30
-    )
+    tolerance = {"rtol": CONFIDENCE_RTOL["cuda"], "atol": 1e-30}
+    torch.testing.assert_close(confidence.double(), wanted, **tolerance)
     rows = Rows(epsilon=1e-6)
     value = candidates(logits, rows, "entropy").score
     p = torch.softmax(logits.double(), dim=-1)
@@ -452,11 +444,10 @@ def test_kernel_runs_on_a_gpu_and_in_a_captured_graph(generator):
         token, confidence = low_confidence(logits)
     logits.copy_(random_logits(generator, 32, 126_464, torch.bfloat16))
     graph.replay()
-    wanted_token, wanted_confidence = exact(logits)
+    wanted_token, wanted = exact(logits)
     assert torch.equal(token.cpu(), wanted_token)
-    torch.testing.assert_close(
-        confidence.cpu().double(), wanted_confidence, rtol=CONFIDENCE_RTOL["cuda"], atol=0
-    )
+    tolerance = {"rtol": CONFIDENCE_RTOL["cuda"], "atol": 0}
+    torch.testing.assert_close(confidence.cpu().double(), wanted, **tolerance)
 
 
 @pytest.mark.gpu
