@@ -307,15 +307,7 @@ def assert_decoded(answers: Sequence[Answer], wanted: Sequence[Run]) -> None:
 
 def record_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The requests of every step from now on."""
-    steps: list[list[str]] = []
-    launch = engine.runner.launch
-
-    def recorded(req_ids: list[str]) -> Any:
-        steps.append(list(req_ids))
-        return launch(req_ids)
-
-    monkeypatch.setattr(engine.runner, "launch", recorded)
-    return steps
+    return record(monkeypatch, engine.runner, "launch", lambda _, req_ids: list(req_ids))
 
 
 def tokens(answers: list[Answer]) -> list[tuple[list[int], int | None]]:

@@ -83,12 +83,6 @@ def wanted(engine: Engine) -> list[Answer]:
     return [engine.ask(uncached(one))[0] for one in ASKS]
 
 
-@pytest.fixture(params=["1", "0"], ids=["fused", "apart"])
-def fuses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setenv("VLLM_DLLM_COMMIT_FUSION", request.param)
-    return bool(request.param == "1")
-
-
 @pytest.fixture
 def preemptions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Requests that lose their pages, from now on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tests.engine.harness import BLOCKS, assert_decoded, clear_cases, record_steps, running
+from tests.engine.harness import BLOCKS, assert_decoded, clear_cases, record, record_steps, running
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import pytest
 
     from tests.reference.models import LLaDAReference
-    from vllm.diffusion.memory import StepShape
 
 REQUESTS: list[tuple[int, dict[str, Any]]] = [
     (20, BLOCKS),
@@ -43,16 +42,10 @@ def test_a_row_budget_bounds_shared_steps_but_no_lone_request(
 ) -> None:
     budget = 128
     asks, wanted = clear_cases(model, REQUESTS)
-    rows_of_steps: list[tuple[int, int]] = []
     with running(checkpoint("mha"), max_num_batched_tokens=budget, max_num_seqs=8) as engine:
-        plan = engine.runner.planner.plan
-
-        def recorded(step: StepShape, *given: Any) -> Any:
-            rows_of_steps.append((len(steps[-1]), step.rows))
-            return plan(step, *given)
-
-        steps = record_steps(engine, monkeypatch)
-        monkeypatch.setattr(engine.runner.planner, "plan", recorded)
+        rows_of_steps = record(
+            monkeypatch, engine.runner, "launch", lambda step, ids: (len(ids), step.batch.num_rows)
+        )
         assert_decoded(engine.ask(*asks), wanted)
     assert all(rows <= budget for requests, rows in rows_of_steps if requests > 1)
     assert any(requests > 1 for requests, _ in rows_of_steps)
