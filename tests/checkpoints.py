@@ -552,9 +552,10 @@ def make_checkpoint(
     return folder
 
 
-def make_case(folder: str | Path, name: str) -> Path:
-    """`make_checkpoint` of one entry of CASES, FAMILY_CASES or BLOCK_CASES."""
-    case = {**CASES, **FAMILY_CASES, **BLOCK_CASES, "diffullama": DIFFULLAMA_CASE}[name]
+def make_case(folder: str | Path, name: str, more: dict[str, Case] | None = None) -> Path:
+    """`make_checkpoint` of one entry of CASES, FAMILY_CASES, BLOCK_CASES or `more`."""
+    ours = {**CASES, **FAMILY_CASES, **BLOCK_CASES, "diffullama": DIFFULLAMA_CASE}
+    case = {**ours, **(more or {})}[name]
     return make_checkpoint(
         folder,
         family=case.family,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -251,6 +252,35 @@ def compressed_tensors(
         "config_groups": {"group_0": group},
         **changes,
     }
+
+
+def quantise_checkpoint(
+    folder: Path,
+    config: dict[str, Any],
+    matrix: Callable[[str, Tensor], dict[str, Tensor] | None],
+) -> None:
+    """Say in config.json how weights are quantised, and put tensors in place of a layer's matrices.
+
+    Args:
+        folder: a LLaDA checkpoint.
+        config: the `quantization_config`.
+        matrix: of the path and the weight of a linear layer its tensors by the ends of their
+            names, or None where it stays.
+    """
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**written, "quantization_config": config}))
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            path, _, kind = name.rpartition(".")
+            if ".blocks." not in name or kind != "weight" or "_norm" in name:
+                continue
+            if (own := matrix(path, tensors[name])) is not None:
+                del tensors[name]
+                tensors |= {f"{path}.{key}": tensor for key, tensor in own.items()}
+
+    change_tensors(folder, change)
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from tests.models.support import (
     engine_config,
     fp8_layer,
     logits,
+    quantise_checkpoint,
     rounded,
     some_ids,
     staged_logits,
@@ -39,12 +41,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
-
-SUFFIXES = ("q_proj", "k_proj", "v_proj", "attn_out", "ff_proj", "up_proj", "ff_out")
-
-
-def is_quantised(name: str) -> bool:
-    return ".blocks." in name and name.split(".")[-2] in SUFFIXES and name.endswith(".weight")
 
 
 @pytest.fixture(scope="module")
@@ -273,29 +269,28 @@ def test_a_matrix_that_is_missing_is_named(folder: Path, load_model: Callable[..
 
 def write_fp8(source: Path, target: Path, strategy: str, rows: dict[str, Any]) -> dict[str, Tensor]:
     """A checkpoint as compressed-tensors writes it; returns the matrices that it stands for."""
-    target.mkdir()
-    config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = compressed_tensors(
+    shutil.copytree(source, target)
+    meaning = {}
+    config = compressed_tensors(
         {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True},
         {"num_bits": 8, "type": "float", **rows},
         format="float-quantized",
         ignore=["model.transformer.ff_out", "re:.*blocks\\.0\\.attn_out"],
     )
-    (target / "config.json").write_text(json.dumps(config))
-    (file,) = source.glob("*.safetensors")
-    tensors, meaning = load_file(file), {}
-    for name, weight in list(tensors.items()):
-        if not is_quantised(name) or name.endswith("blocks.0.attn_out.weight"):
-            continue
+
+    def matrix(path: str, weight: Tensor) -> dict[str, Tensor] | None:
+        if path.endswith("blocks.0.attn_out"):
+            return None
         by_channel = strategy == "channel"
         largest = weight.abs().amax(dim=1, keepdim=True) if by_channel else weight.abs().max()[None]
         scale = (largest / LARGEST).float()
-        tensors[name] = (weight.float() / scale).to(FP8)
-        tensors[f"{name}_scale"] = scale.bfloat16() if by_channel else scale
-        meaning[name] = tensors[name].float() * tensors[f"{name}_scale"].float()
-        if not rows["dynamic"]:
-            tensors[name.replace("weight", "input_scale")] = torch.tensor([0.02])
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+        values = (weight.float() / scale).to(FP8)
+        scale = scale.bfloat16() if by_channel else scale
+        meaning[f"{path}.weight"] = values.float() * scale.float()
+        inputs = {} if rows["dynamic"] else {"input_scale": torch.tensor([0.02])}
+        return {"weight": values, "weight_scale": scale, **inputs}
+
+    quantise_checkpoint(target, config, matrix)
     return meaning
 
 

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
 from tests.models.support import (
@@ -16,6 +16,7 @@ from tests.models.support import (
     change_tensors,
     compressed_tensors,
     logits,
+    quantise_checkpoint,
     some_ids,
     staged_logits,
 )
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GROUP = 16
-SUFFIXES = ("q_proj", "k_proj", "v_proj", "attn_out", "ff_proj", "up_proj", "ff_out")
 
 
 def words_of(numbers: Tensor) -> Tensor:
@@ -189,32 +189,24 @@ def write(folder: Path, format_: str) -> LLaDAReference:
     sizes = {"d_model": 64, "mlp_hidden_size": 128} if format_.startswith("nf4") else {}
     make_checkpoint(folder, seed=11, num_shards=1, n_kv_heads=2, **sizes)
     reference = LLaDAReference.from_checkpoint(folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = CONFIGS[format_]
-    (folder / "config.json").write_text(json.dumps(config))
-    (file,) = folder.glob("*.safetensors")
-    tensors, weights = load_file(file), dict(reference.weights)
-    for name in list(tensors):
-        path, _, kind = name.rpartition(".")
-        if ".blocks." not in name or kind != "weight" or path.split(".")[-1] not in SUFFIXES:
-            continue
-        weight = tensors.pop(name)
-        if format_.startswith("nf4"):
-            own, weights[name] = nf4(weight, is_nested=format_ == "nf4_nested")
-        elif format_ == "awq":
-            own, weights[name] = awq(weight)
-        elif format_ == "fp8_blocks":
-            own, weights[name] = fp8_blocks(weight, "weight_scale_inv")
-        elif format_ == "compressed_blocks":
-            own, weights[name] = fp8_blocks(weight, "weight_scale")
-        elif format_ == "compressed":
-            own, weights[name] = compressed(weight)
-        else:
-            order = "neighbours" if format_ == "gptq" else "permuted"
-            own, weights[name] = gptq(weight, path, order, 0 if format_ == "gptq_v2" else 1)
-        tensors |= {f"{path}.{key}": tensor for key, tensor in own.items()}
-    save_file(tensors, file, {"format": "pt"})
-    (folder / "model.safetensors.index.json").unlink()
+    weights = dict(reference.weights)
+    order = "neighbours" if format_ == "gptq" else "permuted"
+    writers: dict[str, Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]] = {
+        "nf4": partial(nf4, is_nested=False),
+        "nf4_nested": partial(nf4, is_nested=True),
+        "awq": awq,
+        "fp8_blocks": partial(fp8_blocks, scale_name="weight_scale_inv"),
+        "compressed_blocks": partial(fp8_blocks, scale_name="weight_scale"),
+        "compressed": compressed,
+    }
+
+    def matrix(path: str, weight: Tensor) -> dict[str, Tensor]:
+        offset = 0 if format_ == "gptq_v2" else 1
+        write = writers.get(format_, partial(gptq, path=path, order=order, offset=offset))
+        own, weights[f"{path}.weight"] = write(weight)
+        return own
+
+    quantise_checkpoint(folder, CONFIGS[format_], matrix)
     return LLaDAReference(reference.config, weights)
 
 
@@ -253,12 +245,13 @@ def test_nf4_without_all_of_its_tensors_is_refused(
         load_model(tmp_path / "nf4")
 
 
+def keep(*_: Any) -> None:
+    """Of a matrix: as it is."""
+
+
 def test_order_without_desc_act_is_refused(tmp_path: Path, load_model: Callable[..., Any]) -> None:
     write(tmp_path / "gptq", "gptq_order")
-    path = tmp_path / "gptq" / "config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"]["desc_act"] = False
-    path.write_text(json.dumps(config))
+    quantise_checkpoint(tmp_path / "gptq", {**CONFIGS["gptq_order"], "desc_act": False}, keep)
     with pytest.raises(CheckpointError, match="out of order without desc_act"):
         load_model(tmp_path / "gptq")
 

@@ -15,10 +15,9 @@ from tests.checkpoints import (
     FAMILY_CASES,
     config_of,
     fuse_experts,
-    llada_config,
     random_weights,
 )
-from tests.models.conftest import OUR_CASES, OUR_FAMILY_CASES
+from tests.models.conftest import OUR_CASES
 from vllm.diffusion.core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -42,12 +41,9 @@ def scratch_model(
 
 
 def weights_of(name: str) -> dict[str, Tensor]:
-    case = {**FAMILY_CASES, **BLOCK_CASES, **OUR_FAMILY_CASES}.get(name)
-    if case is not None:
-        weights = random_weights(config_of(case.family, **case.overrides), seed=40)
-        return fuse_experts(weights) if case.fused_experts else weights
-    overrides = CASES[name].overrides if name in CASES else OUR_CASES[name]
-    return random_weights(llada_config(**overrides), seed=40)
+    case = {**CASES, **FAMILY_CASES, **BLOCK_CASES, **OUR_CASES}[name]
+    weights = random_weights(config_of(case.family, **case.overrides), seed=40)
+    return fuse_experts(weights) if case.fused_experts else weights
 
 
 LLADA_NAMES = ["mha", "tied", "all_biases", "qk_norm", "grouped"]
