@@ -35,12 +35,8 @@ QUICK = Plan(
     required_share=0.0,
 )
 SPECIAL_TOKENS = {
-    "<|startoftext|>",
-    "<|endoftext|>",
-    "<|mdm_mask|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
+    *("<|startoftext|>", "<|endoftext|>", "<|mdm_mask|>"),
+    *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 }
 NUM_LAYERS = 2
 
@@ -114,11 +110,9 @@ def test_chat_template(model: Path):
         "<|start_header_id|>user<|end_header_id|>\n\nWhy\n\nso?<|eot_id|>"
     )
     generation = "<|start_header_id|>assistant<|end_header_id|>\n\n"
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == expected
-    assert (
-        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        == expected + generation
-    )
+    for options, end in (({}, ""), ({"add_generation_prompt": True}, generation)):
+        found = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        assert found == expected + end
     ids = tokenizer.apply_chat_template(messages, return_dict=False)
     assert ids == tokenizer.encode(expected, add_special_tokens=False)
     assert ids.count(tokenizer.bos_token_id) == 1
@@ -140,12 +134,9 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
 def test_other_files_of_the_checkpoint(model: Path):
     config = read_config(model)
     generation = json.loads((model / "generation_config.json").read_text())
-    assert generation == {
-        "bos_token_id": load_tokenizer(model).bos_token_id,
-        "eos_token_id": config["eos_token_id"],
-        "max_new_tokens": 32,
-        "temperature": 0.0,
-    }
+    ids = {"bos_token_id": load_tokenizer(model).bos_token_id}
+    ids |= {"eos_token_id": config["eos_token_id"]}
+    assert generation == {**ids, "max_new_tokens": 32, "temperature": 0.0}
     pairs = [json.loads(line) for line in (model / "facts.jsonl").read_text().splitlines()]
     assert [(pair["question"], pair["answer"]) for pair in pairs] == [
         (fact.question, fact.answer) for fact in all_facts()
@@ -274,9 +265,14 @@ def test_foreign_files_are_never_replaced(output: Path, capsys):
         (["--family", "all"], "--output: wanted one family with it, got --family all"),
         (["--seed", "-1"], "--seed: wanted 0 to 9223372036854775807, got -1"),
         (["--check"], "is missing, incomplete or changed"),
+        ([], "package no-such-package-here is not installed"),
     ],
 )
-def test_refusals_are_one_line(output: Path, capsys, arguments: list[str], message: str):
+def test_refusals_are_one_line(
+    output: Path, monkeypatch, capsys, arguments: list[str], message: str
+):
+    if not arguments:
+        monkeypatch.setattr("tiny_model.cache._PACKAGES", ("no-such-package-here",))
     assert make_tiny_model.main([*arguments, "--output", str(output)]) == 1
     error = capsys.readouterr().err
     assert message in error
@@ -287,9 +283,3 @@ def test_file_in_the_way_is_refused(output: Path, capsys):
     output.write_text("")
     assert make_tiny_model.main(["--output", str(output)]) == 1
     assert "wanted a directory, got the file" in capsys.readouterr().err
-
-
-def test_missing_package_is_one_line(output: Path, monkeypatch, capsys):
-    monkeypatch.setattr("tiny_model.cache._PACKAGES", ("no-such-package-here",))
-    assert make_tiny_model.main(["--output", str(output)]) == 1
-    assert "package no-such-package-here is not installed" in capsys.readouterr().err

@@ -42,19 +42,15 @@ def test_answers_are_right(client: Client, question: str, answer: str) -> None:
 
 
 def test_messages_equal_the_chat_template(client: Client) -> None:
+    """Also a rendered conversation sent as ids: the string route adds nothing else to it."""
+    messages = [{"role": "user", "content": QUESTION}]
+    rendered = tokenize(client, messages=messages)
     by_template = client.ask()
-    by_messages = client.generate(messages=[{"role": "user", "content": QUESTION}])
-    assert by_messages["text"] == [ANSWER]
-    assert by_messages["token_ids"] == by_template["token_ids"]
-    assert by_messages["usage"] == by_template["usage"]
-
-
-def test_template_as_token_ids(client: Client) -> None:
-    """A rendered conversation sent as ids: the string route adds nothing else to it."""
-    rendered = tokenize(client, messages=[{"role": "user", "content": QUESTION}])
-    answer = client.generate(prompt=rendered)
-    assert answer["text"] == [ANSWER]
-    assert answer["usage"]["prompt_tokens"] == len(rendered)
+    for answer in (client.generate(messages=messages), client.generate(prompt=rendered)):
+        assert answer["text"] == [ANSWER]
+        assert answer["token_ids"] == by_template["token_ids"]
+        assert answer["usage"] == by_template["usage"]
+    assert by_template["usage"]["prompt_tokens"] == len(rendered)
 
 
 def test_a_string_prompt_is_taken_as_it_is(client: Client) -> None:
@@ -231,16 +227,10 @@ def test_parameters_reach_the_engine(client: Client) -> None:
     """Each of these changes which tokens come out; the values are compared in the parity tests."""
     base = {"seed": 4, **NOISY}
     plain = client.ask(PUZZLE, **base)["token_ids"]
-    for changed in (
-        {"remasking": "random"},
-        {"cfg_scale": 1.5},
-        {"steps": 4},
-        {"block_length": 8},
-        {"temperature": 0.5},
-        {"logits_eos_inf": True},
-        {"gen_length": 64},
-    ):
-        assert client.ask(PUZZLE, **{**base, **changed})["token_ids"] != plain, changed
+    changes: dict[str, Any] = {"remasking": "random", "cfg_scale": 1.5, "steps": 4}
+    changes |= {"block_length": 8, "temperature": 0.5, "logits_eos_inf": True, "gen_length": 64}
+    for name, value in changes.items():
+        assert client.ask(PUZZLE, **{**base, name: value})["token_ids"] != plain, name
 
 
 def test_infill(client: Client) -> None:

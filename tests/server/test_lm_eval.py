@@ -74,15 +74,8 @@ def test_its_requests_for_likelihoods(client: Client, is_tokenized: bool) -> Non
     prompts: list[Any] = [[*context, *target] for context, target in pairs]
     if not is_tokenized:
         prompts = [tokenizer().decode(prompt) for prompt in prompts]
-    body = {
-        "model": MODEL_NAME,
-        "prompt": prompts,
-        "temperature": 0,
-        "max_tokens": 1,
-        "logprobs": 1,
-        "seed": 1234,
-        "echo": True,
-    }
+    body = {"model": MODEL_NAME, "prompt": prompts, "temperature": 0, "seed": 1234}
+    body |= {"max_tokens": 1, "logprobs": 1, "echo": True}
     choices = client.answer(COMPLETIONS, body)["choices"]
     assert [choice["index"] for choice in choices] == [0, 1]
     for choice, (context, target) in zip(choices, pairs, strict=True):
@@ -96,14 +89,9 @@ def test_its_requests_for_likelihoods(client: Client, is_tokenized: bool) -> Non
 
 
 def test_its_requests_for_text(client: Client) -> None:
-    body = {
-        "prompt": [ids(d["question"]) for d in DOCUMENTS],
-        "model": MODEL_NAME,
-        "max_tokens": 16,
-        "temperature": 0,
-        "stop": ["\n", "<|endoftext|>"],
-        "seed": 1234,
-    }
+    prompts = [ids(d["question"]) for d in DOCUMENTS]
+    body = {"model": MODEL_NAME, "prompt": prompts, "temperature": 0, "seed": 1234}
+    body |= {"max_tokens": 16, "stop": ["\n", "<|endoftext|>"]}
     choices = client.answer(COMPLETIONS, body)["choices"]
     assert [choice["index"] for choice in choices] == [0, 1]
     assert all("\n" not in choice["text"] for choice in choices)

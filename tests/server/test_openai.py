@@ -20,14 +20,6 @@ SMALL_CANVAS = {"gen_length": 32, "block_length": 8}
 SMALL_BLOCKS = {"vllm_xargs": {"gen_length": 64, "block_length": 8, "ignore_eos": 1}}
 
 
-def test_chat(openai: OpenAI) -> None:
-    answer = openai.chat.completions.create(model=MODEL_NAME, messages=MESSAGES)
-    assert answer.choices[0].message.content == ANSWER
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage is not None
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-
-
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
 def test_a_stream_is_the_plain_answer(openai: OpenAI, route: str) -> None:
     asked: dict[str, Any] = {"model": MODEL_NAME, "extra_body": SMALL_BLOCKS}
@@ -54,14 +46,8 @@ def test_completions(openai: OpenAI) -> None:
 
 
 def test_diffusion_parameters_mean_the_same_on_every_route(client: Client) -> None:
-    diffusion: dict[str, Any] = {
-        "gen_length": 32,
-        "steps": 8,
-        "block_length": 16,
-        "remasking": "random",
-        "cfg_scale": 0.5,
-        "ignore_eos": True,
-    }
+    diffusion: dict[str, Any] = {"gen_length": 32, "steps": 8, "block_length": 16}
+    diffusion |= {"remasking": "random", "cfg_scale": 0.5, "ignore_eos": True}
     noise: dict[str, Any] = {"temperature": 2.0, "seed": 3}
     messages = [{"role": "user", "content": PUZZLE}]
     text = client.ask(PUZZLE, **diffusion, **noise)["text"][0]
@@ -91,6 +77,8 @@ def test_messages_alone(client: Client, openai: OpenAI) -> None:
     """The canvas is as long as the checkpoint's generation_config says, never the context."""
     answer: Any = openai.chat.completions.create(model=MODEL_NAME, messages=MESSAGES)
     assert answer.choices[0].message.content == ANSWER
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     plain = client.generate(messages=MESSAGES)["diffusion"]
     assert answer.diffusion.keys() == plain.keys()
     for key in ("steps", "num_forwards", "num_forwards_saved", "tokens_per_forward"):
@@ -238,17 +226,9 @@ def test_routes_are_documented(client: Client, path: str) -> None:
     reference = route["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     fields = document["components"]["schemas"][reference.rsplit("/", 1)[1]]["properties"]
     wanted = {
-        *(
-            "max_tokens",
-            "gen_length",
-            "output_length",
-            "steps",
-            "num_denoising_steps",
-            "block_length",
-            "temperature",
-        ),
-        *("cfg_scale", "remasking", "algorithm", "threshold", "mask_id", "ignore_eos", "seed"),
-        *("n", "stop", "stop_token_ids", "stream", "stream_canvas"),
+        *("max_tokens", "gen_length", "output_length", "steps", "num_denoising_steps", "seed"),
+        *("block_length", "temperature", "cfg_scale", "remasking", "algorithm", "threshold"),
+        *("mask_id", "ignore_eos", "n", "stop", "stop_token_ids", "stream", "stream_canvas"),
     }
     assert wanted <= fields.keys()
     upstreams = {"n", "stop", "stop_token_ids", "stream"}  # its bodies say nothing of them
