@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from functools import partial
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,8 +15,10 @@ from benchmarks import gpu_timing, run_record
 from benchmarks.gpu_timing import write_record
 from benchmarks.kernels import bench_attention
 from benchmarks.kernels.bench_attention import Case
+from tests.programs import ROOT, output_of, run_python
 
-ROOT = Path(__file__).resolve().parents[2]
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_record_names_software_and_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,14 +103,9 @@ def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 SCRIPT = ROOT / "benchmarks" / "kernels" / "bench_fused_ops.py"
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says so only without a GPU")
 def test_says_what_it_needs() -> None:
-    result = run()
+    result = run_python(SCRIPT)
     assert result.returncode == 2
     assert "needs a CUDA device" in result.stderr
 
@@ -117,8 +113,8 @@ def test_says_what_it_needs() -> None:
 @pytest.mark.gpu
 def test_writes_a_record(tmp_path: Path) -> None:
     file = tmp_path / "record.json"
-    result = run("--ops", "rms_norm", "store_keys_values", "--rows", "32", "--json", str(file))
-    assert result.returncode == 0, result.stderr
+    operations = ("--ops", "rms_norm", "store_keys_values", "--rows", "32")
+    output_of(sys.executable, SCRIPT, *operations, "--json", file)
     record = json.loads(file.read_text())
     assert {row[0] for row in record["rows"]} == {"rms_norm", "store_keys_values"}
     assert all(len(row) == len(record["columns"]) for row in record["rows"])
