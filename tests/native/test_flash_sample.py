@@ -2,6 +2,7 @@
 """flash_sample: the references against plain formulas, the kernel against float64."""
 
 import itertools
+from functools import partial as bound
 
 import pytest
 import torch
@@ -320,16 +321,26 @@ def test_entropy_shares_of_slices_add_up(generator, device, is_tempered):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_margin(generator, device):
-    logits = random_logits(generator, 6, 5001, torch.bfloat16, device)
-    logits[0] = -INF
-    logits[1, [70, 4000]] = 40  # two equal ones
-    logits[2, 1:] = -INF
-    token, score = margin(logits)
-    p = torch.softmax(logits[1:].double(), dim=-1).sort(descending=True).values
-    wanted = torch.cat([torch.zeros(1), (p[:, 0] - p[:, 1]).cpu()])
-    torch.testing.assert_close(score.cpu().double(), wanted.double(), rtol=2e-5, atol=1e-9)
-    assert token.tolist()[:3] == [0, 70, 0] and score[:3].tolist() == [0, 0, 1]
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("call", "score", "edges"),
+    [
+        (margin, "margin", [0.0, 0.0, 1.0]),
+        (bound(entropy, epsilon=1e-12), "entropy", [INF, 0.69315, 0.0]),
+    ],
+    ids=["margin", "entropy"],
+)
+def test_scores_of_calls_without_noise(generator, device, dtype, call, score, edges):
+    """Those of rows of nobody in particular: nothing, two equal ones, a certain one."""
+    logits = random_logits(generator, 12, 5003, dtype, device)
+    logits[:3] = -INF
+    logits[1, [70, 4000]] = 40
+    logits[2, 17] = 0
+    token, value = call(logits)
+    wanted = exactly(logits, Rows(epsilon=1e-12), score)
+    assert torch.equal(token.cpu(), wanted[0]) and token[:3].tolist() == [0, 70, 17]
+    torch.testing.assert_close(value.cpu().double(), wanted[1].double(), rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(value[:3].cpu(), torch.tensor(edges), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.gpu
@@ -469,23 +480,6 @@ def test_launches_that_overlap_wait_for_what_they_read(generator, num_rows):
         graph.replay()
         for results, expected in zip(found, wanted, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_entropy(generator, device, dtype):
-    logits = random_logits(generator, 12, 5003, dtype, device)
-    logits[0] = 0  # log V
-    logits[1] = -INF
-    logits[1, 17] = 0  # certain
-    logits[2] = -INF
-    token, value = entropy(logits, epsilon=1e-12)
-    p = torch.softmax(logits.double().cpu(), dim=-1)
-    wanted = -(p * torch.log(p + 1e-12)).sum(dim=-1)
-    wanted[2] = INF
-    assert token.cpu()[[0, 1, 2]].tolist() == [0, 17, 0]
-    assert torch.equal(token.cpu()[3:], exact(logits)[0][3:])
-    torch.testing.assert_close(value.cpu().double(), wanted, rtol=2e-5, atol=1e-6)
 
 
 def test_float64_logits_are_computed_in_float64(generator):
