@@ -105,15 +105,8 @@ def test_a_run_of_it(server: ServerProcess, tmp_path: Path, concurrent: int) -> 
     data = tmp_path / "documents.jsonl"
     data.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
     for output_type, (text, target, more, metric) in TASKS.items():
-        task = TASK.format(
-            name=f"local_{output_type}",
-            data=data,
-            output_type=output_type,
-            text=text,
-            target=target,
-            more=more,
-            metric=metric,
-        )
+        names = {"name": f"local_{output_type}", "output_type": output_type, "metric": metric}
+        task = TASK.format(**names, data=data, text=text, target=target, more=more)
         (tmp_path / f"{output_type}.yaml").write_text(task)
     found = lm_eval.simple_evaluate(
         model="local-completions",
