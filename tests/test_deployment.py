@@ -7,7 +7,8 @@ import json
 import os
 import re
 import shlex
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,9 +16,6 @@ import yaml
 from tests.metric_names import METRIC_NAME, UPSTREAMS, samples_of
 from tests.programs import ROOT, output_of, run
 from vllm.diffusion.metrics import METRICS
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 DOCKER = ROOT / "docs" / "docker"
 DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))

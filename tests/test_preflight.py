@@ -10,8 +10,10 @@ import json
 import os
 import socket
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
@@ -20,10 +22,6 @@ from tests.checkpoints import make_case
 from tests.programs import ROOT, run_python
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import ServerConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 OURS = ("-m", "vllm.entrypoints.api_server", "--model")
 SERVE = ("-m", "vllm.entrypoints.cli.main", "serve")

@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from benchmarks import compare_hf, in_process, performance_tables
 from tests.checkpoints import make_checkpoint
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 

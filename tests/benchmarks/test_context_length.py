@@ -12,7 +12,9 @@ import socket
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,10 +26,6 @@ from benchmarks.context_length.memory import GpuMemory
 from benchmarks.context_length.records import NOT_STARTED, OK, Results, SettingsDiffer
 from benchmarks.context_length.runner import Found, Range, search
 from tests.programs import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 STAND_IN = ROOT / "tests" / "benchmarks" / "stand_in_server.py"
 DRAW = harness.draw

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.programs import ROOT, output_of
 from tests.server.process import MODEL, environment
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.slow

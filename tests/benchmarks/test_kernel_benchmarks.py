@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +16,6 @@ from benchmarks.gpu_timing import write_record
 from benchmarks.kernels import bench_attention
 from benchmarks.kernels.bench_attention import Case
 from tests.programs import ROOT, output_of, run_python
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_record_names_software_and_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import performance_tables
 from benchmarks.performance_tables import TableError, section
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RUN: dict[str, Any] = {"date": "2026-01-02 03:04 UTC", "command": "python benchmarks/x.py"}
 RUN |= {"commit": "0123456789ab", "packages": {"torch": "2.11.0", "triton": None}}

@@ -7,29 +7,24 @@ import gc
 import logging
 import os
 import time
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from tests.checkpoints import EOS_ID, EOT_ID
+from tests.reference.decode import LogitModel
 from tests.reference.golden import Run, clear_case
 from vllm.diffusion.config import Settings
+from vllm.diffusion.engine.messages import StepUsage
 from vllm.diffusion.engine.scheduler.long_requests import Slicing
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    import pytest
-
-    from tests.reference.decode import LogitModel
-    from vllm.diffusion.engine.messages import StepUsage
-    from vllm.diffusion.memory.plan import Plan
+from vllm.diffusion.memory.plan import Plan
 
 STOP_IDS = frozenset({EOS_ID, EOT_ID})
 MAX_MODEL_LEN = 256

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,7 @@ from tests.engine.cases import (
     TWO_BLOCKS,
 )
 from tests.engine.harness import (
+    Answer,
     Engine,
     as_request,
     assert_alike,
@@ -29,12 +32,6 @@ from tests.engine.harness import (
 )
 from tests.reference import golden
 from tests.reference.models import load_reference
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.engine.harness import Answer
 
 CASES = ("mha", "dream", "moe")
 

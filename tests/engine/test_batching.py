@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.engine.harness import (
     BLOCKS,
     Answer,
     Ask,
+    Engine,
     as_request,
     assert_decoded,
     clear_case,
@@ -20,13 +22,8 @@ from tests.engine.harness import (
     start,
     step,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.engine.harness import Engine
-    from tests.reference.golden import Run
-    from tests.reference.models import LLaDAReference
+from tests.reference.golden import Run
+from tests.reference.models import LLaDAReference
 
 SHORT = {"gen_length": 16, "block_length": 8, "steps": 8}
 # Prompt length and parameters of the requests that share their steps.

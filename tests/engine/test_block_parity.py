@@ -7,22 +7,18 @@ values and with full recompute; a finished block stored with the next one or apa
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, random_prompt
-from tests.engine.harness import Ask, running
+from tests.engine.harness import Answer, Ask, Engine, running
 from tests.reference import block_loops, golden
 from tests.reference.models import load_reference
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from tests.engine.harness import Answer, Engine
 
 STOP_IDS = frozenset({EOS_ID, EOT_ID})
 ROW_BUDGET = 56

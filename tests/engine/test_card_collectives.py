@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import pytest
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from tests.programs import output_of
 from vllm.diffusion.core.buffers import FreshBuffers
@@ -17,9 +17,6 @@ from vllm.diffusion.core.errors import RankError
 from vllm.diffusion.engine.worker.agreement import Agreement
 from vllm.diffusion.ops.collectives import CardCollectives
 from vllm.diffusion.parallel.host_board import HostBoard
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 BUFFER_BYTES = 1 << 16
 

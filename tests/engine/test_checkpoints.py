@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.checkpoints import CASES
 from tests.engine.harness import BLOCKS, NOISY, assert_decoded, clear_cases, running
 from tests.reference.models import load_reference
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 
 # Prompt lengths and parameters.
 Asked = list[tuple[int, dict[str, Any]]]

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,17 +18,11 @@ from torch.utils._pytree import tree_leaves
 
 from tests.checkpoints import random_prompt
 from tests.engine.cases import CUT, PLANS, SHORT, mixed_asks
-from tests.engine.harness import Ask, record_plans, running, shrink, tokens
+from tests.engine.harness import Ask, Engine, record_plans, running, shrink, tokens
 from tests.programs import ROOT, output_of
 from vllm.diffusion.core.buffers import row_bytes
 from vllm.diffusion.memory.footprint import Footprint
 from vllm.diffusion.memory.plan import ChunkRows, Plan, Residency
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
-
-    from tests.engine.harness import Engine
 
 DUMMY = ROOT / "scripts" / "make_dummy_checkpoint.py"
 FAMILIES = ["gqa", "bias", "dream", "moe_dense_mix"]

@@ -7,7 +7,9 @@ share prefixes, lose their pages and come back.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,10 +31,6 @@ from tests.engine.harness import (
 from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.engine.scheduler import scheduler
 from vllm.diffusion.engine.scheduler.paging import Paging
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 ROW_BUDGET = 48
 NUM_PAGES = 8  # upstream keeps one of them

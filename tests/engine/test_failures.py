@@ -6,12 +6,15 @@ from __future__ import annotations
 import contextlib
 import logging
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pytest
 
 from tests.checkpoints import random_prompt
 from tests.engine.harness import (
     BLOCKS,
     Ask,
+    Engine,
     as_request,
     assert_decoded,
     clear_case,
@@ -19,16 +22,11 @@ from tests.engine.harness import (
     record_steps,
     start,
 )
+from tests.reference.models import LLaDAReference
 from vllm.diffusion.engine.worker import step_log
 from vllm.diffusion.engine.worker.compute import Compute
 from vllm.diffusion.memory import PoolExhaustedError
 from vllm.diffusion.ops import HostCopy
-
-if TYPE_CHECKING:
-    import pytest
-
-    from tests.engine.harness import Engine
-    from tests.reference.models import LLaDAReference
 
 
 def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(

@@ -8,7 +8,9 @@ The reference is the published loop of each algorithm over a model that does jus
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from tests.checkpoints import MASK_ID, random_prompt
 from tests.engine.cases import ADABLOCK, DREAM, FOUR_BLOCKS, FULL, MULTI, TWO_BLOCKS
 from tests.engine.harness import (
     Ask,
+    Engine,
     as_request,
     assert_parity,
     clear_case,
@@ -25,12 +28,6 @@ from tests.engine.harness import (
 )
 from tests.reference.models import load_reference
 from vllm.diffusion.engine.worker.first_forwards import SharedRows
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.engine.harness import Engine
 
 FROZEN: dict[str, Any] = {"cache": "frozen"}
 ASKED: list[dict[str, Any]] = [

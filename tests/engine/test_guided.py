@@ -5,21 +5,17 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
 
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, random_prompt
 from tests.engine.cases import GUIDED, GUIDED_RULES, SCHEMA, guided_asks
-from tests.engine.harness import Ask, refusal_error, running
+from tests.engine.harness import Ask, Engine, refusal_error, running
 from vllm.diffusion.memory.plan import ChunkRows, Plan, Residency
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.engine.harness import Engine
 
 CHECK = Draft202012Validator(SCHEMA, format_checker=Draft202012Validator.FORMAT_CHECKER)
 

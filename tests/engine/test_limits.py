@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.engine.harness import BLOCKS, assert_decoded, clear_cases, record, record_steps, running
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    import pytest
-
-    from tests.reference.models import LLaDAReference
+from tests.reference.models import LLaDAReference
 
 REQUESTS: list[tuple[int, dict[str, Any]]] = [
     (20, BLOCKS),

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.v1.engine import EngineCoreOutputs
@@ -12,17 +14,10 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import BLOCKS, Ask, record, running, start
+from tests.engine.harness import BLOCKS, Ask, Engine, record, running, start
 from vllm.diffusion import metrics
 from vllm.diffusion.engine.scheduler import observer
 from vllm.diffusion.metrics import Metric, Observations, observations_in
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.engine.harness import Engine
-
 
 SMALL = Ask(random_prompt(5), {"gen_length": 8, "steps": 3, "ignore_eos": True})
 

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from tests.checkpoints import random_prompt
 from tests.engine.harness import (
     BLOCKS,
     Ask,
+    Engine,
     as_request,
     assert_decoded,
     clear_case,
@@ -19,19 +22,13 @@ from tests.engine.harness import (
     record_steps,
     running,
 )
+from tests.reference.models import LLaDAReference
 from vllm.diffusion.api.validator import RequestRefused, validator_of
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.engine.planning import model_shape
 from vllm.diffusion.memory import Demand, ModelShape, Planner, PoolExhaustedError, StepShape
 from vllm.diffusion.memory.cost import CPU
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.engine.harness import Engine
-    from tests.reference.models import LLaDAReference
 
 
 @pytest.mark.parametrize("error", ["pool", "torch"])

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,6 @@ from tests.engine.harness import BLOCKS, Engine, as_request, running
 from tests.reference.decode import near_ties
 from tests.reference.golden import reference
 from tests.reference.models import LLaDAReference, load_reference
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 
 @pytest.fixture(scope="module")

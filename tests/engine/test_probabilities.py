@@ -6,23 +6,19 @@ Both are compared with a replay: the rows that the canvases show go through the 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.checkpoints import EOS_ID, MASK_ID, random_prompt
-from tests.engine.harness import Ask, running, sampling_params
+from tests.engine.harness import Ask, Engine, running, sampling_params
 from tests.reference import decode
 from tests.reference.models import load_reference
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.engine.harness import Engine
 
 PROMPT_LENGTH = 13
 NUM_TOP = 3

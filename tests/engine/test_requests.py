@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, make_tokenizer, random_prompt
-from tests.engine.harness import BLOCKS, NOISY, Ask, as_request, clear_case, refusal_error
+from tests.engine.harness import BLOCKS, NOISY, Ask, Engine, as_request, clear_case, refusal_error
 from tests.reference import golden
-
-if TYPE_CHECKING:
-    from tests.engine.harness import Engine
-    from tests.reference.models import LLaDAReference
-
+from tests.reference.models import LLaDAReference
 
 # ---- the end of an answer ----------------------------------------------------------------------
 

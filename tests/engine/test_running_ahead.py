@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.engine.harness import (
     BLOCKS,
     Ask,
+    Engine,
     as_request,
     clear_case,
     finish,
@@ -17,12 +18,9 @@ from tests.engine.harness import (
     record_steps,
     start,
 )
+from tests.reference.models import LLaDAReference
 from vllm.diffusion.engine.scheduler.turns import StepLimits
 from vllm.diffusion.memory import StepShape
-
-if TYPE_CHECKING:
-    from tests.engine.harness import Engine
-    from tests.reference.models import LLaDAReference
 
 
 @pytest.fixture

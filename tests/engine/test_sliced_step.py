@@ -3,29 +3,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.engine.cases import CUT, PLANS, SHORT
-from tests.engine.harness import Ask, finish, record, running, shrink, start, step, tokens
+from tests.engine.harness import (
+    Answer,
+    Ask,
+    Engine,
+    finish,
+    record,
+    running,
+    shrink,
+    start,
+    step,
+    tokens,
+)
 from vllm.diffusion.engine.messages import Slice
 from vllm.diffusion.engine.scheduler.long_requests import Pace, Slicing
 from vllm.diffusion.engine.worker.sliced_step import SlicedStep
 from vllm.diffusion.engine.worker.window import ALL_ROWS
 from vllm.diffusion.memory import Demand, Planner, PoolExhaustedError, StepShape, rates
 from vllm.diffusion.memory.plan import Plan, StageSeconds
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.engine.harness import Answer, Engine
 
 LONG = Ask(random_prompt(90, 1), {**SHORT, "cfg_scale": 1.0})
 BESIDE = [Ask(random_prompt(n, n), SHORT) for n in (20, 5, 33)]

@@ -10,14 +10,14 @@ import sys
 from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from tests.checkpoints import make_case
-from tests.engine.harness import engine_config, logged
+from tests.engine.harness import Engine, engine_config, logged
 from vllm.diffusion import __version__
 from vllm.diffusion.api.server import welcome
 from vllm.diffusion.engine.worker import status
@@ -25,9 +25,6 @@ from vllm.diffusion.engine.worker.worker import DiffusionWorker
 from vllm.diffusion.metrics import BUILD_INFO
 from vllm.diffusion.ops.rooms import BUILD, Room, rooms
 from vllm.diffusion.process import log_filter
-
-if TYPE_CHECKING:
-    from tests.engine.harness import Engine
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 ROOMS = ("flash_sample", "fused_ops", "gather_gemm", "vmm_allocator")

@@ -7,7 +7,9 @@ They are in one file: those of two tests at once would only wait for each other.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,11 +32,6 @@ from tests.engine.harness import (
 )
 from tests.engine.ranks import fail_once
 from tests.reference.models import load_reference
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 
 REQUESTS: list[tuple[int, dict[str, Any]]] = [
     (20, BLOCKS),

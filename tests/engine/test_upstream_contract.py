@@ -8,18 +8,13 @@ import inspect
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import Ask, logged, record
+from tests.engine.harness import Ask, Engine, logged, record
 from tests.programs import ROOT, run_python
-
-if TYPE_CHECKING:
-    import pytest
-
-    from tests.engine.harness import Engine
 
 
 def test_the_scheduler_implements_the_whole_interface() -> None:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,22 +15,15 @@ from tests.pages import store_with
 from vllm.diffusion.core.spans import AttentionLayout
 from vllm.diffusion.decoding import ForwardTarget
 from vllm.diffusion.engine.messages import NewCanvas
-from vllm.diffusion.engine.worker.batch import build_batch
+from vllm.diffusion.engine.worker.batch import SpanGroup, StepBatch, build_batch
 from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.layers.attention_backends import attend
-from vllm.diffusion.memory import chunks
+from vllm.diffusion.memory import KeptSequence, PageStore, chunks
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.families import LLADA
 from vllm.diffusion.request.params import ServedModel, SpecialIds
-from vllm.diffusion.request.visibility import FULL, BlockCausal, Forward
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from vllm.diffusion.engine.worker.batch import SpanGroup, StepBatch
-    from vllm.diffusion.memory import KeptSequence, PageStore
-    from vllm.diffusion.request.visibility import Visibility
+from vllm.diffusion.request.visibility import FULL, BlockCausal, Forward, Visibility
 
 MODEL = ServedModel(
     family=LLADA,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import count
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -14,14 +14,10 @@ from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.engine.scheduler.likelihood_calls import LONGEST_WAIT_S, LikelihoodCalls
 from vllm.diffusion.engine.scheduler.prompt_groups import PromptGroups
-from vllm.diffusion.engine.scheduler.request_state import AdmissionGate, RequestState
+from vllm.diffusion.engine.scheduler.request_state import AdmissionGate, RequestState, WaitsFor
 from vllm.diffusion.engine.scheduler.waiting import MAX_OVERTAKEN, MAX_PASSED, WaitingLine
 from vllm.diffusion.memory import Demand
 from vllm.diffusion.request.likelihood import ScoreRequest
-
-if TYPE_CHECKING:
-    from vllm.diffusion.engine.scheduler.request_state import WaitsFor
-
 
 LIMIT = 100  # positions of the requests that run together
 NEVER = 1000  # positions that do not fit alone

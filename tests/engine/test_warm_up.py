@@ -4,26 +4,21 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from tests.engine.cases import SERVED
-from tests.engine.harness import BLOCKS, as_request, clear_case, record, running
+from tests.engine.harness import BLOCKS, Engine, as_request, clear_case, record, running
+from tests.reference.models import LLaDAReference
 from vllm.diffusion.config import served_model
 from vllm.diffusion.engine.worker import warm_up as warming
 from vllm.diffusion.engine.worker.step_graphs import ROW_BUCKETS, buckets_of
 from vllm.diffusion.engine.worker.warm_up import warm_up
 from vllm.diffusion.models.ahead import kernel_calls
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    import pytest
-
-    from tests.engine.harness import Engine
-    from tests.reference.models import LLaDAReference
 
 
 def test_a_warm_engine_answers_as_before(

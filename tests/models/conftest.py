@@ -3,19 +3,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 
 from tests.checkpoints import Case, make_case
 from tests.models.support import engine_config, join_world, load
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from vllm.diffusion.models.base import DiffusionModel
+from vllm.diffusion.models.base import DiffusionModel
 
 
 @pytest.fixture(scope="package")

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import gc
 import json
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import (
     ensure_model_parallel_initialized,
@@ -27,17 +30,8 @@ from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.spans import AttentionLayout, KeySource, Span
 from vllm.diffusion.models.base import DiffusionModel
 from vllm.diffusion.ops.packed import NF4, NF4_ORDER
-from vllm.diffusion.request.visibility import FULL
+from vllm.diffusion.request.visibility import FULL, Visibility
 from vllm_add_llada.cuda_kernels.fused_ops import Packed, unpack
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from vllm.diffusion.request.visibility import Visibility
 
 REL_TOLERANCE = 1e-4  # of the largest logit: fp32 sums in another order
 

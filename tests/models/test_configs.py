@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import pickle
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigC
 from tests.models.released import RELEASED, make_config
 from tests.models.released import make_config as make_any
 from vllm.diffusion.core.errors import ModelConfigError
-from vllm.diffusion.models.config import config_classes
+from vllm.diffusion.models.config import DiffusionConfig, config_classes
 from vllm.diffusion.models.dream import DreamConfig
 from vllm.diffusion.models.llada2 import LLaDA2Config
 from vllm.diffusion.models.llada_moe import LLaDAMoEConfig
@@ -30,13 +30,9 @@ from vllm.diffusion.request.families import (
     LLADA21,
     LLADA_MOE,
     SDAR,
+    Family,
     family_of,
 )
-
-if TYPE_CHECKING:
-    from vllm.diffusion.models.config import DiffusionConfig
-    from vllm.diffusion.request.families import Family
-
 
 make = partial(make_any, "llada")
 

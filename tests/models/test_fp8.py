@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.nn import functional
 
 from tests.checkpoints import llada_config, make_checkpoint
@@ -35,12 +38,6 @@ from vllm.diffusion.core.errors import CheckpointError, ModelConfigError, Server
 from vllm.diffusion.core.quantisation import Fp8Scheme, scheme_of
 from vllm.diffusion.models.llada import LLaDAConfig
 from vllm.diffusion.models.weights import checkpoint_name
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from torch import Tensor
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from itertools import product as pairs_of
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.random_weights import WEIGHT_STD, randomise
@@ -36,12 +39,6 @@ from vllm.diffusion.ops.packed import (
 )
 from vllm.diffusion.ops.packed_checkpoints import OrderedProjection
 from vllm_add_llada.cuda_kernels.fused_ops import Packed, look_up_table, pack, unpack
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from torch import Tensor
 
 
 @pytest.mark.parametrize("group", [8, 64, 128])

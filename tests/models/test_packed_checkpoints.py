@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.checkpoints import make_checkpoint
 from tests.models.support import (
@@ -24,12 +27,6 @@ from tests.reference.models import LLaDAReference
 from vllm.diffusion import ops
 from vllm.diffusion.core.errors import CheckpointError, ModelConfigError
 from vllm.diffusion.core.quantisation import PackedScheme, scheme_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from torch import Tensor
 
 GROUP = 16
 

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
 
@@ -26,11 +28,6 @@ from vllm.diffusion.core.buffers import Buffer, row_bytes
 from vllm.diffusion.core.stages import GATE_UP, PROJECTED, QUANTISED_ROWS
 from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.packed import quantise_packed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 ROWS, DEPTH, COLUMNS = 5, 32, 16
 CPU = torch.device("cpu")

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+from vllm.model_executor.models.utils import WeightsMapper
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 
 from tests.checkpoints import llada_config, make_checkpoint
@@ -32,12 +35,6 @@ from vllm.diffusion import ops
 from vllm.diffusion.core.errors import CheckpointError
 from vllm.diffusion.models.llada import LLaDAConfig
 from vllm.diffusion.models.weights import module_names
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from vllm.model_executor.models.utils import WeightsMapper
 
 KEPT_PLAIN = "model.transformer.blocks.0.q_proj"  # with its fused neighbours
 

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,17 +18,11 @@ from tests.models.support import Recorder, engine_config
 from vllm.diffusion.core.spans import AttentionLayout, KeySource, Span
 from vllm.diffusion.engine.planning import model_shape
 from vllm.diffusion.layers.norm import AllHeadsRMSNorm
+from vllm.diffusion.memory import ModelShape
 from vllm.diffusion.memory.footprint import Footprint
 from vllm.diffusion.memory.plan import Residency
+from vllm.diffusion.models.base import DiffusionModel
 from vllm.diffusion.ops import loading
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from vllm.diffusion.memory import ModelShape
-    from vllm.diffusion.models.base import DiffusionModel
-
 
 CASES = [
     *("mha", "gqa", "padded_vocab", "bias", "qk_norm", "model_dtype_rope", "one_kv_head"),

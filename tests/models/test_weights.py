@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.checkpoints import (
     BLOCK_CASES,
@@ -19,14 +22,7 @@ from tests.checkpoints import (
 )
 from tests.models.conftest import OUR_CASES
 from vllm.diffusion.core.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from vllm.diffusion.models.base import DiffusionModel
+from vllm.diffusion.models.base import DiffusionModel
 
 BLOCK = "model.transformer.blocks.1"
 HEAD = "model.transformer.ff_out"

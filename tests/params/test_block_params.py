@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,10 +18,8 @@ from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, algorithms_for
 from vllm.diffusion.request.families import DREAM, FAST_DLLM, LLADA, LLADA2, LLADA21, SDAR, Family
 from vllm.diffusion.request.lengths import forwards_saved
+from vllm.diffusion.request.params import ServedModel
 from vllm.diffusion.request.values import in_words
-
-if TYPE_CHECKING:
-    from vllm.diffusion.request.params import ServedModel
 
 BLOCK_FAMILIES = (LLADA2, LLADA21, SDAR, FAST_DLLM)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from vllm.v1.engine import EngineCoreRequest
@@ -29,9 +29,7 @@ from vllm.diffusion.request.decision import (
     is_decided,
 )
 from vllm.diffusion.request.likelihood import SCORE, SCORED_AS
-
-if TYPE_CHECKING:
-    from vllm.diffusion.request.params import DiffusionParams
+from vllm.diffusion.request.params import DiffusionParams
 
 ASKED: dict[str, Any] = {"gen_length": 64, "steps": 8, "block_length": 32}
 

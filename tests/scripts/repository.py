@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from tests import programs
-
-if TYPE_CHECKING:
-    import subprocess
-    from pathlib import Path
 
 # Prints its arguments and the variables that matter, one per line.
 RECORDER = """#!/bin/sh

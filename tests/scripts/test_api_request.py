@@ -10,16 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.programs import ROOT, run_python
 from tests.stub_server import Stub
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 SCRIPT = ROOT / "scripts" / "test_api_request.py"
 NAMES = runpy.run_path(str(SCRIPT), run_name="api_request")

@@ -7,10 +7,10 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import make_tiny_model
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -22,9 +22,6 @@ from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings
 from tiny_model.tokenizer import load_tokenizer
 
 from tests.programs import ROOT, output_of
-
-if TYPE_CHECKING:
-    import torch
 
 # Everything but the learning: three small iterations, one forward a verification.
 QUICK = Plan(

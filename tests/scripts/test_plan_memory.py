@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import plan_memory
 import pytest
 
 from tests.checkpoints import make_checkpoint
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize("family", ["llada", "dream", "moe"])

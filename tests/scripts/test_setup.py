@@ -6,22 +6,19 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import threading
 import zipfile
+from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.programs import ROOT, output_of, run
 from tests.scripts.repository import add_recorder
-
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Iterator
 
 INFO = "mosaic-0.2.0.dist-info"
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"

@@ -9,16 +9,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests import conftest
 from tests.scripts.repository import add_recorder, run
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # The default folder, port and length of each family's server.
 SERVERS = {

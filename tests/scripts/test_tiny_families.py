@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import make_tiny_model
 import pytest
@@ -13,9 +14,6 @@ from tiny_model.checkpoint import read_config
 from tiny_model.family import TokenIds, load_family
 from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings
 from tiny_model.tokenizer import load_tokenizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FAMILIES = ("dream", "llada-moe", "llada2", "sdar", "fast-dllm")
 # Everything but the learning: two small iterations, one forward a verification.

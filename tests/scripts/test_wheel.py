@@ -9,14 +9,11 @@ import sys
 import tomllib
 import zipfile
 from configparser import ConfigParser
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.programs import ROOT, output_of, run_python
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SCRIPT = ROOT / "scripts" / "installed" / "mosaic_overlay_path.py"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

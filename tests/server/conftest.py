@@ -3,20 +3,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
+import httpx
 import pytest
 from openai import DefaultHttpxClient, OpenAI
 
 from tests.server.browser import CHROMIUM, Browser
 from tests.server.client import Client
 from tests.server.process import MODEL, MODEL_NAME, SERVER, ServerProcess, healthy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    import httpx
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
 
 import httpx
 import psutil
@@ -18,11 +20,6 @@ import psutil
 from benchmarks.server_process import free_port, is_healthy
 from tests.programs import ROOT
 from tests.server.warm import WarmProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from concurrent.futures import Future
-    from pathlib import Path
 
 MODEL = ROOT / "models" / "llada-tiny"
 MODEL_NAME = "llada-tiny"

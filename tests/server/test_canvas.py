@@ -7,9 +7,10 @@ import http.client
 import json
 from contextlib import ExitStack
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from openai import OpenAI
 
 from tests.server.client import (
     ANSWER,
@@ -18,17 +19,12 @@ from tests.server.client import (
     PUZZLE,
     QUESTION,
     ROUTES,
+    Client,
     body_for,
     events,
     without_times,
 )
-from tests.server.process import MODEL_NAME
-
-if TYPE_CHECKING:
-    from openai import OpenAI
-
-    from tests.server.client import Client
-    from tests.server.process import ServerProcess
+from tests.server.process import MODEL_NAME, ServerProcess
 
 ASKED: dict[str, Any] = {"gen_length": 32, "block_length": 8, "steps": 16, "seed": 4}
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.programs import output_of
-from tests.server.client import ANSWER, CHAT, COMPLETIONS, QUESTION, ROUTES, body_for, events
-from tests.server.process import MODEL_NAME, environment
+from tests.server.client import (
+    ANSWER,
+    CHAT,
+    COMPLETIONS,
+    QUESTION,
+    ROUTES,
+    Client,
+    body_for,
+    events,
+)
+from tests.server.process import MODEL_NAME, ServerProcess, environment
 from tests.server.warm import WarmProcess
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.server.client import Client
-    from tests.server.process import ServerProcess
 
 NUM_PROMPTS = 4
 BACKENDS = {"openai-chat": CHAT, "openai": COMPLETIONS}

@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from tests.reference import likelihood
-from tests.server.client import COMPLETIONS, QUESTION, body_for, refusal
+from tests.server.client import COMPLETIONS, QUESTION, Client, body_for, refusal
 from tests.server.reference import CLOSE, mask_id, model, tokenizer
-
-if TYPE_CHECKING:
-    from tests.server.client import Client
 
 PROMPTS = (QUESTION + " The capital of France is Paris.", QUESTION + " It is 7.")
 

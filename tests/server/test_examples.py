@@ -13,22 +13,17 @@ import select
 import sys
 import time
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.programs import ROOT, TIMEOUT_S, output_of, run_python
-from tests.server.client import ANSWER, QUESTION
-from tests.server.process import MODEL_NAME, environment
+from tests.server.client import ANSWER, QUESTION, Client
+from tests.server.process import MODEL_NAME, ServerProcess, environment
 from tests.server.warm import WarmProcess
 from tests.stub_server import Stub
 from vllm.diffusion.request import fields
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.server.client import Client
-    from tests.server.process import ServerProcess
 
 CHAT = ROOT / "docs" / "examples" / "chat.py"
 CURL = re.compile(r"^curl .*?(?=\n\n|\n\Z|\n[a-z])", re.MULTILINE | re.DOTALL)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from argparse import Namespace
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import httpx
 import pytest
@@ -17,9 +18,6 @@ from vllm.exceptions import GracefulHTTPError
 from tests.server.client import refusal
 from vllm.diffusion.api.server import gate
 from vllm.diffusion.api.server.lifecycle import Lifecycle
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
 
 WORK = "/generate"
 BREAKS = 7  # bytes of a body at which the application fails

@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from tests.server.client import ANSWER, GENERATE, PUZZLE, QUESTION
+from tests.server.client import ANSWER, GENERATE, PUZZLE, QUESTION, Client
 from tests.server.process import MODEL_NAME
-
-if TYPE_CHECKING:
-    from tests.server.client import Client
 
 NOISY = {"temperature": 2.0, "gen_length": 32, "steps": 8, "ignore_eos": True}
 

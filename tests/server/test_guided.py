@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import pytest
+from openai import OpenAI
 from pydantic import BaseModel, Field
 
 from tests.programs import ROOT
@@ -16,17 +18,11 @@ from tests.server.client import (
     GENERATE,
     MESSAGES,
     QUESTION,
+    Client,
     body_for,
     refusal,
 )
-from tests.server.process import MODEL_NAME
-
-if TYPE_CHECKING:
-    import pytest
-    from openai import OpenAI
-
-    from tests.server.client import Client
-    from tests.server.process import ServerProcess
+from tests.server.process import MODEL_NAME, ServerProcess
 
 
 class City(BaseModel):

@@ -8,8 +8,10 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -37,10 +39,6 @@ from tests.server.process import (
     healthy,
     is_error,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 SCREEN = 40  # lines
 POOL_BYTES = 230_000  # of the server that loses its engine; room for short answers

@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.reference import likelihood
-from tests.server.client import ANSWER, COMPLETIONS, QUESTION
-from tests.server.process import MODEL, MODEL_NAME
+from tests.server.client import ANSWER, COMPLETIONS, QUESTION, Client
+from tests.server.process import MODEL, MODEL_NAME, ServerProcess
 from tests.server.reference import CLOSE, mask_id, model, tokenizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.server.client import Client
-    from tests.server.process import ServerProcess
 
 DOCUMENTS = (
     {"question": QUESTION, "answer": ANSWER, "choices": [ANSWER, "7"], "label": 0},

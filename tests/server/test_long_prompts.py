@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.server.client import GENERATE, LONG, Client, refusal
 from tests.server.process import SERVER, ServerProcess, healthy, is_error, named, still_alive
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 MAX_MODEL_LEN = 2**21
 NUM_TOKENS = 102_400  # of the prompt of a request of 204,800

@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.server.client import ANSWER, PUZZLE, QUESTION
 from tests.server.process import START_S, environment
 from tests.server.warm import WarmProcess
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SCRIPT = """
 import json

@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from openai import OpenAI
 
-from tests.server.client import ANSWER, CHAT, COMPLETIONS, PUZZLE, QUESTION, ROUTES, body_for
+from tests.server.client import (
+    ANSWER,
+    CHAT,
+    COMPLETIONS,
+    PUZZLE,
+    QUESTION,
+    ROUTES,
+    Client,
+    body_for,
+)
 from tests.server.process import MODEL_NAME
-
-if TYPE_CHECKING:
-    from openai import OpenAI
-
-    from tests.server.client import Client
 
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
 SMALL_CANVAS = {"gen_length": 32, "block_length": 8}

@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from tests.server.client import ANSWER, QUESTION, refusal
+from tests.server.client import ANSWER, QUESTION, Client, refusal
 from tests.server.process import MODEL_NAME
-
-if TYPE_CHECKING:
-    from tests.server.client import Client
 
 RESPONSES = "/v1/responses"
 ODD_INPUTS: list[Any] = [

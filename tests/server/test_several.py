@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -20,9 +20,6 @@ from tests.server.process import (
     named,
     still_alive,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def of_engines(text: str, name: str) -> dict[str, float]:

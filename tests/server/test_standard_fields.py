@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,6 @@ from tests.checkpoints import make_case, random_prompt
 from tests.programs import ROOT, output_of
 from tests.server.client import CHAT, COMPLETIONS, GENERATE, ROUTES, Client, body_for
 from tests.server.process import MODEL_NAME, SERVER, ServerProcess, environment, healthy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 DOCUMENT = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").replace("\\\n", "")
 COMMANDS = {
