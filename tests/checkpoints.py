@@ -34,15 +34,29 @@ END_HEADER_ID = 248
 EOT_ID = 249
 EOS_ID = 250
 MASK_ID = 251
-SPECIAL_TOKENS = {
-    "<|unknown|>": UNKNOWN_ID,
-    "<|startoftext|>": BOS_ID,
-    "<|start_header_id|>": START_HEADER_ID,
-    "<|end_header_id|>": END_HEADER_ID,
-    "<|eot_id|>": EOT_ID,
-    "<|endoftext|>": EOS_ID,
-    "<|mdm_mask|>": MASK_ID,
-}
+
+
+def special_tokens(bos: str, start: str, end: str, eot: str, mask: str) -> dict[str, int]:
+    """What the families call the tokens with the last ids."""
+    names = ("<|unknown|>", bos, start, end, eot, "<|endoftext|>", mask)
+    return dict(zip(names, range(UNKNOWN_ID, MASK_ID + 1), strict=True))
+
+
+SPECIAL_TOKENS = special_tokens(
+    "<|startoftext|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|mdm_mask|>"
+)
+DREAM_SPECIAL_TOKENS = special_tokens(
+    "<|beginoftext|>", "<|im_start|>", "<|vision_pad|>", "<|im_end|>", "<|mask|>"
+)
+MOE_SPECIAL_TOKENS = special_tokens(
+    "<|startoftext|>", "<role>", "</role>", "<|role_end|>", "<|mask|>"
+)
+SDAR_SPECIAL_TOKENS = special_tokens(
+    "<think>", "<|im_start|>", "</think>", "<|im_end|>", "<|MASK|>"
+)
+FAST_DLLM_SPECIAL_TOKENS = special_tokens(
+    "<|object_ref_start|>", "<|im_start|>", "<|object_ref_end|>", "<|im_end|>", "|<MASK>|"
+)
 # Ids 252..255 have logit columns but no token, as the last columns of the released models.
 VOCAB_SIZE = 256
 
@@ -57,42 +71,6 @@ CHAT_TEMPLATE = (
     "{% endif %}"
 )
 
-DREAM_SPECIAL_TOKENS = {
-    "<|unknown|>": UNKNOWN_ID,
-    "<|beginoftext|>": BOS_ID,
-    "<|im_start|>": START_HEADER_ID,
-    "<|vision_pad|>": END_HEADER_ID,
-    "<|im_end|>": EOT_ID,
-    "<|endoftext|>": EOS_ID,
-    "<|mask|>": MASK_ID,
-}
-MOE_SPECIAL_TOKENS = {
-    "<|unknown|>": UNKNOWN_ID,
-    "<|startoftext|>": BOS_ID,
-    "<role>": START_HEADER_ID,
-    "</role>": END_HEADER_ID,
-    "<|role_end|>": EOT_ID,
-    "<|endoftext|>": EOS_ID,
-    "<|mask|>": MASK_ID,
-}
-SDAR_SPECIAL_TOKENS = {
-    "<|unknown|>": UNKNOWN_ID,
-    "<think>": BOS_ID,
-    "<|im_start|>": START_HEADER_ID,
-    "</think>": END_HEADER_ID,
-    "<|im_end|>": EOT_ID,
-    "<|endoftext|>": EOS_ID,
-    "<|MASK|>": MASK_ID,
-}
-FAST_DLLM_SPECIAL_TOKENS = {
-    "<|unknown|>": UNKNOWN_ID,
-    "<|object_ref_start|>": BOS_ID,
-    "<|im_start|>": START_HEADER_ID,
-    "<|object_ref_end|>": END_HEADER_ID,
-    "<|im_end|>": EOT_ID,
-    "<|endoftext|>": EOS_ID,
-    "|<MASK>|": MASK_ID,
-}
 CHATML_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -318,11 +296,8 @@ def config_of(family: str, **overrides: Any) -> dict[str, Any]:
     return config | overrides
 
 
-llada_config, dream_config, moe_config = (
-    partial(config_of, family) for family in ("llada", "dream", "moe")
-)
-sdar_config, sdar_moe_config, llada2_config, fast_dllm_config = (
-    partial(config_of, family) for family in ("sdar", "sdar_moe", "llada2", "fast_dllm")
+llada_config, sdar_config, llada2_config = (
+    partial(config_of, family) for family in ("llada", "sdar", "llada2")
 )
 
 
@@ -479,13 +454,8 @@ def save_dream_tokenizer_files(folder: Path) -> None:
         "unk_token": "<|unknown|>",
     }
     write_json(folder / "special_tokens_map.json", named)
-    flags = {
-        "lstrip": False,
-        "normalized": False,
-        "rstrip": False,
-        "single_word": False,
-        "special": True,
-    }
+    flags = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
+    flags["special"] = True
     added = {str(id): {"content": token, **flags} for token, id in style.special_tokens.items()}
     write_json(
         folder / "tokenizer_config.json",
@@ -529,15 +499,9 @@ def make_checkpoint(
     torch_dtype = str(dtype).removeprefix("torch.")
     config = config_of(family, **{"torch_dtype": torch_dtype, **overrides})
     write_json(folder / "config.json", config)
-    bos_token_id = config.get("bos_token_id", BOS_ID)
-    write_json(
-        folder / "generation_config.json",
-        {
-            "bos_token_id": bos_token_id,
-            "eos_token_id": STOP_IDS.get(family, EOS_ID),
-            "transformers_version": "4.46.2",
-        },
-    )
+    generation = {"bos_token_id": config.get("bos_token_id", BOS_ID)}
+    generation |= {"eos_token_id": STOP_IDS.get(family, EOS_ID), "transformers_version": "4.46.2"}
+    write_json(folder / "generation_config.json", generation)
     weights = random_weights(config, seed, gain)
     if fused_experts:
         weights = fuse_experts(weights)
@@ -552,9 +516,10 @@ def make_checkpoint(
     return folder
 
 
-def make_case(folder: str | Path, name: str) -> Path:
-    """`make_checkpoint` of one entry of CASES, FAMILY_CASES or BLOCK_CASES."""
-    case = {**CASES, **FAMILY_CASES, **BLOCK_CASES, "diffullama": DIFFULLAMA_CASE}[name]
+def make_case(folder: str | Path, name: str, more: dict[str, Case] | None = None) -> Path:
+    """`make_checkpoint` of one entry of CASES, FAMILY_CASES, BLOCK_CASES or `more`."""
+    ours = {**CASES, **FAMILY_CASES, **BLOCK_CASES, "diffullama": DIFFULLAMA_CASE}
+    case = {**ours, **(more or {})}[name]
     return make_checkpoint(
         folder,
         family=case.family,

@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from vllm.diffusion.metrics import Metric
+from vllm.diffusion.metrics import Metric
 
 METRIC_NAME = re.compile(r"\b(?:dllm|vllm):[a-z0-9_]+")
 # Upstream's metrics that the dashboard shows; tests/server/test_metrics.py finds them served.

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ import pytest
 import yaml
 
 from tests.metric_names import METRIC_NAME, UPSTREAMS, samples_of
+from tests.programs import ROOT, output_of, run
 from vllm.diffusion.metrics import METRICS
 
-ROOT = Path(__file__).resolve().parent.parent
 DOCKER = ROOT / "docs" / "docker"
 DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
 DASHBOARD = ROOT / "docs" / "grafana" / "mosaic.json"
@@ -86,13 +85,13 @@ def test_the_image_takes_nothing_that_is_built_or_downloaded() -> None:
 
 
 def test_git_ignores_what_is_made_here_symbolic_links_too(tmp_path: Path) -> None:
-    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    output_of("git", "init", "--quiet", tmp_path)
     (tmp_path / ".gitignore").write_bytes((ROOT / ".gitignore").read_bytes())
     for name in (".venv", "models", "build", "results", "reports", "__pycache__"):
         (tmp_path / name).symlink_to(ROOT)
     (tmp_path / "context_length.csv").touch()
-    status = ["git", "-C", tmp_path, "status", "--porcelain", "--untracked-files=all"]
-    assert subprocess.check_output(status, text=True) == "?? .gitignore\n"
+    status = ("git", "-C", tmp_path, "status", "--porcelain", "--untracked-files=all")
+    assert output_of(*status) == "?? .gitignore\n"
 
 
 def test_the_services_fit_together() -> None:
@@ -231,14 +230,7 @@ def test_a_browser_that_cannot_be_had_is_one_line(
     for name, script in {**programs, "timeout": 'shift; "$@"'}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
-    done = subprocess.run(
-        ["/bin/bash", str(ROOT / ".ci" / "chromium")],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"PATH": str(tmp_path)},
-        timeout=60,
-    )
+    done = run("/bin/bash", ROOT / ".ci" / "chromium", env={"PATH": str(tmp_path)})
     told = done.stderr.replace("==> installing chromium\n", "")
     assert done.returncode == 0
     assert told.count("\n") == (1 if said else 0)

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,10 +15,6 @@ from vllm.diffusion.core.errors import RankError, RankMemoryError
 from vllm.diffusion.engine.worker.agreement import Agreement
 from vllm.diffusion.memory import PoolExhaustedError
 from vllm.diffusion.parallel.host_board import FAILED, NO_MEMORY, HostBoard
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 class Ranks:

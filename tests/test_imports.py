@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules of the product import each other in no circle; test modules import only helpers."""
+"""Who imports whom: no circles, and tests only helpers."""
 
 from __future__ import annotations
 

@@ -9,23 +9,19 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.checkpoints import make_case
-from tests.scripts.repository import ROOT
+from tests.programs import ROOT, run_python
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import ServerConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 OURS = ("-m", "vllm.entrypoints.api_server", "--model")
 SERVE = ("-m", "vllm.entrypoints.cli.main", "serve")
@@ -53,14 +49,7 @@ def start(home: Path, *words: str, **env: str) -> str:
         "HF_HOME": str(home / "hub"),
         "NO_PROXY": "*",
     }
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=home,
-        env={**variables, **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_python(*words, cwd=home, env={**variables, **env})
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
     return line

@@ -9,17 +9,15 @@ import logging
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from vllm.diffusion.process import deferred_imports as late
 from vllm.diffusion.process import prestart as early
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from multiprocessing.connection import Connection
 
 SERVER = ["python", "-m", "vllm.entrypoints.api_server"]
 

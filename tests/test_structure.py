@@ -5,25 +5,15 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ROOT / "vllm/diffusion"
-FOLDERS = [
-    "vllm",
-    "flash_sample",
-    "vmm_allocator",
-    "vllm_add_llada",
-    "gather_gemm",
-    "scripts",
-    "benchmarks",
-]
+ROOMS = ("flash_sample", "vmm_allocator", "vllm_add_llada", "gather_gemm")
+FOLDERS = ("vllm", *ROOMS, "scripts", "benchmarks")
 FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 MOST_LINES = 60
 # Each package has a configuration, a base or a family's file of its own.

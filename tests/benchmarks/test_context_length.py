@@ -12,8 +12,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -24,11 +25,8 @@ from benchmarks.context_length.measure import Request, ordinary_ids
 from benchmarks.context_length.memory import GpuMemory
 from benchmarks.context_length.records import NOT_STARTED, OK, Results, SettingsDiffer
 from benchmarks.context_length.runner import Found, Range, search
+from tests.programs import ROOT
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = ROOT / "tests" / "benchmarks" / "stand_in_server.py"
 DRAW = harness.draw
 CONFIG = {"vocab_size": 64, "mask_token_id": 3, "eos_token_id": 60, "bos_token_id": None}
@@ -123,18 +121,10 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def arguments(project: Path, **changed: Any) -> list[str]:
-    options = {
-        "project-path": project,
-        "model-path": project / "model",
-        "output-dir": project / "out",
-        "start": 64,
-        "step": 64,
-        "max": 192,
-        "precision": 16,
-        "steps": 3,
-        "shutdown-timeout": 0.05,
-        **{name.replace("_", "-"): value for name, value in changed.items()},
-    }
+    folders = {"project-path": project, "model-path": project / "model"}
+    lengths = {"start": 64, "step": 64, "max": 192, "precision": 16, "steps": 3}
+    options = {**folders, "output-dir": project / "out", **lengths, "shutdown-timeout": 0.05}
+    options |= {name.replace("_", "-"): value for name, value in changed.items()}
     return [part for name, value in options.items() for part in (f"--{name}", str(value))]
 
 
@@ -185,11 +175,8 @@ def test_all_lengths_run(
         assert point["startup_s"] > 0
     with (project / "out" / "context_length.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [(row["length"], row["median_ms"]) for row in rows] == [
-        ("64", "65.0"),
-        ("128", "129.0"),
-        ("192", "193.0"),
-    ]
+    medians = [(row["length"], row["median_ms"]) for row in rows]
+    assert medians == [("64", "65.0"), ("128", "129.0"), ("192", "193.0")]
     assert (project / "out" / "context_length.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr()
     assert "longest length that runs: 192" in printed.out

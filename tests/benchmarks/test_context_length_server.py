@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
-from tests.server.process import MODEL, ROOT, environment
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.programs import ROOT, output_of
+from tests.server.process import MODEL, environment
 
 
 @pytest.mark.slow
@@ -22,16 +19,9 @@ def test_a_length_runs(tmp_path: Path) -> None:
     entry = ROOT / "benchmarks" / "llada" / "run_benchmark.py"
     options = {"model-path": MODEL, "output-dir": "out", "shutdown-timeout": 60, "steps": 2}
     options |= {"start": 288, "step": 224, "max": 288, "precision": 224, "max-model-len": 300}
-    done = subprocess.run(
-        [sys.executable, str(entry), *(f"--{name}={value}" for name, value in options.items())],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=tmp_path,
-        env=environment(),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "longest length that runs: 288" in done.stdout
+    given = [f"--{name}={value}" for name, value in options.items()]
+    told = output_of(sys.executable, entry, *given, timeout=600, cwd=tmp_path, env=environment())
+    assert "longest length that runs: 288" in told
     (point,) = json.loads((tmp_path / "out" / "context_length.json").read_text())["points"]
     assert (point["length"], point["status"]) == (288, "ok")
     assert (point["num_steps"], point["diffusion"]["num_forwards"]) == (2, 2)

@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/decoding.md says something about everything that a request can choose."""
+"""docs/decoding.md and docs/requests.md say all that a request can choose."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
+from tests.programs import ROOT
+from vllm.diffusion.api.protocol import GenerateBody
 from vllm.diffusion.request import fields
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, PARAMETERS, Algorithm
 from vllm.diffusion.request.families import FAMILIES
-from vllm.diffusion.request.values import in_words
+from vllm.diffusion.request.values import as_json, in_words
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs" / "decoding.md").read_text(encoding="utf-8")
+TEXT, REQUESTS = (
+    (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("decoding", "requests")
+)
+TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", tuple: "token ids"}
+OF_SEVERAL = {"prompt": "string or list", "messages": "list"}
 
 
 @pytest.mark.parametrize("table", [ALGORITHMS, BLOCK_ALGORITHMS], ids=["full", "block"])
@@ -55,3 +61,32 @@ def test_caches_have_a_row(name: str) -> None:
 )
 def test_parameters_of_single_algorithms_are_named(name: str) -> None:
     assert f"`{name}`" in TEXT
+
+
+def request_rows() -> str:
+    """The rows of the table: fields of the body, then diffusion parameters."""
+    found = []
+    for name, field in GenerateBody.model_fields.items():
+        default = "" if field.default is None else as_json(field.default)
+        kind = OF_SEVERAL.get(name) or type_of(field.annotation)
+        found.append(f"| `{name}` | {kind} | {default} | {field.description} |")
+    for spec in fields.FIELDS:
+        names = f"`{spec.name}`"
+        if spec.aliases:
+            names += f" ({', '.join(f'`{alias}`' for alias in spec.aliases)})"
+        meaning = f"{spec.doc}: {', '.join(spec.choices)}" if spec.choices else spec.doc
+        found.append(f"| {names} | {TYPES[spec.kind]} | {spec.documented_default} | {meaning} |")
+    return "\n".join(found)
+
+
+def type_of(annotation: Any) -> str:
+    kinds = [kind for kind in get_args(annotation) or [annotation] if kind is not type(None)]
+    return " or ".join(
+        TYPES.get(kind, "list" if "list" in str(kind) else "object") for kind in kinds
+    )
+
+
+def test_every_field_is_in_the_table() -> None:
+    assert f"\n|---|---|---|---|\n{request_rows()}\n\n" in REQUESTS, (
+        f"wanted in the document:\n{request_rows()}"
+    )

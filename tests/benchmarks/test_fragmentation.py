@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from benchmarks import fragmentation
 from benchmarks.performance_tables import section
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_reserved_memory_is_set_against_what_was_used() -> None:

@@ -4,40 +4,21 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import performance_tables
 from benchmarks.performance_tables import TableError, section
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-RUN = {
-    "date": "2026-01-02 03:04 UTC",
-    "command": "python benchmarks/x.py",
-    "commit": "0123456789ab",
-    "packages": {"torch": "2.11.0", "triton": None},
-    "machine": "x86_64",
-    "num_cpus": 4,
-    "gpu": "A Card",
-    "gpu_memory_gib": 80.0,
-    "driver": "580.1",
-}
-STEP: dict[str, Any] = {
-    "family": "llada-moe",
-    "length": 4096,
-    "num_requests": 1,
-    "num_steps": 3,
-    "step_ms": 20.0,
-    "step_min_ms": 19.0,
-    "device_ms": 19.5,
-    "interval_ms": 20.5,
-    "floor_ms": 16.0,
-    "reference_ms": None,
-    "touched_experts": 63.5,
-}
+RUN: dict[str, Any] = {"date": "2026-01-02 03:04 UTC", "command": "python benchmarks/x.py"}
+RUN |= {"commit": "0123456789ab", "packages": {"torch": "2.11.0", "triton": None}}
+RUN |= {"machine": "x86_64", "num_cpus": 4}
+RUN |= {"gpu": "A Card", "gpu_memory_gib": 80.0, "driver": "580.1"}
+STEP: dict[str, Any] = {"family": "llada-moe", "length": 4096, "num_requests": 1, "num_steps": 3}
+STEP |= {"step_ms": 20.0, "step_min_ms": 19.0, "device_ms": 19.5, "interval_ms": 20.5}
+STEP |= {"floor_ms": 16.0, "reference_ms": None, "touched_experts": 63.5}
 
 
 def table_of(folder: Path, **content: Any) -> str:
@@ -65,27 +46,17 @@ def test_steps_become_a_table_with_their_ratios(tmp_path: Path) -> None:
 
 
 def test_lengths_that_ran_and_the_first_that_failed(tmp_path: Path) -> None:
-    point = {
-        "length": 204800,
-        "status": "ok",
-        "first_ms": 45000.0,
-        "median_ms": 44000.0,
-        "last_ms": 44500.0,
-        "gpu_peak_bytes": 24 * 2**30,
-        "host_peak_bytes": 3 * 2**29,
-        "activation_peak_bytes": 204800 * 24 * 1024,
-        "activation_average_bytes": 204800 * 20 * 1024,
-        "plan": "plan for T = 204800: logits 1061; predicted peak 4.50 GiB, time 4.5e+01 s",
+    point: dict[str, Any] = {"length": 204800, "status": "ok"}
+    point |= {"first_ms": 45000.0, "median_ms": 44000.0, "last_ms": 44500.0}
+    point |= {"gpu_peak_bytes": 24 * 2**30, "host_peak_bytes": 3 * 2**29}
+    point |= {
+        f"activation_{k}_bytes": 204800 * n * 1024 for k, n in (("peak", 24), ("average", 20))
     }
+    point["plan"] = "plan for T = 204800: logits 1061; predicted peak 4.50 GiB, time 4.5e+01 s"
     failed = {"length": 262144, "status": "out of memory"}
-    settings = {
-        "model_path": "/models/llada-8b-dummy",
-        "alpha": 0.5,
-        "steps": 4,
-        "activation_pool_size_bytes": 9 * 2**30,
-        "gpu_memory_utilization": 0.3,
-        "environment": {"VLLM_USE_HOST_RESIDUAL": "0"},
-    }
+    settings = {"model_path": "/models/llada-8b-dummy", "alpha": 0.5, "steps": 4}
+    settings |= {"activation_pool_size_bytes": 9 * 2**30, "gpu_memory_utilization": 0.3}
+    settings["environment"] = {"VLLM_USE_HOST_RESIDUAL": "0"}
     points = [point, failed]
     text = table_of(tmp_path, kind="context_length", settings=settings, points=points)
     limits = "24.0 GiB of the GPU, 9.00 GiB of activations, no rows in host memory"

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,6 @@ from benchmarks.shapes import Shape, forward_work
 from tests.checkpoints import EOS_ID, MASK_ID, checkpoint_shapes, make_checkpoint, random_prompt
 from tests.reference.decode import SpecialIds, semi_ar
 from tests.reference.models import load_reference
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FULL_SIZE = ("llada", "dream", "llada-moe")
 SHRUNK = [("llada", 16), ("dream", 14), ("llada-moe", 16)]  # by what their heads allow

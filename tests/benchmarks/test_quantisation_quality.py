@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from benchmarks import quantisation_quality
 from benchmarks.quantisation_quality import Trace, equal_share, rank_correlation
 from tests.checkpoints import make_checkpoint
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_orders_are_compared_by_rank() -> None:

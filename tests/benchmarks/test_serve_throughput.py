@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,10 +20,6 @@ from benchmarks.serve_throughput import (
 from benchmarks.shapes import Shape
 from tests.checkpoints import make_checkpoint
 from tests.server.process import ServerProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 def test_a_row_counts_tokens_and_requests_and_orders_latencies() -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +13,6 @@ from make_dummy_checkpoint import configuration
 from benchmarks import harness, performance_tables, step_latency
 from benchmarks.in_process import Step
 from benchmarks.step_latency import Case, Reference, cases_of, row_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,6 @@ from benchmarks import (
     windows,
 )
 from benchmarks.shapes import Shape, window_stages
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 

@@ -6,20 +6,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from vllm.diffusion.decoding import Candidates, ForwardTarget, make_rule
+from vllm.diffusion.decoding.base import Array
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.families import DREAM, LLADA
 from vllm.diffusion.request.params import DiffusionParams, ServedModel, SpecialIds
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from vllm.diffusion.decoding.base import Array
 
 MASK, EOS, EOT = 15, 14, 13
 MODEL = ServedModel(

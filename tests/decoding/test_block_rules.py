@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+import torch
 
 from tests.decoding.toy import Decoding, Toy
 from tests.reference import block_loops
@@ -17,15 +19,8 @@ from tests.reference.block_loops import Draw, NoEnd
 from tests.reference.philox import uniform_matrix
 from vllm.diffusion.core.random_streams import CATEGORICAL
 from vllm.diffusion.request import decision, fields
-from vllm.diffusion.request.families import FAST_DLLM, LLADA2, LLADA21, SDAR
+from vllm.diffusion.request.families import FAST_DLLM, LLADA2, LLADA21, SDAR, Family
 from vllm.diffusion.request.params import DiffusionParams, ServedModel, SpecialIds
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-
-    from vllm.diffusion.request.families import Family
 
 V, MASK, STOPS = 24, 23, frozenset({22, 21})
 NEVER = {MASK: -1e9}  # bias of a token that is never proposed

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.decoding.support import EOS, MASK, MODEL, SHIFTED, Row, candidates, decided
 from vllm.diffusion.decoding import DecodingRule, make_rule, most_certain_first
+from vllm.diffusion.decoding.dream import Dream
 from vllm.diffusion.decoding.semi_ar import SemiAutoregressive, transfer_quota
 from vllm.diffusion.request import fields
 from vllm.diffusion.request.algorithms import ALGORITHMS
@@ -67,8 +68,9 @@ def test_masks_of_the_prompt_take_quota_of_the_first_block() -> None:
 def test_unresolved_steps_are_an_error() -> None:
     unresolved = decided(threshold=0.5)
     assert unresolved.steps is None
-    with pytest.raises(ValueError, match="steps"):
-        SemiAutoregressive(unresolved, 1)
+    for rule in (SemiAutoregressive, Dream):
+        with pytest.raises(ValueError, match="steps"):
+            rule(unresolved, 1)
 
 
 # ---- threshold ---------------------------------------------------------------------------------

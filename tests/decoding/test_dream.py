@@ -78,8 +78,3 @@ def test_drawn_positions_have_the_frequencies_of_the_softmax() -> None:
         counts[chosen] += 1
     wanted = torch.softmax(scores / 0.5, 0) * num_draws
     assert float(((counts - wanted) ** 2 / wanted).sum()) < 18.47  # 0.1 % point, 4 degrees
-
-
-def test_unresolved_steps_are_an_error() -> None:
-    with pytest.raises(ValueError, match="steps"):
-        Dream(decided(threshold=0.5), 1)

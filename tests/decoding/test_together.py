@@ -4,23 +4,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm.diffusion.decoding import BatchedChoice, Candidates, ForwardTarget, make_rule
+from vllm.diffusion.decoding import (
+    BatchedChoice,
+    BatchedCommit,
+    Candidates,
+    Commit,
+    ForwardTarget,
+    make_rule,
+)
+from vllm.diffusion.decoding.base import Array
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.families import SDAR
 from vllm.diffusion.request.params import ServedModel, SpecialIds
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vllm.diffusion.decoding import BatchedCommit, Commit
-    from vllm.diffusion.decoding.base import Array
 
 MASK, STOP = 9, 8
 SCORES = (math.nan, -math.inf, 0.0, 0.25, 0.5, 0.5, 0.75, 1.0)  # equal ones are common

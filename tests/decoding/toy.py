@@ -3,21 +3,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from vllm.diffusion.decoding import Candidates, make_rule
+from vllm.diffusion.decoding import Candidates, ForwardTarget, make_rule
+from vllm.diffusion.request.params import DiffusionParams
 from vllm.diffusion.sampling import RowGroup, sample_group
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from vllm.diffusion.decoding import ForwardTarget
-    from vllm.diffusion.request.params import DiffusionParams
 
 
 class Toy:

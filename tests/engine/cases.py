@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 from tests.checkpoints import MASK_ID, random_prompt
 from tests.engine.harness import BLOCKS, NOISY, Ask
 from vllm.diffusion.memory.plan import ChunkRows, Plan, Residency
 from vllm.diffusion.request.families import LLADA
 from vllm.diffusion.request.params import ServedModel, SpecialIds
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 PROMPT_LENGTH = 13
 FOUR_BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 8}

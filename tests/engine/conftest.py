@@ -4,34 +4,19 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.engine.harness import Engine, running
-from tests.reference.models import load_reference
+from tests.reference.models import LLaDAReference, load_reference
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.reference.models import LLaDAReference
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "torch_dtype": "float32",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+LLAMA |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256}
+LLAMA |= {"torch_dtype": "float32", "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2}
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +37,13 @@ def runs_ahead(
     """Whether a step is launched before the results of the one before are handed out."""
     monkeypatch.setattr(engine.loop, "runs_ahead", request.param)
     return bool(request.param)
+
+
+@pytest.fixture(params=["1", "0"], ids=["fused", "apart"])
+def fuses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a finished block is stored with the next one."""
+    monkeypatch.setenv("VLLM_DLLM_COMMIT_FUSION", request.param)
+    return bool(request.param == "1")
 
 
 @pytest.fixture

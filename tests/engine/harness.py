@@ -4,31 +4,27 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import time
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from tests.checkpoints import EOS_ID, EOT_ID
+from tests.reference.decode import LogitModel
 from tests.reference.golden import Run, clear_case
 from vllm.diffusion.config import Settings
+from vllm.diffusion.engine.messages import StepUsage
 from vllm.diffusion.engine.scheduler.long_requests import Slicing
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    import pytest
-
-    from tests.reference.decode import LogitModel
-    from vllm.diffusion.engine.messages import StepUsage
-    from vllm.diffusion.memory.plan import Plan
+from vllm.diffusion.memory.plan import Plan
 
 STOP_IDS = frozenset({EOS_ID, EOT_ID})
 MAX_MODEL_LEN = 256
@@ -83,12 +79,16 @@ class Engine:
 
     def ask(self, *asks: Ask) -> list[Answer]:
         """Run the requests together; answers in the order of the requests."""
-        outputs = self.llm.generate(
+        return [to_answer(output) for output in self.outputs(*asks)]
+
+    def outputs(self, *asks: Ask) -> list[Any]:
+        """Run the requests together; upstream's outputs, with all answers and logprobs."""
+        found: list[Any] = self.llm.generate(
             [{"prompt_token_ids": list(ask.prompt)} for ask in asks],
             [sampling_params(ask) for ask in asks],
             use_tqdm=False,
         )
-        return [to_answer(output) for output in outputs]
+        return found
 
     @property
     def core(self) -> Any:
@@ -240,18 +240,34 @@ def as_request(prompt: list[int], ignore_eos: bool = True, **asked: Any) -> Ask:
     return Ask(prompt, {"ignore_eos": ignore_eos, **asked})
 
 
+def clear_cases(
+    model: LogitModel, table: Sequence[tuple[int, dict[str, Any]]]
+) -> tuple[list[Ask], list[Run]]:
+    """Requests of prompt lengths and parameters, and what the reference makes of them."""
+    cases = [(clear_case(model, length, **asked), asked) for length, asked in table]
+    asks = [as_request(prompt, **asked) for (prompt, _), asked in cases]
+    return asks, [wanted for (_, wanted), _ in cases]
+
+
+def record(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., Any]
+) -> list[Any]:
+    """A list of what `note` makes of every call's result and arguments, from now on."""
+    found: list[Any] = []
+    function = getattr(owner, name)
+
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        result = function(*arguments, **options)
+        found.append(note(result, *arguments))
+        return result
+
+    monkeypatch.setattr(owner, name, recorded)
+    return found
+
+
 def rows_of_launches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that takes the rows of every step from now on."""
-    rows: list[int] = []
-    launch = engine.runner.launch
-
-    def noted(req_ids: list[str]) -> Any:
-        step = launch(req_ids)
-        rows.append(step.batch.num_rows)
-        return step
-
-    monkeypatch.setattr(engine.runner, "launch", noted)
-    return rows
+    return record(monkeypatch, engine.runner, "launch", lambda step, _: step.batch.num_rows)
 
 
 def assert_parity(
@@ -286,15 +302,7 @@ def assert_decoded(answers: Sequence[Answer], wanted: Sequence[Run]) -> None:
 
 def record_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The requests of every step from now on."""
-    steps: list[list[str]] = []
-    launch = engine.runner.launch
-
-    def recorded(req_ids: list[str]) -> Any:
-        steps.append(list(req_ids))
-        return launch(req_ids)
-
-    monkeypatch.setattr(engine.runner, "launch", recorded)
-    return steps
+    return record(monkeypatch, engine.runner, "launch", lambda _, req_ids: list(req_ids))
 
 
 def tokens(answers: list[Answer]) -> list[tuple[list[int], int | None]]:
@@ -304,12 +312,8 @@ def tokens(answers: list[Answer]) -> list[tuple[list[int], int | None]]:
 def record_plans(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, StepUsage]]:
     """The plan and the measured memory of every step from now on."""
     found: list[tuple[Plan, StepUsage]] = []
-    planned: list[Plan] = []
-    plan, execute = engine.runner.planner.plan, engine.loop.execute
-
-    def recording_plan(*arguments: Any) -> Plan:
-        planned.append(plan(*arguments))
-        return planned[-1]
+    planned = record(monkeypatch, engine.runner.planner, "plan", lambda plan, *_: plan)
+    execute = engine.loop.execute
 
     def recording_execute(message: Any) -> Any:
         output = execute(message)
@@ -317,7 +321,6 @@ def record_plans(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
             found.append((planned[-1], output.usage))
         return output
 
-    monkeypatch.setattr(engine.runner.planner, "plan", recording_plan)
     monkeypatch.setattr(engine.loop, "execute", recording_execute)
     return found
 
@@ -328,3 +331,26 @@ def engine_config(folder: Path, **arguments: Any) -> Any:
     args = EngineArgs(model=str(folder), skip_tokenizer_init=True, max_model_len=64, **arguments)
     with models_inspected_here():
         return args.create_engine_config()
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append((record.levelno, record.getMessage()))
+
+
+def logged(logger: logging.Logger, *call: Any) -> list[tuple[int, str]]:
+    """Levels and texts of what a call logs."""
+    function, *given = call
+    lines, level = Lines(), logger.level
+    logger.addHandler(lines)
+    logger.setLevel(logging.DEBUG)  # whatever the environment says of all loggers
+    try:
+        function(*given)
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(lines)
+    return lines.found

@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import pickle
 import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
-from tests.engine.harness import running
+from tests.engine.harness import Engine, running
 from vllm.diffusion.config import Settings
 from vllm.diffusion.engine import planning as sizes
 from vllm.diffusion.engine.scheduler.turns import StepLimits
@@ -23,14 +26,6 @@ from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
 from vllm.diffusion.engine.worker.step_loop import StepLoop
 from vllm.diffusion.memory import activation_pool
 from vllm.diffusion.parallel.groups import Ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from tests.engine.harness import Engine
 
 WAIT_S = 60.0
 

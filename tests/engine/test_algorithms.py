@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,21 +21,17 @@ from tests.engine.cases import (
     TWO_BLOCKS,
 )
 from tests.engine.harness import (
+    Answer,
     Engine,
     as_request,
     assert_alike,
     assert_parity,
     clear_case,
+    clear_cases,
     running,
 )
 from tests.reference import golden
 from tests.reference.models import load_reference
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.engine.harness import Answer
 
 CASES = ("mha", "dream", "moe")
 
@@ -153,11 +151,8 @@ EVERYTHING = [
 def together(pair: Pair) -> dict[str, tuple[Answer, golden.Run]]:
     """What one batch of all cases gives, and what their published loops do."""
     _, engine, model = pair
-    cases = [clear_case(model, PROMPT_LENGTH, **asked) for asked in EVERYTHING]
-    asks = [
-        as_request(prompt, **asked) for (prompt, _), asked in zip(cases, EVERYTHING, strict=True)
-    ]
-    answers = zip(engine.ask(*asks), (wanted for _, wanted in cases), strict=True)
+    asks, wanted = clear_cases(model, [(PROMPT_LENGTH, asked) for asked in EVERYTHING])
+    answers = zip(engine.ask(*asks), wanted, strict=True)
     return dict(zip(map(name_of, EVERYTHING), answers, strict=True))
 
 

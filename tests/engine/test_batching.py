@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -11,21 +12,18 @@ from tests.engine.harness import (
     BLOCKS,
     Answer,
     Ask,
+    Engine,
     as_request,
     assert_decoded,
     clear_case,
+    clear_cases,
     finish,
     record_steps,
     start,
     step,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.engine.harness import Engine
-    from tests.reference.golden import Run
-    from tests.reference.models import LLaDAReference
+from tests.reference.golden import Run
+from tests.reference.models import LLaDAReference
 
 SHORT = {"gen_length": 16, "block_length": 8, "steps": 8}
 # Prompt length and parameters of the requests that share their steps.
@@ -46,9 +44,7 @@ MIXED: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def mixed(model: LLaDAReference) -> tuple[list[Ask], list[Run]]:
-    cases = [(clear_case(model, length, **asked), asked) for length, asked in MIXED]
-    asks = [as_request(prompt, **asked) for (prompt, _), asked in cases]
-    return asks, [decoded for (_, decoded), _ in cases]
+    return clear_cases(model, MIXED)
 
 
 def run_staggered(engine: Engine, asks: Sequence[Ask], steps_between: int) -> list[Answer]:

@@ -7,22 +7,18 @@ values and with full recompute; a finished block stored with the next one or apa
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, random_prompt
-from tests.engine.harness import Ask, running
+from tests.engine.harness import Answer, Ask, Engine, running
 from tests.reference import block_loops, golden
 from tests.reference.models import load_reference
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from tests.engine.harness import Answer, Engine
 
 STOP_IDS = frozenset({EOS_ID, EOT_ID})
 ROW_BUDGET = 56
@@ -181,12 +177,6 @@ def served(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) ->
         yield engine, wanted
 
 
-@pytest.fixture(params=["1", "0"], ids=["fused", "apart"])
-def fuses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("VLLM_DLLM_COMMIT_FUSION", request.param)
-    return str(request.param)
-
-
 def same(answers: Sequence[Answer], wanted: Sequence[Wanted]) -> None:
     """The loops decode the last block to its end, the engine as far as the answer reaches."""
     assert [answer.token_ids for answer in answers] == [case.answer for case in wanted]
@@ -201,7 +191,7 @@ def with_cache(wanted: Sequence[Wanted], cache: str) -> list[Ask]:
     return [Ask(ask.prompt, {**ask.extra, "cache": cache}) for ask, *_ in wanted]
 
 
-def test_alone(served: tuple[Engine, list[Wanted]], fuses: str) -> None:
+def test_alone(served: tuple[Engine, list[Wanted]], fuses: bool) -> None:
     engine, wanted = served
     same([engine.ask(ask)[0] for ask in with_cache(wanted, "exact")], wanted)
 
@@ -213,12 +203,12 @@ def test_alone_with_nothing_kept(served: tuple[Engine, list[Wanted]]) -> None:
 
 def test_in_mixed_batches(
     served: tuple[Engine, list[Wanted]],
-    fuses: str,
+    fuses: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ahead where blocks are fused; `test_exact_cache.py` has all four combinations."""
     engine, wanted = served
-    monkeypatch.setattr(engine.loop, "runs_ahead", fuses == "1")
+    monkeypatch.setattr(engine.loop, "runs_ahead", fuses)
     asks = [*with_cache(wanted, "exact"), *with_cache(wanted, "none")[::2]]
     same(engine.ask(*asks), [*wanted, *wanted[::2]])
     assert engine.is_idle()

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +19,8 @@ from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.engine.worker.step_graphs import Bucket, fill
 from vllm.diffusion.request import decision, fields
-from vllm.diffusion.request.families import LLADA, SDAR
+from vllm.diffusion.request.families import LLADA, SDAR, Family
 from vllm.diffusion.request.params import ServedModel, SpecialIds
-
-if TYPE_CHECKING:
-    from vllm.diffusion.request.families import Family
 
 MASK, EOS = 95, 94
 PROMPT = [2 + i % 90 for i in range(8)]

@@ -4,23 +4,19 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import pytest
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
+from tests.programs import output_of
 from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.errors import RankError
 from vllm.diffusion.engine.worker.agreement import Agreement
 from vllm.diffusion.ops.collectives import CardCollectives
 from vllm.diffusion.parallel.host_board import HostBoard
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 BUFFER_BYTES = 1 << 16
 
@@ -103,15 +99,7 @@ def test_two_gpus_sum_and_go_on_after_a_failure() -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        [sys.executable, *command, str(Path(__file__))],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    output_of(sys.executable, *command, __file__, env=environment)
 
 
 if __name__ == "__main__":

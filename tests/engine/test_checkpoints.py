@@ -3,45 +3,43 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.checkpoints import CASES
-from tests.engine.harness import (
-    BLOCKS,
-    NOISY,
-    as_request,
-    assert_alike,
-    clear_case,
-    running,
-)
+from tests.engine.harness import BLOCKS, NOISY, assert_decoded, clear_cases, running
 from tests.reference.models import load_reference
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-
-# Prompt length and parameters.
-ASKED: list[tuple[int, dict[str, Any]]] = [
+# Prompt lengths and parameters.
+Asked = list[tuple[int, dict[str, Any]]]
+ASKED: Asked = [
     (20, BLOCKS),
     (7, {**BLOCKS, "cfg_scale": 0.7}),
     (20, {**NOISY, "temperature": 0.8}),
     (13, {"gen_length": 32, "block_length": 16, "threshold": 0.7}),
 ]
+OF_EXPERTS: Asked = [
+    (20, BLOCKS),
+    (9, {**NOISY, "temperature": 0.7}),
+    (7, {"gen_length": 32, "block_length": 16, "threshold": 0.6}),
+]
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n not in ("mha", "predicts_mask")])
-def test_every_checkpoint(checkpoint: Callable[[str], Path], name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        *((name, ASKED) for name in CASES if name not in ("mha", "predicts_mask")),
+        *((name, OF_EXPERTS) for name in ("moe_fused", "moe_dense_mix", "moe_bias")),
+    ],
+)
+def test_every_checkpoint(checkpoint: Callable[[str], Path], name: str, asked: Asked) -> None:
     folder = checkpoint(name)
-    model = load_reference(folder)
-    cases = [clear_case(model, length, **asked) for length, asked in ASKED]
-    asks = [
-        as_request(prompt, **asked) for (prompt, _), (_, asked) in zip(cases, ASKED, strict=True)
-    ]
+    asks, wanted = clear_cases(load_reference(folder), asked)
     with running(folder) as engine:
         alone = [engine.ask(ask)[0] for ask in asks]
         for answers in (alone, engine.ask(*asks)):
-            for answer, (_, wanted) in zip(answers, cases, strict=True):
-                assert_alike(answer, wanted)
+            assert_decoded(answers, wanted)
+        assert engine.is_idle()

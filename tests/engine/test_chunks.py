@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import functools
-import subprocess
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,17 +18,13 @@ from torch.utils._pytree import tree_leaves
 
 from tests.checkpoints import random_prompt
 from tests.engine.cases import CUT, PLANS, SHORT, mixed_asks
-from tests.engine.harness import Ask, record_plans, running, shrink, tokens
+from tests.engine.harness import Ask, Engine, record_plans, running, shrink, tokens
+from tests.programs import ROOT, output_of
 from vllm.diffusion.core.buffers import row_bytes
 from vllm.diffusion.memory.footprint import Footprint
 from vllm.diffusion.memory.plan import ChunkRows, Plan, Residency
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from tests.engine.harness import Engine
-
-DUMMY = Path(__file__).resolve().parents[2] / "scripts" / "make_dummy_checkpoint.py"
+DUMMY = ROOT / "scripts" / "make_dummy_checkpoint.py"
 FAMILIES = ["gqa", "bias", "dream", "moe_dense_mix"]
 
 
@@ -228,8 +224,7 @@ def test_long_steps_on_a_gpu_stay_within_the_pool(
     }.items():
         monkeypatch.setenv(name, value)
     folder = tmp_path / "two-layers"
-    command = [sys.executable, str(DUMMY), "--family", "llada", "--num-layers", "2", str(folder)]
-    subprocess.run(command, check=True)
+    output_of(sys.executable, DUMMY, "--family", "llada", "--num-layers", "2", folder)
     settings = {"dtype": "bfloat16", "load_format": "dummy", "max_model_len": length}
     with running(folder, **settings, enforce_eager=True) as engine:
         found = record_plans(engine, monkeypatch)

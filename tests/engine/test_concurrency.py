@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import Ask, running
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.engine.harness import Engine
+from tests.engine.harness import Ask, Engine, running
 
 CANVAS: dict[str, Any] = {"gen_length": 16, "ignore_eos": True}
 BLOCKS = {**CANVAS, "block_length": 8, "steps": 8}

@@ -3,21 +3,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.checkpoints import MASK_ID, random_prompt
-from tests.engine.harness import as_request, assert_parity, running
-from tests.reference.models import load_reference, shift_right
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.engine.harness import Engine
-    from tests.reference.models import DreamReference
+from tests.engine.harness import Engine, as_request, assert_parity, running
+from tests.reference.models import DreamReference, load_reference, shift_right
 
 UNFILTERED: dict[str, Any] = {"algorithm": "dream", "gen_length": 24, "top_p": 1.0}
 

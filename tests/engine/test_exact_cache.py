@@ -7,7 +7,9 @@ share prefixes, lose their pages and come back.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,21 +21,16 @@ from tests.engine.harness import (
     Answer,
     Ask,
     Engine,
+    record,
     rows_of_launches,
     running,
-    sampling_params,
     shrink,
     start,
     step,
 )
 from vllm.diffusion.core.pages import PAGE_SIZE
-from vllm.diffusion.engine.planning import make_planner
 from vllm.diffusion.engine.scheduler import scheduler
 from vllm.diffusion.engine.scheduler.paging import Paging
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 ROW_BUDGET = 48
 NUM_PAGES = 8  # upstream keeps one of them
@@ -84,39 +81,16 @@ def wanted(engine: Engine) -> list[Answer]:
     return [engine.ask(uncached(one))[0] for one in ASKS]
 
 
-@pytest.fixture(params=["1", "0"], ids=["fused", "apart"])
-def fuses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setenv("VLLM_DLLM_COMMIT_FUSION", request.param)
-    return bool(request.param == "1")
-
-
 @pytest.fixture
 def preemptions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Requests that lose their pages, from now on."""
-    found: list[str] = []
-    preempt = Paging.preempt
-
-    def recorded(paging: Paging, item: Any) -> None:
-        found.append(item.req_id)
-        preempt(paging, item)
-
-    monkeypatch.setattr(Paging, "preempt", recorded)
-    return found
+    return record(monkeypatch, Paging, "preempt", lambda _, paging, item: item.req_id)
 
 
 @pytest.fixture
 def batches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every batch from now on."""
-    found: list[Any] = []
-    launch = engine.runner.launch
-
-    def recorded(req_ids: Any) -> Any:
-        launched = launch(req_ids)
-        found.append(launched.batch)
-        return launched
-
-    monkeypatch.setattr(engine.runner, "launch", recorded)
-    return found
+    return record(monkeypatch, engine.runner, "launch", lambda step, _: step.batch)
 
 
 def fill_with_nan(engine: Engine) -> None:
@@ -200,12 +174,7 @@ def test_what_pages_have_held_changes_nothing_on_a_gpu(
     with running(checkpoint("llada2"), dtype="bfloat16", **settings) as engine:
         fill_with_nan(engine)
         told = [Ask(one.prompt, one.extra, {"logprobs": 0}) for one in ASKS]
-        outputs = engine.llm.generate(
-            [{"prompt_token_ids": one.prompt} for one in told],
-            [sampling_params(one) for one in told],
-            use_tqdm=False,
-        )
-        for one, output in zip(told, outputs, strict=True):
+        for one, output in zip(told, engine.outputs(*told), strict=True):
             (answer,) = output.outputs
             assert len(answer.token_ids) == one.extra["gen_length"]
             found = [entry.logprob for place in answer.logprobs for entry in place.values()]
@@ -259,27 +228,18 @@ def test_blocks_are_told_as_they_are_finished(engine: Engine, wanted: list[Answe
 
 def test_a_request_that_is_only_read(engine: Engine) -> None:
     """Scores of a prompt are those of one forward; the others run on beside it."""
-    from vllm import SamplingParams
-
-    prompt = random_prompt(40, 8)
     asked = {"score": {"positions": [3, 39], "token_ids": [[1, 2], [5, 6]]}}
-    outputs = engine.llm.generate(
-        [{"prompt_token_ids": prompt}, {"prompt_token_ids": ASKS[0].prompt}],
-        [SamplingParams(extra_args=asked), sampling_params(ASKS[0])],
-        use_tqdm=False,
-    )
-    scores = outputs[0].kv_transfer_params["dllm"]["scores"]
-    assert len(scores["logprobs"]) == 2
-    assert len(outputs[1].outputs[0].token_ids) == 16
+    read = Ask(random_prompt(40, 8), asked, {"temperature": 1.0})
+    scored, written = engine.ask(read, ASKS[0])
+    assert len(scored.report["scores"]["logprobs"]) == 2
+    assert len(written.token_ids) == 16
 
 
 # ---- prefixes that are shared ------------------------------------------------------------------
 
 
 def num_cached(engine: Engine, one: Ask) -> int:
-    (output,) = engine.llm.generate(
-        [{"prompt_token_ids": one.prompt}], sampling_params(one), use_tqdm=False
-    )
+    (output,) = engine.outputs(one)
     return int(output.num_cached_tokens)
 
 
@@ -425,13 +385,7 @@ def test_a_request_beyond_the_store_is_refused(
 
 def test_the_store_is_half_of_the_pool(checkpoint: Callable[[str], Path], monkeypatch: Any) -> None:
     monkeypatch.setenv("VLLM_ACTIVATION_POOL_SIZE_BYTES", str(64 << 20))
-    budgets: list[int] = []
-
-    def recorded(config: Any, budget_bytes: int, rates: Any) -> Any:
-        budgets.append(budget_bytes)
-        return make_planner(config, budget_bytes, rates)
-
-    monkeypatch.setattr(scheduler, "make_planner", recorded)
+    budgets = record(monkeypatch, scheduler, "make_planner", lambda _, config, budget, *__: budget)
     with running(checkpoint("sdar")) as engine:
         runner = engine.runner
         assert runner.caches.num_pages * PAGE_SIZE == runner.planner.cached_positions
@@ -472,11 +426,7 @@ def test_several_answers_compute_their_prompt_once(
         counts.append(sum(rows))
     assert engine.scheduler.reset_prefix_cache()
     rows.clear()
-    (output,) = engine.llm.generate(
-        [{"prompt_token_ids": SHARED}],
-        [sampling_params(Ask(SHARED, one.extra, noisy))],
-        use_tqdm=False,
-    )
+    (output,) = engine.outputs(Ask(SHARED, one.extra, noisy))
     assert [list(o.token_ids) for o in output.outputs] == [a.token_ids for a in alone]
     num_shared = len(SHARED) // PAGE_SIZE * PAGE_SIZE
     assert sum(rows) == sum(counts) - 2 * num_shared

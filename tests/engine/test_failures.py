@@ -5,29 +5,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pytest
 
 from tests.checkpoints import random_prompt
 from tests.engine.harness import (
     BLOCKS,
+    Ask,
+    Engine,
     as_request,
     assert_decoded,
     clear_case,
-    sampling_params,
+    finish,
+    record_steps,
     start,
 )
+from tests.reference.models import LLaDAReference
 from vllm.diffusion.engine.worker import step_log
 from vllm.diffusion.engine.worker.first_forwards import FirstForwards
 from vllm.diffusion.memory import PoolExhaustedError
 from vllm.diffusion.ops import HostCopy
-
-if TYPE_CHECKING:
-    import pytest
-
-    from tests.engine.harness import Engine
-    from tests.reference.models import LLaDAReference
 
 
 def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(
@@ -131,11 +130,9 @@ def test_a_kernel_that_fails_while_the_host_waits_ends_the_requests_of_its_step(
 def test_a_shared_first_forward_that_cannot_be_sampled_is_computed_anew(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask = as_request(random_prompt(120), **BLOCKS, temperature=0.8)
-    noisy = {"temperature": 0.8, "n": 3, "seed": 5}
-    prompt = {"prompt_token_ids": ask.prompt}
-    sampling = sampling_params(replace(ask, sampling=noisy))
-    (wanted,) = engine.llm.generate([prompt], [sampling], use_tqdm=False)
+    extra = {**BLOCKS, "ignore_eos": True, "temperature": 0.8}
+    ask = Ask(random_prompt(120), extra, {"temperature": 0.8, "n": 3, "seed": 5})
+    (wanted,) = engine.outputs(ask)
     failed = []
 
     def fail(*arguments: Any) -> Any:
@@ -143,7 +140,7 @@ def test_a_shared_first_forward_that_cannot_be_sampled_is_computed_anew(
         raise PoolExhaustedError("logits", 10, 5)
 
     monkeypatch.setattr(FirstForwards, "sampled", fail)
-    (found,) = engine.llm.generate([prompt], [sampling], use_tqdm=False)
+    (found,) = engine.outputs(ask)
     assert len(failed) == 2
     assert [o.token_ids for o in found.outputs] == [o.token_ids for o in wanted.outputs]
     assert engine.is_idle()
@@ -230,10 +227,14 @@ def test_a_request_that_no_validator_saw_is_refused_by_the_scheduler(
     assert engine.is_idle()
 
 
-def test_paused_requests_go_on_where_they_were(engine: Engine, model: LLaDAReference) -> None:
+def test_paused_requests_go_on_where_they_were(
+    engine: Engine, model: LLaDAReference, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that is under way is kept."""
     from vllm.v1.core.sched.interface import PauseState
 
     prompt, wanted = clear_case(model, 20, **BLOCKS)
+    launches = record_steps(engine, monkeypatch)
     upstream = engine.llm.llm_engine
     start(engine, "paused", as_request(prompt, **BLOCKS))
     upstream.step()
@@ -241,10 +242,8 @@ def test_paused_requests_go_on_where_they_were(engine: Engine, model: LLaDARefer
     engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     upstream.step()
     upstream.step()
-    assert canvas.num_forwards == 1
+    assert (canvas.num_forwards, len(launches)) == (1, 1 + runs_ahead)
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
-    outputs = []
-    while upstream.has_unfinished_requests():
-        outputs += upstream.step()
-    assert list(outputs[-1].outputs[0].token_ids) == wanted.ids
-    assert canvas.num_forwards == wanted.num_forwards
+    assert finish(engine)["paused"].token_ids == wanted.ids
+    assert canvas.num_forwards == wanted.num_forwards == len(launches)
+    assert engine.is_idle()

@@ -4,19 +4,23 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import Ask, record_steps, running, sampling_params, to_answer
+from tests.engine.harness import (
+    Answer,
+    Ask,
+    Engine,
+    record_steps,
+    running,
+    sampling_params,
+    to_answer,
+)
 from vllm.diffusion.engine.scheduler import waiting as admission
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.engine.harness import Answer, Engine
 
 BUDGET = 128  # rows
 SMALL = Ask(random_prompt(8), {"gen_length": 8, "steps": 2, "ignore_eos": True})

@@ -8,7 +8,9 @@ The reference is the published loop of each algorithm over a model that does jus
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,22 +18,16 @@ from tests.checkpoints import MASK_ID, random_prompt
 from tests.engine.cases import ADABLOCK, DREAM, FOUR_BLOCKS, FULL, MULTI, TWO_BLOCKS
 from tests.engine.harness import (
     Ask,
+    Engine,
     as_request,
     assert_parity,
     clear_case,
     rows_of_launches,
     running,
-    sampling_params,
     shrink,
 )
 from tests.reference.models import load_reference
 from vllm.diffusion.engine.worker.first_forwards import SharedRows
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.engine.harness import Engine
 
 FROZEN: dict[str, Any] = {"cache": "frozen"}
 ASKED: list[dict[str, Any]] = [
@@ -157,11 +153,7 @@ def test_what_several_answers_have_in_common_is_computed_once(
         ]
         assert len({tuple(answer.token_ids) for answer in alone}) > 1
         rows.clear()
-        (output,) = engine.llm.generate(
-            [{"prompt_token_ids": prompt}],
-            [sampling_params(Ask(prompt, extra, noisy))],
-            use_tqdm=False,
-        )
+        (output,) = engine.outputs(Ask(prompt, extra, noisy))
         assert [list(o.token_ids) for o in output.outputs] == [a.token_ids for a in alone]
         whole *= 2 if guidance else 1
         if cache == "none":  # few rows are computed anew
@@ -193,14 +185,11 @@ def test_what_the_first_forward_keeps_is_copied(
     rows = rows_of_launches(engine, monkeypatch)
     alone, num_rows = engine.ask(*asks), sum(rows)
     assert len({tuple(answer.token_ids) for answer in alone}) > 1
-    together = sampling_params(asks[0])
-    together.n = 3
+    together = Ask(prompt, {**extra, **asked}, {**asks[0].sampling, "n": 3})
     for ahead in (False, True):
         monkeypatch.setattr(engine.loop, "runs_ahead", ahead)
         rows.clear()
-        (output,) = engine.llm.generate(
-            [{"prompt_token_ids": prompt}], [together.clone()], use_tqdm=False
-        )
+        (output,) = engine.outputs(together)
         assert [list(o.token_ids) for o in output.outputs] == [a.token_ids for a in alone]
         assert sum(rows) == num_rows - 2 * (150 + 16)
         assert engine.is_idle()

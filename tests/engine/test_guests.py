@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.checkpoints import random_prompt
 from tests.engine.harness import Ask, running
 from vllm.diffusion.memory import Admission, Demand
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 GUESTS = {"gates", "likelihood_calls", "long_requests", "paging", "prompt_groups"}
 PLAIN = {"gen_length": 16, "block_length": 8, "steps": 8, "ignore_eos": True}

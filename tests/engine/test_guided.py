@@ -5,21 +5,17 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
 
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, random_prompt
 from tests.engine.cases import GUIDED, GUIDED_RULES, SCHEMA, guided_asks
-from tests.engine.harness import Ask, refusal_error, running, sampling_params
+from tests.engine.harness import Ask, Engine, refusal_error, running
 from vllm.diffusion.memory.plan import ChunkRows, Plan, Residency
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.engine.harness import Engine
 
 CHECK = Draft202012Validator(SCHEMA, format_checker=Draft202012Validator.FORMAT_CHECKER)
 
@@ -178,11 +174,7 @@ def test_what_cannot_be_had_is_refused(engine: Engine, extra: Any, message: str)
 
 def test_log_probabilities_of_chosen_tokens_are_known(engine: Engine) -> None:
     (ask,) = guided_asks(["semi_ar"], 0.0, json=SCHEMA)
-    (output,) = engine.llm.generate(
-        [{"prompt_token_ids": ask.prompt}],
-        [sampling_params(Ask(ask.prompt, ask.extra, {"logprobs": 1}))],
-        use_tqdm=False,
-    )
+    (output,) = engine.outputs(Ask(ask.prompt, ask.extra, {"logprobs": 1}))
     completion = output.outputs[0]
     found = [p[t].logprob for t, p in zip(completion.token_ids, completion.logprobs, strict=True)]
     assert len(found) > 8

@@ -3,25 +3,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from tests.engine.harness import (
-    BLOCKS,
-    as_request,
-    assert_decoded,
-    clear_case,
-    record_steps,
-    running,
-)
+import pytest
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    import pytest
-
-    from tests.reference.models import LLaDAReference
-    from vllm.diffusion.memory import StepShape
+from tests.engine.harness import BLOCKS, assert_decoded, clear_cases, record, record_steps, running
+from tests.reference.models import LLaDAReference
 
 REQUESTS: list[tuple[int, dict[str, Any]]] = [
     (20, BLOCKS),
@@ -35,38 +24,26 @@ REQUESTS: list[tuple[int, dict[str, Any]]] = [
 def test_one_request_at_a_time(
     checkpoint: Callable[[str], Path], model: LLaDAReference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cases = [clear_case(model, length, **asked) for length, asked in REQUESTS]
-    asks = [
-        as_request(prompt, **asked) for (prompt, _), (_, asked) in zip(cases, REQUESTS, strict=True)
-    ]
+    asks, wanted = clear_cases(model, REQUESTS)
     with running(checkpoint("mha"), max_num_seqs=1) as engine:
         steps = record_steps(engine, monkeypatch)
-        assert_decoded(engine.ask(*asks), [decoded for _, decoded in cases])
+        assert_decoded(engine.ask(*asks), wanted)
     assert {len(step) for step in steps} == {1}
     order = list(dict.fromkeys(step[0] for step in steps))
     assert order == sorted(order)  # first come, first served; upstream's ids ascend
-    assert len(steps) == sum(decoded.num_forwards for _, decoded in cases)
+    assert len(steps) == sum(run.num_forwards for run in wanted)
 
 
 def test_a_row_budget_bounds_shared_steps_but_no_lone_request(
     checkpoint: Callable[[str], Path], model: LLaDAReference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budget = 128
-    cases = [clear_case(model, length, **asked) for length, asked in REQUESTS]
-    asks = [
-        as_request(prompt, **asked) for (prompt, _), (_, asked) in zip(cases, REQUESTS, strict=True)
-    ]
-    rows_of_steps: list[tuple[int, int]] = []
+    asks, wanted = clear_cases(model, REQUESTS)
     with running(checkpoint("mha"), max_num_batched_tokens=budget, max_num_seqs=8) as engine:
-        plan = engine.runner.planner.plan
-
-        def recorded(step: StepShape, *given: Any) -> Any:
-            rows_of_steps.append((len(steps[-1]), step.rows))
-            return plan(step, *given)
-
-        steps = record_steps(engine, monkeypatch)
-        monkeypatch.setattr(engine.runner.planner, "plan", recorded)
-        assert_decoded(engine.ask(*asks), [decoded for _, decoded in cases])
+        rows_of_steps = record(
+            monkeypatch, engine.runner, "launch", lambda step, ids: (len(ids), step.batch.num_rows)
+        )
+        assert_decoded(engine.ask(*asks), wanted)
     assert all(rows <= budget for requests, rows in rows_of_steps if requests > 1)
     assert any(requests > 1 for requests, _ in rows_of_steps)
     assert (1, 256) in rows_of_steps  # the long one, alone, above the budget

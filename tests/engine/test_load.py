@@ -4,19 +4,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import Ask, record_steps, running, sampling_params
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.engine.harness import Engine
+from tests.engine.harness import Ask, Engine, record_steps, running, sampling_params
 
 BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 8}
 KINDS: tuple[dict[str, Any], ...] = (

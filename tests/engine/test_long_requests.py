@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,6 @@ from vllm.diffusion.engine.messages import PausedStep, SliceTiming
 from vllm.diffusion.engine.scheduler.long_requests import Slicing
 from vllm.diffusion.engine.scheduler.request_state import RequestState
 from vllm.diffusion.memory import Demand
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 STEP_S, SHORT_S = 1.0, 0.004  # what the planner predicts of a long step and of a short one
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -17,10 +18,6 @@ from tests.engine.harness import (
     running,
 )
 from tests.reference.models import load_reference
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 VARIABLE = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 LONGEST = 2**21

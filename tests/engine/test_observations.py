@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.v1.engine import EngineCoreOutputs
@@ -12,17 +14,10 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import BLOCKS, Ask, running, start
+from tests.engine.harness import BLOCKS, Ask, Engine, record, running, start
 from vllm.diffusion import metrics
 from vllm.diffusion.engine.scheduler import observer
 from vllm.diffusion.metrics import Metric, Observations, observations_in
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.engine.harness import Engine
-
 
 SMALL = Ask(random_prompt(5), {"gen_length": 8, "steps": 3, "ignore_eos": True})
 
@@ -89,16 +84,14 @@ def test_upstreams_loggers_pass_them_by(telling: Engine) -> None:
     assert not {name for name in names if name.startswith("vllm:lora")}
 
 
-def record(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
+def record_sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
     """Everything that is sent from now on."""
     seen: list[tuple[str, str, int]] = []
-    put_into = Observations.put_into
 
-    def noted(self: Observations, stats: SchedulerStats) -> None:
-        put_into(self, stats)
+    def note(_: Any, observations: Any, stats: SchedulerStats) -> None:
         seen.extend((metric.name, value, times) for metric, value, times in observations_in(stats))
 
-    monkeypatch.setattr(Observations, "put_into", noted)
+    record(monkeypatch, Observations, "put_into", note)
     return seen
 
 
@@ -108,7 +101,7 @@ def test_statistics_wait_for_an_output(
 ) -> None:
     """A step with nothing to tell a client need not be told of; nothing is lost by that."""
     monkeypatch.setattr(observer, "STATISTICS_S", seconds)
-    seen = record(monkeypatch)
+    seen = record_sent(monkeypatch)
     (answer,) = telling.ask(Ask(random_prompt(20), {**BLOCKS, "ignore_eos": True}))
     counts = [times for name, _, times in seen if name == "dllm:forwards"]
     assert sum(counts) == answer.num_forwards == BLOCKS["steps"]
@@ -121,7 +114,7 @@ def test_an_abort_after_some_steps_is_an_end(
     """Tokens per forward are noted for every request that ran, however it ends."""
     monkeypatch.setattr(observer, "STATISTICS_S", 0.0)
     telling.ask(SMALL)  # what was not told of yet is told now
-    seen = record(monkeypatch)
+    seen = record_sent(monkeypatch)
     upstream = telling.llm.llm_engine
     ask = Ask(random_prompt(20), {**BLOCKS, "steps": 32, "ignore_eos": True})
     req_id = start(telling, "leaves", ask)
@@ -139,7 +132,7 @@ def test_what_a_step_takes_of_the_memory_is_passed_on(
 ) -> None:
     """Budget and what is in use as they are, the peak of all steps so far."""
     monkeypatch.setattr(observer, "STATISTICS_S", 0.0)
-    seen = record(monkeypatch)
+    seen = record_sent(monkeypatch)
     telling.ask(SMALL)  # what was not told of yet is told now
     first = max(int(value) for name, value, _ in seen if name == metrics.POOL_PEAK.name)
     seen.clear()
@@ -171,7 +164,7 @@ def test_a_request_that_never_fits_counts_as_such(
 ) -> None:
     monkeypatch.setenv("VLLM_ACTIVATION_POOL_SIZE_BYTES", str(50_000))
     with running(checkpoint("mha"), disable_log_stats=False) as engine:
-        seen = record(monkeypatch)
+        seen = record_sent(monkeypatch)
         large = Ask(random_prompt(200), {"gen_length": 32, "cfg_scale": 1.0})
         (answer,) = engine.ask(large)
     assert answer.finish_reason == "error"

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,6 @@ from tests.checkpoints import llada_config, make_checkpoint
 from tests.engine.harness import engine_config
 from tests.server.process import START_S, environment
 from tests.server.warm import WarmProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 OURS = "register_dllm_models"
 

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,9 @@ from tests.checkpoints import random_prompt
 from tests.engine.cases import PLANS
 from tests.engine.harness import (
     BLOCKS,
+    Answer,
     Ask,
+    Engine,
     as_request,
     clear_case,
     record_plans,
@@ -20,14 +23,9 @@ from tests.engine.harness import (
     step,
     tokens,
 )
+from tests.reference.models import LLaDAReference
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.core.pages import PAGE_SIZE, num_pages
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.engine.harness import Answer, Engine
-    from tests.reference.models import LLaDAReference
 
 MULTI: dict[str, Any] = {
     "algorithm": "multi_block",

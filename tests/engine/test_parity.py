@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -12,16 +12,14 @@ from tests.engine.harness import (
     BLOCKS,
     MAX_MODEL_LEN,
     STOP_IDS,
+    Engine,
     as_request,
     assert_parity,
     clear_case,
 )
 from tests.reference import golden
 from tests.reference.decode import truncate
-
-if TYPE_CHECKING:
-    from tests.engine.harness import Engine
-    from tests.reference.models import LLaDAReference
+from tests.reference.models import LLaDAReference
 
 
 @pytest.mark.parametrize("asked", PARITY.values(), ids=PARITY.keys())

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,6 @@ from tests.engine.harness import BLOCKS, Engine, as_request, running
 from tests.reference.decode import near_ties
 from tests.reference.golden import reference
 from tests.reference.models import LLaDAReference, load_reference
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 
 @pytest.fixture(scope="module")
@@ -101,25 +99,3 @@ def test_a_threshold_goes_on_without_the_mask(
         if num_checked == 2:
             return
     raise AssertionError(f"only {num_checked} of 40 prompts come to a standstill")
-
-
-def test_no_mask_is_ever_returned(engine: Engine) -> None:
-    """Whatever is asked for, a whole batch of it."""
-    settings: list[dict[str, Any]] = [
-        {"gen_length": 32, "block_length": 4, "steps": 8},
-        {"gen_length": 32, "block_length": 32, "steps": 1},
-        {"gen_length": 32, "block_length": 8, "threshold": 0.3},
-        {"gen_length": 32, "block_length": 8, "threshold": 0.99, "steps": 6},
-        {"gen_length": 32, "block_length": 8, "steps": 8, "cfg_scale": 2.0},
-        {"gen_length": 16, "block_length": 8, "steps": 8, "temperature": 3.0},
-        {"gen_length": 16, "block_length": 8, "steps": 8, "remasking": "random"},
-    ]
-    asks = [
-        as_request(random_prompt(20, seed), seed=seed, **asked)
-        for asked in settings
-        for seed in range(3)
-    ]
-    for ask, answer in zip(asks, engine.ask(*asks), strict=True):
-        assert len(answer.token_ids) == ask.extra["gen_length"]
-        assert MASK_ID not in answer.token_ids
-    assert engine.is_idle()

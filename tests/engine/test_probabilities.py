@@ -6,23 +6,19 @@ Both are compared with a replay: the rows that the canvases show go through the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.checkpoints import EOS_ID, MASK_ID, random_prompt
-from tests.engine.harness import Ask, running, sampling_params
+from tests.engine.harness import Ask, Engine, running, sampling_params
 from tests.reference import decode
 from tests.reference.models import load_reference
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.engine.harness import Engine
 
 PROMPT_LENGTH = 13
 NUM_TOP = 3
@@ -186,13 +182,9 @@ def test_they_change_no_token(llada: tuple[Engine, Any]) -> None:
 
 
 def test_only_those_who_ask_are_told(llada: tuple[Engine, Any]) -> None:
-    from vllm import SamplingParams
-
     engine, _ = llada
-    prompt = {"prompt_token_ids": random_prompt(PROMPT_LENGTH)}
-    silent = SamplingParams(temperature=0.0, extra_args={**CASES["semi_ar"]})
-    asking = SamplingParams(temperature=0.0, logprobs=1, extra_args={**CASES["semi_ar"]})
-    first, second = engine.llm.generate([prompt, prompt], [silent, asking], use_tqdm=False)
+    silent = Ask(random_prompt(PROMPT_LENGTH), CASES["semi_ar"])
+    first, second = engine.outputs(silent, replace(silent, sampling={"logprobs": 1}))
     assert first.outputs[0].logprobs is None
     assert "canvas" not in first.kv_transfer_params["dllm"]
     told = second.outputs[0]

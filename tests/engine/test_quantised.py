@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.engine.harness import BLOCKS, as_request, running, shrink
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 DREAM = {"gen_length": 16, "steps": 8}
 # Family, --quantization, parameters, caches, and KiB of a pool that a step does not fit as a whole.

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,16 +14,11 @@ import torch
 from tests.checkpoints import MASK_ID, random_prompt
 from tests.engine.harness import Ask, running
 from tests.reference.models import load_reference, shift_right
+from vllm.diffusion.api.likelihood.prompt_scores import Reading
 from vllm.diffusion.api.likelihood.typed_decisions import masked_behind
 from vllm.diffusion.api.openai.echo import readings_of
 from vllm.diffusion.api.validator import validator_of
 from vllm.diffusion.core.errors import InvalidParameterError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from vllm.diffusion.api.likelihood.prompt_scores import Reading
 
 FAMILIES = ("dream", "sdar", "llada2", "fast_dllm")
 PROMPT = random_prompt(21, 5)

@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, make_tokenizer, random_prompt
-from tests.engine.harness import BLOCKS, NOISY, Ask, as_request, clear_case, refusal_error
+from tests.engine.harness import BLOCKS, NOISY, Ask, Engine, as_request, clear_case, refusal_error
 from tests.reference import golden
-
-if TYPE_CHECKING:
-    from tests.engine.harness import Engine
-    from tests.reference.models import LLaDAReference
-
+from tests.reference.models import LLaDAReference
 
 # ---- the end of an answer ----------------------------------------------------------------------
 
@@ -77,25 +73,14 @@ def test_a_request_is_decided_once(engine: Engine, monkeypatch: pytest.MonkeyPat
 
 
 def test_n_answers_use_consecutive_seeds(engine: Engine, model: LLaDAReference) -> None:
-    from vllm import SamplingParams
-
-    asked = {**NOISY, "temperature": 1.0}
-    del asked["seed"]
-    prompt, _ = clear_case(model, 20, seed=40, **asked)
-    (output,) = engine.llm.generate(
-        [{"prompt_token_ids": prompt}],
-        SamplingParams(
-            n=3, seed=40, temperature=1.0, extra_args={**_no_temperature(asked), "ignore_eos": True}
-        ),
-        use_tqdm=False,
-    )
+    asked = {name: value for name, value in NOISY.items() if name != "seed"}
+    noisy = {**asked, "temperature": 1.0}
+    sampling = {"n": 3, "seed": 40, "temperature": 1.0}
+    prompt, _ = clear_case(model, 20, seed=40, **noisy)
+    (output,) = engine.outputs(Ask(prompt, {**asked, "ignore_eos": True}, sampling))
     found = [list(c.token_ids) for c in sorted(output.outputs, key=lambda c: c.index)]
-    assert found == [golden.run(model, prompt, seed=40 + i, **asked).ids for i in range(3)]
+    assert found == [golden.run(model, prompt, seed=40 + i, **noisy).ids for i in range(3)]
     assert len({tuple(tokens) for tokens in found}) == 3
-
-
-def _no_temperature(asked: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in asked.items() if name != "temperature"}
 
 
 # ---- as upstream's users write it --------------------------------------------------------------

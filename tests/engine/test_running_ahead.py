@@ -3,17 +3,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from tests.engine.harness import BLOCKS, Ask, as_request, clear_case, finish, record_steps, start
+from tests.engine.harness import (
+    BLOCKS,
+    Ask,
+    Engine,
+    as_request,
+    clear_case,
+    finish,
+    record,
+    record_steps,
+    start,
+)
+from tests.reference.models import LLaDAReference
 from vllm.diffusion.engine.scheduler.turns import StepLimits
 from vllm.diffusion.memory import StepShape
-
-if TYPE_CHECKING:
-    from tests.engine.harness import Engine
-    from tests.reference.models import LLaDAReference
 
 
 @pytest.fixture
@@ -119,24 +126,6 @@ def test_a_launch_that_fails_harms_no_result_before_it(
     assert again.token_ids == wanted.ids
 
 
-def test_a_pause_keeps_the_step_under_way(
-    engine: Engine, model: LLaDAReference, launches: list[list[str]]
-) -> None:
-    from vllm.v1.core.sched.interface import PauseState
-
-    prompt, wanted = clear_case(model, 20, **BLOCKS)
-    start(engine, "paused", as_request(prompt, **BLOCKS))
-    engine.llm.llm_engine.step()
-    (canvas,) = engine.runner.canvases.values()
-    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    engine.llm.llm_engine.step()
-    engine.llm.llm_engine.step()
-    assert (canvas.num_forwards, len(launches)) == (1, 2)
-    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
-    assert finish(engine)["paused"].token_ids == wanted.ids
-    assert len(launches) == wanted.num_forwards
-
-
 @pytest.mark.parametrize("cache", ["none", "dual"])
 def test_shares_of_the_requests_step_one_behind_the_other(
     engine: Engine,
@@ -150,15 +139,13 @@ def test_shares_of_the_requests_step_one_behind_the_other(
     asks = [as_request(prompt[i:], **BLOCKS, cache=cache) for i in range(4)]
     alone = [engine.ask(ask)[0] for ask in asks]
     monkeypatch.setattr(engine.loop, "limits", StepLimits(2 * 52))
-    seen: list[tuple[list[list[str]], list[str]]] = []
-    collect = engine.runner.collect
-
-    def recorded(step: Any) -> Any:
-        seen.append((launches[len(seen) + 1 :], step.req_ids))
-        return collect(step)
-
-    monkeypatch.setattr(engine.runner, "collect", recorded)
     launches.clear()
+    seen = record(
+        monkeypatch,
+        engine.runner,
+        "collect",
+        lambda _, step: (launches[len(seen) + 1 :], step.req_ids),
+    )
     for i, ask in enumerate(asks):
         start(engine, str(i), ask)
     answers = finish(engine)
@@ -179,13 +166,7 @@ def test_an_abort_of_the_first_of_two_steps_under_way(
 ) -> None:
     prompt, wanted = clear_case(model, 20, **BLOCKS)
     monkeypatch.setattr(engine.loop, "limits", StepLimits(52))
-    execute, outputs = engine.loop.execute, []
-
-    def recorded(message: Any) -> Any:
-        outputs.append(execute(message))
-        return outputs[-1]
-
-    monkeypatch.setattr(engine.loop, "execute", recorded)
+    outputs = record(monkeypatch, engine.loop, "execute", lambda output, _: output)
     names = [start(engine, str(i), as_request(prompt, **BLOCKS)) for i in range(3)]
     for _ in range(4):
         engine.llm.llm_engine.step()

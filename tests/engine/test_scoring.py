@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from tests.checkpoints import MASK_ID, VOCAB_SIZE, make_checkpoint, random_promp
 from tests.engine.harness import (
     BLOCKS,
     MAX_MODEL_LEN,
+    Answer,
     Ask,
+    Engine,
     as_request,
     refusal_error,
     running,
@@ -21,12 +25,6 @@ from tests.reference import decode
 from tests.reference.models import load_reference
 from vllm.diffusion.models.base import DiffusionModel
 from vllm.diffusion.sampling import sampler
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from tests.engine.harness import Answer, Engine
 
 POSITIONS = [0, 3, 4, 11, 18]
 HOLES = (3, 4, 11)

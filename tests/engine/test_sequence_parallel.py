@@ -8,8 +8,10 @@ processes.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.v1.executor import Executor
@@ -17,17 +19,11 @@ from vllm.v1.executor import Executor
 from tests.checkpoints import random_prompt
 from tests.engine.cases import CUT, SCHEMA, SHORT, guided_asks, mixed_asks, whole_asks
 from tests.engine.harness import Ask, engine_config, finish, running, start, tokens
-from tests.engine.ranks import ranked
+from tests.engine.ranks import Ranked, ranked
 from vllm.diffusion.engine.executor import RanksExecutor
 from vllm.diffusion.engine.worker.pool_budget import planning_budget
 from vllm.diffusion.memory import Plan, Planner
 from vllm.diffusion.memory.plan import ChunkRows, Residency
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.engine.ranks import Ranked
 
 DIVIDED = Plan(Residency(False, shards=2), CUT.rows)
 # Read at the first and the last row of every 16.

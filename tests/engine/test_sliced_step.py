@@ -3,17 +3,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.engine.cases import CUT, PLANS, SHORT
-from tests.engine.harness import Ask, finish, running, shrink, start, step, tokens
+from tests.engine.harness import (
+    Answer,
+    Ask,
+    Engine,
+    finish,
+    record,
+    running,
+    shrink,
+    start,
+    step,
+    tokens,
+)
 from vllm.diffusion.engine.messages import Slice
 from vllm.diffusion.engine.scheduler.long_requests import Pace, Slicing
 from vllm.diffusion.engine.worker.sliced_step import SlicedStep
@@ -21,14 +34,9 @@ from vllm.diffusion.engine.worker.window import ALL_ROWS
 from vllm.diffusion.memory import Admission, Demand, PoolExhaustedError, StepShape, rates
 from vllm.diffusion.memory.plan import Plan, StageSeconds
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.engine.harness import Answer, Engine
-
 LONG = Ask(random_prompt(90, 1), {**SHORT, "cfg_scale": 1.0})
 BESIDE = [Ask(random_prompt(n, n), SHORT) for n in (20, 5, 33)]
+Alone = tuple["Engine", list[tuple[list[int], "int | None"]]]  # an engine, its answers
 SECOND = StageSeconds(1.0, 1.0, 1.0, 1.0)  # of every chunk
 
 
@@ -59,13 +67,22 @@ class Slicer:
 @pytest.fixture(scope="module")
 def alone(
     checkpoint: Callable[[str], Any],
-) -> Iterator[tuple[Engine, list[tuple[list[int], int | None]]]]:
+) -> Iterator[Alone]:
     """An engine, and what it answers without slices: to the long request, then the others."""
     settings = {"max_model_len": 2048, "max_num_batched_tokens": 4096}
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
         with running(checkpoint("gqa"), **settings) as engine:
             yield engine, [tokens(engine.ask(ask))[0] for ask in (LONG, *BESIDE)]
+
+
+def slice_steps(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, seconds: float, plan: Plan = CUT
+) -> Slicer:
+    """Steps run by a plan whose chunks take a second each, in slices of so many."""
+    sliced = replace(plan, chunk_seconds=SECOND)
+    monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: sliced)
+    return Slicer(engine, monkeypatch, seconds)
 
 
 def run_beside(engine: Engine, slicer: Slicer) -> list[tuple[list[int], int | None]]:
@@ -85,15 +102,13 @@ def run_beside(engine: Engine, slicer: Slicer) -> list[tuple[list[int], int | No
 def test_slices_beside_other_requests_give_the_same_tokens(
     plan: Plan,
     runs_ahead: bool,
-    alone: tuple[Engine, list[tuple[list[int], int | None]]],
+    alone: Alone,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Chunks, head groups, rows in host memory; the others use the same names of buffers."""
     engine, wanted = alone
-    plan = replace(plan, chunk_seconds=SECOND)
     monkeypatch.setattr(engine.loop, "runs_ahead", runs_ahead)
-    monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
-    slicer = Slicer(engine, monkeypatch, seconds=3.0)
+    slicer = slice_steps(engine, monkeypatch, 3.0, plan)
     assert run_beside(engine, slicer) == wanted
     assert len(slicer.paused) >= 4
     assert all(paused.held_bytes > 0 for paused in slicer.paused)
@@ -102,15 +117,13 @@ def test_slices_beside_other_requests_give_the_same_tokens(
 
 
 def test_a_slice_is_as_much_work_as_was_asked_for(
-    alone: tuple[Engine, list[tuple[list[int], int | None]]], monkeypatch: pytest.MonkeyPatch
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, wanted = alone
-    plan = replace(CUT, chunk_seconds=SECOND)
-    monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
     counts = []
     for seconds in (1.0, 2.5, 5.0, 1000.0):
         with monkeypatch.context() as sliced:
-            slicer = Slicer(engine, sliced, seconds)
+            slicer = slice_steps(engine, sliced, seconds)
             slicer.long = {start(engine, "long", LONG)}
             assert tokens([finish(engine)["long"]]) == wanted[:1]
             counts.append(len([output for output in slicer.outputs if output.req_ids]))
@@ -123,15 +136,13 @@ def test_a_slice_is_as_much_work_as_was_asked_for(
 @pytest.mark.parametrize("name", ["chunks, queries kept", "2 head groups, rows in host memory"])
 def test_an_abort_in_mid_step_gives_its_memory_back_at_once(
     name: str,
-    alone: tuple[Engine, list[tuple[list[int], int | None]]],
+    alone: Alone,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, _ = alone
     stays = Ask(random_prompt(20), {**SHORT, "steps": 16})
     wanted = tokens(engine.ask(stays))
-    plan = replace(PLANS[name], chunk_seconds=SECOND)
-    monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
-    slicer = Slicer(engine, monkeypatch, seconds=2.0)
+    slicer = slice_steps(engine, monkeypatch, 2.0, PLANS[name])
     runner = engine.runner
     before = runner.pool.used_bytes
     aborted = start(engine, "aborted", LONG)
@@ -150,7 +161,7 @@ def test_an_abort_in_mid_step_gives_its_memory_back_at_once(
 
 
 def test_what_runs_beside_a_paused_step_comes_out_of_what_is_left(
-    alone: tuple[Engine, list[tuple[list[int], int | None]]], monkeypatch: pytest.MonkeyPatch
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a pool that the long step alone would fill, the other one is planned beside it."""
     engine, _ = alone
@@ -162,15 +173,7 @@ def test_what_runs_beside_a_paused_step_comes_out_of_what_is_left(
     monkeypatch.setattr(runner.pool, "budget_bytes", whole.predicted_peak_bytes)
     monkeypatch.setattr(runner, "planner", runner.planner)
     shrink(runner, whole.predicted_peak_bytes)
-    plans: dict[int, list[Plan]] = {}
-    plan = runner.planner.plan
-
-    def recorded(step: StepShape, *arguments: Any) -> Plan:
-        found = plan(step, *arguments)
-        plans.setdefault(step.rows, []).append(found)
-        return found
-
-    monkeypatch.setattr(runner.planner, "plan", recorded)
+    plans = record(monkeypatch, runner.planner, "plan", lambda plan, step, *_: (step.rows, plan))
     seconds = runner.planner.plan(step_alone).predicted_seconds / 20
     slicer = Slicer(engine, monkeypatch, seconds)
     slicer.long = {start(engine, "long", long)}
@@ -180,68 +183,52 @@ def test_what_runs_beside_a_paused_step_comes_out_of_what_is_left(
     assert tokens([answers["long"], answers["short"]]) == wanted
     assert len(slicer.paused) >= 10
     held = max(paused.held_bytes for paused in slicer.paused)
-    assert max(one.predicted_peak_bytes for one in plans[316]) > held
+    assert max(plan.predicted_peak_bytes for rows, plan in plans if rows == 316) > held
     peaks = [output.usage.peak_bytes for output in slicer.outputs]
     assert held < max(peaks) <= runner.pool.budget_bytes
     assert engine.is_idle()
 
 
-def test_a_step_that_fails_in_a_slice_ends_its_request_alone(
-    alone: tuple[Engine, list[tuple[list[int], int | None]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, wanted = alone
-    plan = replace(CUT, chunk_seconds=SECOND)
-    monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
-    slicer = Slicer(engine, monkeypatch, seconds=2.0)
-    layer = engine.runner.model.layers[1]
-    feed_forward = layer.mlp_stage.feed_forward
-
-    def fail_in_slices(*arguments: Any) -> Any:
-        if engine.runner.pool.has_frame and len(slicer.paused) > 4:
-            raise RuntimeError("the device broke")
-        return feed_forward(*arguments)
-
-    monkeypatch.setattr(layer, "mlp_stage", SimpleNamespace(feed_forward=fail_in_slices))
-    slicer.long = {start(engine, "long", LONG)}
-    engine.llm.llm_engine.step()
-    answers = finish(engine)
-    assert "the device broke" in answers["long"].report["error"]
-    assert engine.is_idle()
-    assert engine.runner.pool.used_bytes == engine.runner.caches.reserved_bytes
-    monkeypatch.undo()
-    assert tokens(engine.ask(BESIDE[0])) == wanted[1:2]
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_step_that_runs_out_of_memory_in_a_slice_begins_anew_once(
+@pytest.mark.parametrize(
+    ("error", "times", "told"),
+    [
+        (RuntimeError("the device broke"), 1, "the device broke"),
+        (PoolExhaustedError("gate_up", 2, 1), 1, None),
+        (PoolExhaustedError("gate_up", 2, 1), 2, "PoolExhaustedError"),
+    ],
+    ids=["a failure", "out of memory", "out of memory again"],
+)
+def test_a_slice_that_fails_ends_its_request_alone(
+    error: Exception,
     times: int,
-    alone: tuple[Engine, list[tuple[list[int], int | None]]],
+    told: str | None,
+    alone: Alone,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The request ends only where the same step runs out of it again."""
+    """A step that runs out of memory begins anew, once; its request ends if it does so again."""
     engine, wanted = alone
-    plan = replace(CUT, chunk_seconds=SECOND)
-    monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
-    slicer = Slicer(engine, monkeypatch, seconds=2.0)
+    slicer = slice_steps(engine, monkeypatch, 2.0)
     layer = engine.runner.model.layers[1]
     feed_forward, failures = layer.mlp_stage.feed_forward, []
 
     def fail_in_slices(*arguments: Any) -> Any:
         if engine.runner.pool.has_frame and len(slicer.paused) > 4 and len(failures) < times:
-            failures.append("out of memory")
-            raise PoolExhaustedError("gate_up", 2, 1)
+            failures.append(error)
+            raise error
         return feed_forward(*arguments)
 
     monkeypatch.setattr(layer, "mlp_stage", SimpleNamespace(feed_forward=fail_in_slices))
     slicer.long = {start(engine, "long", LONG)}
     answer = finish(engine)["long"]
     assert len(failures) == times
-    if times == 1:
+    if told is None:
         assert tokens([answer]) == wanted[:1]
     else:
-        assert answer.report["error"].startswith("PoolExhaustedError")
+        assert told in answer.report["error"]
     assert engine.is_idle()
     assert engine.runner.pool.used_bytes == engine.runner.caches.reserved_bytes
+    monkeypatch.undo()
+    assert tokens(engine.ask(BESIDE[0])) == wanted[1:2]
 
 
 # ---- by the scheduler's choice ----
@@ -256,15 +243,7 @@ def slow(
     monkeypatch.setattr(rates, "CPU", slow)
     monkeypatch.setattr(Pace, "learn", lambda *_: None)
     with running(checkpoint("mha")) as engine:
-        outputs: list[Any] = []
-        execute = engine.loop.execute
-
-        def recorded(message: Any) -> Any:
-            outputs.append(execute(message))
-            return outputs[-1]
-
-        monkeypatch.setattr(engine.loop, "execute", recorded)
-        yield engine, outputs
+        yield engine, record(monkeypatch, engine.loop, "execute", lambda output, _: output)
 
 
 @pytest.mark.parametrize(("cache", "runs_ahead"), [("none", False), ("dual", True)])
@@ -348,13 +327,9 @@ def test_a_step_whose_keys_were_moved_begins_anew(
     runner = engine.runner
     runner.pages.trim()  # so that there is no more room than is in use
     engine.cut_steps(2 * Admission(runner.planner).seconds_of(Demand(216, 16), 216) / 30)
-    begin, forwards_begun = SlicedStep.begin, []
-
-    def recorded(slices: SlicedStep, batch: Any, *arguments: Any) -> None:
-        forwards_begun.append(batch.canvases[0].num_forwards)
-        begin(slices, batch, *arguments)
-
-    monkeypatch.setattr(SlicedStep, "begin", recorded)
+    forwards_begun = record(
+        monkeypatch, SlicedStep, "begin", lambda *call: call[2].canvases[0].num_forwards
+    )
     names: list[str] = []
     monkeypatch.setattr(Slicing, "long", lambda _, running, *__: [n for n in names if n in running])
     first = start(engine, "first", asks[0])
@@ -384,10 +359,8 @@ def test_slices_on_a_gpu_give_the_same_tokens(
     with running(checkpoint("mha"), enforce_eager=True) as engine:
         wanted = [tokens(engine.ask(ask))[0] for ask in (LONG, *BESIDE)]
         for plan in PLANS.values():
-            sliced = replace(plan, chunk_seconds=SECOND)
             with monkeypatch.context() as planned:
-                planned.setattr(engine.runner.planner, "plan", lambda *_, plan=sliced: plan)
-                slicer = Slicer(engine, planned, seconds=3.0)
+                slicer = slice_steps(engine, planned, 3.0, plan)
                 assert run_beside(engine, slicer) == wanted
                 assert len(slicer.paused) >= 4
             assert engine.is_idle()
@@ -404,21 +377,17 @@ def test_graphs_are_replayed_beside_a_paused_step(
     folder = make_checkpoint(tmp_path, seed=3, dtype=torch.bfloat16)
     long, short = Ask(random_prompt(200, 1), SHORT), Ask(random_prompt(20, 2), SHORT)
     with running(folder, dtype="bfloat16", max_model_len=256) as engine:
-        plan, run = engine.runner.planner.plan, engine.runner.graphs.run
-        cut, replays = replace(CUT, chunk_seconds=SECOND), []
+        plan, cut = engine.runner.planner.plan, replace(CUT, chunk_seconds=SECOND)
 
         def long_cut(step: StepShape, *arguments: Any) -> Plan:
             return cut if step.rows > 100 else plan(step, *arguments)
 
-        def recorded(*arguments: Any) -> Any:
-            body = run(*arguments)
-            if engine.runner.pool.has_frame:
-                replays.append(body is not None)
-            return body
+        def beside(body: Any, *_: Any) -> bool | None:
+            return body is not None if engine.runner.pool.has_frame else None
 
         monkeypatch.setattr(engine.runner.planner, "plan", long_cut)
         wanted = [tokens(engine.ask(ask))[0] for ask in (long, short)]
-        monkeypatch.setattr(engine.runner.graphs, "run", recorded)
+        replays = record(monkeypatch, engine.runner.graphs, "run", beside)
         slicer = Slicer(engine, monkeypatch, seconds=2.0)
         slicer.long = {start(engine, "long", long)}
         for number in range(5):
@@ -426,7 +395,7 @@ def test_graphs_are_replayed_beside_a_paused_step(
             answers = finish_one(engine, f"short {number}")
             assert tokens([answers[f"short {number}"]]) == wanted[1:]
         assert tokens([finish(engine)["long"]]) == wanted[:1]
-        assert len(replays) >= 10 and all(replays)
+        assert replays.count(True) >= 10 and False not in replays
 
 
 def finish_one(engine: Engine, name: str) -> dict[str, Answer]:

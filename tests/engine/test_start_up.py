@@ -10,14 +10,14 @@ import sys
 from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from tests.checkpoints import make_case
-from tests.engine.harness import engine_config
+from tests.engine.harness import Engine, engine_config, logged
 from vllm.diffusion import __version__
 from vllm.diffusion.api.server import welcome
 from vllm.diffusion.engine.worker import status
@@ -26,34 +26,8 @@ from vllm.diffusion.metrics import BUILD_INFO
 from vllm.diffusion.ops.rooms import BUILD, Room, rooms
 from vllm.diffusion.process import log_filter
 
-if TYPE_CHECKING:
-    from tests.engine.harness import Engine
-
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 ROOMS = ("flash_sample", "fused_ops", "gather_gemm", "vmm_allocator")
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[int, str]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.found.append((record.levelno, record.getMessage()))
-
-
-def told(logger: logging.Logger, *call: Any) -> list[tuple[int, str]]:
-    """Levels and texts of what a call logs."""
-    function, *given = call
-    lines, level = Lines(), logger.level
-    logger.addHandler(lines)
-    logger.setLevel(logging.DEBUG)  # whatever the environment says of all loggers
-    try:
-        function(*given)
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(lines)
-    return lines.found
 
 
 # ---- what the engine runs on -------------------------------------------------------------------
@@ -82,7 +56,7 @@ def test_a_room_that_a_gpu_lacks_is_a_warning(
     found = tuple(Room(name, is_built=name != missing) for name in ROOMS)
     monkeypatch.setattr(status, "rooms", lambda: found)
     info = {"activation_pool": "vmm", "attention": "sdpa+flash3+split"}
-    lines = told(status.logger, status.log_build_info, info, GPU, 3 << 30, None)
+    lines = logged(status.logger, status.log_build_info, info, GPU, 3 << 30, None)
     warnings = [text for level, text in lines if level == logging.WARNING]
     assert len(warnings) == 1
     assert warnings[0].startswith(f"{missing}: not built") and BUILD in warnings[0]
@@ -98,7 +72,7 @@ def test_a_room_that_a_gpu_lacks_is_a_warning(
 def test_without_a_gpu_nothing_is_missing() -> None:
     info = {"activation_pool": "torch", "attention": "sdpa"}
     given = (info, CPU, 1 << 30, "none (no GPU)")
-    lines = told(status.logger, status.log_build_info, *given)
+    lines = logged(status.logger, status.log_build_info, *given)
     assert {level for level, _ in lines} == {logging.INFO}
     assert [text for _, text in lines] == [
         *(f"{name}: PyTorch reference (no GPU)" for name in ROOMS),
@@ -115,7 +89,7 @@ def test_why_a_pool_is_not_virtual_memory(
     monkeypatch.setenv("VLLM_USE_VMM", wanted)
     info = {"activation_pool": "torch", "attention": "sdpa"}
     given = (info, GPU, 1 << 30, None)
-    texts = [text for _, text in told(status.logger, status.log_build_info, *given)]
+    texts = [text for _, text in logged(status.logger, status.log_build_info, *given)]
     assert f"activation pool: 1.00 GiB, PyTorch's allocator ({reason})" in texts
 
 
@@ -150,8 +124,8 @@ def test_arguments_without_effect_are_upstreams() -> None:
 def test_prefix_caching_has_an_effect_where_prefixes_are_shared() -> None:
     warn = welcome.warn_of_arguments_without_effect
     given = server_arguments("--no-enable-prefix-caching", "--num-gpu-blocks-override", "9")
-    assert told(welcome.logger, lambda: warn(given, has_prefixes=True)) == []
-    ((_, text),) = told(welcome.logger, warn, given)
+    assert logged(welcome.logger, lambda: warn(given, has_prefixes=True)) == []
+    ((_, text),) = logged(welcome.logger, warn, given)
     assert text.endswith(": --enable-prefix-caching, --num-gpu-blocks-override")
 
 
@@ -170,7 +144,7 @@ def test_prefix_caching_has_an_effect_where_prefixes_are_shared() -> None:
 )
 def test_those_that_were_given_are_named_in_one_line(given: list[str], named: str | None) -> None:
     warn = welcome.warn_of_arguments_without_effect
-    lines = told(welcome.logger, warn, server_arguments(*given))
+    lines = logged(welcome.logger, warn, server_arguments(*given))
     text = f"without effect on a diffusion language model: {named}"
     assert lines == ([] if named is None else [(logging.WARNING, text)])
 
@@ -191,8 +165,8 @@ def test_other_lines_of_the_same_loggers_stay() -> None:
     log_filter.leave_out_what_does_not_apply()
     logger = logging.getLogger("vllm.entrypoints.launchers.launcher")
     assert [type(f).__name__ for f in logger.filters].count("_Without") == 1
-    assert told(logger, logger.warning, "Route: %s, Methods: %s", "/x", "GET") == []
-    assert told(logger, logger.warning, "port %s is used", 7) == [
+    assert logged(logger, logger.warning, "Route: %s, Methods: %s", "/x", "GET") == []
+    assert logged(logger, logger.warning, "port %s is used", 7) == [
         (logging.WARNING, "port 7 is used")
     ]
 
@@ -203,10 +177,10 @@ def test_the_settings_of_an_engine_are_one_short_line(llama: Path, tmp_path: Pat
     (tmp_path / "ours").mkdir()
     text = "Initializing a V1 LLM engine (v%s) with config: %s"
     ours = engine_config(make_case(tmp_path / "ours" / "model", "mha"), dtype="float32")
-    ((_, line),) = told(logger, logger.warning, text, "0.32.0", ours)
+    ((_, line),) = logged(logger, logger.warning, text, "0.32.0", ours)
     assert line.startswith("engine of vLLM 0.32.0: model ") and len(line) < 300
     assert line.endswith("float32, 64 positions, 1 tensor-parallel and 1 sequence-parallel ranks")
-    ((_, line),) = told(logger, logger.warning, text, "0.32.0", engine_config(llama))
+    ((_, line),) = logged(logger, logger.warning, text, "0.32.0", engine_config(llama))
     assert line.startswith("Initializing a V1 LLM engine")
 
 
@@ -215,7 +189,7 @@ def test_the_first_line_says_what_is_started() -> None:
 
     log_filter.tell_what_is_ours()
     logger = logging.getLogger("vllm.entrypoints.launchers.launcher")
-    lines = told(logger, log_version_and_model, logger, "0.32.0", "models/llada-tiny")
+    lines = logged(logger, log_version_and_model, logger, "0.32.0", "models/llada-tiny")
     text = f"Mosaic {__version__} on vLLM 0.32.0, model models/llada-tiny"
     assert lines == [(logging.INFO, text)]
 
@@ -225,11 +199,11 @@ def test_a_length_beyond_the_checkpoints_is_no_warning() -> None:
     log_filter.leave_out_what_does_not_apply()
     logger = logging.getLogger("vllm.config.model")
     warning = "User-specified max_model_len (204800) is greater than the derived max_model_len"
-    assert told(logger, logger.warning, "%s %s", warning, "lead to nan") == []
+    assert logged(logger, logger.warning, "%s %s", warning, "lead to nan") == []
     args = Namespace(host=None, port=1, root_path=None, ssl_certfile=None, api_key=None)
     args.served_model_name, args.model = None, "m"
     for own_length, ending in ((4096, " (its config.json says 4096)"), (8192, ""), (None, "")):
-        lines = told(
+        lines = logged(
             welcome.logger,
             lambda length=own_length: welcome.log_welcome(
                 *(args, "llada", 8192),

@@ -7,7 +7,9 @@ They are in one file: those of two tests at once would only wait for each other.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from tests.engine.harness import (
     as_request,
     assert_decoded,
     clear_case,
+    clear_cases,
     refusal_error,
     running,
     shrink,
@@ -29,13 +32,6 @@ from tests.engine.harness import (
 )
 from tests.engine.ranks import fail_once
 from tests.reference.models import load_reference
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.reference.golden import Run
-    from tests.reference.models import LLaDAReference
 
 REQUESTS: list[tuple[int, dict[str, Any]]] = [
     (20, BLOCKS),
@@ -49,15 +45,6 @@ REQUESTS: list[tuple[int, dict[str, Any]]] = [
 
 
 POOL_BYTES = 110_000
-
-
-def asks_of(model: LLaDAReference) -> tuple[list[Ask], list[Run]]:
-    """`REQUESTS`, and what the reference makes of them."""
-    cases = [clear_case(model, length, **asked) for length, asked in REQUESTS]
-    asks = [
-        as_request(prompt, **asked) for (prompt, _), (_, asked) in zip(cases, REQUESTS, strict=True)
-    ]
-    return asks, [decoded for _, decoded in cases]
 
 
 def shrink_rank(worker: Any) -> None:
@@ -91,7 +78,7 @@ def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
     """
     folder = make_checkpoint(tmp_path, seed=10, n_kv_heads=2, embedding_size=300)
     model = load_reference(folder)
-    asks, wanted = asks_of(model)
+    asks, wanted = clear_cases(model, REQUESTS)
     with running(folder, tensor_parallel_size=2) as engine:
         whole = engine.ask(*asks)
         assert_decoded(whole, wanted)
@@ -148,7 +135,7 @@ def test_two_gpus_equal_the_reference(tmp_path: Path) -> None:
     """Their kernels sum; a rank that fails leaves the other one waiting in them."""
     folder = make_checkpoint(tmp_path, seed=10, n_kv_heads=2, embedding_size=300)
     model = load_reference(folder)
-    asks, wanted = asks_of(model)
+    asks, wanted = clear_cases(model, REQUESTS)
     with running(folder, tensor_parallel_size=2) as engine:
         assert_decoded(engine.ask(*asks), wanted)
         engine.llm.collective_rpc(fail_once, args=("other",))

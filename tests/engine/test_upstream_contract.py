@@ -7,22 +7,14 @@ import importlib.util
 import inspect
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import Ask
-
-ROOT = Path(__file__).resolve().parents[2]
-
-if TYPE_CHECKING:
-    import pytest
-
-    from tests.engine.harness import Engine
+from tests.engine.harness import Ask, Engine, logged, record
+from tests.programs import ROOT, run_python
 
 
 def test_the_scheduler_implements_the_whole_interface() -> None:
@@ -33,22 +25,10 @@ def test_the_scheduler_implements_the_whole_interface() -> None:
     assert issubclass(DiffusionScheduler, SchedulerInterface)
     assert not inspect.isabstract(DiffusionScheduler)
     assert {
-        "add_request",
-        "finish_requests",
-        "get_grammar_bitmask",
-        "get_num_unfinished_requests",
-        "get_request_counts",
-        "has_finished_requests",
-        "make_stats",
-        "pause_state",
-        "reset_encoder_cache",
-        "reset_prefix_cache",
-        "schedule",
-        "set_pause_state",
-        "shutdown",
-        "update_draft_token_ids",
-        "update_draft_token_ids_in_output",
-        "update_from_output",
+        *("add_request", "finish_requests", "get_grammar_bitmask", "get_num_unfinished_requests"),
+        *("get_request_counts", "has_finished_requests", "make_stats", "pause_state", "schedule"),
+        *("reset_encoder_cache", "reset_prefix_cache", "set_pause_state", "shutdown"),
+        *("update_draft_token_ids", "update_draft_token_ids_in_output", "update_from_output"),
     } <= set(SchedulerInterface.__abstractmethods__)
     assert_same_parameters(SchedulerInterface, DiffusionScheduler)
 
@@ -60,14 +40,8 @@ def test_the_worker_overrides_what_upstream_calls() -> None:
 
     assert issubclass(DiffusionWorker, WorkerBase)
     for name in (
-        "compile_or_warm_up_model",
-        "execute_model",
-        "get_kv_cache_spec",
-        "get_model",
-        "get_supported_kv_cache_layouts",
-        "init_device",
-        "load_model",
-        "synchronize_device",
+        *("compile_or_warm_up_model", "execute_model", "get_kv_cache_spec", "get_model"),
+        *("get_supported_kv_cache_layouts", "init_device", "load_model", "synchronize_device"),
     ):
         assert name in vars(DiffusionWorker)
         assert callable(getattr(WorkerBase, name)), name
@@ -99,29 +73,20 @@ def test_the_openai_handlers_have_the_steps_that_are_overridden() -> None:
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 
-    chat = ("self", "request", "result_generator")
-    for cls, name, leading in (
-        (OpenAIServingChat, "create_chat_completion", ("self", "request", "raw_request")),
+    chat, completion = OpenAIServingChat, OpenAIServingCompletion
+    for step, leading in (
+        (chat.create_chat_completion, "request raw_request"),
+        (chat.chat_completion_stream_generator, "request result_generator request_id model_name"),
+        (chat.chat_completion_full_generator, "request result_generator"),
+        (completion.create_completion, "request raw_request"),
         (
-            OpenAIServingChat,
-            "chat_completion_stream_generator",
-            (*chat, "request_id", "model_name"),
+            completion.completion_stream_generator,
+            "request engine_inputs result_generator request_id created_time",
         ),
-        (OpenAIServingChat, "chat_completion_full_generator", chat),
-        (OpenAIServingCompletion, "create_completion", ("self", "request", "raw_request")),
-        (
-            OpenAIServingCompletion,
-            "completion_stream_generator",
-            ("self", "request", "engine_inputs", *chat[2:], "request_id", "created_time"),
-        ),
-        (
-            OpenAIServingCompletion,
-            "request_output_to_completion_response",
-            ("self", "final_res_batch"),
-        ),
+        (completion.request_output_to_completion_response, "final_res_batch"),
     ):
-        parameters = tuple(inspect.signature(getattr(cls, name)).parameters)
-        assert parameters[: len(leading)] == leading, name
+        wanted = ["self", *leading.split()]
+        assert list(inspect.signature(step).parameters)[: len(wanted)] == wanted, step
 
 
 def test_every_front_end_makes_its_requests_in_one_place(
@@ -143,14 +108,7 @@ def test_every_front_end_makes_its_requests_in_one_place(
         source = inspect.getsource(front_end)
         assert "InputProcessor(self.vllm_config" in source
         assert ".input_processor.process_inputs" in source
-    made: list[Any] = []
-    ours = InputProcessor.process_inputs
-
-    def watched(self: Any, *args: Any, **options: Any) -> Any:
-        made.append(ours(self, *args, **options))
-        return made[-1]
-
-    monkeypatch.setattr(InputProcessor, "process_inputs", watched)
+    made = record(monkeypatch, InputProcessor, "process_inputs", lambda request, *_: request)
     own = SamplingParams(temperature=0.0, extra_args={"gen_length": 8, "steps": 1})
     engine.llm.generate([{"prompt_token_ids": [1, 2, 3]}] * 2, own, use_tqdm=False)
     assert len(made) == 2
@@ -180,28 +138,11 @@ def test_requests_and_outputs_have_the_fields_that_are_used() -> None:
 
 def test_step_logs_name_time_requests_and_rows(engine: Engine) -> None:
     """The line that benchmarks read."""
-    import logging
-
     from vllm.diffusion.engine.worker import step_log
 
-    class Lines(logging.Handler):
-        def __init__(self) -> None:
-            super().__init__(logging.DEBUG)
-            self.found: list[tuple[int, str]] = []
-
-        def emit(self, record: logging.LogRecord) -> None:
-            self.found.append((record.levelno, record.getMessage()))
-
-    lines, logger = Lines(), step_log.logger
-    level = logger.level
-    logger.addHandler(lines)
-    logger.setLevel(logging.DEBUG)
-    try:
-        engine.ask(Ask(random_prompt(5), {"gen_length": 8, "steps": 2, "ignore_eos": True}))
-    finally:
-        logger.removeHandler(lines)
-        logger.setLevel(level)
-    steps = [text for _, text in lines.found if text.startswith("execute_diffusion_once time = ")]
+    ask = Ask(random_prompt(5), {"gen_length": 8, "steps": 2, "ignore_eos": True})
+    lines = logged(step_log.logger, engine.ask, ask)
+    steps = [text for _, text in lines if text.startswith("execute_diffusion_once time = ")]
     assert len(steps) == 2
     assert all(" ms, requests = 1, rows = 13" in text for text in steps)
     assert ", sampled = 8" in steps[0]
@@ -334,8 +275,7 @@ def test_loaders_empty_the_accelerators_cache() -> None:
     assert "torch.accelerator.empty_cache()" in inspect.getsource(base_loader)
     if torch.version.cuda is None:
         code = "import torch; torch.accelerator.empty_cache()"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True)
-        assert done.returncode != 0
+        assert run_python("-c", code).returncode != 0
 
 
 def test_layers_can_be_kept_as_they_were_loaded() -> None:

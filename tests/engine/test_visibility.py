@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,25 +13,18 @@ import torch
 from tests.checkpoints import MASK_ID
 from tests.pages import NO_PAGES, store_with
 from vllm.diffusion import ops
+from vllm.diffusion.core.spans import AttentionLayout
 from vllm.diffusion.decoding import ForwardTarget
 from vllm.diffusion.engine.messages import NewCanvas
-from vllm.diffusion.engine.worker.batch import build_batch
+from vllm.diffusion.engine.worker.batch import StepBatch, build_batch
 from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.layers.attention_backends import attend
-from vllm.diffusion.memory import chunks
+from vllm.diffusion.memory import KeptSequence, PageStore, chunks
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.families import LLADA
 from vllm.diffusion.request.params import ServedModel, SpecialIds
-from vllm.diffusion.request.visibility import FULL, BlockCausal, Forward
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from vllm.diffusion.core.spans import AttentionLayout
-    from vllm.diffusion.engine.worker.batch import StepBatch
-    from vllm.diffusion.memory import KeptSequence, PageStore
-    from vllm.diffusion.request.visibility import Visibility
+from vllm.diffusion.request.visibility import FULL, BlockCausal, Forward, Visibility
 
 MODEL = ServedModel(
     family=LLADA,

@@ -4,26 +4,21 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from tests.engine.cases import SERVED
-from tests.engine.harness import BLOCKS, as_request, clear_case, running
+from tests.engine.harness import BLOCKS, Engine, as_request, clear_case, record, running
+from tests.reference.models import LLaDAReference
 from vllm.diffusion.config import served_model
 from vllm.diffusion.engine.worker import warm_up as warming
 from vllm.diffusion.engine.worker.step_graphs import ROW_BUCKETS, buckets_of
 from vllm.diffusion.engine.worker.warm_up import warm_up
 from vllm.diffusion.models.ahead import kernel_calls
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    import pytest
-
-    from tests.engine.harness import Engine
-    from tests.reference.models import LLaDAReference
 
 
 def test_a_warm_engine_answers_as_before(
@@ -57,19 +52,11 @@ def test_blocks_in_pages_are_warm_as_well(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every row count is a forward with and without pages."""
-    batches: list[Any] = []
     longer = {"max_position_embeddings": 1024}
     with running(
         checkpoint("llada2"), max_model_len=1024, hf_overrides=longer, num_gpu_blocks_override=40
     ) as engine:
-        launch = engine.runner.launch
-
-        def recorded(req_ids: Any) -> Any:
-            launched = launch(req_ids)
-            batches.append(launched.batch)
-            return launched
-
-        monkeypatch.setattr(engine.runner, "launch", recorded)
+        batches = record(monkeypatch, engine.runner, "launch", lambda step, _: step.batch)
         model = served_model(engine.llm.llm_engine.vllm_config)
         warm_up(engine.runner, model, row_budget=64, max_requests=2, shows_progress=False)
         for is_kept in (True, False):

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.diffusion.guided.automaton import build
 from vllm.diffusion.guided.language import Ends, Language, over_tokens
+from vllm.diffusion.guided.syntax import Node
 from vllm.diffusion.guided.vocabulary import Vocabulary
-
-if TYPE_CHECKING:
-    from vllm.diffusion.guided.syntax import Node
 
 TOKENS: tuple[bytes | None, ...] = (b"a", b"b", b"c", b"ab", b"bc", b"abc", b"1", None, None, None)
 EOS, EOT = 8, 9

@@ -7,7 +7,8 @@ import itertools
 import json
 import random
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +22,6 @@ from vllm.diffusion.guided.json_schema import FORMATS, SchemaError, any_object, 
 from vllm.diffusion.guided.language import Ends, Language, over_tokens
 from vllm.diffusion.guided.regex import UnsupportedPatternError, regex
 from vllm.diffusion.guided.vocabulary import Vocabulary
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 BYTES = Vocabulary([bytes([byte]) for byte in range(256)] + [None], 257)
 FORMAT_CHECKER = Draft202012Validator.FORMAT_CHECKER

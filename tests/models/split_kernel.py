@@ -15,21 +15,21 @@ from vllm.diffusion.layers.split_attention import SplitConfig, split_attention
 def plain_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: list[Span]
 ) -> torch.Tensor:
-    """The definition, one span, head and query at a time, in float64."""
+    """softmax(q k^T / sqrt(hd)) v of every span, in float64."""
     out = torch.zeros_like(q, dtype=torch.float64)
     group = q.shape[1] // k.shape[1]
     for span in spans:
-        keys = slice(span.kv_start, span.kv_end)
-        for row in range(span.q_start, span.q_end):
-            for head in range(q.shape[1]):
-                if span.block_length:  # the definition: no block after the query's own
-                    own = (span.first + row - span.q_start) // span.block_length
-                    every = range(span.kv_start, span.kv_end)
-                    seen = [j for j in every if (j - span.kv_start) // span.block_length <= own]
-                    keys = slice(span.kv_start, span.kv_start + len(seen))
-                scores = k[keys, head // group].double() @ q[row, head].double()
-                weights = torch.softmax(scores / math.sqrt(q.shape[2]), dim=0)
-                out[row, head] = weights @ v[keys, head // group].double()
+        if not (span.num_keys and span.num_queries):
+            continue
+        queries, keys = slice(span.q_start, span.q_end), slice(span.kv_start, span.kv_end)
+        heads_k, heads_v = (x[keys].double().repeat_interleave(group, dim=1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[queries].double(), heads_k)
+        if span.block_length:  # no block after the query's own
+            blocks = torch.arange(span.num_keys, device=q.device) // span.block_length
+            own = torch.arange(span.num_queries, device=q.device) + span.first
+            scores[:, blocks > (own // span.block_length)[:, None]] = -torch.inf
+        weights = (scores / math.sqrt(q.shape[2])).softmax(dim=-1)
+        out[queries] = torch.einsum("hqk,khd->qhd", weights, heads_v)
     return out
 
 

@@ -4,11 +4,17 @@
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import (
     ensure_model_parallel_initialized,
@@ -23,16 +29,9 @@ from tests.engine.harness import models_inspected_here
 from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.spans import AttentionLayout, KeySource, Span
 from vllm.diffusion.models.base import DiffusionModel
-from vllm.diffusion.request.visibility import FULL
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from vllm.diffusion.request.visibility import Visibility
+from vllm.diffusion.ops.packed import NF4, NF4_ORDER
+from vllm.diffusion.request.visibility import FULL, Visibility
+from vllm_add_llada.cuda_kernels.fused_ops import Packed, unpack
 
 REL_TOLERANCE = 1e-4  # of the largest logit: fp32 sums in another order
 
@@ -181,3 +180,106 @@ def some_ids(length: int, seed: int = 0) -> torch.Tensor:
     ids = torch.randint(0, VOCAB_SIZE, (length,), generator=generator)
     ids[length // 2 :: 2] = MASK_ID
     return ids
+
+
+FP8, LARGEST = torch.float8_e4m3fn, 448.0
+
+
+def fp8_layer(weight: Tensor, bias: Tensor | None, fixed: Tensor | None = None) -> Any:
+    """A layer whose weight is fp8, one scale a row; `fixed` is that of its inputs."""
+    scales = weight.abs().amax(dim=1) / LARGEST
+    layer = SimpleNamespace(
+        weight=(weight / scales[:, None]).to(FP8),
+        weight_scale=scales,
+        bias=bias,
+        params_dtype=torch.float32,
+        quant_method=None,
+    )
+    if fixed is not None:
+        layer.input_scale = fixed
+    return layer
+
+
+def rounded(x: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Rows as fp8 has them."""
+    scale = x.abs().amax(dim=1, keepdim=True) / LARGEST if scale is None else scale
+    return (x / scale).clamp(-LARGEST, LARGEST).to(FP8).double() * scale.double()
+
+
+def empty_packed(num_rows: int, depth: int, group: int, kind: str, device: str = "cpu") -> Packed:
+    """A matrix of 4-bit numbers, to be filled."""
+    size = (num_rows, depth // group)
+    return Packed(
+        torch.zeros(num_rows, depth // 2, dtype=torch.uint8, device=device),
+        torch.zeros(size, device=device),
+        torch.zeros(size, dtype=torch.uint8, device=device) if kind == "int4" else None,
+        torch.tensor([NF4[i] for i in NF4_ORDER], device=device) if kind == "nf4" else None,
+    )
+
+
+def meant(packed: Packed) -> Tensor:
+    """The numbers [N, D] that a packed matrix stands for, fp32."""
+    out = torch.empty(packed.shape)
+    unpack(packed, out)
+    return out
+
+
+def packed_layer(packed: Packed, bias: Tensor | None = None) -> Any:
+    """A layer whose weight is packed."""
+    return SimpleNamespace(
+        weight=packed.values,
+        weight_scale=packed.scales,
+        weight_zero=packed.zeros,
+        table=packed.table,
+        bias=bias,
+        quant_method=None,
+    )
+
+
+def compressed_tensors(
+    weights: dict[str, Any], rows: dict[str, Any] | None, **changes: Any
+) -> dict[str, Any]:
+    """A `quantization_config` of compressed-tensors with one group of layers."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": rows}
+    return {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": group},
+        **changes,
+    }
+
+
+def quantise_checkpoint(
+    folder: Path,
+    config: dict[str, Any],
+    matrix: Callable[[str, Tensor], dict[str, Tensor] | None],
+) -> None:
+    """Say in config.json how weights are quantised, and put tensors in place of a layer's matrices.
+
+    Args:
+        folder: a LLaDA checkpoint.
+        config: the `quantization_config`.
+        matrix: of the path and the weight of a linear layer its tensors by the ends of their
+            names, or None where it stays.
+    """
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**written, "quantization_config": config}))
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            path, _, kind = name.rpartition(".")
+            if ".blocks." not in name or kind != "weight" or "_norm" in name:
+                continue
+            if (own := matrix(path, tensors[name])) is not None:
+                del tensors[name]
+                tensors |= {f"{path}.{key}": tensor for key, tensor in own.items()}
+
+    change_tensors(folder, change)
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    """Write the only file of a checkpoint anew, its tensors changed in place."""
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -32,9 +32,6 @@ from vllm.diffusion.layers.split_attention import (
     choose_splits,
     split_attention,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 HEAD_DIM = 8
 NUM_KEYS = 9

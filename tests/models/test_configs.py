@@ -1,17 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config.json of LLaDA: names, defaults and refusals."""
+"""config.json of the families: dispatch, names, defaults and refusals."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.models import ModelRegistry
+from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
+from tests.models.released import RELEASED, make_config
 from tests.models.released import make_config as make_any
 from vllm.diffusion.core.errors import ModelConfigError
-from vllm.diffusion.models.config import config_classes
-from vllm.diffusion.request.families import FAMILIES, LLADA
+from vllm.diffusion.models.config import DiffusionConfig, config_classes
+from vllm.diffusion.models.dream import DreamConfig
+from vllm.diffusion.models.llada2 import LLaDA2Config
+from vllm.diffusion.models.llada_moe import LLaDAMoEConfig
+from vllm.diffusion.plugin import register
+from vllm.diffusion.request.families import (
+    ARCHITECTURES,
+    DREAM,
+    FAMILIES,
+    LLADA,
+    LLADA2,
+    LLADA21,
+    LLADA_MOE,
+    SDAR,
+    Family,
+    family_of,
+)
 
 make = partial(make_any, "llada")
 
@@ -92,3 +113,352 @@ def test_every_registered_architecture_has_a_configuration_class() -> None:
             assert config_classes()[model_type].model_type == model_type
     for architecture in LLADA.architectures:
         assert make(architectures=[architecture]).architectures == [architecture]
+
+
+# ---- config.json of the families: dispatch, defaults and refusals ----
+
+
+DREAM_7B, MOE_7B, LLADA2_MINI = (RELEASED[name][1] for name in ("dream", "moe", "llada2"))
+
+
+@pytest.mark.parametrize(
+    ("family", "num_experts", "heads", "vocab_size", "length"),
+    [
+        ("llada", 0, (32, 32), 126464, 4096),
+        ("dream", 0, (28, 4), 152064, 131072),
+        ("moe", 64, (16, 16), 157184, 8192),
+        ("sdar", 0, (32, 8), 151936, 32768),
+        ("fast_dllm", 0, (28, 4), 152064, 32768),
+        ("sdar_moe", 128, (32, 4), 151936, 32768),
+        ("llada2", 256, (16, 4), 157184, 32768),
+    ],
+)
+def test_upstream_reads_the_shapes_it_wants(
+    family: str, num_experts: int, heads: tuple[int, int], vocab_size: int, length: int
+) -> None:
+    config = make_config(family)
+    shape = ModelArchConfigConvertorBase(config, config.get_text_config()).convert()
+    assert shape.head_size == config.head_dim == 128
+    assert (shape.total_num_attention_heads, shape.total_num_kv_heads) == heads
+    assert (shape.vocab_size, shape.num_experts) == (vocab_size, num_experts)
+    assert shape.derived_max_model_len_and_key[0] == length
+    assert not hasattr(config, "canvas_length")  # upstream's own kind of diffusion
+
+
+def test_dream_class_defaults() -> None:
+    config = DreamConfig()
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (
+        151936,
+        4096,
+        22016,
+    )
+    assert (config.num_hidden_layers, config.num_attention_heads) == (32, 32)
+    assert (config.num_key_value_heads, config.max_position_embeddings) == (32, 32768)
+    assert (config.rms_norm_eps, config.rope_theta) == (1e-6, 10000.0)
+    assert config.tie_word_embeddings is False
+    assert (config.mask_token_id, config.pad_token_id) == (151666, 151643)
+    assert make_config("dream", num_key_value_heads=None).num_key_value_heads == 28
+
+
+def test_moe_options_default_to_those_of_the_release() -> None:
+    config = make_config(
+        "moe",
+        *("rms_norm_eps", "partial_rotary_factor", "clip_qkv", "attention_bias", "qk_layernorm"),
+        *("moe_router_score_function", "moe_router_enable_expert_bias", "tie_word_embeddings"),
+        *("mask_token_id", "eos_token_id", "pad_token_id", "moe_layer_freq", "num_key_value_heads"),
+        "dense_intermediate_size",
+    )
+    assert (config.rms_norm_eps, config.architecture.rotary_dim, config.clip_qkv) == (
+        1e-5,
+        128,
+        None,
+    )
+    assert config.qk_layernorm is True
+    assert config.moe_router_enable_expert_bias is False
+    assert config.tie_word_embeddings is False
+    assert (config.mask_token_id, config.eos_token_id) == (156895, 156892)
+    assert config.num_key_value_heads == 16
+    assert config.architecture.expert_layers == tuple(range(16))
+
+
+@pytest.mark.parametrize(
+    ("freq", "dense"),
+    [
+        (1, []),
+        (0, list(range(16))),
+        (2, list(range(1, 16, 2))),
+        (16, list(range(1, 16))),
+        ([1] * 16, []),
+        ([0, *[1] * 15], [0]),
+    ],
+)
+def test_which_layers_have_experts(freq: int | list[int], dense: list[int]) -> None:
+    config = make_config("moe", moe_layer_freq=freq)
+    assert sorted({*range(16)} - {*config.architecture.expert_layers}) == dense
+
+
+def test_partial_rotary() -> None:
+    assert make_config("moe", partial_rotary_factor=0.25).architecture.rotary_dim == 32
+
+
+@pytest.mark.parametrize("family", sorted({*RELEASED} - {"llada"}))
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_a_plain_rope_description_gives_the_base(family: str, key: str) -> None:
+    described = {"rope_type": "default", "rope_theta": 12345.0}
+    config = make_config(family, "rope_theta", "rope_scaling", **{key: described})
+    assert config.rope_theta == 12345.0
+    assert (
+        make_config(family, **{key: {"type": "default"}}).rope_theta
+        == make_config(family).rope_theta
+    )
+
+
+@pytest.mark.parametrize("family", sorted(RELEASED))
+def test_copies_and_round_trips(family: str) -> None:
+    config = make_config(family)
+    assert type(config).from_dict(config.to_dict()).to_dict() == config.to_dict()
+    assert pickle.loads(pickle.dumps(config)).to_dict() == config.to_dict()
+    assert copy.deepcopy(config).to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value", "others"),
+    [
+        ("llada", "block_type", "sequential", {}),
+        ("llada", "activation_type", "swiglu", {}),
+        ("llada", "layer_norm_type", "default", {}),
+        ("llada", "layer_norm_with_affine", False, {}),
+        ("llada", "attention_layer_norm_with_affine", False, {"attention_layer_norm": True}),
+        ("llada", "rope", False, {}),
+        ("llada", "alibi", True, {}),
+        ("llada", "rope_scaling", {"rope_type": "linear", "factor": 2.0}, {}),
+        ("llada", "clip_qkv", 8.0, {}),
+        ("llada", "bias_for_layer_norm", True, {}),
+        ("llada", "bias_for_layer_norm", None, {"include_bias": True}),  # null follows include_bias
+        ("llada", "n_kv_heads", 8, {"multi_query_attention": True}),
+        ("llada", "n_kv_heads", 8, {"multi_query_attention": False}),
+        ("llada", "n_kv_heads", 5, {}),
+        ("llada", "n_heads", 33, {}),
+        ("llada", "n_heads", 4096, {}),  # heads of one channel cannot be rotated
+        ("llada", "block_group_size", 5, {}),
+        ("llada", "embedding_size", 126463, {}),
+        ("llada", "mask_token_id", 126464, {}),
+        ("llada", "mask_token_id", None, {}),
+        ("llada", "d_model", "4096", {}),
+        ("llada", "n_layers", 0, {}),
+        ("llada", "n_layers", True, {}),
+        ("llada", "max_sequence_length", -1, {}),
+        ("llada", "mlp_hidden_size", 1.5, {}),
+        ("llada", "rope_theta", 0, {}),
+        ("llada", "rms_norm_eps", "1e-5", {}),
+        ("dream", "hidden_act", "gelu", {}),
+        ("dream", "use_sliding_window", True, {"sliding_window": 4096}),
+        ("dream", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}, {}),
+        ("dream", "rope_scaling", {"type": "linear", "factor": 2.0}, {}),
+        ("dream", "rope_parameters", {"rope_type": "dynamic", "rope_theta": 1e6}, {}),
+        ("dream", "num_key_value_heads", 3, {}),
+        ("dream", "num_attention_heads", 33, {}),
+        ("dream", "head_dim", 63, {}),
+        ("dream", "head_dim", "64", {}),
+        ("dream", "mask_token_id", 152064, {}),
+        ("dream", "mask_token_id", None, {}),
+        ("dream", "hidden_size", "3584", {}),
+        ("dream", "num_hidden_layers", 0, {}),
+        ("dream", "intermediate_size", None, {}),
+        ("dream", "rope_theta", 0, {}),
+        ("fast_dllm", "use_sliding_window", True, {"sliding_window": 4096}),
+        ("fast_dllm", "layer_types", ["sliding_attention"] * 28, {}),
+        ("fast_dllm", "bd_size", "32", {}),
+        ("fast_dllm", "hidden_act", "gelu", {}),
+        ("sdar_moe", "attention_bias", True, {}),
+        ("sdar_moe", "num_experts_per_tok", 129, {}),
+        ("sdar_moe", "moe_intermediate_size", None, {}),
+        ("sdar_moe", "decoder_sparse_step", 0, {}),
+        ("sdar_moe", "mlp_only_layers", [48], {}),
+        ("sdar_moe", "norm_topk_prob", "yes", {}),
+        ("sdar_moe", "quantization_config", {"quant_method": "mxfp4"}, {}),
+        ("llada2", "use_bias", True, {}),
+        ("llada2", "use_qkv_bias", True, {}),
+        ("llada2", "use_qk_norm", False, {}),
+        ("llada2", "norm_head", True, {}),
+        ("llada2", "score_function", "softmax", {}),
+        ("llada2", "norm_topk_prob", False, {}),
+        ("llada2", "moe_router_enable_expert_bias", False, {}),
+        ("llada2", "router_dtype", "bf16", {}),
+        ("llada2", "hidden_act", "gelu", {}),
+        ("llada2", "use_sliding_window", True, {}),
+        ("llada2", "expert_capacity", 48, {}),
+        ("llada2", "quantization_config", {"quant_method": "mxfp4"}, {}),
+        ("llada2", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}, {}),
+        ("llada2", "partial_rotary_factor", 0.3, {"head_dim": 10}),
+        ("llada2", "num_experts_per_tok", 257, {}),
+        ("llada2", "n_group", 7, {}),
+        ("llada2", "n_group", 256, {}),
+        ("llada2", "topk_group", 9, {}),
+        ("llada2", "topk_group", 1, {"num_experts_per_tok": 33}),
+        ("llada2", "first_k_dense_replace", -1, {}),
+        ("llada2", "num_shared_experts", 0.5, {}),
+        ("llada2", "routed_scaling_factor", 0, {}),
+        ("llada2", "block_size", 0, {}),
+        ("sdar", "attention_bias", True, {}),
+        ("sdar", "use_sliding_window", True, {"sliding_window": 4096}),
+        ("sdar", "layer_types", ["full_attention", "sliding_attention"], {}),
+        ("sdar", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}, {}),
+        ("sdar", "block_size", 0, {}),
+        ("sdar", "mask_token_id", 151936, {}),
+        ("sdar", "max_position_embeddings", None, {}),
+        ("moe", "hidden_act", "gelu", {}),
+        ("moe", "attention_bias", True, {}),
+        ("moe", "moe_router_score_function", "sigmoid", {}),
+        ("moe", "shared_expert_intermediate_size", 1024, {}),
+        ("moe", "num_shared_experts", 1, {}),
+        ("moe", "use_sliding_window", True, {}),
+        ("moe", "quantization_config", {"quant_method": "mxfp4"}, {}),
+        ("moe", "rope_scaling", {"rope_type": "linear", "factor": 2.0}, {}),
+        ("moe", "rope_theta", None, {}),
+        ("moe", "num_experts_per_tok", 65, {}),
+        ("moe", "num_experts", None, {}),
+        ("moe", "expert_intermediate_size", -1, {}),
+        ("moe", "dense_intermediate_size", None, {"moe_layer_freq": 2}),
+        ("moe", "moe_layer_freq", [1] * 15, {}),
+        ("moe", "moe_layer_freq", [2] * 16, {}),
+        ("moe", "moe_layer_freq", -1, {}),
+        ("moe", "moe_layer_freq", "all", {}),
+        ("moe", "clip_qkv", 0, {}),
+        ("moe", "partial_rotary_factor", 1.5, {}),
+        ("moe", "partial_rotary_factor", 0.01, {}),
+        ("moe", "num_key_value_heads", 3, {}),
+        ("moe", "mask_token_id", 157184, {}),
+    ],
+)
+def test_refusals_name_key_given_and_wanted(
+    family: str, key: str, value: Any, others: dict[str, Any]
+) -> None:
+    with pytest.raises(ModelConfigError) as refused:
+        make_config(family, **{key: value, **others})
+    assert refused.value.key == key
+    assert refused.value.given == value
+    assert refused.value.wanted
+    assert key in str(refused.value)
+
+
+def test_a_sliding_window_that_is_not_in_use_is_dropped() -> None:
+    assert make_config("dream", sliding_window=4096).sliding_window is None
+
+
+@pytest.mark.parametrize("asked", sorted(config_classes()))
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        *((values, kind) for kind, values in RELEASED.values()),
+        ({**DREAM_7B, "architectures": ["DreamForDiffusionLM"]}, DreamConfig),
+        ({**MOE_7B, "model_type": "llada"}, LLaDAMoEConfig),
+        ({**MOE_7B, "model_type": "dllm"}, LLaDAMoEConfig),
+        ({**LLADA2_MINI, "model_type": "llada21_moe"}, LLaDA2Config),
+    ],
+)
+def test_the_architecture_decides(
+    asked: str, values: dict[str, Any], wanted: type[DiffusionConfig]
+) -> None:
+    assert type(config_classes()[asked].from_dict(dict(values))) is wanted
+
+
+def test_without_an_architecture_the_model_type_decides() -> None:
+    values = {key: value for key, value in MOE_7B.items() if key != "architectures"}
+    config = config_classes()["dllm"].from_dict(values)
+    assert isinstance(config, LLaDAMoEConfig) and type(config).model_type == "dllm"
+
+
+def test_block_lengths() -> None:
+    assert make_config("sdar").block_length == 4
+    assert (
+        make_config("sdar", "block_size").block_length
+        == make_config("sdar", block_size=None).block_length
+    )
+    assert make_config("sdar", "block_size").block_length == 32
+    assert make_config("fast_dllm", bd_size=16).block_length == 16
+
+
+@pytest.mark.parametrize(
+    ("model_type", "family"),
+    [("llada2_moe", LLADA2), ("llada21_moe", LLADA21), ("llada2_moe_copy", LLADA2)],
+)
+def test_the_model_type_tells_versions_apart(model_type: str, family: Family) -> None:
+    config = make_config("llada2", model_type=model_type)
+    assert config.family is family
+    assert pickle.loads(pickle.dumps(config)).family is family
+
+
+@pytest.mark.parametrize(
+    ("overrides", "experts"),
+    [
+        ({"first_k_dense_replace": 0}, range(20)),
+        ({"first_k_dense_replace": 3}, range(3, 20)),
+        ({"first_k_dense_replace": 25}, range(0)),
+    ],
+)
+def test_first_layers_of_llada2_are_dense(overrides: dict[str, Any], experts: range) -> None:
+    architecture = make_config("llada2", **overrides).architecture
+    assert architecture.expert_layers == tuple(experts)
+    assert architecture.dense_width == (5120 if len(experts) < 20 else 0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dense"),
+    [
+        ({}, []),
+        ({"mlp_only_layers": [0, 47]}, [0, 47]),
+        ({"decoder_sparse_step": 2}, list(range(0, 48, 2))),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, [0, 1, *range(2, 48, 2)]),
+    ],
+)
+def test_which_layers_of_sdar_moe_are_dense(overrides: dict[str, Any], dense: list[int]) -> None:
+    architecture = make_config("sdar_moe", **overrides).architecture
+    assert sorted({*range(48)} - {*architecture.expert_layers}) == dense
+    assert architecture.dense_width == (6144 if dense else 0)
+
+
+def test_options_of_llada2_default_to_those_of_the_release() -> None:
+    options = (
+        *("rms_norm_eps", "partial_rotary_factor", "use_bias", "use_qkv_bias", "use_qk_norm"),
+        *("norm_head", "score_function", "norm_topk_prob", "moe_router_enable_expert_bias"),
+        *("router_dtype", "n_group", "topk_group", "routed_scaling_factor", "num_shared_experts"),
+        "first_k_dense_replace",
+    )
+    assert make_config("llada2", *options).architecture == make_config("llada2").architecture
+    assert (
+        make_config("llada2", **dict.fromkeys(options)).architecture
+        == make_config("llada2").architecture
+    )
+    assert make_config("llada2").architecture.rotary_dim == 64
+    assert make_config("llada2").architecture.shared_expert_width == 512
+    assert make_config("llada2").block_length == 32
+
+
+def test_a_mask_token_may_be_the_tokenizers() -> None:
+    assert make_config("sdar", "mask_token_id").family is SDAR
+
+
+def test_architectures_of_the_families() -> None:
+    for name in ("DreamModel", "DreamForDiffusionLM"):
+        assert family_of([name], "Dream") is DREAM
+    assert family_of(["LLaDAMoEModelLM"], "llada") is LLADA_MOE
+    assert family_of(["LLaDAModelLM"], "llada") is LLADA
+    assert family_of(["SomethingElseLM", "SDARForCausalLM"], None) is SDAR
+    assert family_of(["SomethingElseLM"], "sdar") is None
+    assert family_of(None, "sdar") is None
+    assert (DREAM.logit_shift, LLADA_MOE.logit_shift) == (1, 0)
+
+
+# ---- what upstream learns about our model classes ----
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_upstream_sees_a_text_generation_model(architecture: str) -> None:
+    register()
+    info = ModelRegistry.models[architecture].inspect_model_cls()
+    assert info.is_text_generation_model
+    assert not info.is_pooling_model
+    assert not info.supports_multimodal
+    assert not info.supports_pp
+    assert not info.has_inner_state

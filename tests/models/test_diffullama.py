@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import json
 import pickle
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.checkpoints import EOS_ID, MASK_ID, VOCAB_SIZE, make_checkpoint
@@ -19,12 +22,6 @@ from vllm.diffusion.config import WORKER, served_model
 from vllm.diffusion.core.errors import ModelConfigError
 from vllm.diffusion.models.diffullama import DiffuLlamaConfig
 from vllm.diffusion.request.families import DIFFULLAMA
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from vllm.config import VllmConfig
 
 NAMED = {"architectures": ["DiffuLlamaForCausalLM"]}
 

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from gather_gemm import route
+from tests.native.support import experts_of
 from vllm.diffusion import ops
 from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.quantisation import ONLINE, PackedScheme
@@ -35,21 +36,12 @@ def matrices(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return w1, torch.randn(NUM_EXPERTS, WIDTH, INNER, generator=generator)
 
 
-def chosen_experts(routing: ops.Routing) -> torch.Tensor:
-    """The experts [R, k] of each row, ascending."""
-    starts = functional.pad(routing.ends[:-1], (1, 0))
-    experts = torch.arange(len(routing.ends), device=routing.ends.device)
-    by_slot = torch.empty_like(routing.slots, dtype=torch.int64)
-    by_slot[routing.slots] = experts.repeat_interleave(routing.ends - starts)
-    return by_slot.view_as(routing.weights)
-
-
 def plain_mixture(
     x: torch.Tensor, routing: ops.Routing, w1: torch.Tensor, w2: torch.Tensor
 ) -> torch.Tensor:
     """The definition, one row and expert at a time, in float64."""
     out = torch.zeros_like(x, dtype=torch.float64)
-    for row, experts in enumerate(chosen_experts(routing).tolist()):
+    for row, experts in enumerate(experts_of(routing, *routing.weights.shape).tolist()):
         for slot, expert in enumerate(experts):
             gate, up = (w1[expert].double() @ x[row].double()).chunk(2)
             term = w2[expert].double() @ (functional.silu(gate) * up)

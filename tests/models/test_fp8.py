@@ -4,39 +4,40 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.nn import functional
 
 from tests.checkpoints import llada_config, make_checkpoint
-from tests.models.support import Recorder, engine_config, logits, some_ids, staged_logits
+from tests.models.support import (
+    FP8,
+    LARGEST,
+    Recorder,
+    change_tensors,
+    compressed_tensors,
+    engine_config,
+    fp8_layer,
+    logits,
+    quantise_checkpoint,
+    rounded,
+    some_ids,
+    staged_logits,
+)
 from vllm.diffusion import ops
-from vllm.diffusion.core import stages
-from vllm.diffusion.core.buffers import Buffer, row_bytes
+from vllm.diffusion.core.buffers import Buffer
 from vllm.diffusion.core.errors import CheckpointError, ModelConfigError, ServerConfigError
 from vllm.diffusion.core.quantisation import Fp8Scheme, scheme_of
 from vllm.diffusion.models.llada import LLaDAConfig
 from vllm.diffusion.models.weights import checkpoint_name
-from vllm.diffusion.ops import dispatch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from torch import Tensor
-
-FP8 = torch.float8_e4m3fn
-LARGEST = 448.0
-SUFFIXES = ("q_proj", "k_proj", "v_proj", "attn_out", "ff_proj", "up_proj", "ff_out")
-
-
-def is_quantised(name: str) -> bool:
-    return ".blocks." in name and name.split(".")[-2] in SUFFIXES and name.endswith(".weight")
 
 
 @pytest.fixture(scope="module")
@@ -47,97 +48,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ---- products ----
-
-
-def fp8_layer(weight: Tensor, bias: Tensor | None, fixed: Tensor | None = None) -> Any:
-    scales = weight.abs().amax(dim=1) / LARGEST
-    layer = SimpleNamespace(
-        weight=(weight / scales[:, None]).to(FP8),
-        weight_scale=scales,
-        bias=bias,
-        params_dtype=torch.float32,
-        quant_method=None,
-    )
-    if fixed is not None:
-        layer.input_scale = fixed
-    return layer
-
-
-def rounded(x: Tensor, scale: Tensor | None = None) -> Tensor:
-    """Rows as fp8 has them."""
-    scale = x.abs().amax(dim=1, keepdim=True) / LARGEST if scale is None else scale
-    return (x / scale).clamp(-LARGEST, LARGEST).to(FP8).double() * scale.double()
-
-
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("is_ready", [False, True])
-@pytest.mark.parametrize("is_fixed", [False, True])
-@pytest.mark.parametrize("use", ops.Use)
-def test_every_use_computes_its_product_and_takes_what_it_says(
-    use: ops.Use, is_fixed: bool, is_ready: bool, has_bias: bool
-) -> None:
-    generator = torch.Generator().manual_seed(4)
-    weight, x = torch.randn(16, 32, generator=generator), torch.randn(5, 32, generator=generator)
-    bias = torch.randn(16, generator=generator) if has_bias else None
-    fixed = torch.tensor([0.004]) if is_fixed else None
-    layer, scratch = fp8_layer(weight, bias, fixed), Recorder()
-    made = ops.Fp8Projection(layer)
-    stored = layer.weight.double() * layer.weight_scale.double()[:, None]
-    product = functional.linear(rounded(x, fixed), stored)
-    product = product if bias is None else product + bias.double()
-    rows: Any = x
-    if is_ready:  # as the norm before writes them
-        gain = torch.ones(32)
-        rows = made.rows(Buffer("normed", (32,), x.dtype), 5, Recorder())
-        ops.rms_norm_quantised(x, gain, 0.0, rows)
-        normed = rounded(ops.rms_norm(x, gain, 0.0), fixed)
-        product = functional.linear(normed, stored)
-        product = product if bias is None else product + bias.double()
-    if use is ops.Use.PROJECT:
-        given, wanted = torch.empty(5, 3), product[:, 2:5]
-        made.project(rows, given, scratch, slice(2, 5))
-    elif use is ops.Use.GATED:
-        gate, up = product.chunk(2, dim=1)
-        given, wanted = torch.empty(5, 8), functional.silu(gate) * up
-        made.gated(rows, given, scratch)
-    else:
-        given = torch.randn(5, 16, generator=generator)
-        wanted = given.double() + product
-        made.add_to(given, rows, scratch)
-    torch.testing.assert_close(given.double(), wanted, rtol=1e-4, atol=1e-4)
-    said = ops.Fp8Projection.workspace(use, ops.Matrix(16, 32, torch.float32, has_bias, x.device))
-    made_rows = () if is_ready else stages.quantised_rows(x.dtype, 32).quantised
-    assert sum(scratch.taken.values()) <= 5 * row_bytes((*made_rows, *said.buffers))
-    assert said.most_rows is None
-
-
-def test_long_chunks_store_what_becomes_fp8_and_no_gate_and_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One kernel serves them; the other, which makes rows fp8, reads what that has stored."""
-    monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
-    matrix = ops.Matrix(24576, 4096, torch.bfloat16, False, torch.device("cuda", 0))
-    said = ops.Fp8Projection.workspace(ops.Use.GATED, matrix)
-    assert said.most_rows == 1544
-    quantised = row_bytes(buffer for buffer in said.buffers if buffer.name != "gate and up")
-    assert row_bytes(said.buffers) == quantised + 2 * 24576
-    assert row_bytes(said.beyond) == quantised + 24576
-    biased = ops.Fp8Projection.workspace(ops.Use.GATED, matrix._replace(has_bias=True))
-    assert biased.most_rows is None
-
-
-def test_features_are_added_part_by_part() -> None:
-    generator = torch.Generator().manual_seed(5)
-    weight, h = torch.randn(16, 32, generator=generator), torch.randn(5, 32, generator=generator)
-    bias = torch.randn(16, generator=generator)
-    layer, given = fp8_layer(weight, bias), torch.zeros(5, 16)
-    stored = layer.weight.double() * layer.weight_scale.double()[:, None]
-    wanted = bias.double() + sum(
-        rounded(h[:, part]) @ stored[:, part].t() for part in (slice(0, 16), slice(16, 32))
-    )
-    for part in (slice(0, 16), slice(16, 32)):
-        ops.Fp8Projection(layer).add_to(given, h[:, part], Recorder(), part)
-    torch.testing.assert_close(given.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_an_mlp_of_both_kinds_of_weights_hands_on_plain_rows() -> None:
@@ -356,40 +266,28 @@ def test_a_matrix_that_is_missing_is_named(folder: Path, load_model: Callable[..
 
 def write_fp8(source: Path, target: Path, strategy: str, rows: dict[str, Any]) -> dict[str, Tensor]:
     """A checkpoint as compressed-tensors writes it; returns the matrices that it stands for."""
-    target.mkdir()
-    config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "ignore": ["model.transformer.ff_out", "re:.*blocks\\.0\\.attn_out"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {
-                    "num_bits": 8,
-                    "type": "float",
-                    "strategy": strategy,
-                    "symmetric": True,
-                },
-                "input_activations": {"num_bits": 8, "type": "float", **rows},
-            }
-        },
-    }
-    (target / "config.json").write_text(json.dumps(config))
-    (file,) = source.glob("*.safetensors")
-    tensors, meaning = load_file(file), {}
-    for name, weight in list(tensors.items()):
-        if not is_quantised(name) or name.endswith("blocks.0.attn_out.weight"):
-            continue
+    shutil.copytree(source, target)
+    meaning = {}
+    config = compressed_tensors(
+        {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True},
+        {"num_bits": 8, "type": "float", **rows},
+        format="float-quantized",
+        ignore=["model.transformer.ff_out", "re:.*blocks\\.0\\.attn_out"],
+    )
+
+    def matrix(path: str, weight: Tensor) -> dict[str, Tensor] | None:
+        if path.endswith("blocks.0.attn_out"):
+            return None
         by_channel = strategy == "channel"
         largest = weight.abs().amax(dim=1, keepdim=True) if by_channel else weight.abs().max()[None]
         scale = (largest / LARGEST).float()
-        tensors[name] = (weight.float() / scale).to(FP8)
-        tensors[f"{name}_scale"] = scale.bfloat16() if by_channel else scale
-        meaning[name] = tensors[name].float() * tensors[f"{name}_scale"].float()
-        if not rows["dynamic"]:
-            tensors[name.replace("weight", "input_scale")] = torch.tensor([0.02])
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+        values = (weight.float() / scale).to(FP8)
+        scale = scale.bfloat16() if by_channel else scale
+        meaning[f"{path}.weight"] = values.float() * scale.float()
+        inputs = {} if rows["dynamic"] else {"input_scale": torch.tensor([0.02])}
+        return {"weight": values, "weight_scale": scale, **inputs}
+
+    quantise_checkpoint(target, config, matrix)
     return meaning
 
 
@@ -425,28 +323,26 @@ def test_a_checkpoint_of_compressed_tensors_is_read_as_it_is(
     assert logits(model, some_ids(20)).isfinite().all()
 
 
-def test_a_checkpoint_without_a_scale_is_refused(
-    folder: Path, tmp_path: Path, load_model: Callable[..., Any]
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda scale: None, ""),
+        (lambda scale: scale[:-1].clone(), ": given .* no part"),
+    ],
+    ids=["without a scale", "of another shape"],
+)
+def test_scales_that_do_not_fit_are_refused(
+    change: Any, told: str, folder: Path, tmp_path: Path, load_model: Callable[..., Any]
 ) -> None:
     write_fp8(folder, tmp_path / "fp8", "channel", {"dynamic": True})
-    file = tmp_path / "fp8" / "model.safetensors"
-    tensors = load_file(file)
-    del tensors["model.transformer.blocks.1.up_proj.weight_scale"]
-    save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"blocks.1.up_proj.weight_scale"):
-        load_model(tmp_path / "fp8")
-
-
-def test_scales_of_another_shape_are_refused(
-    folder: Path, tmp_path: Path, load_model: Callable[..., Any]
-) -> None:
-    write_fp8(folder, tmp_path / "fp8", "channel", {"dynamic": True})
-    file = tmp_path / "fp8" / "model.safetensors"
-    tensors = load_file(file)
     name = "model.transformer.blocks.1.up_proj.weight_scale"
-    tensors[name] = tensors[name][:-1].clone()
-    save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"blocks.1.up_proj.weight_scale: given .* no part"):
+
+    def put(tensors: dict[str, Tensor]) -> None:
+        scale = change(tensors.pop(name))
+        tensors |= {} if scale is None else {name: scale}
+
+    change_tensors(tmp_path / "fp8", put)
+    with pytest.raises(CheckpointError, match=f"blocks.1.up_proj.weight_scale{told}"):
         load_model(tmp_path / "fp8")
 
 
@@ -463,8 +359,9 @@ ROWS = {"dynamic": True}
 
 
 def compressed(**changes: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": ROWS} | changes
-    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    config = compressed_tensors(WEIGHTS, ROWS)
+    config["config_groups"]["group_0"] |= changes
+    return config
 
 
 def test_schemes_of_configurations() -> None:

@@ -12,7 +12,7 @@ import torch
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
 from tests.checkpoints import CASES, FAMILY_CASES, make_checkpoint
-from tests.models.conftest import OUR_CASES, OUR_FAMILY_CASES
+from tests.models.conftest import OUR_CASES
 from tests.models.support import (
     assert_same_logits,
     check_bf16,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     PathOf = Callable[[str], Path]
     ModelOf = Callable[[str], DiffusionModel]
 
-NAMES = [*CASES, *OUR_CASES, *FAMILY_CASES, *OUR_FAMILY_CASES]
+NAMES = [*CASES, *FAMILY_CASES, *OUR_CASES]
 
 
 @pytest.mark.parametrize("name", NAMES)

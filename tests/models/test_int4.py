@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from itertools import product as pairs_of
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.random_weights import WEIGHT_STD, randomise
@@ -17,7 +19,10 @@ from tests.checkpoints import make_checkpoint
 from tests.models.support import (
     Recorder,
     assert_same_logits,
+    empty_packed,
     logits,
+    meant,
+    packed_layer,
     some_ids,
     staged_logits,
 )
@@ -25,7 +30,6 @@ from vllm.diffusion import ops
 from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.models.weights import quantised_sizes
-from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.packed import (
     NF4,
     NF4_ORDER,
@@ -36,33 +40,11 @@ from vllm.diffusion.ops.packed import (
 from vllm.diffusion.ops.packed_checkpoints import OrderedProjection
 from vllm_add_llada.cuda_kernels.fused_ops import Packed, look_up_table, pack, unpack
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from torch import Tensor
-
-
-def empty(num_rows: int, depth: int, group: int, kind: str, device: str = "cpu") -> Packed:
-    size = (num_rows, depth // group)
-    return Packed(
-        torch.zeros(num_rows, depth // 2, dtype=torch.uint8, device=device),
-        torch.zeros(size, device=device),
-        torch.zeros(size, dtype=torch.uint8, device=device) if kind == "int4" else None,
-        torch.tensor([NF4[i] for i in NF4_ORDER], device=device) if kind == "nf4" else None,
-    )
-
-
-def meant(packed: Packed) -> Tensor:
-    out = torch.empty(packed.shape)
-    unpack(packed, out)
-    return out
-
 
 @pytest.mark.parametrize("group", [8, 64, 128])
 def test_numbers_mean_what_was_packed(group: int) -> None:
     numbers = torch.randint(0, 16, (3, 2 * group), generator=torch.Generator().manual_seed(1))
-    packed = empty(3, 2 * group, group, "int4")
+    packed = empty_packed(3, 2 * group, group, "int4")
     packed.values.copy_(pack(numbers))
     packed.scales.copy_(torch.tensor([0.5, 2.0]))
     assert packed.zeros is not None
@@ -113,7 +95,7 @@ def test_each_number_is_the_nearest_there_is(kind: str) -> None:
     weight[10:20] = weight[10:20].abs()
     weight[20:30] = -weight[20:30].abs()
     weight[30:32] = 0
-    packed = empty(40, 256, 64, kind)
+    packed = empty_packed(40, 256, 64, kind)
     quantise_packed(weight, packed)
     found = meant(packed)
     groups, near = weight.unflatten(1, (-1, 64)), found.unflatten(1, (-1, 64))
@@ -139,71 +121,6 @@ def of_module(module: Any) -> Tensor:
 
 def dense_names(layer: Any) -> tuple[str, ...]:
     return () if hasattr(layer.mlp, "w1") else ("mlp.gate_up_proj", "mlp.down_proj")
-
-
-def layer_of(kind: str, bias: Tensor | None) -> tuple[Any, Tensor]:
-    weight = torch.randn(16, 32, generator=torch.Generator().manual_seed(3))
-    packed = empty(16, 32, 16, kind)
-    quantise_packed(weight, packed)
-    return layer_with(packed, bias), meant(packed)
-
-
-def layer_with(packed: Packed, bias: Tensor | None = None) -> Any:
-    return SimpleNamespace(
-        weight=packed.values,
-        weight_scale=packed.scales,
-        weight_zero=packed.zeros,
-        table=packed.table,
-        bias=bias,
-        quant_method=None,
-    )
-
-
-@pytest.mark.parametrize("kind", ["int4", "nf4"])
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("use", ops.Use)
-def test_every_use_computes_its_product_and_takes_what_it_says(
-    use: ops.Use, has_bias: bool, kind: str
-) -> None:
-    generator = torch.Generator().manual_seed(4)
-    x, scratch = torch.randn(5, 32, generator=generator), Recorder()
-    bias = torch.randn(16, generator=generator) if has_bias else None
-    layer, weight = layer_of(kind, bias)
-    made, product = ops.PackedProjection(layer), functional.linear(x, weight, bias)
-    if use is ops.Use.PROJECT:
-        given, wanted = torch.empty(5, 3), product[:, 2:5]
-        made.project(x, given, scratch, slice(2, 5))
-    elif use is ops.Use.GATED:
-        gate, up = product.chunk(2, dim=1)
-        given, wanted = torch.empty(5, 8), functional.silu(gate) * up
-        made.gated(x, given, scratch)
-    else:
-        given = torch.randn(5, 16, generator=generator)
-        wanted = given + product
-        made.add_to(given, x, scratch)
-    torch.testing.assert_close(given, wanted)
-    matrix = ops.Matrix(16, 32, torch.float32, has_bias, x.device)
-    said = ops.PackedProjection.workspace(use, matrix)
-    assert scratch.taken == {buffer.name: 5 * buffer.row_bytes for buffer in said.buffers}
-
-
-def test_long_chunks_store_no_gate_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One kernel serves them; shorter ones take what it does not."""
-    monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
-    matrix = ops.Matrix(24576, 4096, torch.bfloat16, False, torch.device("cuda", 0))
-    said = ops.PackedProjection.workspace(ops.Use.GATED, matrix)
-    assert said.most_rows == 1544 and said.beyond == ()
-    assert [buffer.name for buffer in said.buffers] == ["gate and up"]
-
-
-def test_features_are_added_part_by_part_though_groups_are_wider() -> None:
-    bias = torch.randn(16, generator=torch.Generator().manual_seed(5))
-    layer, weight = layer_of("int4", bias)
-    h = torch.randn(5, 32, generator=torch.Generator().manual_seed(6))
-    x = torch.zeros(5, 16)
-    for features in (slice(0, 8), slice(8, 24), slice(24, 32)):
-        ops.PackedProjection(layer).add_to(x, h[:, features], Recorder(), features)
-    torch.testing.assert_close(x, functional.linear(h, weight, bias))
 
 
 @pytest.mark.parametrize(
@@ -250,7 +167,7 @@ def test_benchmarks_draw_weights_to_be_quantised(
 
 def test_sizes_of_large_matrices() -> None:
     """LLaDA-8B's: a group of 128 takes 69 bytes of 256."""
-    packed = empty(8, 4096, 128, "int4")
+    packed = empty_packed(8, 4096, 128, "int4")
     assert packed.zeros is not None
     num_bytes = sum(part.nbytes for part in (packed.values, packed.scales, packed.zeros))
     assert num_bytes == 8 * 32 * 69 and num_bytes < 0.35 * 8 * 4096 * 2
@@ -307,7 +224,7 @@ def test_experts_become_4_bits_as_they_are_loaded(
 )
 def test_a_gpu_unpacks_the_same(kind: str, num_rows: int, depth: int, group: int) -> None:
     weight = torch.randn(num_rows, depth, generator=torch.Generator().manual_seed(7))
-    packed = empty(num_rows, depth, group, kind, "cuda")
+    packed = empty_packed(num_rows, depth, group, kind, "cuda")
     quantise_packed(weight, packed)
     on_host = Packed(*(None if part is None else part.cpu() for part in packed))
     wanted = meant(on_host).bfloat16()
@@ -334,9 +251,9 @@ def test_a_gpu_widens_fp8_in_groups() -> None:
 def test_a_gpu_computes_every_use(num_rows: int) -> None:
     """Of a matrix that is unpacked in several slices."""
     generator = torch.Generator().manual_seed(8)
-    packed = empty(12288, 4096, 128, "int4", "cuda")
+    packed = empty_packed(12288, 4096, 128, "int4", "cuda")
     quantise_packed(torch.randn(12288, 4096, generator=generator) / 64, packed)
-    layer = layer_with(packed)
+    layer = packed_layer(packed)
     weight = torch.empty(12288, 4096, device="cuda", dtype=torch.bfloat16)
     unpack(packed, weight)
     x = torch.randn(num_rows, 4096, generator=generator).to("cuda", torch.bfloat16)
@@ -373,9 +290,9 @@ def test_a_gpu_computes_every_use(num_rows: int) -> None:
 def test_slices_change_nothing_of_gated_products(
     num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packed = empty(6144, 2048, 128, "int4", "cuda")
+    packed = empty_packed(6144, 2048, 128, "int4", "cuda")
     quantise_packed(torch.randn(6144, 2048) / 64, packed)
-    layer = layer_with(packed)
+    layer = packed_layer(packed)
     x = torch.randn(num_rows, 2048).to("cuda", torch.bfloat16)
     found = []
     for most in (6144, 1000):
@@ -390,9 +307,9 @@ def test_slices_change_nothing_of_gated_products(
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [32, 300, 2500])
 def test_a_gpu_puts_rows_into_the_order_of_groups(num_rows: int) -> None:
-    packed = empty(12288, 4096, 128, "int4", "cuda")
+    packed = empty_packed(12288, 4096, 128, "int4", "cuda")
     quantise_packed(torch.randn(12288, 4096) / 64, packed)
-    layer = layer_with(packed)
+    layer = packed_layer(packed)
     layer.order = torch.randperm(4096).cuda()
     reserve_unpacked(packed.values.device, 12288, 4096, torch.bfloat16)
     made = OrderedProjection(layer)

@@ -4,27 +4,31 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from tests.checkpoints import make_checkpoint
-from tests.models.support import assert_same_logits, logits, some_ids, staged_logits
+from tests.models.support import (
+    assert_same_logits,
+    change_tensors,
+    compressed_tensors,
+    logits,
+    quantise_checkpoint,
+    some_ids,
+    staged_logits,
+)
 from tests.reference.models import LLaDAReference
 from vllm.diffusion import ops
 from vllm.diffusion.core.errors import CheckpointError, ModelConfigError
 from vllm.diffusion.core.quantisation import PackedScheme, scheme_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from torch import Tensor
-
 GROUP = 16
-SUFFIXES = ("q_proj", "k_proj", "v_proj", "attn_out", "ff_proj", "up_proj", "ff_out")
 
 
 def words_of(numbers: Tensor) -> Tensor:
@@ -35,17 +39,23 @@ def words_of(numbers: Tensor) -> Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).int()
 
 
+def random_numbers(num_rows: int, depth: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers [D, N], and zeros and scales [D / GROUP, N] of their groups."""
+    generator = torch.Generator().manual_seed(seed)
+    size = depth // GROUP, num_rows
+    numbers = torch.randint(0, 16, (depth, num_rows), generator=generator)
+    zeros = torch.randint(0, 16, size, generator=generator)
+    return numbers, zeros, (torch.rand(size, generator=generator) / 16).half()
+
+
 def gptq(weight: Tensor, path: str, order: str, offset: int) -> tuple[dict[str, Tensor], Tensor]:
     """The tensors of a matrix, of its own random numbers, and what they mean."""
     num_rows, depth = weight.shape
     # of matrices that multiply the same rows the same
     of_inputs = "attention" if path.endswith(("q_proj", "k_proj", "v_proj")) else path
     of_inputs = "mlp" if path.endswith(("ff_proj", "up_proj")) else of_inputs
-    generator = torch.Generator().manual_seed(sum(map(ord, path)))
     of_order = torch.Generator().manual_seed(sum(map(ord, of_inputs)))
-    numbers = torch.randint(0, 16, (depth, num_rows), generator=generator)
-    zeros = torch.randint(0, 16, (depth // GROUP, num_rows), generator=generator)
-    scales = (torch.rand(depth // GROUP, num_rows, generator=generator) / 16).half()
+    numbers, zeros, scales = random_numbers(num_rows, depth, sum(map(ord, path)))
     places = torch.arange(depth) // GROUP
     if order == "permuted":
         places = places[torch.randperm(depth, generator=of_order)]
@@ -74,10 +84,7 @@ def compressed(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 def awq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Words of eight columns: the even ones, and then the odd ones."""
     num_rows, depth = weight.shape
-    generator = torch.Generator().manual_seed(num_rows + depth)
-    numbers = torch.randint(0, 16, (depth, num_rows), generator=generator)
-    zeros = torch.randint(0, 16, (depth // GROUP, num_rows), generator=generator)
-    scales = (torch.rand(depth // GROUP, num_rows, generator=generator) / 16).half()
+    numbers, zeros, scales = random_numbers(num_rows, depth, num_rows + depth)
     in_words = torch.arange(num_rows).view(-1, 4, 2).transpose(1, 2).flatten()
     tensors = {
         "qweight": words_of(numbers[:, in_words]),
@@ -145,6 +152,9 @@ def bitsandbytes(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
+FP8 = {"num_bits": 8, "type": "float"}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
 CONFIGS: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
     "fp8_blocks": {
@@ -153,60 +163,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "weight_block_size": [8, GROUP],
         "modules_to_not_convert": ["model.transformer.ff_out"],
     },
-    "compressed_blocks": {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "ignore": ["model.transformer.ff_out"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {
-                    "num_bits": 8,
-                    "type": "float",
-                    "strategy": "block",
-                    "block_structure": [8, GROUP],
-                },
-                "input_activations": {"num_bits": 8, "type": "float", "dynamic": True},
-            }
-        },
-    },
+    "compressed_blocks": compressed_tensors(
+        {**FP8, "strategy": "block", "block_structure": [8, GROUP]},
+        {**FP8, "dynamic": True},
+        format="float-quantized",
+        ignore=["model.transformer.ff_out"],
+    ),
     "nf4": bitsandbytes(),
     "nf4_nested": bitsandbytes(bnb_4bit_use_double_quant=True),
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False},
-    "gptq_order": {
-        "quant_method": "gptq",
-        "bits": 4,
-        "group_size": GROUP,
-        "desc_act": True,
-        "sym": False,
-        "checkpoint_format": "gptq",
-        "lm_head": False,
-    },
-    "gptq_v2": {
-        "quant_method": "gptq",
-        "bits": 4,
-        "group_size": GROUP,
-        "desc_act": True,
-        "checkpoint_format": "gptq_v2",
-    },
-    "compressed": {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {
-                    "num_bits": 4,
-                    "type": "int",
-                    "strategy": "group",
-                    "group_size": GROUP,
-                    "symmetric": True,
-                },
-                "input_activations": None,
-            }
-        },
-    },
+    "gptq": GPTQ | {"desc_act": False},
+    "gptq_order": GPTQ
+    | {"desc_act": True, "sym": False, "checkpoint_format": "gptq", "lm_head": False},
+    "gptq_v2": GPTQ | {"desc_act": True, "checkpoint_format": "gptq_v2"},
+    "compressed": compressed_tensors(
+        {**INT4, "group_size": GROUP}, None, format="pack-quantized", ignore=["lm_head"]
+    ),
 }
 
 
@@ -215,32 +186,24 @@ def write(folder: Path, format_: str) -> LLaDAReference:
     sizes = {"d_model": 64, "mlp_hidden_size": 128} if format_.startswith("nf4") else {}
     make_checkpoint(folder, seed=11, num_shards=1, n_kv_heads=2, **sizes)
     reference = LLaDAReference.from_checkpoint(folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = CONFIGS[format_]
-    (folder / "config.json").write_text(json.dumps(config))
-    (file,) = folder.glob("*.safetensors")
-    tensors, weights = load_file(file), dict(reference.weights)
-    for name in list(tensors):
-        path, _, kind = name.rpartition(".")
-        if ".blocks." not in name or kind != "weight" or path.split(".")[-1] not in SUFFIXES:
-            continue
-        weight = tensors.pop(name)
-        if format_.startswith("nf4"):
-            own, weights[name] = nf4(weight, is_nested=format_ == "nf4_nested")
-        elif format_ == "awq":
-            own, weights[name] = awq(weight)
-        elif format_ == "fp8_blocks":
-            own, weights[name] = fp8_blocks(weight, "weight_scale_inv")
-        elif format_ == "compressed_blocks":
-            own, weights[name] = fp8_blocks(weight, "weight_scale")
-        elif format_ == "compressed":
-            own, weights[name] = compressed(weight)
-        else:
-            order = "neighbours" if format_ == "gptq" else "permuted"
-            own, weights[name] = gptq(weight, path, order, 0 if format_ == "gptq_v2" else 1)
-        tensors |= {f"{path}.{key}": tensor for key, tensor in own.items()}
-    save_file(tensors, file, {"format": "pt"})
-    (folder / "model.safetensors.index.json").unlink()
+    weights = dict(reference.weights)
+    order = "neighbours" if format_ == "gptq" else "permuted"
+    writers: dict[str, Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]] = {
+        "nf4": partial(nf4, is_nested=False),
+        "nf4_nested": partial(nf4, is_nested=True),
+        "awq": awq,
+        "fp8_blocks": partial(fp8_blocks, scale_name="weight_scale_inv"),
+        "compressed_blocks": partial(fp8_blocks, scale_name="weight_scale"),
+        "compressed": compressed,
+    }
+
+    def matrix(path: str, weight: Tensor) -> dict[str, Tensor]:
+        offset = 0 if format_ == "gptq_v2" else 1
+        write = writers.get(format_, partial(gptq, path=path, order=order, offset=offset))
+        own, weights[f"{path}.weight"] = write(weight)
+        return own
+
+    quantise_checkpoint(folder, CONFIGS[format_], matrix)
     return LLaDAReference(reference.config, weights)
 
 
@@ -262,11 +225,8 @@ def test_checkpoints_mean_what_they_say(
 
 def test_parts_of_one_matrix_have_one_order(tmp_path: Path, load_model: Callable[..., Any]) -> None:
     write(tmp_path / "gptq", "gptq_order")
-    (file,) = (tmp_path / "gptq").glob("*.safetensors")
-    tensors = load_file(file)
     name = "model.transformer.blocks.1.k_proj.g_idx"
-    tensors[name] = tensors[name].flip(0).contiguous()
-    save_file(tensors, file, {"format": "pt"})
+    change_tensors(tmp_path / "gptq", lambda t: t.update({name: t[name].flip(0).contiguous()}))
     with pytest.raises(CheckpointError, match="several orders for one matrix"):
         load_model(tmp_path / "gptq")
 
@@ -276,20 +236,19 @@ def test_nf4_without_all_of_its_tensors_is_refused(
     part: str, tmp_path: Path, load_model: Callable[..., Any]
 ) -> None:
     write(tmp_path / "nf4", "nf4_nested")
-    (file,) = (tmp_path / "nf4").glob("*.safetensors")
-    tensors = load_file(file)
-    del tensors[f"model.transformer.blocks.1.k_proj.weight.{part}"]
-    save_file(tensors, file, {"format": "pt"})
+    missing = f"model.transformer.blocks.1.k_proj.weight.{part}"
+    change_tensors(tmp_path / "nf4", lambda tensors: tensors.pop(missing))
     with pytest.raises(CheckpointError, match=r"blocks.1.k_proj.weight: given nf4 with \['"):
         load_model(tmp_path / "nf4")
 
 
+def keep(*_: Any) -> None:
+    """Of a matrix: as it is."""
+
+
 def test_order_without_desc_act_is_refused(tmp_path: Path, load_model: Callable[..., Any]) -> None:
     write(tmp_path / "gptq", "gptq_order")
-    path = tmp_path / "gptq" / "config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"]["desc_act"] = False
-    path.write_text(json.dumps(config))
+    quantise_checkpoint(tmp_path / "gptq", {**CONFIGS["gptq_order"], "desc_act": False}, keep)
     with pytest.raises(CheckpointError, match="out of order without desc_act"):
         load_model(tmp_path / "gptq")
 

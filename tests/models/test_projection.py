@@ -3,27 +3,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
 
-from tests.models.support import Recorder
+from tests.models.support import (
+    Recorder,
+    empty_packed,
+    fp8_layer,
+    meant,
+    packed_layer,
+    rounded,
+)
 from vllm.diffusion import ops
 from vllm.diffusion.core import stages
-from vllm.diffusion.core.buffers import row_bytes
+from vllm.diffusion.core.buffers import Buffer, row_bytes
 from vllm.diffusion.ops import dispatch
+from vllm.diffusion.ops.packed import quantise_packed
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from vllm.diffusion.core.buffers import Buffer
-
-ROWS, DEPTH, COLUMNS = 5, 12, 8
+ROWS, DEPTH, COLUMNS = 5, 32, 16
 CPU = torch.device("cpu")
 
 
@@ -52,46 +58,97 @@ def layer_of(method: Any, bias: Tensor | None) -> Any:
 
 
 METHODS = {"plain": UnquantizedLinearMethod(), "quantised": HalfMethod()}
+FIXED = torch.tensor([0.004])  # scale of inputs
+
+
+def projection_of(
+    kind: str, bias: Tensor | None
+) -> tuple[ops.Projection, Tensor, Callable[[Tensor], Tensor]]:
+    """A projection, its weight in float64, and what it makes of its inputs."""
+    weight = numbers(COLUMNS, DEPTH, seed=1)
+    if kind in METHODS:
+        projection = ops.projection_of(layer_of(METHODS[kind], bias))
+        return projection, weight.double(), torch.Tensor.double
+    if kind in ("int4", "nf4"):
+        packed = empty_packed(COLUMNS, DEPTH, 16, kind)
+        quantise_packed(weight, packed)
+        projection = ops.PackedProjection(packed_layer(packed, bias))
+        return projection, meant(packed).double(), torch.Tensor.double
+    fixed = FIXED if kind == "fp8 fixed" else None
+    layer = fp8_layer(weight, bias, fixed)
+    stored = layer.weight.double() * layer.weight_scale.double()[:, None]
+    return ops.Fp8Projection(layer), stored, partial(rounded, scale=fixed)
+
+
+def use_it(
+    use: ops.Use, projection: ops.Projection, rows: Any, product: Tensor, scratch: Recorder
+) -> tuple[Tensor, Tensor]:
+    """What a use gives, and what it should in float64."""
+    if use is ops.Use.PROJECT:
+        given, wanted = torch.empty(ROWS, 3), product[:, 2:5]
+        projection.project(rows, given, scratch, slice(2, 5))
+    elif use is ops.Use.GATED:
+        gate, up = product.chunk(2, dim=1)
+        given, wanted = torch.empty(ROWS, COLUMNS // 2), functional.silu(gate) * up
+        projection.gated(rows, given, scratch)
+    else:
+        given = numbers(ROWS, COLUMNS, seed=4)
+        wanted = given + product
+        projection.add_to(given, rows, scratch)
+    return given.double(), wanted
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("kind", [*METHODS, "int4", "nf4", "fp8", "fp8 fixed"])
 @pytest.mark.parametrize("use", ops.Use)
 def test_every_use_computes_its_product_and_takes_what_it_says(
     use: ops.Use, kind: str, has_bias: bool
 ) -> None:
     bias = numbers(COLUMNS, seed=2) if has_bias else None
-    layer, x, scratch = layer_of(METHODS[kind], bias), numbers(ROWS, DEPTH, seed=3), Recorder()
-    made = ops.projection_of(layer)
-    product = functional.linear(x, layer.weight, bias)
-    if use is ops.Use.PROJECT:
-        given, wanted = torch.empty(ROWS, 3), product[:, 2:5]
-        made.project(x, given, scratch, slice(2, 5))
-    elif use is ops.Use.GATED:
-        gate, up = product.chunk(2, dim=1)
-        given, wanted = torch.empty(ROWS, COLUMNS // 2), functional.silu(gate) * up
-        made.gated(x, given, scratch)
-    else:
-        given = numbers(ROWS, COLUMNS, seed=4)
-        wanted = given + product
-        made.add_to(given, x, scratch)
-    torch.testing.assert_close(given, wanted)
-    matrix = ops.Matrix(COLUMNS, DEPTH, torch.float32, has_bias, CPU)
-    said = ops.kind_of(layer).workspace(use, matrix)
-    assert scratch.taken == {buffer.name: ROWS * buffer.row_bytes for buffer in said.buffers}
+    projection, weight, seen = projection_of(kind, bias)
+    x, scratch = numbers(ROWS, DEPTH, seed=3), Recorder()
+    product = functional.linear(seen(x), weight, None if bias is None else bias.double())
+    given, wanted = use_it(use, projection, x, product, scratch)
+    tolerance = 1e-4 if kind.startswith("fp8") else 1e-5
+    torch.testing.assert_close(given, wanted, rtol=tolerance, atol=tolerance)
+    said = projection.workspace(use, ops.Matrix(COLUMNS, DEPTH, x.dtype, has_bias, CPU))
     assert said.most_rows is None
+    if kind.startswith("fp8"):
+        most = row_bytes((*stages.quantised_rows(x.dtype, DEPTH).quantised, *said.buffers))
+        assert sum(scratch.taken.values()) <= ROWS * most
+    else:
+        assert scratch.taken == {buffer.name: ROWS * buffer.row_bytes for buffer in said.buffers}
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_features_are_added_part_by_part(has_bias: bool) -> None:
+@pytest.mark.parametrize("kind", ["fp8", "fp8 fixed"])
+@pytest.mark.parametrize("use", ops.Use)
+def test_the_norm_before_may_write_fp8(use: ops.Use, kind: str, has_bias: bool) -> None:
     bias = numbers(COLUMNS, seed=2) if has_bias else None
-    layer, h = layer_of(METHODS["plain"], bias), numbers(ROWS, DEPTH, seed=3)
-    x = numbers(ROWS, COLUMNS, seed=4)
-    wanted = x + functional.linear(h, layer.weight, bias)
-    made = ops.projection_of(layer)
-    for features in (slice(0, 4), slice(4, 8), slice(8, 12)):
-        made.add_to(x, h[:, features], Recorder(), features)
-    torch.testing.assert_close(x, wanted)
+    projection, weight, seen = projection_of(kind, bias)
+    x, gain, scratch = numbers(ROWS, DEPTH, seed=3), torch.ones(DEPTH), Recorder()
+    buffer = Buffer("normed", (DEPTH,), x.dtype)
+    rows: Any = projection.rows(buffer, ROWS, Recorder())
+    ops.rms_norm_quantised(x, gain, 0.0, rows)
+    normed = seen(ops.rms_norm(x, gain, 0.0))
+    product = functional.linear(normed, weight, None if bias is None else bias.double())
+    given, wanted = use_it(use, projection, rows, product, scratch)
+    torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-4)
+    said = projection.workspace(use, ops.Matrix(COLUMNS, DEPTH, x.dtype, has_bias, CPU))
+    assert sum(scratch.taken.values()) <= ROWS * row_bytes(said.buffers)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "fp8", "int4"])  # of which groups are wider
+def test_features_are_added_part_by_part(kind: str, has_bias: bool) -> None:
+    bias = numbers(COLUMNS, seed=2) if has_bias else None
+    projection, weight, seen = projection_of(kind, bias)
+    h, x = numbers(ROWS, DEPTH, seed=3), numbers(ROWS, COLUMNS, seed=4)
+    wanted = x.double() + (0 if bias is None else bias.double())
+    for part in (slice(0, 8), slice(8, 24), slice(24, 32)):
+        wanted = wanted + seen(h[:, part]) @ weight[:, part].t()
+        projection.add_to(x, h[:, part], Recorder(), part)
+    torch.testing.assert_close(x.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_kinds_that_a_model_may_have() -> None:
@@ -123,6 +180,20 @@ def test_long_chunks_need_no_gate_and_up_where_one_kernel_always_serves() -> Non
         BF16._replace(columns=256, depth=64),  # never fills the card
     ):
         assert ops.PlainProjection.workspace(ops.Use.GATED, other).most_rows is None
+
+
+@pytest.mark.usefixtures("hopper")
+def test_long_chunks_of_quantised_weights_store_no_gate_and_up() -> None:
+    """One kernel serves them; that of fp8 stores rows, which the one that quantises them reads."""
+    packed = ops.PackedProjection.workspace(ops.Use.GATED, BF16)
+    assert packed.most_rows == 1544 and packed.beyond == ()
+    assert [buffer.name for buffer in packed.buffers] == ["gate and up"]
+    fp8 = ops.Fp8Projection.workspace(ops.Use.GATED, BF16)
+    quantised = row_bytes(buffer for buffer in fp8.buffers if buffer.name != "gate and up")
+    assert row_bytes(fp8.buffers) == quantised + 2 * 24576
+    assert (fp8.most_rows, row_bytes(fp8.beyond)) == (1544, quantised + 24576)
+    biased = BF16._replace(has_bias=True)
+    assert ops.Fp8Projection.workspace(ops.Use.GATED, biased).most_rows is None
 
 
 def test_products_are_added_in_place_on_a_gpu_of_its_own() -> None:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.nn import functional
 from vllm.model_executor.layers.linear import (
     LinearBase,
@@ -19,21 +20,21 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+from vllm.model_executor.models.utils import WeightsMapper
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 
 from tests.checkpoints import llada_config, make_checkpoint
-from tests.models.support import assert_same_logits, logits, staged_logits
+from tests.models.support import (
+    assert_same_logits,
+    logits,
+    quantise_checkpoint,
+    staged_logits,
+)
 from tests.reference.models import LLaDAReference
 from vllm.diffusion import ops
 from vllm.diffusion.core.errors import CheckpointError
 from vllm.diffusion.models.llada import LLaDAConfig
 from vllm.diffusion.models.weights import module_names
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from vllm.model_executor.models.utils import WeightsMapper
 
 KEPT_PLAIN = "model.transformer.blocks.0.q_proj"  # with its fused neighbours
 
@@ -111,21 +112,13 @@ class Int8Config(QuantizationConfig):  # type: ignore[misc]
 def quantise(folder: Path) -> None:
     """Turn the matrices of the layers' linear modules into int8, and say so in config.json."""
     kept = [KEPT_PLAIN.replace("q_proj", f"{part}_proj") for part in "qkv"]
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "tests_int8", "ignored": kept}
-    (folder / "config.json").write_text(json.dumps(config))
-    for file in folder.glob("*.safetensors"):
-        tensors = load_file(file)
-        for name in list(tensors):
-            path, _, kind = name.rpartition(".")
-            is_linear = ".blocks." in path and "_norm" not in path and kind == "weight"
-            if is_linear and path not in kept:
-                weight = tensors[name]
-                scale = weight.abs().amax(dim=1, keepdim=True) / 127
-                tensors[name] = (weight / scale).round().to(torch.int8)
-                tensors[f"{path}.weight_scale"] = scale
-        save_file(tensors, file, {"format": "pt"})
-    (folder / "model.safetensors.index.json").unlink()
+
+    def matrix(path: str, weight: torch.Tensor) -> dict[str, torch.Tensor] | None:
+        scale = weight.abs().amax(dim=1, keepdim=True) / 127
+        values = (weight / scale).round().to(torch.int8)
+        return None if path in kept else {"weight": values, "weight_scale": scale}
+
+    quantise_checkpoint(folder, {"quant_method": "tests_int8", "ignored": kept}, matrix)
 
 
 def widened(folder: Path, reference: LLaDAReference) -> LLaDAReference:

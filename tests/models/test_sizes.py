@@ -1,27 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes that plans are made of: from the configuration, and those of the loaded model."""
+"""The sizes that plans are made of, and what a load takes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.profiler import ProfilerActivity, profile
 
 from tests.checkpoints import make_checkpoint
 from tests.models.support import Recorder, engine_config
 from vllm.diffusion.core.spans import AttentionLayout, KeySource, Span
 from vllm.diffusion.engine.planning import model_shape
 from vllm.diffusion.layers.norm import AllHeadsRMSNorm
+from vllm.diffusion.memory import ModelShape
 from vllm.diffusion.memory.footprint import Footprint
 from vllm.diffusion.memory.plan import Residency
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from vllm.diffusion.memory import ModelShape
-    from vllm.diffusion.models.base import DiffusionModel
+from vllm.diffusion.models.base import DiffusionModel
+from vllm.diffusion.ops import loading
 
 CASES = [
     *("mha", "gqa", "padded_vocab", "bias", "qk_norm", "model_dtype_rope", "one_kv_head"),
@@ -137,3 +138,56 @@ def test_what_two_ranks_cannot_share_is_refused_in_one_line(
     folder = make_checkpoint(tmp_path, **sizes)
     with pytest.raises(ValueError, match=f"tensor_parallel_size: given 2; wanted {wanted}"):
         engine_config(folder, tensor_parallel_size=2)
+
+
+# ---- What a load takes beside its result while weights are quantised ----
+
+
+WIDTH, INNER, AT_ONCE = 128, 8192, 1 << 14
+WORDS = 8  # of 32 bits, for each number of those that are quantised at a time
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4", "nf4"])
+def test_a_load_takes_two_matrices_and_a_little_besides_its_result(
+    kind: str, tmp_path: Path, load_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the allocator of the host saw it, which holds here what a device would hold too."""
+    sizes = {"n_layers": 2, "d_model": WIDTH, "mlp_hidden_size": INNER}
+    path = make_checkpoint(tmp_path / "wide", dtype=torch.bfloat16, num_shards=1, **sizes)
+    model = load_model(path, "bfloat16", quantization=kind)
+    (file,) = path.glob("*.safetensors")
+    tensors = load_file(file)
+    monkeypatch.setattr(loading, "NUMBERS_AT_ONCE", AT_ONCE)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        model.load_weights((name, tensor.clone()) for name, tensor in tensors.items())
+    events = profiled.profiler.kineto_results.events()
+    taken = list(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+    matrix = 2 * WIDTH * INNER  # as it comes, while the one before is not gone yet
+    assert matrix < max(taken) <= 2 * matrix + 4 * WORDS * AT_ONCE
+    assert taken[-1] == 0
+
+
+def test_that_is_less_than_a_layer_of_a_large_model() -> None:
+    """LLaDA-8B's, in bf16."""
+    matrix = 2 * 4096 * 12288
+    assert 2 * matrix + 4 * WORDS * loading.NUMBERS_AT_ONCE < 2 * 4 * 4096**2 + 3 * matrix
+
+
+# ---- Rotary tables of a model ----
+
+
+@pytest.mark.parametrize("case", ["mha", "dream", "moe_partial_clipped"])
+def test_a_models_tables_follow_its_configuration(
+    case: str, case_model: Callable[[str], DiffusionModel]
+) -> None:
+    """Whatever the default dtype was while the model was made, and nothing to load or store."""
+    model = case_model(case)
+    config: Any = model.config
+    rotary_dim = config.architecture.rotary_dim
+    angles = 5.0 * config.rope_theta ** -(torch.arange(0, rotary_dim, 2).double() / rotary_dim)
+    rotary = model.rotary(torch.tensor([5]))
+    tolerance = 1e-6 if rotary.cos.dtype == torch.float32 else 2**-8
+    for table, wanted in ((rotary.cos, angles.cos()), (rotary.sin, angles.sin())):
+        halves = table.double().view(2, -1)
+        torch.testing.assert_close(halves, wanted.expand(2, -1), rtol=0, atol=tolerance)
+    assert not any("frequencies" in name for name in model.state_dict())

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -13,11 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, START_HEADER_ID, make_checkpoint
 from vllm.diffusion.config import served_model
 from vllm.diffusion.core.errors import ModelConfigError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from vllm.diffusion.request.params import SpecialIds
+from vllm.diffusion.request.params import SpecialIds
 
 
 def ids_of(path: Path, **engine_args: Any) -> SpecialIds:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,6 @@ import torch
 from tests.models.support import assert_same_logits, engine_config, join_world, load, logits
 from tests.models.support import staged_logits as staged
 from tests.server.warm import WarmProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 NUM_RANKS = 2
 CASES = ["gqa", "one_kv_head", "odd_vocab_tied", "all_biases"]

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 from vllm.plugins import load_general_plugins
 from vllm.tokenizers import get_tokenizer
 
@@ -19,11 +20,6 @@ from tests.checkpoints import (
     make_tokenizer,
 )
 from vllm.diffusion.models.tokenizers import DreamTokenizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from transformers import PreTrainedTokenizerBase
 
 TEXT = "Hello there,  world: 12+3\n\nhowever"
 

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.checkpoints import (
     BLOCK_CASES,
@@ -15,19 +18,11 @@ from tests.checkpoints import (
     FAMILY_CASES,
     config_of,
     fuse_experts,
-    llada_config,
     random_weights,
 )
-from tests.models.conftest import OUR_CASES, OUR_FAMILY_CASES
+from tests.models.conftest import OUR_CASES
 from vllm.diffusion.core.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from vllm.diffusion.models.base import DiffusionModel
+from vllm.diffusion.models.base import DiffusionModel
 
 BLOCK = "model.transformer.blocks.1"
 HEAD = "model.transformer.ff_out"
@@ -42,12 +37,9 @@ def scratch_model(
 
 
 def weights_of(name: str) -> dict[str, Tensor]:
-    case = {**FAMILY_CASES, **BLOCK_CASES, **OUR_FAMILY_CASES}.get(name)
-    if case is not None:
-        weights = random_weights(config_of(case.family, **case.overrides), seed=40)
-        return fuse_experts(weights) if case.fused_experts else weights
-    overrides = CASES[name].overrides if name in CASES else OUR_CASES[name]
-    return random_weights(llada_config(**overrides), seed=40)
+    case = {**CASES, **FAMILY_CASES, **BLOCK_CASES, **OUR_CASES}[name]
+    weights = random_weights(config_of(case.family, **case.overrides), seed=40)
+    return fuse_experts(weights) if case.fused_experts else weights
 
 
 LLADA_NAMES = ["mha", "tied", "all_biases", "qk_norm", "grouped"]

@@ -8,7 +8,17 @@ import math
 import torch
 from torch.nn import functional
 
-from gather_gemm import SOFTMAX, Scoring, reference, route, route_rows
+from gather_gemm import (
+    SOFTMAX,
+    Scoring,
+    gated_gemm,
+    gather_gemm,
+    reference,
+    route,
+    route_rows,
+    sum_terms,
+    weighted_gemm,
+)
 
 # Norm of the error over the norm of the result: fp32 sums, then a few roundings to the dtype.
 ERROR = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -69,6 +79,90 @@ def weighted_wanted(x, weight, sizes, slots, weights):
     terms = torch.empty(len(x), weight.shape[1], dtype=torch.float64, device=x.device)
     terms[slots.long()] = grouped_wanted(x, weight, sizes)
     return terms.view(*weights.shape, -1) * weights.double()[:, :, None]
+
+
+def check_gather(generator, num_rows, num_columns, depth, dtype, device, error):
+    """Chosen rows, from and to places beside others, against float64; then the first ones."""
+    x = torch.randn(90, depth + 5, generator=generator).to(dtype).to(device)[:, :depth]
+    weight = torch.randn(num_columns, depth, generator=generator).to(dtype).to(device)
+    rows = torch.randint(0, 90, (num_rows,), generator=generator).to(device)
+    out = torch.full((num_rows, num_columns + 3), torch.nan, dtype=dtype, device=device)
+    result = gather_gemm(x, rows, weight, out=out[:, :num_columns])
+    assert relative_error(result, x.double()[rows] @ weight.double().t()) < error
+    assert out[:, num_columns:].isnan().all()
+    assert torch.equal(gather_gemm(x, rows, weight), result)
+    first = x[:num_rows]
+    whole = gather_gemm(first, None, weight)
+    assert relative_error(whole, first.double() @ weight.double().t()) < error
+
+
+def top_case(generator, num_rows, num_columns, depth, dtype, device):
+    """Small whole numbers: their products are exact, so logits have ties and none is rounded."""
+    x = torch.randint(-2, 3, (160, depth + 8), generator=generator).to(device, dtype)[:, :depth]
+    weight = torch.randint(-2, 3, (num_columns, depth), generator=generator).to(device, dtype) / 16
+    return x, torch.randint(0, 160, (num_rows,), generator=generator).to(device), weight
+
+
+def check_top(top, wanted):
+    assert torch.equal(top.maximum.double(), wanted[0].double())
+    assert torch.equal(top.column, wanted[1])
+    for given, exact in ((top.sum_exp, wanted[2]), (top.probability, wanted[3])):
+        torch.testing.assert_close(given.double(), exact.double(), rtol=1e-5, atol=0)
+
+
+def check_experts(generator, sizes, num_chosen, width, depth, dtype, device, early, quantises=True):
+    """Both products of experts against float64, of plain weights and of fp8 ones."""
+    num_slots, ends = sum(sizes), ends_of(sizes, device)
+    shape = num_slots // num_chosen, num_chosen
+
+    def drawn(*size):
+        return torch.randn(size, generator=generator).to(dtype).to(device)
+
+    slots = torch.randperm(num_slots, generator=generator).to(torch.int32).to(device)
+    x, w1 = drawn(shape[0], depth), drawn(len(sizes), 2 * width, depth) / depth**0.5
+    w2 = drawn(len(sizes), depth, width)
+    weights = torch.rand(shape, generator=generator).to(dtype).to(device)
+    kinds = [((w1, None, w1), (w2, None, w2))] + [(as_fp8(w1), as_fp8(w2))] * quantises
+    for (v1, s1, m1), (v2, s2, m2) in kinds:
+        inner = gated_gemm(x, slots, num_chosen, v1, ends, s1)
+        wanted = gated_wanted(x, slots, num_chosen, m1, sizes)
+        assert relative_error(inner, wanted) <= ERROR[dtype], (dtype, sizes, width, depth)
+        terms = weighted_gemm(inner, v2, ends, slots, weights, early=early, weight_scales=s2)
+        assert terms.shape == (*shape, depth)
+        wanted = weighted_wanted(inner, m2, sizes, slots, weights)
+        assert relative_error(terms, wanted) <= ERROR[dtype], (dtype, sizes, width, depth)
+
+
+def check_sums(generator, shape, dtype, device):
+    """Sums of terms are rounded one by one; weighted ones once, and an addend comes last."""
+    terms = torch.randn(*shape, generator=generator).to(dtype).to(device)
+    wide = torch.randn(shape[0], shape[2] + 2, generator=generator).to(dtype).to(device)
+    x, addend = wide[:, : shape[2]], wide[:, 2:].clone()
+    total = terms[:, 0].clone()
+    for index in range(1, shape[1]):
+        total = total + terms[:, index]
+    assert torch.equal(sum_terms(terms), total)
+    assert torch.equal(sum_terms(terms, None, addend), total + addend)
+    wanted, edge = x + total, wide[:, shape[2] :].clone()
+    sum_terms(terms, out=x, adds=True)
+    assert torch.equal(x, wanted) and torch.equal(wide[:, shape[2] :], edge)
+    # Small whole numbers times eighths: exact in fp32, and in no order of sums in 16 bits.
+    terms = torch.randint(-100, 101, shape, generator=generator).to(dtype).to(device)
+    weights = torch.randint(1, 9, shape[:2], generator=generator).to(device) / 8
+    total = (terms.double() * weights.double()[:, :, None]).sum(1).to(dtype)
+    for some in (None, addend):
+        whole = total if some is None else total + some
+        assert torch.equal(sum_terms(terms, weights, some), whole)
+        wanted = x + whole
+        sum_terms(terms, weights, some, out=x, adds=True)
+        assert torch.equal(x, wanted)
+    if shape[1] > 1:  # parts of rows, as where the last term of each is the addend
+        parts = terms[:, :-1], weights[:, :-1], terms[:, -1]
+        whole = sum_terms(*(part.contiguous() for part in parts))
+        assert torch.equal(sum_terms(*parts), whole)
+        wanted = x + whole
+        sum_terms(*parts, out=x, adds=True)
+        assert torch.equal(x, wanted)
 
 
 def check_routing(logits, num_chosen, bias, scoring=SOFTMAX):

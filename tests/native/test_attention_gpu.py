@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import math
 import random as random_numbers
 
 import pytest
 import torch
 
+from tests.models.split_kernel import plain_attention
 from tests.pages import in_pages
 from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.core.spans import AttentionLayout, Span
@@ -73,25 +73,6 @@ def random(generator, dtype, *shape):
     return torch.randn(shape, generator=generator).to("cuda", dtype)
 
 
-def definition(q, k, v, spans):
-    """softmax(q k^T / sqrt(hd)) v of every span, in float64."""
-    out = torch.zeros_like(q, dtype=torch.float64)
-    group = q.shape[1] // k.shape[1]
-    for span in spans:
-        queries, keys = slice(span.q_start, span.q_end), slice(span.kv_start, span.kv_end)
-        if span.kv_start == span.kv_end:
-            continue
-        heads_k, heads_v = (x[keys].double().repeat_interleave(group, dim=1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q[queries].double(), heads_k)
-        if span.block_length:
-            blocks = torch.arange(span.num_keys, device=q.device) // span.block_length
-            own = torch.arange(span.num_queries, device=q.device) + span.first
-            scores[:, blocks > (own // span.block_length)[:, None]] = -torch.inf
-        weights = (scores / math.sqrt(q.shape[2])).softmax(dim=-1)
-        out[queries] = torch.einsum("hqk,khd->qhd", weights, heads_v)
-    return out
-
-
 def poison_unread(spans, k, v):
     """Rows that no sequence reads become NaN, as what is not yet written may be."""
     is_read = torch.zeros(len(k), dtype=torch.bool, device=k.device)
@@ -120,7 +101,7 @@ def test_against_float64(generator, backend, dtype, num_heads, num_kv_heads, spa
         pytest.skip(f"{backend} is not there")
     result = attend(q, k, v, layout, backend=backend)
     assert result.is_contiguous() and result.dtype == dtype
-    assert_close(result, definition(q, k, v, spans), dtype)
+    assert_close(result, plain_attention(q, k, v, spans), dtype)
     out = torch.full_like(result, torch.nan)
     assert attend(q, k, v, layout, out=out, backend=backend) is out
     assert torch.equal(out, result)
@@ -135,7 +116,7 @@ def test_pages_against_float64(generator, backend, dtype, num_heads, num_kv_head
         pytest.skip("cuDNN makes a plan for every shape, which takes long")
     q = random(generator, dtype, spans[-1].q_end, num_heads, HEAD_DIM)
     k, v = (random(generator, dtype, NUM_KEYS, num_kv_heads, HEAD_DIM) for _ in range(2))
-    wanted = definition(q, k, v, spans)
+    wanted = plain_attention(q, k, v, spans)
     *stored, pages = in_pages(k, v, PAGE_SIZE)
     layout = AttentionLayout.of(spans, "cuda", pages)
     assert choose_backend(q, layout) in (Backend.SPLIT, Backend.TILED)
@@ -146,31 +127,21 @@ def test_pages_against_float64(generator, backend, dtype, num_heads, num_kv_head
     assert_close(result, wanted, dtype)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("programs", [0, 1, 64])
-def test_pages_of_other_heads(generator, head_dim, programs):
-    spans = PAGED_LAYOUTS["ragged"]
-    q = random(generator, torch.bfloat16, spans[-1].q_end, 4, head_dim)
-    k, v = (random(generator, torch.bfloat16, NUM_KEYS, 2, head_dim) for _ in range(2))
-    wanted = definition(q, k, v, spans)
-    *stored, pages = in_pages(k, v, PAGE_SIZE)
-    layout = AttentionLayout.of(spans, "cuda", pages)
-    config = SplitConfig(64, 32, programs, num_warps=4, num_stages=3)
-    result = split_attention(q, *stored, layout, config=config)
-    assert_close(result, wanted, torch.bfloat16)
-
-
 @pytest.mark.parametrize(("head_dim", "rows"), list(zip(HEAD_DIMS, (64, 32, 64, 16), strict=True)))
-def test_split_in_other_tiles(generator, head_dim, rows):
-    spans = LAYOUTS["ragged"]
-    q = random(generator, torch.bfloat16, spans[-1].q_end, 4, head_dim)
+@pytest.mark.parametrize("programs", [0, 1, 64])  # not split, split, split as often as can be
+def test_other_heads_in_other_tiles(generator, head_dim, rows, programs):
+    """In one range, and in pages."""
+    num_rows = LAYOUTS["ragged"][-1].q_end
+    q = random(generator, torch.bfloat16, num_rows, 4, head_dim)
     k, v = (random(generator, torch.bfloat16, NUM_KEYS, 2, head_dim) for _ in range(2))
-    layout = AttentionLayout.of(spans, "cuda")
-    wanted = definition(q, k, v, spans)
-    for programs in (0, 1, 64):  # not split, split, split as often as can be
-        config = SplitConfig(rows, 64, programs, num_warps=4, num_stages=2)
-        result = split_attention(q, k, v, layout, config=config)
-        assert_close(result, wanted, torch.bfloat16)
+    *stored, pages = in_pages(k, v, PAGE_SIZE)
+    for spans, kept, table, config in (
+        (LAYOUTS["ragged"], (k, v), None, SplitConfig(rows, 64, programs, 4, 2)),
+        (PAGED_LAYOUTS["ragged"], stored, pages, SplitConfig(64, 32, programs, 4, 3)),
+    ):
+        layout = AttentionLayout.of(spans, "cuda", table)
+        result = split_attention(q, *kept, layout, config=config)
+        assert_close(result, plain_attention(q, k, v, spans), torch.bfloat16)
 
 
 def test_every_bucket_runs_the_same_programs(generator, monkeypatch):
@@ -209,7 +180,7 @@ def test_large_scores(generator):
     k, v = (random(generator, torch.bfloat16, 3000, 4, HEAD_DIM) for _ in range(2))
     spans = [Span(0, 32, 0, 3000)]
     result = attend(q, k, v, AttentionLayout.of(spans, "cuda"), backend=Backend.SPLIT)
-    assert_close(result, definition(q, k, v, spans), torch.bfloat16)
+    assert_close(result, plain_attention(q, k, v, spans), torch.bfloat16)
 
 
 @pytest.mark.parametrize("backend", [Backend.FLASH, Backend.SPLIT])
@@ -240,7 +211,7 @@ def test_a_graph_follows_its_layout(generator, backend, dtype, num_heads, num_kv
         for old, new in zip(captured[:3], layout[:3], strict=True):
             old.copy_(new)
         graph.replay()
-        assert_close(result, definition(q, k, v, spans), dtype)
+        assert_close(result, plain_attention(q, k, v, spans), dtype)
 
 
 @pytest.mark.parametrize("backend", [Backend.SPLIT, Backend.TILED])
@@ -265,7 +236,7 @@ def test_a_graph_follows_its_table(generator, backend, dtype, num_heads, num_kv_
         for old, new in zip((*stored, pages.rows), (*others, table.rows), strict=True):
             old.copy_(new)
         graph.replay()
-        assert_close(result, definition(q, k, v, spans), dtype)
+        assert_close(result, plain_attention(q, k, v, spans), dtype)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -292,7 +263,7 @@ def test_many_sequences_of_any_length(generator, backend, seed):
     if not can_serve(backend, q, layout):
         pytest.skip(f"{backend} is not there")
     result = attend(q, *stored, layout, backend=backend)
-    assert_close(result, definition(q, k, v, spans), torch.bfloat16)
+    assert_close(result, plain_attention(q, k, v, spans), torch.bfloat16)
 
 
 def test_choice():

@@ -2,6 +2,7 @@
 """flash_sample: the references against plain formulas, the kernel against float64."""
 
 import itertools
+from functools import partial as bound
 
 import pytest
 import torch
@@ -44,12 +45,8 @@ def check(logits, excluded=()):
     assert token.dtype == torch.int64 and confidence.dtype == torch.float32
     assert token.device == confidence.device == logits.device
     assert torch.equal(token.cpu(), wanted_token)
-    torch.testing.assert_close(
-        confidence.cpu().double(),
-        wanted_confidence,
-        rtol=CONFIDENCE_RTOL[logits.device.type],
-        atol=1e-30,
-    )
+    tolerance = {"rtol": CONFIDENCE_RTOL[logits.device.type], "atol": 1e-30}
+    torch.testing.assert_close(confidence.cpu().double(), wanted_confidence, **tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -64,15 +61,12 @@ def test_reference_has_the_bits_of_the_public_loops(generator, dtype):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_columns", WIDTHS)
-def test_random_logits(generator, device, dtype, num_columns):
-    check(random_logits(generator, 5, num_columns, dtype, device))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 31, 133, 1025])
-def test_number_of_rows(generator, device, num_rows):
-    check(random_logits(generator, num_rows, 515, torch.bfloat16, device))
+@pytest.mark.parametrize(
+    ("num_rows", "num_columns"),
+    [*((5, width) for width in WIDTHS), *((rows, 515) for rows in (0, 1, 2, 31, 133, 1025))],
+)
+def test_random_logits(generator, device, dtype, num_rows, num_columns):
+    check(random_logits(generator, num_rows, num_columns, dtype, device))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -327,16 +321,26 @@ def test_entropy_shares_of_slices_add_up(generator, device, is_tempered):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_margin(generator, device):
-    logits = random_logits(generator, 6, 5001, torch.bfloat16, device)
-    logits[0] = -INF
-    logits[1, [70, 4000]] = 40  # two equal ones
-    logits[2, 1:] = -INF
-    token, score = margin(logits)
-    p = torch.softmax(logits[1:].double(), dim=-1).sort(descending=True).values
-    wanted = torch.cat([torch.zeros(1), (p[:, 0] - p[:, 1]).cpu()])
-    torch.testing.assert_close(score.cpu().double(), wanted.double(), rtol=2e-5, atol=1e-9)
-    assert token.tolist()[:3] == [0, 70, 0] and score[:3].tolist() == [0, 0, 1]
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("call", "score", "edges"),
+    [
+        (margin, "margin", [0.0, 0.0, 1.0]),
+        (bound(entropy, epsilon=1e-12), "entropy", [INF, 0.69315, 0.0]),
+    ],
+    ids=["margin", "entropy"],
+)
+def test_scores_of_calls_without_noise(generator, device, dtype, call, score, edges):
+    """Those of rows of nobody in particular: nothing, two equal ones, a certain one."""
+    logits = random_logits(generator, 12, 5003, dtype, device)
+    logits[:3] = -INF
+    logits[1, [70, 4000]] = 40
+    logits[2, 17] = 0
+    token, value = call(logits)
+    wanted = exactly(logits, Rows(epsilon=1e-12), score)
+    assert torch.equal(token.cpu(), wanted[0]) and token[:3].tolist() == [0, 70, 17]
+    torch.testing.assert_close(value.cpu().double(), wanted[1].double(), rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(value[:3].cpu(), torch.tensor(edges), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.gpu
@@ -432,9 +436,8 @@ def test_a_team_goes_through_many_rows(num_columns):
     token, confidence = low_confidence(logits)
     assert torch.equal(token, logits.argmax(dim=-1))
     wanted = torch.softmax(logits.double(), dim=-1).gather(1, token[:, None])[:, 0]
-    torch.testing.assert_close(
-        confidence.double(), wanted, rtol=CONFIDENCE_RTOL["cuda"], atol=1e-30
-    )
+    tolerance = {"rtol": CONFIDENCE_RTOL["cuda"], "atol": 1e-30}
+    torch.testing.assert_close(confidence.double(), wanted, **tolerance)
     rows = Rows(epsilon=1e-6)
     value = candidates(logits, rows, "entropy").score
     p = torch.softmax(logits.double(), dim=-1)
@@ -452,11 +455,10 @@ def test_kernel_runs_on_a_gpu_and_in_a_captured_graph(generator):
         token, confidence = low_confidence(logits)
     logits.copy_(random_logits(generator, 32, 126_464, torch.bfloat16))
     graph.replay()
-    wanted_token, wanted_confidence = exact(logits)
+    wanted_token, wanted = exact(logits)
     assert torch.equal(token.cpu(), wanted_token)
-    torch.testing.assert_close(
-        confidence.cpu().double(), wanted_confidence, rtol=CONFIDENCE_RTOL["cuda"], atol=0
-    )
+    tolerance = {"rtol": CONFIDENCE_RTOL["cuda"], "atol": 0}
+    torch.testing.assert_close(confidence.cpu().double(), wanted, **tolerance)
 
 
 @pytest.mark.gpu
@@ -478,23 +480,6 @@ def test_launches_that_overlap_wait_for_what_they_read(generator, num_rows):
         graph.replay()
         for results, expected in zip(found, wanted, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_entropy(generator, device, dtype):
-    logits = random_logits(generator, 12, 5003, dtype, device)
-    logits[0] = 0  # log V
-    logits[1] = -INF
-    logits[1, 17] = 0  # certain
-    logits[2] = -INF
-    token, value = entropy(logits, epsilon=1e-12)
-    p = torch.softmax(logits.double().cpu(), dim=-1)
-    wanted = -(p * torch.log(p + 1e-12)).sum(dim=-1)
-    wanted[2] = INF
-    assert token.cpu()[[0, 1, 2]].tolist() == [0, 17, 0]
-    assert torch.equal(token.cpu()[3:], exact(logits)[0][3:])
-    torch.testing.assert_close(value.cpu().double(), wanted, rtol=2e-5, atol=1e-6)
 
 
 def test_float64_logits_are_computed_in_float64(generator):

@@ -108,9 +108,8 @@ def test_rotary_tables_have_the_bits_of_pytorch(generator, dtype, rotary_dim):
     positions = torch.cat((torch.arange(20_000), spread, torch.tensor(POSITIONS))).cuda()
     for theta in (10_000, 500_000, 1_000_000):
         inverse = frequencies(rotary_dim, "cuda", theta)
-        found, wanted = torch.empty(
-            2, 2, len(positions), rotary_dim, dtype=dtype, device="cuda"
-        ).unbind()
+        shape = 2, 2, len(positions), rotary_dim
+        found, wanted = torch.empty(shape, dtype=dtype, device="cuda").unbind()
         fused_ops.rotary_tables(positions, inverse, *found)
         reference.rotary_tables(positions, inverse, *wanted)
         assert torch.equal(found, wanted)
@@ -140,15 +139,13 @@ def test_rotary(
     generator, device, dtype, is_full_precision, num_heads, num_kv_heads, head_dim, rotary_dim
 ):
     num_tokens = 13
-    fused = random(
-        generator, num_tokens, num_heads + num_kv_heads, head_dim, dtype=dtype, device=device
-    )
+    shape = num_tokens, num_heads + num_kv_heads, head_dim
+    fused = random(generator, *shape, dtype=dtype, device=device)
     q, k = fused.split((num_heads, num_kv_heads), dim=1)  # strided rows
-    inverse = 1 / 10_000 ** (torch.arange(0, rotary_dim, 2).float() / rotary_dim)
-    angles = torch.outer(torch.arange(5, 5 + num_tokens).float(), inverse)
+    angles = torch.outer(torch.arange(5, 5 + num_tokens).float(), frequencies(rotary_dim))
     table = torch.cat((angles, angles), dim=-1)
     table_dtype = torch.float32 if is_full_precision else dtype
-    cos, sin = table.cos().to(table_dtype).to(device), table.sin().to(table_dtype).to(device)
+    cos, sin = (part.to(device, table_dtype) for part in (table.cos(), table.sin()))
     wanted_q, wanted_k = rotated(q, cos, sin), rotated(k, cos, sin)
     fused_ops.apply_rotary(q, k, cos, sin)
     assert torch.equal(q, wanted_q) and torch.equal(k, wanted_k)
@@ -158,7 +155,7 @@ def test_rotary(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_full_precision", [True, False])
 @pytest.mark.parametrize(
-    ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "rotary_dim"),
+    "shape",  # tokens, heads, key/value heads, width of a head, and of what turns
     [
         (700, 4, 2, 64, 64),  # many tokens; the last threads have fewer heads than the others
         (600, 2, 1, 128, 128),
@@ -170,18 +167,9 @@ def test_rotary(
         (3, 2, 0, 64, 64),
     ],
 )
-def test_norm_rotary(
-    generator,
-    device,
-    dtype,
-    is_full_precision,
-    num_tokens,
-    num_heads,
-    num_kv_heads,
-    head_dim,
-    rotary_dim,
-):
+def test_norm_rotary(generator, device, dtype, is_full_precision, shape):
     """Against the norm in float64, rounded as `rms_norm` does, and the rotation after it."""
+    num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim = shape
     all_heads = num_heads + 2 * num_kv_heads
     fused = random(generator, num_tokens, all_heads, head_dim, dtype=dtype, device=device)
     values = fused[:, num_heads + num_kv_heads :].clone()
@@ -211,9 +199,8 @@ def test_a_row_does_not_depend_on_the_others(generator):
     weight = random(generator, 4096, dtype=torch.bfloat16, device="cuda")
     cos, sin = torch.randn(2, 3000, 128, device="cuda").unbind()
     few, many = x[:5].clone(), x.clone()
-    assert torch.equal(
-        fused_ops.rms_norm(few, weight, 1e-6), fused_ops.rms_norm(many, weight, 1e-6)[:5]
-    )
+    alone, beside = (fused_ops.rms_norm(rows, weight, 1e-6) for rows in (few, many))
+    assert torch.equal(alone, beside[:5])
     for heads in (few, many):
         q, k = heads.view(-1, 32, 128).split((28, 4), dim=1)
         rows = slice(0, len(heads))
@@ -245,9 +232,8 @@ def test_silu_mul(generator, device, dtype, width):
 )
 def test_store_keys_values(generator, device, dtype, slot_dtype, num_heads, head_dim, num_queries):
     num_rows, num_slots = 11, 17
-    fused = random(
-        generator, num_rows, num_queries + 2 * num_heads, head_dim, dtype=dtype, device=device
-    )
+    shape = num_rows, num_queries + 2 * num_heads, head_dim
+    fused = random(generator, *shape, dtype=dtype, device=device)
     _, k, v = fused.split((num_queries, num_heads, num_heads), dim=1)
     # The caches are a layer of a pool, with other columns beside them.
     pool = random(generator, 2, num_slots, num_heads, head_dim + 8, dtype=dtype, device=device)
@@ -470,85 +456,58 @@ def test_kernels_run_on_a_gpu(generator, monkeypatch):
     fused_ops.store_keys_values(heads, heads, heads.clone(), heads.clone(), slots)
 
 
-X, WEIGHT, HEADS, TABLE = (
-    torch.zeros(4, 8),
-    torch.zeros(8),
-    torch.zeros(4, 2, 8),
-    torch.zeros(4, 8),
-)
+X, WEIGHT, HEADS, TABLE = (torch.zeros(size) for size in ((4, 8), (8,), (4, 2, 8), (4, 8)))
 SLOTS = torch.zeros(4, dtype=torch.int32)
 
 
+BOTH, TABLES = (HEADS, HEADS), (TABLE, TABLE)
+
+
+def kept(v, slots):
+    return fused_ops.Kept(v, *BOTH, slots)
+
+
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("name", "arguments", "message"),
     [
-        (lambda: fused_ops.rms_norm(X[0], WEIGHT, 1e-6), "rms_norm: x must be 2-D or 3-D"),
-        (lambda: fused_ops.rms_norm(X.long(), WEIGHT, 1e-6), "got torch.int64"),
-        (lambda: fused_ops.rms_norm(X, WEIGHT[:7], 1e-6), r"weight must be torch.float32 \[8\]"),
-        (lambda: fused_ops.rms_norm(X, WEIGHT.half(), 1e-6), "got torch.float16"),
-        (lambda: fused_ops.rms_norm(X.t(), WEIGHT[:4], 1e-6), "dimension of x must be contiguous"),
-        (lambda: fused_ops.rms_norm(X, WEIGHT, 1e-6, out=X[:2]), r"out must be .*\[4, 8\]"),
+        ("rms_norm", (X[0], WEIGHT, 1e-6), "rms_norm: x must be 2-D or 3-D"),
+        ("rms_norm", (X.long(), WEIGHT, 1e-6), "got torch.int64"),
+        ("rms_norm", (X, WEIGHT[:7], 1e-6), r"weight must be torch.float32 \[8\]"),
+        ("rms_norm", (X, WEIGHT.half(), 1e-6), "got torch.float16"),
+        ("rms_norm", (X.t(), WEIGHT[:4], 1e-6), "dimension of x must be contiguous"),
+        ("rms_norm", (X, WEIGHT, 1e-6, X[:2]), r"out must be .*\[4, 8\]"),
+        ("rotary_tables", (SLOTS.float(), WEIGHT[:4], *TABLES), r"positions .*int64 \[any\]"),
+        ("rotary_tables", (SLOTS, WEIGHT[:4], TABLE[:3], TABLE[:3]), r"cos .*even.*got \[3, 8\]"),
+        ("rotary_tables", (SLOTS, WEIGHT[:3], TABLE[:, :7], TABLE), "even"),
+        ("rotary_tables", (SLOTS, WEIGHT[:4], TABLE, TABLE.half()), "sin must be"),
+        ("rotary_tables", (SLOTS, WEIGHT[:4].double(), *TABLES), r"inverse.* float32 \[4\]"),
+        ("apply_rotary", (HEADS, HEADS[:2], *TABLES), "k must be"),
+        ("apply_rotary", (HEADS, HEADS, TABLE[:2], TABLE[:2]), r"cos must be \[4,"),
+        ("apply_rotary", (HEADS, HEADS, TABLE[:, :3], TABLE[:, :3]), "even"),
+        ("apply_rotary", (HEADS, HEADS, TABLE.half(), TABLE.half()), "cos must be"),
         (
-            lambda: fused_ops.rotary_tables(SLOTS.float(), WEIGHT[:4], TABLE, TABLE),
-            r"rotary_tables: positions must be int32 or int64 \[any\]",
+            "norm_rotary",
+            (HEADS, HEADS, WEIGHT[:7], WEIGHT, 1e-6, *TABLES),
+            r"q_weight .*\[8\]",
         ),
+        ("norm_rotary", (*BOTH, WEIGHT, WEIGHT, 1e-6, TABLE[:2], TABLE[:2]), r"cos .*\[4,"),
+        ("store_keys_values", (HEADS, HEADS[:3], HEADS, HEADS, SLOTS), r"v must be .*\[4, 2, 8\]"),
+        ("store_keys_values", (HEADS, HEADS, HEADS[..., :4], HEADS, SLOTS), "k_cache must be"),
+        ("store_keys_values", (HEADS, HEADS, HEADS, HEADS[:3], SLOTS), "v_cache must be"),
+        ("store_keys_values", (*BOTH, *BOTH, SLOTS.float()), r"slots .*int64 \[4\]"),
         (
-            lambda: fused_ops.rotary_tables(SLOTS, WEIGHT[:4], TABLE[:3], TABLE[:3]),
-            r"cos must be \[4, even\] on cpu, got \[3, 8\]",
+            "apply_rotary",
+            (*BOTH, *TABLES, kept(HEADS, SLOTS.repeat(2))),
+            r"slots .*got \[8\]",
         ),
-        (lambda: fused_ops.rotary_tables(SLOTS, WEIGHT[:3], TABLE[:, :7], TABLE), "even"),
-        (lambda: fused_ops.rotary_tables(SLOTS, WEIGHT[:4], TABLE, TABLE.half()), "sin must be"),
-        (
-            lambda: fused_ops.rotary_tables(SLOTS, WEIGHT[:4].double(), TABLE, TABLE),
-            r"inverse_frequencies must be float32 \[4\]",
-        ),
-        (lambda: fused_ops.apply_rotary(HEADS, HEADS[:2], TABLE, TABLE), "k must be"),
-        (lambda: fused_ops.apply_rotary(HEADS, HEADS, TABLE[:2], TABLE[:2]), r"cos must be \[4,"),
-        (lambda: fused_ops.apply_rotary(HEADS, HEADS, TABLE[:, :3], TABLE[:, :3]), "even"),
-        (lambda: fused_ops.apply_rotary(HEADS, HEADS, TABLE.half(), TABLE.half()), "cos must be"),
-        (
-            lambda: fused_ops.norm_rotary(HEADS, HEADS, WEIGHT[:7], WEIGHT, 1e-6, TABLE, TABLE),
-            r"q_weight must be torch.float32 \[8\]",
-        ),
-        (
-            lambda: fused_ops.norm_rotary(HEADS, HEADS, WEIGHT, WEIGHT, 1e-6, TABLE[:2], TABLE[:2]),
-            r"norm_rotary: cos must be \[4,",
-        ),
-        (
-            lambda: fused_ops.store_keys_values(HEADS, HEADS[:3], HEADS, HEADS, SLOTS),
-            r"v must be .*\[4, 2, 8\]",
-        ),
-        (
-            lambda: fused_ops.store_keys_values(HEADS, HEADS, HEADS[..., :4], HEADS, SLOTS),
-            "k_cache must be",
-        ),
-        (
-            lambda: fused_ops.store_keys_values(HEADS, HEADS, HEADS, HEADS[:3], SLOTS),
-            "v_cache must be",
-        ),
-        (
-            lambda: fused_ops.store_keys_values(HEADS, HEADS, HEADS, HEADS, SLOTS.float()),
-            r"slots must be int32 or int64 \[4\]",
-        ),
-        (
-            lambda: fused_ops.apply_rotary(
-                HEADS, HEADS, TABLE, TABLE, fused_ops.Kept(HEADS, HEADS, HEADS, SLOTS.repeat(2))
-            ),
-            r"slots must be at most \[4\], got \[8\]",
-        ),
-        (
-            lambda: fused_ops.apply_rotary(
-                HEADS, HEADS, TABLE, TABLE, fused_ops.Kept(HEADS[:3], HEADS, HEADS, SLOTS)
-            ),
-            r"apply_rotary: v must be .*\[4, 2, 8\]",
-        ),
-        (lambda: fused_ops.silu_mul(torch.zeros(2, 3)), r"gate_up must be \[R, 2M\]"),
-        (lambda: fused_ops.silu_mul(X, out=torch.zeros(4, 5)), r"out must be .*\[4, 4\]"),
+        ("apply_rotary", (*BOTH, *TABLES, kept(HEADS[:3], SLOTS)), r"v .*\[4, 2, 8\]"),
+        ("silu_mul", (torch.zeros(2, 3),), r"gate_up must be \[R, 2M\]"),
+        ("silu_mul", (X, torch.zeros(4, 5)), r"out must be .*\[4, 4\]"),
     ],
 )
-def test_arguments_are_checked(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+def test_arguments_are_checked(name, arguments, message):
+    with pytest.raises(ValueError, match=f"{name}: .*{message.removeprefix(name + ': ')}"):
+        getattr(fused_ops, name)(*arguments)
 
 
 def test_attention_without_a_kernel_refuses():
@@ -566,11 +525,11 @@ def test_attention_checks_its_arguments():
     q = torch.zeros(4, 2, 128, dtype=torch.bfloat16, device="cuda")
     ends = torch.tensor([0, 4], dtype=torch.int32, device="cuda")
     attended = fused_ops.Attended(ends, ends, ends[1:])
-    with pytest.raises(ValueError, match=r"attention: k must be torch.bfloat16"):
-        fused_ops.attention(q, q.float(), q, attended)
-    with pytest.raises(ValueError, match=r"v must be \[N, KV, 128\] with KV dividing 2"):
-        fused_ops.attention(q, q, q.repeat(1, 2, 1), attended)
-    with pytest.raises(ValueError, match=r"query_ends must be int32"):
-        fused_ops.attention(q, q, q, attended._replace(query_ends=ends.long()))
-    with pytest.raises(ValueError, match=r"out must be torch.bfloat16"):
-        fused_ops.attention(q, q, q, attended, q.float())
+    for arguments, message in (
+        ((q, q.float(), q, attended), r"attention: k must be torch.bfloat16"),
+        ((q, q, q.repeat(1, 2, 1), attended), r"v must be \[N, KV, 128\] with KV dividing 2"),
+        ((q, q, q, attended._replace(query_ends=ends.long())), r"query_ends must be int32"),
+        ((q, q, q, attended, q.float()), r"out must be torch.bfloat16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fused_ops.attention(*arguments)

@@ -6,7 +6,14 @@ import torch
 
 from gather_gemm import gather_gemm, gather_top, has_top
 from gather_gemm.launch import choose_config, choose_top_config
-from tests.native.support import SHAPES, TOP_SHAPES, masks_of
+from tests.native.support import (
+    SHAPES,
+    TOP_SHAPES,
+    check_gather,
+    check_top,
+    masks_of,
+    top_case,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -14,27 +21,11 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ERROR = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
-def relative_error(x, rows, weight, out):
-    wanted = x.double()[rows] @ weight.double().t()
-    return ((out.double() - wanted).norm() / wanted.norm()).item()
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", list(ERROR))
 @pytest.mark.parametrize(("num_rows", "num_columns", "depth"), SHAPES)
 def test_against_float64(generator, device, dtype, num_rows, num_columns, depth):
-    x = torch.randn(90, depth + 5, generator=generator).to(dtype).to(device)[:, :depth]
-    weight = torch.randn(num_columns, depth, generator=generator).to(dtype).to(device)
-    rows = torch.randint(0, 90, (num_rows,), generator=generator).to(device)
-    out = torch.full((num_rows, num_columns + 3), torch.nan, dtype=dtype, device=device)
-    result = gather_gemm(x, rows, weight, out=out[:, :num_columns])
-    assert relative_error(x, rows, weight, result) < ERROR[dtype]
-    assert out[:, num_columns:].isnan().all()
-    assert torch.equal(gather_gemm(x, rows, weight), result)
-    assert (
-        relative_error(x, slice(num_rows), weight, gather_gemm(x[:num_rows], None, weight))
-        < (ERROR[dtype])
-    )
+    check_gather(generator, num_rows, num_columns, depth, dtype, device, ERROR[dtype])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -91,29 +82,18 @@ def softmax_of(logits, columns=(), forbidden=0, excluded=0):
     return maximum, column, sums, (1 / sums).masked_fill(is_zero, 0)
 
 
-def integers(generator, *shape):
-    """Small whole numbers: their products are exact, so logits have ties and none is rounded."""
-    return torch.randint(-2, 3, shape, generator=generator)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", list(ERROR))
 @pytest.mark.parametrize(("num_rows", "num_columns", "depth"), [*TOP_SHAPES, (150, 1000, 264)])
 @pytest.mark.parametrize("kind", ["none", "of all rows", "by row"])
 def test_top_against_float64(generator, device, dtype, num_rows, num_columns, depth, kind):
-    x = integers(generator, 160, depth + 8).to(device, dtype)[:, :depth]
-    weight = integers(generator, num_columns, depth).to(device, dtype) / 16
-    rows = torch.randint(0, 160, (num_rows,), generator=generator).to(device)
+    x, rows, weight = top_case(generator, num_rows, num_columns, depth, dtype, device)
     logits = (x.double() @ weight.double().t()).to(dtype)
     for given in (rows, None):
         count = 160 if given is None else num_rows
         masks = masks_of(kind, generator, count, num_columns, device)
         top = gather_top(x, given, weight, **masks)
-        wanted = softmax_of(logits if given is None else logits[rows], **masks)
-        assert torch.equal(top.maximum.double(), wanted[0])
-        assert torch.equal(top.column, wanted[1])
-        torch.testing.assert_close(top.sum_exp.double(), wanted[2], rtol=1e-5, atol=0)
-        torch.testing.assert_close(top.probability.double(), wanted[3], rtol=1e-5, atol=0)
+        check_top(top, softmax_of(logits if given is None else logits[rows], **masks))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -7,6 +7,7 @@ import torch
 from gather_gemm import (
     gated_gemm,
     is_built,
+    reference,
     route_rows,
     sum_terms,
     weighted_gemm,
@@ -16,14 +17,7 @@ from gather_gemm.launch import (
     choose_product,
     max_tiles,
 )
-from tests.native.support import (
-    ERROR,
-    as_fp8,
-    ends_of,
-    gated_wanted,
-    relative_error,
-    weighted_wanted,
-)
+from tests.native.support import ERROR, check_experts, ends_of, gated_wanted, relative_error
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -37,25 +31,7 @@ SLOTS = [[1, 0, 1], [0, 9, 0, 3, 5, 1], [70, 0, 70]]
 @pytest.mark.parametrize("sizes", SLOTS)
 @pytest.mark.parametrize(("width", "depth"), [(64, 32), (7, 5), (72, 136)])
 def test_experts_against_float64(generator, device, dtype, sizes, width, depth):
-    num_slots = sum(sizes)
-    slots = torch.randperm(num_slots, generator=generator).to(torch.int32).to(device)
-    x = torch.randn(num_slots // 2, depth, generator=generator).to(dtype).to(device)
-    w1 = torch.randn(len(sizes), 2 * width, depth, generator=generator).to(dtype).to(device)
-    w1 /= depth**0.5
-    w2 = torch.randn(len(sizes), depth, width, generator=generator).to(dtype).to(device)
-    weights = torch.rand(num_slots // 2, 2, generator=generator).to(dtype).to(device)
-    ends = ends_of(sizes, device)
-    inner = gated_gemm(x, slots, 2, w1, ends)
-    assert relative_error(inner, gated_wanted(x, slots, 2, w1, sizes)) <= ERROR[dtype]
-    terms = weighted_gemm(inner, w2, ends, slots, weights, early=True)
-    wanted = weighted_wanted(inner, w2, sizes, slots, weights)
-    assert terms.shape == (num_slots // 2, 2, depth)
-    assert relative_error(terms, wanted) <= ERROR[dtype]
-    (w1, s1, m1), (w2, s2, m2) = as_fp8(w1), as_fp8(w2)
-    inner = gated_gemm(x, slots, 2, w1, ends, s1)
-    assert relative_error(inner, gated_wanted(x, slots, 2, m1, sizes)) <= ERROR[dtype]
-    terms = weighted_gemm(inner, w2, ends, slots, weights, early=True, weight_scales=s2)
-    assert relative_error(terms, weighted_wanted(inner, m2, sizes, slots, weights)) <= ERROR[dtype]
+    check_experts(generator, sizes, 2, width, depth, dtype, device, early=True)
 
 
 @pytest.mark.gpu
@@ -70,32 +46,13 @@ def test_every_tile_against_float64(generator, num_slots, is_even):
         shares[17] = shares.sum()
     group = torch.multinomial(shares, num_slots, replacement=True, generator=generator)
     sizes = torch.bincount(group, minlength=num_groups).tolist()
-    slots = torch.randperm(num_slots, generator=generator).to(torch.int32).cuda()
-    x = torch.randn(num_slots // 4, depth, generator=generator).bfloat16().cuda()
-    w1 = (torch.randn(num_groups, 2 * width, depth, generator=generator) / 16).bfloat16().cuda()
-    w2 = torch.randn(num_groups, depth, width, generator=generator).bfloat16().cuda()
-    weights = torch.rand(num_slots // 4, 4, generator=generator).bfloat16().cuda()
-    ends = ends_of(sizes, "cuda")
-    inner = gated_gemm(x, slots, 4, w1, ends)
-    wanted = gated_wanted(x, slots, 4, w1, sizes)
-    assert relative_error(inner, wanted) <= ERROR[torch.bfloat16]
-    terms = weighted_gemm(inner, w2, ends, slots, weights)
-    wanted = weighted_wanted(inner, w2, sizes, slots, weights)
-    assert relative_error(terms, wanted) <= ERROR[torch.bfloat16]
-    (w1, s1, m1), (w2, s2, m2) = as_fp8(w1), as_fp8(w2)
-    inner = gated_gemm(x, slots, 4, w1, ends, s1)
-    assert relative_error(inner, gated_wanted(x, slots, 4, m1, sizes)) <= ERROR[torch.bfloat16]
-    terms = weighted_gemm(inner, w2, ends, slots, weights, weight_scales=s2)
-    wanted = weighted_wanted(inner, m2, sizes, slots, weights)
-    assert relative_error(terms, wanted) <= ERROR[torch.bfloat16]
+    check_experts(generator, sizes, 4, width, depth, torch.bfloat16, "cuda", early=False)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not is_built(), reason="Triton is not installed")
 def test_results_are_rounded_as_the_reference_rounds(generator):
     """bf16 with exact sums: whatever is summed in any order, so that only the rounding shows."""
-    from gather_gemm import reference
-
     sizes, device = [3, 0, 14, 1], "cuda"
     x = torch.randint(-4, 5, (9, 64), generator=generator).bfloat16().to(device)
     w1 = (torch.randint(-4, 5, (4, 96, 64), generator=generator) / 64).bfloat16().to(device)
@@ -203,48 +160,34 @@ def test_the_launch_has_a_tile_for_any_split(generator, num_rows, tile_rows):
     assert worst <= max_tiles(num_rows, num_groups, tile_rows) <= worst + num_groups
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"x": torch.zeros(2, 7)}, r"gated_gemm: weight must be \['any', 'any', 7\]"),
-        ({"weight": torch.zeros(2, 5, 8)}, r"gated_gemm: weight must be \[E, 2I, D\]"),
-        ({"slots": torch.zeros(4)}, r"gated_gemm: slots must be int32 \[4\]"),
-        ({"num_chosen": 3}, r"gated_gemm: slots must be int32 \[6\]"),
-        ({"ends": torch.zeros(1, dtype=torch.int32)}, r"gated_gemm: ends must be int32 \[2\]"),
-    ],
-)
-def test_arguments_of_gated_products_are_checked(changes, message):
-    arguments = {
-        "x": torch.zeros(2, 8),
-        "slots": torch.arange(4, dtype=torch.int32),
-        "num_chosen": 2,
-        "weight": torch.zeros(2, 6, 8),
-        "ends": ends_of([1, 3]),
-    }
-    with pytest.raises(ValueError, match=message):
-        gated_gemm(**(arguments | changes))
+BOTH = {"slots": torch.arange(4, dtype=torch.int32), "ends": ends_of([1, 3])}
+GATED = {"x": torch.zeros(2, 8), "num_chosen": 2, "weight": torch.zeros(2, 6, 8)}
+WEIGHTED = {"x": torch.zeros(4, 8), "weights": torch.zeros(2, 2), "weight": torch.zeros(2, 5, 8)}
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("product", "changes", "message"),
     [
-        ({"x": torch.zeros(8, 4).t()}, "columns of x must be contiguous"),
-        ({"weight": torch.zeros(5, 8)}, r"weight must be \['any', 'any', 8\]"),
-        ({"weight": torch.zeros(2, 5, 8).half()}, "got torch.float16"),
-        ({"ends": torch.zeros(3, dtype=torch.int32)}, r"ends must be int32 \[2\]"),
-        ({"weights": torch.zeros(3, 2)}, r"weights must be \[R, k\] contiguous with R \* k = 4"),
-        ({"weights": torch.zeros(2, 2).t()}, "contiguous"),
-        ({"weights": torch.zeros(2, 2).half()}, "got torch.float16"),
-        ({"slots": torch.zeros(3, dtype=torch.int32)}, r"slots must be int32 \[4\]"),
+        (gated_gemm, {"x": torch.zeros(2, 7)}, r"gated_gemm: weight must be \['any', 'any', 7\]"),
+        (gated_gemm, {"weight": torch.zeros(2, 5, 8)}, r"gated_gemm: weight must be \[E, 2I, D\]"),
+        (gated_gemm, {"slots": torch.zeros(4)}, r"gated_gemm: slots must be int32 \[4\]"),
+        (gated_gemm, {"num_chosen": 3}, r"gated_gemm: slots must be int32 \[6\]"),
+        (gated_gemm, {"ends": ends_of([1])}, r"gated_gemm: ends must be int32 \[2\]"),
+        (weighted_gemm, {"x": torch.zeros(8, 4).t()}, "columns of x must be contiguous"),
+        (weighted_gemm, {"weight": torch.zeros(5, 8)}, r"weight must be \['any', 'any', 8\]"),
+        (weighted_gemm, {"weight": torch.zeros(2, 5, 8).half()}, "got torch.float16"),
+        (weighted_gemm, {"ends": ends_of([1, 2, 3])}, r"ends must be int32 \[2\]"),
+        (
+            weighted_gemm,
+            {"weights": torch.zeros(3, 2)},
+            r"\[R, k\] contiguous with R \* k = 4",
+        ),
+        (weighted_gemm, {"weights": torch.zeros(2, 2).t()}, "contiguous"),
+        (weighted_gemm, {"weights": torch.zeros(2, 2).half()}, "got torch.float16"),
+        (weighted_gemm, {"slots": ends_of([1, 2, 3])}, r"slots must be int32 \[4\]"),
     ],
 )
-def test_arguments_of_weighted_products_are_checked(changes, message):
-    arguments = {
-        "x": torch.zeros(4, 8),
-        "weight": torch.zeros(2, 5, 8),
-        "ends": ends_of([1, 3]),
-        "slots": torch.arange(4, dtype=torch.int32),
-        "weights": torch.zeros(2, 2),
-    }
+def test_arguments_are_checked(product, changes, message):
+    arguments = BOTH | (GATED if product is gated_gemm else WEIGHTED) | changes
     with pytest.raises(ValueError, match=message):
-        weighted_gemm(**(arguments | changes))
+        product(**arguments)

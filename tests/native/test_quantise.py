@@ -197,35 +197,31 @@ def test_few_rows_against_float64(generator, num_rows, tiling, num_columns, dept
     assert torch.equal(fewer, out[:half])
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 16, 33, 64])
-def test_few_gated_rows_against_float64(generator, num_rows):
-    case = product_case(generator, num_rows, 24576, 512, "cuda", torch.bfloat16)
-    x, (weight, scales, _), product = case
-    assert has_quantise(torch.empty(1, 512, device="cuda").bfloat16())
-    gate, up = product.chunk(2, dim=1)
-    wanted = functional.silu(gate) * up
-    out = torch.full((num_rows, 12288), torch.nan, device="cuda").bfloat16()
-    torch.cuda.synchronize()
-    options = {"tiling": Tiling(192), "epilogue": Epilogue.SILU_MUL, "early": True}
-    fused_linear_fp8(x, weight, scales, out, **options)
-    assert (out.double() - wanted).norm() <= 2 * ERROR * wanted.norm()
+# Few rows in the tile for them; any number of rows and columns in those of many.
+GATED = [
+    *((Tiling(192), rows, 24576) for rows in (1, 16, 33, 64)),
+    *(
+        (Tiling(192, rows=tile), rows, columns)
+        for tile in (128, 256)
+        for rows in (1, 200, 256, 1000)
+        for columns in (24576, 400)
+    ),
+]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [128, 256])
-@pytest.mark.parametrize("num_rows", [1, 200, 256, 1000])
-@pytest.mark.parametrize("num_columns", [24576, 400])
-def test_tiles_of_gated_rows_against_float64(generator, rows, num_rows, num_columns):
+@pytest.mark.parametrize(("tiling", "num_rows", "num_columns"), GATED)
+def test_gated_rows_against_float64(generator, tiling, num_rows, num_columns):
     case = product_case(generator, num_rows, num_columns, 512, "cuda", torch.bfloat16)
     x, (weight, scales, _), product = case
+    assert has_quantise(torch.empty(1, 512, device="cuda").bfloat16())
     gate, up = product.chunk(2, dim=1)
     wanted = functional.silu(gate) * up
     width = num_columns // 2
     room = torch.full((num_rows + 1, width + 8), torch.nan, device="cuda").bfloat16()
     out = room[:num_rows, :width]
     torch.cuda.synchronize()
-    options = {"tiling": Tiling(192, rows=rows), "epilogue": Epilogue.SILU_MUL, "early": True}
+    options = {"tiling": tiling, "epilogue": Epilogue.SILU_MUL, "early": True}
     fused_linear_fp8(x, weight, scales, out, **options)
     assert (out.double() - wanted).norm() <= 2 * ERROR * wanted.norm()
     assert room[num_rows:].isnan().all() and room[:, width:].isnan().all()

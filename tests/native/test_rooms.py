@@ -8,14 +8,14 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import ROOT, run, run_python
+
 ROOMS = ["flash_sample", "vllm_add_llada", "vmm_allocator", "gather_gemm"]
 ON_PATH = ["flash_sample", "vmm_allocator", "vllm_add_llada/cuda_kernels"]  # as users put them
 EXTENSIONS = {
@@ -24,22 +24,12 @@ EXTENSIONS = {
     "vmm_allocator": "vmm_allocator._vmm_allocator",
 }
 IMPORTS = """
-import torch
+import sys, torch
 import flash_sample, gather_gemm, vmm_allocator
 from flash_sample import entropy, entropy_witht, low_confidence
 from vllm_add_llada.cuda_kernels import fused_ops
 assert "vllm" not in sys.modules
 """
-
-
-def run_python(program, **environment):
-    return subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", "import sys\n" + program],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def sources(room):
@@ -48,7 +38,9 @@ def sources(room):
 
 def test_rooms_import_with_their_folders_first_on_the_path():
     paths = [*(str(ROOT / folder) for folder in ON_PATH), str(ROOT)]
-    result = run_python(IMPORTS + "import fused_ops", PYTHONPATH=os.pathsep.join(paths))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    program = IMPORTS + "import fused_ops"
+    result = run_python("-W", "error::UserWarning", "-c", program, env=environment)
     assert result.returncode == 0, result.stderr
 
 
@@ -70,13 +62,7 @@ def test_the_documented_import_check(is_fresh, tmp_path):
         folder = tmp_path
         for room in ROOMS:
             shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("*.so"))
-    result = subprocess.run(
-        ["bash", "-c", documented_import_check()],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = run("bash", "-c", documented_import_check(), cwd=folder)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert [line.split(",")[0] for line in lines] == [
@@ -149,14 +135,8 @@ def test_launches_name_what_the_module_takes(room):
 
 
 def run_setup(folder, **environment):
-    return subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
-        cwd=ROOT / folder,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ("setup.py", "-q", "build_ext", "--inplace")
+    return run_python(*command, cwd=ROOT / folder, env=os.environ | environment)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
@@ -167,14 +147,8 @@ def run_setup(folder, **environment):
 )
 def test_code_for_one_target_leaves_no_warnings_on_others(source, tmp_path):
     """What a target does not compile must not leave names behind that nothing uses."""
-    output = str(tmp_path / "ptx")
     flags = ["-std=c++17", "-Werror=all-warnings", f"-I{ROOT}", "-arch=compute_80", "-ptx"]
-    result = subprocess.run(
-        ["nvcc", *flags, str(source), "-o", output],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = run("nvcc", *flags, source, "-o", tmp_path / "ptx")
     assert result.returncode == 0, result.stderr
 
 
@@ -242,23 +216,12 @@ def checkout(tmp_path):
     compiler.write_text(f"#!{sys.executable}\n{COMPILER}")
     compiler.chmod(0o755)
     log = tmp_path / "log"
-    environment = os.environ | {
-        "CUDA_HOME": str(tmp_path / "cuda"),
-        "LOG": str(log),
-        "BUILD_FLASH_SAMPLE": "0",
-        "BUILD_VLLM_ADD_LLADA": "0",
-    }
+    environment = {"CUDA_HOME": str(tmp_path / "cuda"), "LOG": str(log)}
+    environment |= {"BUILD_FLASH_SAMPLE": "0", "BUILD_VLLM_ADD_LLADA": "0"}
 
     def build(folder=".", **changes):
         log.write_text("")
-        result = subprocess.run(
-            [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
-            cwd=root / folder,
-            env=environment | changes,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        result = run_setup(root / folder, **environment, **changes)
         return result, sorted(log.read_text().split())
 
     return root, build

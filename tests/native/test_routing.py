@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from gather_gemm import Scoring, reference, route, route_rows, sum_terms
+from gather_gemm import SOFTMAX, Scoring, reference, route, route_rows, sum_terms
 from tests.native.support import (
     DEPTHS,
     SCORINGS,
@@ -15,6 +15,7 @@ from tests.native.support import (
     awkward_logits,
     check_routing,
     check_rows,
+    check_sums,
     exact_rows,
     experts_of,
 )
@@ -105,19 +106,6 @@ def test_every_scoring_against_its_definition(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_rows", [1, 33, 300])
-@pytest.mark.parametrize(("num_experts", "num_chosen", "scoring"), SCORINGS, ids=str)
-def test_rows_of_every_scoring(
-    generator, device, dtype, num_rows, num_experts, num_chosen, scoring
-):
-    x, gate = exact_rows(generator, num_rows, num_experts, 600, dtype)
-    bias = torch.randn(num_experts, generator=generator).to(device)
-    for given_bias in (None, bias):
-        check_rows(x.to(device), gate.to(device), num_chosen, given_bias, scoring)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_logits_and_weights_may_stay_fp32(generator, device):
     """Two logits that bf16 does not tell apart, and a weight that it rounds."""
     x = torch.ones(1, 2, dtype=torch.bfloat16, device=device)
@@ -152,17 +140,23 @@ def test_all_rows_may_go_to_the_same_experts():
     check_routing(logits, 8, None)
 
 
+# Numbers of rows and experts, depths; then every way to choose.
+ROW_CASES = [
+    *((*size, depth, SOFTMAX) for size in SIZES for depth in DEPTHS),
+    *((rows, num, chosen, 600, how) for rows in (1, 33, 300) for num, chosen, how in SCORINGS),
+]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize(("num_rows", "num_experts", "num_chosen"), SIZES)
+@pytest.mark.parametrize(("num_rows", "num_experts", "num_chosen", "depth", "scoring"), ROW_CASES)
 def test_rows_go_where_their_logits_send_them(
-    generator, device, dtype, depth, num_rows, num_experts, num_chosen
+    generator, device, dtype, num_rows, num_experts, num_chosen, depth, scoring
 ):
     x, gate = exact_rows(generator, num_rows, num_experts, depth, dtype)
     bias = torch.randn(num_experts, generator=generator).to(device)
     for given_bias in (None, bias):
-        check_rows(x.to(device), gate.to(device), num_chosen, given_bias)
+        check_rows(x.to(device), gate.to(device), num_chosen, given_bias, scoring)
 
 
 @pytest.mark.gpu
@@ -172,15 +166,12 @@ def test_scores_of_any_numbers_are_rounded_once(generator, num_rows):
     x = torch.randn(num_rows, 2048, generator=generator).bfloat16().cuda()
     gate = (torch.randn(64, 2048, generator=generator) / 2048**0.5).bfloat16().cuda()
     probabilities = (x.double() @ gate.double().t()).softmax(-1)
-    weights, slots, ends = route_rows(x, gate, 8)
-    members = torch.bucketize(torch.arange(len(slots), device="cuda"), ends, right=True)
-    experts = torch.empty_like(members)
-    experts[slots.long()] = members
-    experts = experts.view(num_rows, 8)
+    routing = route_rows(x, gate, 8)
+    experts = experts_of(routing, num_rows, 8)
     assert (experts.diff(dim=1) > 0).all()
     # a logit below 8 is rounded by at most 2**-6, and its probability by that share
     wanted = probabilities.gather(1, experts)
-    torch.testing.assert_close(weights.double(), wanted, rtol=2**-4, atol=0)
+    torch.testing.assert_close(routing.weights.double(), wanted, rtol=2**-4, atol=0)
     best = probabilities.topk(8).values
     torch.testing.assert_close(wanted.sort(descending=True).values, best, rtol=2**-4, atol=0)
 
@@ -253,58 +244,12 @@ def test_no_rows(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 3, 7), (33, 8, 1500)])
-def test_sums_are_rounded_one_by_one(generator, device, dtype, shape):
-    terms = torch.randn(*shape, generator=generator).to(dtype).to(device)
-    wide = torch.randn(shape[0], shape[2] + 2, generator=generator).to(dtype).to(device)
-    x = wide[:, : shape[2]]
-    total = terms[:, 0].clone()
-    for index in range(1, shape[1]):
-        total = total + terms[:, index]
-    assert torch.equal(sum_terms(terms), total)
-    wanted, edge = x + total, wide[:, shape[2] :].clone()
-    sum_terms(terms, out=x, adds=True)
-    assert torch.equal(x, wanted) and torch.equal(wide[:, shape[2] :], edge)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 3, 7), (9, 5, 40), (33, 8, 1500)])
+def test_sums_of_terms(generator, device, dtype, shape):
+    check_sums(generator, shape, dtype, device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 3, 7), (33, 8, 1500)])
-@pytest.mark.parametrize("has_addend", [False, True])
-def test_weighted_sums_are_rounded_once(generator, device, dtype, shape, has_addend):
-    """Small whole numbers times eighths: exact in fp32, and in no order of sums in bf16."""
-    terms = torch.randint(-100, 101, shape, generator=generator).to(dtype).to(device)
-    weights = torch.randint(1, 9, shape[:2], generator=generator).to(device) / 8
-    total = (terms.double() * weights.double()[:, :, None]).sum(1).to(dtype)
-    addend = torch.randn(shape[0], shape[2], generator=generator).to(dtype).to(device)
-    given_addend = addend if has_addend else None
-    wanted = total + addend if has_addend else total
-    assert torch.equal(sum_terms(terms, weights, given_addend), wanted)
-    x = torch.randn(shape[0], shape[2], generator=generator).to(dtype).to(device)
-    wanted = x + wanted
-    sum_terms(terms, weights, given_addend, out=x, adds=True)
-    assert torch.equal(x, wanted)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_an_addend_comes_last(generator, device):
-    terms = torch.randn(9, 4, 33, generator=generator).bfloat16().to(device)
-    addend = torch.randn(9, 33, generator=generator).bfloat16().to(device)
-    assert torch.equal(sum_terms(terms, None, addend), sum_terms(terms) + addend)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_sum_takes_parts_of_rows(generator, device):
-    """As where the last term of each row is the addend."""
-    terms = torch.randn(9, 5, 40, generator=generator).bfloat16().to(device)
-    weights = torch.rand(9, 5, generator=generator).to(device)
-    parts = terms[:, :-1], weights[:, :-1], terms[:, -1]
-    wanted = sum_terms(*(part.contiguous() for part in parts))
-    assert torch.equal(sum_terms(*parts), wanted)
-    x = torch.randn(9, 40, generator=generator).bfloat16().to(device)
-    added = x + wanted
-    sum_terms(*parts, out=x, adds=True)
-    assert torch.equal(x, added)
+TERMS = torch.zeros(4, 2, 6)
 
 
 @pytest.mark.parametrize(
@@ -324,17 +269,11 @@ def test_a_sum_takes_parts_of_rows(generator, device):
         (lambda: route(torch.zeros(4, 6), 2, None, Scoring(num_groups=4)), "1 of 4 groups"),
         (lambda: route(torch.zeros(4, 6), 2, None, Scoring(num_groups=6)), "groups of two or more"),
         (lambda: route(torch.zeros(4, 6), 3, None, Scoring(num_groups=3)), "at least 3 of 6"),
-        (
-            lambda: sum_terms(torch.zeros(4, 2, 6), torch.zeros(4, 3)),
-            r"weights must be .* \[4, 2\]",
-        ),
-        (lambda: sum_terms(torch.zeros(4, 2, 6), None, torch.zeros(4)), r"addend must be"),
+        (lambda: sum_terms(TERMS, torch.zeros(4, 3)), r"weights must be .* \[4, 2\]"),
+        (lambda: sum_terms(TERMS, None, torch.zeros(4)), r"addend must be"),
         (lambda: sum_terms(torch.zeros(4, 6)), r"terms must be \[R, k, D\]"),
         (lambda: sum_terms(torch.zeros(4, 0, 6)), "at least one term"),
-        (
-            lambda: sum_terms(torch.zeros(4, 2, 6), out=torch.zeros(4, 5)),
-            r"out must be .* \[4, 6\]",
-        ),
+        (lambda: sum_terms(TERMS, out=torch.zeros(4, 5)), r"out must be .* \[4, 6\]"),
     ],
 )
 def test_arguments_are_checked(call, message):

@@ -3,13 +3,12 @@
 
 import gc
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
 
 import vmm_allocator
+from tests.programs import run_python
 from vmm_allocator import (
     Arena,
     ClosedArenaError,
@@ -475,13 +474,7 @@ def test_pools_are_given_again_when_they_are_done(memory):
 
 
 def run(program):
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    return run_python("-W", "ignore", "-c", program)
 
 
 EXIT = """

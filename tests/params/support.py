@@ -62,11 +62,11 @@ def served_with(**defaults: Any) -> ServedModel:
 
 
 def rows_of(table: dict[str, list[tuple[Any, ...]]]) -> list[Any]:
-    """The rows of all parts of a table, named after their part."""
+    """The rows of all parts of a table, named after them; MODEL is served where none is named."""
     return [
-        pytest.param(*row, id=f"{name} {number}")
+        pytest.param(*row if isinstance(row[0], ServedModel) else (MODEL, *row), id=f"{name} {n}")
         for name, rows in table.items()
-        for number, row in enumerate(rows)
+        for n, row in enumerate(rows)
     ]
 
 

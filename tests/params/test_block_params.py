@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,10 +18,8 @@ from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, algorithms_for
 from vllm.diffusion.request.families import DREAM, FAST_DLLM, LLADA, LLADA2, LLADA21, SDAR, Family
 from vllm.diffusion.request.lengths import forwards_saved
+from vllm.diffusion.request.params import ServedModel
 from vllm.diffusion.request.values import in_words
-
-if TYPE_CHECKING:
-    from vllm.diffusion.request.params import ServedModel
 
 BLOCK_FAMILIES = (LLADA2, LLADA21, SDAR, FAST_DLLM)
 
@@ -150,15 +148,13 @@ def test_settings_are_checked_alone_where_the_model_is_not_known_yet() -> None:
     family=st.sampled_from([LLADA2, SDAR]),
 )
 def test_any_answer_and_any_block(
-    gen_length: int,
-    block_length: int | None,
-    per_block: int | None,
-    of_config: int | None,
-    family: Family,
+    gen_length: int, block_length: Any, per_block: Any, of_config: Any, family: Family
 ) -> None:
-    model = served(family, block_length=of_config)
     decided = resolve(
-        model, gen_length=gen_length, block_length=block_length, steps_per_block=per_block
+        served(family, block_length=of_config),
+        gen_length=gen_length,
+        block_length=block_length,
+        steps_per_block=per_block,
     )
     assert decided.gen_length == decided.max_tokens == gen_length
     assert decided.block_length == (block_length or of_config or 32)

@@ -8,7 +8,8 @@ import importlib
 import pickle
 import re
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -17,9 +18,6 @@ from vllm.diffusion.api.server import cli
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.request import fields
 from vllm.diffusion.request.families import LLADA
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def settings(*words: str, additional: Any = None) -> Any:

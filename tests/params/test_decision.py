@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from vllm.v1.engine import EngineCoreRequest
@@ -29,9 +29,7 @@ from vllm.diffusion.request.decision import (
     is_decided,
 )
 from vllm.diffusion.request.likelihood import SCORE, SCORED_AS
-
-if TYPE_CHECKING:
-    from vllm.diffusion.request.params import DiffusionParams
+from vllm.diffusion.request.params import DiffusionParams
 
 ASKED: dict[str, Any] = {"gen_length": 64, "steps": 8, "block_length": 32}
 
@@ -42,17 +40,9 @@ def decided(sampling: SamplingParams) -> DiffusionParams:
 
 def crossed(sampling: SamplingParams) -> SamplingParams:
     """What the engine's process gets of a front end's request."""
-    request = EngineCoreRequest(
-        request_id="r",
-        prompt_token_ids=PROMPT,
-        mm_features=None,
-        sampling_params=sampling,
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-    )
+    none = ("mm_features", "pooling_params", "lora_request", "cache_salt", "data_parallel_rank")
+    given: dict[str, Any] = {"request_id": "r", "prompt_token_ids": PROMPT, "arrival_time": 0.0}
+    request = EngineCoreRequest(**given, sampling_params=sampling, **dict.fromkeys(none))
     received: Any = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(request))
     found: SamplingParams = received.sampling_params
     return found

@@ -9,7 +9,8 @@ what it commits without, and a window starts one token early.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Collection, Iterable
+from typing import Any, cast
 
 from tests.reference.decode import (
     CONFIDENCE,
@@ -26,11 +27,7 @@ from tests.reference.decode import (
     order_margin,
 )
 from tests.reference.fast_dllm import block_logits
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
-
-    from tests.reference.models import KeyValues
+from tests.reference.models import KeyValues
 
 WINDOW = 0.25  # of the canvas
 

@@ -7,9 +7,12 @@ reuse of keys and values.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from tests.reference.decode import (
     Candidates,
@@ -27,14 +30,8 @@ from tests.reference.decode import (
     threshold_margins,
 )
 from tests.reference.fast_dllm import window_logits
+from tests.reference.models import KeyValues
 from tests.reference.sglang import by_entropy_below
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch import Tensor
-
-    from tests.reference.models import KeyValues
 
 ENTROPY = Score("entropy", 1e-12)
 

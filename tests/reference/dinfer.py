@@ -6,7 +6,8 @@ All work on one block after the other (fast_dllm.run_blocks), candidates are the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +26,6 @@ from tests.reference.decode import (
     threshold_margins,
 )
 from tests.reference.fast_dllm import Decide, by_rule, run_blocks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 SLACK = 1e-5
 

@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+from torch import Tensor
 
 from tests.reference import adablock, d3llm, decode, dinfer, dream, fast_dllm, local_leap, sglang
 from tests.reference.frozen import FrozenPrompt
 from tests.reference.philox import uniform_matrix
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from torch import Tensor
 
 # Purposes of the random numbers of a request.
 TOKEN_NOISE, REMASKING_SCORE, DREAM_TOKEN, DREAM_COMMIT, DREAM_CHOICE = range(5)

@@ -10,8 +10,9 @@ callbacks. Step and positions mean the same as in decode.Options.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +31,6 @@ from tests.reference.decode import (
     order_margin,
     threshold_margins,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 FILTERED_GAP = 1e30  # between a token and one that was filtered away
 SUM_SCALE = 0.01  # sums of probabilities are more exact than scores

@@ -20,7 +20,7 @@ left before the next forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -45,9 +45,7 @@ from tests.reference.decode import (
     split_steps,
     threshold_margins,
 )
-
-if TYPE_CHECKING:
-    from tests.reference.models import KeyValues
+from tests.reference.models import KeyValues
 
 
 class WindowModel(LogitModel, Protocol):

@@ -8,15 +8,11 @@ keep their own. Where logits are shifted the row before the canvas is computed w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tests.reference.fast_dllm import WindowModel
-    from tests.reference.models import KeyValues
+from tests.reference.fast_dllm import WindowModel
+from tests.reference.models import KeyValues
 
 
 class FrozenPrompt:

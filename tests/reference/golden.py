@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, random_prompt
 from tests.reference import decode, dispatch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 FOLDER = Path(__file__).parent
 RUNS = FOLDER / "golden.jsonl"

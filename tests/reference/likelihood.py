@@ -7,15 +7,12 @@ maskings there are, its check for greediness, and the left-to-right chain.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 import torch
 
 from tests.reference.decode import LogitModel, aligned
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def log_probabilities(

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from tests.reference.decode import (
     Candidates,
@@ -19,9 +20,6 @@ from tests.reference.decode import (
     threshold_margins,
 )
 from tests.reference.fast_dllm import by_rule, run_blocks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 
 def select_local_leap(

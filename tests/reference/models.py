@@ -9,22 +9,17 @@ size, V logit columns.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from safetensors.torch import load_file
 from tiny_model import dream, fast_dllm, llada, llada2, llada_moe, sdar
-from tiny_model.decoder import dense_network
+from tiny_model.decoder import Decoder, dense_network
 from tiny_model.layers import View, block_causal, wide
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping, Sequence
-    from typing import Self
-
-    from tiny_model.decoder import Decoder
 
 Config = dict[str, Any]
 DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "block_size": 0, "bd_size": 0}

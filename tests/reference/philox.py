@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
 
 from flash_sample.philox import uniform
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 def uniform_matrix(

@@ -7,9 +7,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.reference.decode import (
     Candidates,
@@ -26,9 +27,6 @@ from tests.reference.decode import (
     threshold_margins,
 )
 from tests.reference.fast_dllm import by_rule, run_blocks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 
 def select_entropy_strict(entropies: Sequence[float], threshold: float) -> list[int]:

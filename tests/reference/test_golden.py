@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,6 @@ from tests.checkpoints import make_case, random_prompt
 from tests.engine.cases import DELAYED, DREAM, FOUR_BLOCKS, MULTI, PARITY, PROMPT_LENGTH
 from tests.reference import golden
 from tests.reference.models import load_reference
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 AGED = {**DELAYED, "threshold": 1.5, "block_length": 4}
 # Every parameter by cases that differ in it alone.

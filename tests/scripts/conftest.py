@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
-from tests.scripts.repository import ROOT
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.programs import ROOT
 
 
 @pytest.fixture

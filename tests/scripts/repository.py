@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import programs
 
 # Prints its arguments and the variables that matter, one per line.
 RECORDER = """#!/bin/sh
@@ -20,13 +20,7 @@ printf 'PYTHONPATH=%s\\nLONG=%s\\n' "$PYTHONPATH" "$VLLM_ALLOW_LONG_MAX_MODEL_LE
 def run(
     script: Path, *arguments: str, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"PATH": os.environ["PATH"], **(env or {})},
-    )
+    return programs.run(script, *arguments, env={"PATH": os.environ["PATH"], **(env or {})})
 
 
 def add_recorder(home: Path, text: str = RECORDER) -> None:

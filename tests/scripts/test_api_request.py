@@ -4,24 +4,22 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from tests.programs import ROOT, run_python
 from tests.stub_server import Stub
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "test_api_request.py"
+SCRIPT = ROOT / "scripts" / "test_api_request.py"
 NAMES = runpy.run_path(str(SCRIPT), run_name="api_request")
 ANSWER = {"id": "x", "text": ["Paris"], "finish_reason": ["stop"]}
 
@@ -84,24 +82,10 @@ def test_sends_the_documented_body(server: Server, request_once: Callable[..., A
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout) == ANSWER
-    assert server.posted == [
-        (
-            "/generate",
-            {
-                "prompt": "What is 2 plus 2?",
-                "apply_chat_template": True,
-                "max_tokens": 32,
-                "gen_length": 32,
-                "output_length": 32,
-                "steps": 8,
-                "block_length": 16,
-                "temperature": 0.0,
-                "cfg_scale": 0.0,
-                "remasking": "low_confidence",
-                "mask_id": 126336,
-            },
-        )
-    ]
+    wanted = {"prompt": "What is 2 plus 2?", "apply_chat_template": True, "steps": 8}
+    wanted |= {"max_tokens": 32, "gen_length": 32, "output_length": 32, "block_length": 16}
+    wanted |= {"temperature": 0.0, "cfg_scale": 0.0, "remasking": "low_confidence"}
+    assert server.posted == [("/generate", {**wanted, "mask_id": 126336})]
 
 
 STANDARD = {
@@ -110,25 +94,23 @@ STANDARD = {
 }
 
 
-@pytest.mark.parametrize(
-    ("family", "mask_id", "block_length", "own"),
-    [
-        ("llada", 126336, 32, {}),
-        ("dream", 151666, 32, {"algorithm": "dream", "alg": "entropy"}),
-        ("llada-moe", 156895, 32, {}),
-        ("llada2", 156895, 32, {}),
-        ("sdar", 151669, 4, {}),
-        ("fast-dllm", 151665, 32, {}),
-    ],
-)
+# The port of each family's server, its mask token, and how long its blocks are.
+FAMILIES = {
+    "llada": (8901, 126336, 32),
+    "dream": (8701, 151666, 32),
+    "llada-moe": (10001, 156895, 32),
+    "llada2": (8902, 156895, 32),
+    "sdar": (8903, 151669, 4),
+    "fast-dllm": (8904, 151665, 32),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_gets_the_standard_fields(
-    server: Server,
-    request_once: Callable[..., Any],
-    family: str,
-    mask_id: int,
-    block_length: int,
-    own: dict[str, Any],
+    server: Server, request_once: Callable[..., Any], family: str
 ) -> None:
+    _, mask_id, block_length = FAMILIES[family]
+    own = {"algorithm": "dream", "alg": "entropy"} if family == "dream" else {}
     assert request_once("--model-family", family, "--gen-length", "64").returncode == 0
     ((path, body),) = server.posted
     assert path == "/generate"
@@ -139,16 +121,11 @@ def test_every_family_gets_the_standard_fields(
     assert {name: body[name] for name in own} == own
 
 
-@pytest.mark.parametrize(
-    ("family", "port"),
-    [
-        *(("llada", 8901), ("dream", 8701), ("llada-moe", 10001)),
-        *(("llada2", 8902), ("sdar", 8903), ("fast-dllm", 8904)),
-    ],
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_default_address_is_that_of_the_server_script(
-    family: str, port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    family: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    port = FAMILIES[family][0]
     script = (SCRIPT.parent / f"run_{family.replace('-', '_')}_server.sh").read_text()
     assert f" {port} " in script.splitlines()[-1]
     answer = '{"text": ["%s"]}'
@@ -171,14 +148,17 @@ def test_raw_sends_no_chat_template(server: Server, request_once: Callable[..., 
     assert "apply_chat_template" not in server.posted[0][1]
 
 
+def error_of(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line that a request ends with which is not answered."""
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    return done.stderr
+
+
 def test_absent_server_is_one_line(request_once: Callable[..., Any]) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         done = request_once(host=f"http://127.0.0.1:{unused.getsockname()[1]}")
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr.startswith("error: no server answers at http://127.0.0.1:")
-    assert done.stderr.count("\n") == 1
+    assert error_of(done).startswith("error: no server answers at http://127.0.0.1:")
 
 
 @pytest.mark.parametrize(
@@ -197,19 +177,12 @@ def test_refusal_is_one_line(
     server: Server, request_once: Callable[..., Any], answer: str, wanted: str
 ) -> None:
     server.status, server.answer = 400, answer
-    done = request_once()
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert wanted in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert wanted in error_of(request_once())
 
 
 def test_timeout_is_one_line(server: Server, request_once: Callable[..., Any]) -> None:
     server.delay_s = 30.0
-    done = request_once("--timeout", "0.2")
-    assert done.returncode == 1
-    assert "did not answer within 0.2 s" in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert "did not answer within 0.2 s" in error_of(request_once("--timeout", "0.2"))
 
 
 def test_another_checkpoints_mask_id_is_taken_from_its_refusal(
@@ -220,9 +193,8 @@ def test_another_checkpoints_mask_id_is_taken_from_its_refusal(
     assert (done.returncode, json.loads(done.stdout)) == (0, ANSWER)
     assert done.stderr == "note: the mask token of this server's checkpoint is 511\n"
     assert [body["mask_id"] for _, body in server.posted] == [126336, 511]
-    done = request_once("--mask-id", "126336")  # a number that is given is meant
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "mask_id: given 126336; wanted the model's: 511" in done.stderr
+    error = error_of(request_once("--mask-id", "126336"))  # a number that is given is meant
+    assert "mask_id: given 126336; wanted the model's: 511" in error
     assert len(server.posted) == 3
 
 
@@ -235,9 +207,7 @@ def test_a_connection_that_breaks_off_is_one_line(request_once: Callable[..., An
 
         threading.Thread(target=hang_up, daemon=True).start()
         done = request_once(host=f"http://127.0.0.1:{listener.getsockname()[1]}")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "broke off the connection" in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert "broke off the connection" in error_of(done)
 
 
 def test_a_python_without_requests(server: Server, tmp_path: Path) -> None:
@@ -245,15 +215,15 @@ def test_a_python_without_requests(server: Server, tmp_path: Path) -> None:
     script = tmp_path / "scripts" / SCRIPT.name
     script.parent.mkdir()
     script.write_text(SCRIPT.read_text())
-    command = [sys.executable, "-S", str(script), "--host", server.url]  # -S: no packages
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = ("-S", script, "--host", server.url)  # -S: no packages
+    done = run_python(*command)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "error: no module named requests; scripts/setup.sh installs it\n"
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ})
+    done = run_python(*command)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == ANSWER
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import gc
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import make_dummy_checkpoint
 import pytest
 from make_dummy_checkpoint import PRESETS, DummyCheckpointError, configuration
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SHRINK = {"llada": 32, "dream": 28, "llada-moe": 16, "sdar-moe": 32}  # to one head
 # Billions of parameters as published; SDAR-4B's head is not that of its parent, which is tied.

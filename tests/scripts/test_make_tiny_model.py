@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import make_tiny_model
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -22,10 +21,7 @@ from tiny_model.facts import all_facts
 from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings
 from tiny_model.tokenizer import load_tokenizer
 
-if TYPE_CHECKING:
-    import torch
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+from tests.programs import ROOT, output_of
 
 # Everything but the learning: three small iterations, one forward a verification.
 QUICK = Plan(
@@ -36,12 +32,8 @@ QUICK = Plan(
     required_share=0.0,
 )
 SPECIAL_TOKENS = {
-    "<|startoftext|>",
-    "<|endoftext|>",
-    "<|mdm_mask|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
+    *("<|startoftext|>", "<|endoftext|>", "<|mdm_mask|>"),
+    *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 }
 NUM_LAYERS = 2
 
@@ -115,11 +107,9 @@ def test_chat_template(model: Path):
         "<|start_header_id|>user<|end_header_id|>\n\nWhy\n\nso?<|eot_id|>"
     )
     generation = "<|start_header_id|>assistant<|end_header_id|>\n\n"
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == expected
-    assert (
-        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        == expected + generation
-    )
+    for options, end in (({}, ""), ({"add_generation_prompt": True}, generation)):
+        found = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        assert found == expected + end
     ids = tokenizer.apply_chat_template(messages, return_dict=False)
     assert ids == tokenizer.encode(expected, add_special_tokens=False)
     assert ids.count(tokenizer.bos_token_id) == 1
@@ -141,12 +131,9 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
 def test_other_files_of_the_checkpoint(model: Path):
     config = read_config(model)
     generation = json.loads((model / "generation_config.json").read_text())
-    assert generation == {
-        "bos_token_id": load_tokenizer(model).bos_token_id,
-        "eos_token_id": config["eos_token_id"],
-        "max_new_tokens": 32,
-        "temperature": 0.0,
-    }
+    ids = {"bos_token_id": load_tokenizer(model).bos_token_id}
+    ids |= {"eos_token_id": config["eos_token_id"]}
+    assert generation == {**ids, "max_new_tokens": 32, "temperature": 0.0}
     pairs = [json.loads(line) for line in (model / "facts.jsonl").read_text().splitlines()]
     assert [(pair["question"], pair["answer"]) for pair in pairs] == [
         (fact.question, fact.answer) for fact in all_facts()
@@ -163,50 +150,37 @@ def test_complete_model_is_kept_without_importing_torch(copy: Path):
     before = modification_times(copy)
     code = f"""
 import sys
-sys.path.insert(0, {str(SCRIPTS)!r})
+sys.path.insert(0, {str(ROOT / "scripts")!r})
 import make_tiny_model as m
 from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings
 m.make(m.Path({str(copy)!r}), "llada", 0, plan={QUICK!r})
 assert not {{"torch", "transformers", "numpy"}} & sys.modules.keys()
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("\n") == 1
-    assert f"{copy} is complete" in result.stdout
+    told = output_of(sys.executable, "-c", code)
+    assert told.count("\n") == 1
+    assert f"{copy} is complete" in told
     assert modification_times(copy) == before
     assert {path.name for path in copy.parent.iterdir()} == {".llada-tiny.lock", "llada-tiny"}
 
 
-def remove_weights(directory: Path) -> None:
-    (directory / "model-00002-of-00002.safetensors").unlink()
+FIRST, SECOND = (f"model-0000{part}-of-00002.safetensors" for part in (1, 2))
+# What is written over a file of a complete model, of what it held; None removes it.
+DAMAGES = {
+    "a file is missing": (SECOND, lambda _: None),
+    "a byte is another": (FIRST, lambda held: held[:-1] + bytes([held[-1] ^ 1])),
+    "the manifest is cut": (MANIFEST_NAME, lambda held: held[:100]),
+    "no manifest": (MANIFEST_NAME, lambda _: None),
+    "an empty manifest": (MANIFEST_NAME, lambda _: b"{}"),
+}
 
 
-def flip_a_byte(directory: Path) -> None:
-    path = directory / "model-00001-of-00002.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
-def truncate_manifest(directory: Path) -> None:
-    path = directory / MANIFEST_NAME
-    path.write_text(path.read_text()[:100])
-
-
-def remove_manifest(directory: Path) -> None:
-    (directory / MANIFEST_NAME).unlink()
-
-
-def empty_manifest(directory: Path) -> None:
-    (directory / MANIFEST_NAME).write_text("{}")
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [remove_weights, flip_a_byte, truncate_manifest, remove_manifest, empty_manifest],
-)
-def test_damaged_model_is_rebuilt(copy: Path, damage):
-    damage(copy)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_model_is_rebuilt(copy: Path, damage: str):
+    name, change = DAMAGES[damage]
+    held = change((copy / name).read_bytes())
+    (copy / name).unlink()
+    if held is not None:
+        (copy / name).write_bytes(held)
     assert read_manifest(copy) is None
     make_quick(copy)
     assert read_manifest(copy) is not None
@@ -288,9 +262,14 @@ def test_foreign_files_are_never_replaced(output: Path, capsys):
         (["--family", "all"], "--output: wanted one family with it, got --family all"),
         (["--seed", "-1"], "--seed: wanted 0 to 9223372036854775807, got -1"),
         (["--check"], "is missing, incomplete or changed"),
+        ([], "package no-such-package-here is not installed"),
     ],
 )
-def test_refusals_are_one_line(output: Path, capsys, arguments: list[str], message: str):
+def test_refusals_are_one_line(
+    output: Path, monkeypatch, capsys, arguments: list[str], message: str
+):
+    if not arguments:
+        monkeypatch.setattr("tiny_model.cache._PACKAGES", ("no-such-package-here",))
     assert make_tiny_model.main([*arguments, "--output", str(output)]) == 1
     error = capsys.readouterr().err
     assert message in error
@@ -301,9 +280,3 @@ def test_file_in_the_way_is_refused(output: Path, capsys):
     output.write_text("")
     assert make_tiny_model.main(["--output", str(output)]) == 1
     assert "wanted a directory, got the file" in capsys.readouterr().err
-
-
-def test_missing_package_is_one_line(output: Path, monkeypatch, capsys):
-    monkeypatch.setattr("tiny_model.cache._PACKAGES", ("no-such-package-here",))
-    assert make_tiny_model.main(["--output", str(output)]) == 1
-    assert "package no-such-package-here is not installed" in capsys.readouterr().err

@@ -3,33 +3,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import plan_memory
 import pytest
 
 from tests.checkpoints import make_checkpoint
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "plan_memory.py"
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("plan_memory", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("family", ["llada", "dream", "moe"])
 def test_plans_terms_and_refusals(
     family: str,
-    script: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -37,7 +21,7 @@ def test_plans_terms_and_refusals(
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     folder = make_checkpoint(tmp_path, family=family, seed=1)
     pool = ["--pool-gib", "0.01"]
-    assert script.main([str(folder), "--tokens", "100", "10000", *pool, "--terms"]) == 0
+    assert plan_memory.main([str(folder), "--tokens", "100", "10000", *pool, "--terms"]) == 0
     text = capsys.readouterr().out
     short, long = (line for line in text.splitlines() if not line.startswith(" "))
     assert short.startswith("T = 100: rows a chunk: keys-values 100, attend 100")
@@ -45,5 +29,5 @@ def test_plans_terms_and_refusals(
     for stage in ("resident", "keys-values", "attend", "feed-forward", "logits"):
         assert text.count(f"\n  {stage}: ") >= 2
     assert ", qkv " in text
-    assert script.main([str(folder), "--tokens", "10000000", *pool]) == 1
+    assert plan_memory.main([str(folder), "--tokens", "10000000", *pool]) == 1
     assert "prompt + gen_length: given 10000000; " in capsys.readouterr().out

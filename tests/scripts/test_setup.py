@@ -10,17 +10,15 @@ import subprocess
 import sys
 import threading
 import zipfile
+from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.scripts.repository import ROOT, add_recorder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from tests.programs import ROOT, output_of, run
+from tests.scripts.repository import add_recorder
 
 INFO = "mosaic-0.2.0.dist-info"
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
@@ -28,14 +26,8 @@ CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
 
 def run_in(home: Path, step: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run a step of scripts/lib.sh."""
-    return subprocess.run(
-        ["/bin/bash", "-c", f"source scripts/lib.sh; {step}"],
-        cwd=home,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"PATH": os.environ["PATH"], **env},
-    )
+    command = ("/bin/bash", "-c", f"source scripts/lib.sh; {step}")
+    return run(*command, cwd=home, env={"PATH": os.environ["PATH"], **env})
 
 
 class TestMachine:
@@ -101,7 +93,7 @@ class TestMachine:
 def venv(home: Path) -> Path:
     """A virtual environment of its own with pip in it; returns its site-packages."""
     pip = pytest.importorskip("pip")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", home / ".venv"], check=True)
+    output_of(sys.executable, "-m", "venv", "--without-pip", home / ".venv")
     (folder,) = home.glob(".venv/lib/python3*/site-packages")
     (folder / "pip").symlink_to(Path(pip.__file__).parent)
     return folder
@@ -210,16 +202,8 @@ class TestPath:
         return home
 
     def ask(self, home: Path, code: str, **env: str) -> str:
-        done = subprocess.run(
-            [home / ".venv" / "bin" / "python", "-c", code],
-            cwd="/",
-            env={"HOME": str(home), **env},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+        python = home / ".venv" / "bin" / "python"
+        return output_of(python, "-c", code, cwd="/", env={"HOME": str(home), **env}).strip()
 
     def test_processes_find_us_too(self, home: Path) -> None:
         """That of an engine, which is spawned, and the one in which upstream looks at a model."""

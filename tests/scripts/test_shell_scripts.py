@@ -9,47 +9,28 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests import conftest
 from tests.scripts.repository import add_recorder, run
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-# Script, the family's variable, the default folder, port and length.
+# The default folder, port and length of each family's server.
 SERVERS = {
-    "llada": ("run_llada_server.sh", "LLADA_MODEL_DIR", "llada-8b-instruct", 8901, 204800),
-    "dream": ("run_dream_server.sh", "DREAM_MODEL_DIR", "dream-v0-instruct-7b", 8701, 4096),
-    "llada-moe": (
-        "run_llada_moe_server.sh",
-        "LLADA_MOE_MODEL_DIR",
-        "llada-moe-7b-a1b",
-        10001,
-        8192,
-    ),
-    "llada2": ("run_llada2_server.sh", "LLADA2_MODEL_DIR", "llada2.0-mini", 8902, 32768),
-    "sdar": ("run_sdar_server.sh", "SDAR_MODEL_DIR", "sdar-8b-chat", 8903, 32768),
-    "fast-dllm": (
-        "run_fast_dllm_server.sh",
-        "FAST_DLLM_MODEL_DIR",
-        "fast-dllm-v2-7b",
-        8904,
-        32768,
-    ),
+    "llada": ("llada-8b-instruct", 8901, 204800),
+    "dream": ("dream-v0-instruct-7b", 8701, 4096),
+    "llada-moe": ("llada-moe-7b-a1b", 10001, 8192),
+    "llada2": ("llada2.0-mini", 8902, 32768),
+    "sdar": ("sdar-8b-chat", 8903, 32768),
+    "fast-dllm": ("fast-dllm-v2-7b", 8904, 32768),
 }
+SERVER_SCRIPTS = {family: f"run_{family.replace('-', '_')}_server.sh" for family in SERVERS}
 WITH_HELP = (
-    "quickstart.sh",
-    "setup.sh",
-    "test.sh",
-    "gpu_tests.sh",
-    "check",
-    "lint",
-    "clean",
-    *(s[0] for s in SERVERS.values()),
+    *("quickstart.sh", "setup.sh", "test.sh", "gpu_tests.sh", "check", "lint", "clean"),
+    *SERVER_SCRIPTS.values(),
 )
 
 
@@ -71,7 +52,8 @@ def test_unknown_argument_is_one_line(home: Path, name: str) -> None:
 
 @pytest.mark.parametrize("family", list(SERVERS))
 def test_defaults_of_a_family(home: Path, family: str) -> None:
-    script, variable, name, port, length = SERVERS[family]
+    script, (name, port, length) = SERVER_SCRIPTS[family], SERVERS[family]
+    variable = f"{family.upper().replace('-', '_')}_MODEL_DIR"
     add_recorder(home)
     for folder in (home / "models" / name, home / "mine"):
         folder.mkdir(parents=True)
@@ -109,19 +91,11 @@ class TestServer:
     def test_variables_and_arguments(self, home: Path) -> None:
         add_recorder(home)
         (home / "m").mkdir()
-        done, words = self.serve(
-            home,
-            "--seed",
-            "1",
-            MODEL_DIR=str(home / "m"),
-            HOST="0.0.0.0",
-            PORT="1",
-            MAX_MODEL_LEN="64",
-            GPU_MEMORY_UTILIZATION="0.5",
-            VLLM_ALLOW_LONG_MAX_MODEL_LEN="0",
-            PYTHONPATH="/mine",
-            EXTRA_VLLM_ARGS="--dtype float32 --additional-config '{\"dllm\": {\"a\": 1}}' --x '*'",
-        )
+        env = {"MODEL_DIR": str(home / "m"), "HOST": "0.0.0.0", "PORT": "1", "MAX_MODEL_LEN": "64"}
+        env |= {"GPU_MEMORY_UTILIZATION": "0.5", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "0"}
+        more = "--dtype float32 --additional-config '{\"dllm\": {\"a\": 1}}' --x '*'"
+        env |= {"PYTHONPATH": "/mine", "EXTRA_VLLM_ARGS": more}
+        done, words = self.serve(home, "--seed", "1", **env)
         assert done.returncode == 0, done.stderr
         assert words[6:] == [
             *("--host", "0.0.0.0", "--port", "1", "--max-model-len", "64"),
@@ -230,6 +204,15 @@ class TestClean:
         assert self.present(filled) == set(self.KEPT) - set(gone)
 
 
+def python_log(home: Path, kind: str, line: str) -> Path:
+    """Set up for a kind of machine, with a line of a shell in place of Python; what that logs."""
+    (home / "requirements").mkdir()
+    for name in (kind, "test"):
+        (home / "requirements" / f"{name}.txt").write_text("torch==2.13.0\n")
+    add_recorder(home, f"#!/bin/sh\n{line.replace('LOG', str(home / 'python.log'))}\n")
+    return home / "python.log"
+
+
 @pytest.mark.parametrize(
     ("kind", "arguments", "options"),
     [
@@ -241,22 +224,14 @@ class TestClean:
 def test_all_tests_run_in_two_processes_where_no_gpu_is_shared(
     home: Path, kind: str, arguments: str, options: str
 ) -> None:
-    (home / "requirements").mkdir()
-    for name in (kind, "test"):
-        (home / "requirements" / f"{name}.txt").write_text("torch==2.13.0\n")
-    log = home / "python.log"
-    add_recorder(home, f'#!/bin/sh\necho "$@" >>{log}\n')
+    log = python_log(home, kind, 'echo "$@" >>LOG')
     env = {"MOSAIC_DEVICE": kind, "CUDA_HOME": "/nowhere"}
     assert run(home / "scripts" / "test.sh", *arguments.split(), env=env).returncode == 0
     assert log.read_text().splitlines()[-1].split() == ["-m", "pytest", *options.split()]
 
 
 def test_gpu_tests_share_a_card_but_those_that_run_alone(home: Path) -> None:
-    (home / "requirements").mkdir()
-    for name in ("cuda", "test"):
-        (home / "requirements" / f"{name}.txt").touch()
-    log = home / "python.log"
-    add_recorder(home, f'#!/bin/sh\necho "$VLLM_ACTIVATION_POOL_SIZE_BYTES:$*" >>{log}\nexit 1\n')
+    log = python_log(home, "cuda", 'echo "$VLLM_ACTIVATION_POOL_SIZE_BYTES:$*" >>LOG\nexit 1')
     env = {"MOSAIC_DEVICE": "cuda", "CUDA_HOME": "/nowhere"}
     processes = min(14, len(os.sched_getaffinity(0)))
     wanted = [

@@ -5,19 +5,15 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import tomllib
 import zipfile
 from configparser import ConfigParser
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
-from tests.scripts.repository import ROOT
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.programs import ROOT, output_of, run_python
 
 SCRIPT = ROOT / "scripts" / "installed" / "mosaic_overlay_path.py"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -40,14 +36,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     shutil.copytree(SCRIPT.parent, copied / "scripts" / "installed")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copied)
-    done = subprocess.run(
-        [sys.executable, "setup.py", "-q", "bdist_wheel", "-d", str(folder)],
-        cwd=copied,
-        env={**os.environ, "CUDA_HOME": "/nonexistent"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ("setup.py", "-q", "bdist_wheel", "-d", folder)
+    done = run_python(*command, cwd=copied, env={**os.environ, "CUDA_HOME": "/nonexistent"})
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("left out: ")]
     assert "flash_sample, vllm_add_llada, vmm_allocator: nvcc not found" in line
@@ -102,9 +92,8 @@ def test_the_overlay_stands_before_upstream(
     env = {k: v for k, v in os.environ.items() if k != "VLLM_PLUGINS"}
     env |= {} if plugins is None else {"VLLM_PLUGINS": plugins}
     code = f"import site, sys; site.addsitedir({str(tmp_path)!r}); print(*sys.path, sep='\\n')"
-    command = [sys.executable, "-S", "-c", code]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    path, overlay = done.stdout.splitlines(), str(tmp_path / "mosaic_overlay")
+    path = output_of(sys.executable, "-S", "-c", code, env=env).splitlines()
+    overlay = str(tmp_path / "mosaic_overlay")
     assert (overlay in path) == is_there
     if is_there:
         assert path.index(overlay) < path.index(str(tmp_path))

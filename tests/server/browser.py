@@ -9,13 +9,13 @@ import os
 import shutil
 import subprocess
 import time
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 POLL_S = 0.05
+KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, "End": 35, "Home": 36}
+KEYS |= {"ArrowLeft": 37, "ArrowRight": 39}
 
 
 class PageError(AssertionError):
@@ -70,13 +70,8 @@ class Browser:
         self, width: int = 1280, height: int = 800, *, dark: bool = False, still: bool = True
     ) -> None:
         """Take a size in pixels, and what the system prefers: dark colours, nothing that moves."""
-        self._call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=width < 500,
-        )
+        size = {"width": width, "height": height, "mobile": width < 500}
+        self._call("Emulation.setDeviceMetricsOverride", **size, deviceScaleFactor=1)
         preferred = {
             "prefers-color-scheme": "dark" if dark else "light",
             "prefers-reduced-motion": "reduce" if still else "no-preference",
@@ -86,13 +81,8 @@ class Browser:
 
     def disconnect(self, is_cut: bool = True) -> None:
         """Cut the network, or give it back."""
-        self._call(
-            "Network.emulateNetworkConditions",
-            offline=is_cut,
-            latency=0,
-            downloadThroughput=-1,
-            uploadThroughput=-1,
-        )
+        speed = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+        self._call("Network.emulateNetworkConditions", offline=is_cut, **speed)
 
     def open(self, url: str) -> None:
         answer = self._call("Page.navigate", url=url)
@@ -118,24 +108,10 @@ class Browser:
 
     def key(self, name: str) -> None:
         """Press and release a key, by its name as in `KeyboardEvent.key`."""
-        code = {
-            "Tab": 9,
-            "Enter": 13,
-            "Escape": 27,
-            "End": 35,
-            "Home": 36,
-            "ArrowLeft": 37,
-            "ArrowRight": 39,
-        }[name]
-        text = {"Enter": "\r"}.get(name, "")
+        text = "\r" if name == "Enter" else ""
+        told = {"key": name, "windowsVirtualKeyCode": KEYS[name], "text": text}
         for kind in ("keyDown", "keyUp"):
-            self._call(
-                "Input.dispatchKeyEvent",
-                type=kind,
-                key=name,
-                windowsVirtualKeyCode=code,
-                text=text,
-            )
+            self._call("Input.dispatchKeyEvent", type=kind, **told)
 
     def type(self, text: str) -> None:
         self._call("Input.insertText", text=text)

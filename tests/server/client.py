@@ -6,14 +6,12 @@ from __future__ import annotations
 import json
 import re
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import httpx
 
 from tests.server.process import MODEL_NAME, PATIENCE_S, POLL_S
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    import httpx
 
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."

@@ -3,19 +3,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
+import httpx
 import pytest
+from openai import DefaultHttpxClient, OpenAI
 
 from tests.server.browser import CHROMIUM, Browser
 from tests.server.client import Client
-from tests.server.process import MODEL, MODEL_NAME, SERVER, ServerProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    import httpx
+from tests.server.process import MODEL, MODEL_NAME, SERVER, ServerProcess, healthy
 
 
 @pytest.fixture(scope="session")
@@ -34,14 +31,11 @@ def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     command = [*SERVER, "--model", str(model_dir), "--served-model-name", MODEL_NAME]
     command += ["--dtype", "float32", "--enable-prefix-caching"]
     process = ServerProcess(command, tmp_path_factory.mktemp("server") / "server.log")
-    try:
-        process.wait_until_healthy()
+    with healthy(process):
         yield process
         process.terminate()
         assert process.wait() == 0, process.log()
         assert process.group_is_empty(), "processes of the server are left"
-    finally:
-        process.kill()
 
 
 @pytest.fixture(scope="session")
@@ -69,3 +63,15 @@ def client(server: ServerProcess, http: httpx.Client) -> Iterator[Client]:
     assert http.get("/health").status_code == 200
     logged = server.log(start)
     assert "Traceback" not in logged, logged
+
+
+@pytest.fixture
+def openai(server: ServerProcess, client: Client) -> Iterator[OpenAI]:
+    """OpenAI's own client; `client` is here to check the server's health and log afterwards."""
+    with OpenAI(
+        base_url=f"{server.url}/v1",
+        api_key="none",
+        max_retries=0,
+        http_client=DefaultHttpxClient(trust_env=False),
+    ) as found:
+        yield found

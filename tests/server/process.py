@@ -10,20 +10,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import httpx
 import psutil
 
 from benchmarks.server_process import free_port, is_healthy
+from tests.programs import ROOT
 from tests.server.warm import WarmProcess
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from concurrent.futures import Future
-
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "llada-tiny"
 MODEL_NAME = "llada-tiny"
 SERVER = (sys.executable, "-m", "vllm.entrypoints.api_server")
@@ -46,7 +43,7 @@ def environment(**variables: str) -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "DLLM_"))}
     return {
         **inherited,
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]),
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -188,6 +185,18 @@ class ServerProcess:
     def _failed(self, what: str) -> ServerFailed:
         tail = "\n".join(self.log().splitlines()[-60:])
         return ServerFailed(f"the server {what}; its log ends with:\n{tail}")
+
+
+@contextlib.contextmanager
+def healthy(*processes: ServerProcess) -> Iterator[None]:
+    """Servers, side by side: healthy at the start, none left at the end."""
+    try:
+        for process in processes:
+            process.wait_until_healthy()
+        yield
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def named(processes: Iterable[psutil.Process], title: str) -> list[psutil.Process]:

@@ -7,10 +7,10 @@ import http.client
 import json
 from contextlib import ExitStack
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from openai import DefaultHttpxClient, OpenAI
+from openai import OpenAI
 
 from tests.server.client import (
     ANSWER,
@@ -19,15 +19,12 @@ from tests.server.client import (
     PUZZLE,
     QUESTION,
     ROUTES,
+    Client,
     body_for,
     events,
     without_times,
 )
-from tests.server.process import MODEL_NAME
-
-if TYPE_CHECKING:
-    from tests.server.client import Client
-    from tests.server.process import ServerProcess
+from tests.server.process import MODEL_NAME, ServerProcess
 
 ASKED: dict[str, Any] = {"gen_length": 32, "block_length": 8, "steps": 16, "seed": 4}
 
@@ -129,21 +126,15 @@ def test_a_canvas_ends_where_the_answer_is_complete(client: Client) -> None:
     assert set(canvas["text"][16:]) == {"<|mdm_mask|>"}  # never proposed
 
 
-def test_openais_client_takes_them(client: Client, server: ServerProcess) -> None:
-    with OpenAI(
-        base_url=f"{server.url}/v1",
-        api_key="none",
-        max_retries=0,
-        http_client=DefaultHttpxClient(trust_env=False),
-    ) as openai:
-        chunks = list(
-            openai.chat.completions.create(
-                model=MODEL_NAME,
-                messages=[{"role": "user", "content": QUESTION}],
-                stream=True,
-                extra_body={**ASKED, "stream_canvas": True},
-            )
+def test_openais_client_takes_them(openai: OpenAI) -> None:
+    chunks = list(
+        openai.chat.completions.create(
+            model=MODEL_NAME,
+            messages=[{"role": "user", "content": QUESTION}],
+            stream=True,
+            extra_body={**ASKED, "stream_canvas": True},
         )
+    )
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == ANSWER
     *told, last = [c.model_extra["diffusion"] for c in chunks if "diffusion" in c.model_extra]

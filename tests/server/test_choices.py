@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from vllm.exceptions import GenerationError
@@ -20,9 +21,6 @@ from vllm.diffusion.api.validator import RequestRefused, Validator
 from vllm.diffusion.request.decision import DECISION, decision_of
 from vllm.diffusion.request.families import LLADA
 from vllm.diffusion.request.params import ServedModel, SpecialIds
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
 
 PROMPT = {"prompt_token_ids": [1, 2, 3]}
 REPORT = {

@@ -5,20 +5,24 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.server.client import ANSWER, CHAT, COMPLETIONS, QUESTION, ROUTES, body_for, events
-from tests.server.process import MODEL_NAME, environment
+from tests.programs import output_of
+from tests.server.client import (
+    ANSWER,
+    CHAT,
+    COMPLETIONS,
+    QUESTION,
+    ROUTES,
+    Client,
+    body_for,
+    events,
+)
+from tests.server.process import MODEL_NAME, ServerProcess, environment
 from tests.server.warm import WarmProcess
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.server.client import Client
-    from tests.server.process import ServerProcess
 
 NUM_PROMPTS = 4
 BACKENDS = {"openai-chat": CHAT, "openai": COMPLETIONS}
@@ -31,10 +35,7 @@ def test_curl(client: Client, server: ServerProcess, route: str) -> None:
         body = json.dumps(body_for(route, **fields))
         headers = ("-H", "Content-Type: application/json")
         command = ["curl", "-sS", "--noproxy", "*", *options, *headers, "-d", body]
-        done = subprocess.run(
-            [*command, server.url + route], capture_output=True, text=True, timeout=60, check=True
-        )
-        return done.stdout
+        return output_of(*command, server.url + route)
 
     assert ANSWER in curl()
     assert json.loads(curl(steps=0))["error"]["param"] == "steps"

@@ -4,21 +4,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from tests.reference import likelihood
-from tests.server.client import refusal
+from tests.server.client import Client, refusal
 from tests.server.process import MODEL_NAME
 from tests.server.reference import CLOSE, mask_id, model, tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.server.client import Client
 
 ROUTE = "/v1/systemone"
 SCORING = "/generative_scoring"

@@ -7,24 +7,20 @@ import contextlib
 import threading
 import time
 from argparse import Namespace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 
-from tests.server.process import PATIENCE_S, POLL_S
+from tests.server.browser import Browser
+from tests.server.client import Client
+from tests.server.process import PATIENCE_S, POLL_S, ServerProcess
 from vllm.diffusion import __version__
 from vllm.diffusion.api.documentation import offline_docs as documentation
 from vllm.diffusion.api.documentation.examples import EXAMPLES, shown
 from vllm.diffusion.api.server import gate
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.server.browser import Browser
-    from tests.server.client import Client
-    from tests.server.process import ServerProcess
 
 KEY = "a key"
 ROUTE = "/v1/systemone"

@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from tests.reference import likelihood
-from tests.server.client import COMPLETIONS, QUESTION, body_for, refusal
+from tests.server.client import COMPLETIONS, QUESTION, Client, body_for, refusal
 from tests.server.reference import CLOSE, mask_id, model, tokenizer
-
-if TYPE_CHECKING:
-    from tests.server.client import Client
 
 PROMPTS = (QUESTION + " The capital of France is Paris.", QUESTION + " It is 7.")
 
@@ -87,22 +83,6 @@ def test_a_streamed_echo(client: Client) -> None:
 def test_one_token_has_nothing_before_it(client: Client) -> None:
     (choice,) = echoed(client, prompt=[7], max_tokens=0)["choices"]
     assert choice["logprobs"]["token_logprobs"] == [None]
-
-
-def test_the_product_is_what_the_chain_rule_says(client: Client) -> None:
-    """Summed as harnesses do it: of the continuation, without the token that was written."""
-    context, whole = ids(QUESTION), ids(PROMPTS[0])
-    (choice,) = echoed(client, prompt=whole, max_tokens=1)["choices"]
-    told = choice["logprobs"]
-    tail = slice(len(context), -1)
-    chain = likelihood.chain(model(), whole, mask_id())
-    rows = chain[len(context) - 1 :]
-    tokens = torch.tensor(whole[len(context) :])
-    total = math.fsum(told["token_logprobs"][tail])
-    assert total == pytest.approx(rows.gather(1, tokens[:, None]).sum().item(), **CLOSE)
-    pairs = zip(told["token_logprobs"][tail], told["top_logprobs"][tail], strict=True)
-    is_greedy = all(own == max(top.values()) for own, top in pairs)
-    assert is_greedy is bool((rows.argmax(dim=-1) == tokens).all())
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from vllm.diffusion.api.events import Listener
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
 
 
 def output(step: int | None, text: str = "", choice: int = 0) -> Any:

@@ -1,39 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples and the documents' curl lines, run as they stand against the tiny model."""
+"""Examples, programs and the documents' curl lines, run as they stand against the tiny model."""
 
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import os
 import pty
 import re
 import select
-import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.server.client import ANSWER, QUESTION
-from tests.server.process import MODEL_NAME, ROOT, environment
+from tests.programs import ROOT, TIMEOUT_S, output_of, run_python
+from tests.server.client import ANSWER, QUESTION, Client
+from tests.server.process import MODEL_NAME, ServerProcess, environment
 from tests.server.warm import WarmProcess
+from tests.stub_server import Stub
 from vllm.diffusion.request import fields
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.server.client import Client
-    from tests.server.process import ServerProcess
 
 CHAT = ROOT / "docs" / "examples" / "chat.py"
 CURL = re.compile(r"^curl .*?(?=\n\n|\n\Z|\n[a-z])", re.MULTILINE | re.DOTALL)
 DOCUMENTED_URL = "http://127.0.0.1:8901"
-TIMEOUT_S = 120
 DIM = b"\x1b[2m"
 
 needs_canvases = pytest.mark.skipif(
@@ -44,16 +38,8 @@ needs_canvases = pytest.mark.skipif(
 
 def run(*command: str | Path, questions: str = "") -> str:
     """What a program prints that ends well."""
-    done = subprocess.run(
-        list(map(str, command)),
-        input=questions,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        env=environment(NO_PROXY="127.0.0.1", HF_HUB_OFFLINE="1"),
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    variables = environment(NO_PROXY="127.0.0.1", HF_HUB_OFFLINE="1")
+    return output_of(*command, input=questions, env=variables)
 
 
 def test_the_openai_client(client: Client, server: ServerProcess) -> None:
@@ -91,38 +77,23 @@ def test_chat_with_an_engine_of_its_own(model_dir: Path, tmp_path: Path) -> None
     assert found.splitlines() == [ANSWER, "The capital of Japan is Tokyo."]
 
 
-class Silent(BaseHTTPRequestHandler):
+class Silent(Stub):
     """A server whose answers have no text."""
 
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
+    def reply(self, path: str, body: Any) -> tuple[int, str]:
         last = {"object": "text_diffusion", "text": [""], "diffusion": {"num_end_tokens": 32}}
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n".encode())
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+        return 200, f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n"
 
 
 def test_chat_says_that_an_answer_is_empty() -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Silent) as silent:
-        threading.Thread(target=silent.serve_forever, args=(0.01,), daemon=True).start()
-        url = f"http://127.0.0.1:{silent.server_address[1]}"
-        found = run(sys.executable, CHAT, "--server", url, questions=QUESTION)
-        silent.shutdown()
+    with Silent().serving() as silent:
+        found = run(sys.executable, CHAT, "--server", silent.url, questions=QUESTION)
     assert found == "empty answer: 32 end tokens\n"
 
 
 def test_chat_passes_a_refusal_on(client: Client, server: ServerProcess) -> None:
-    done = subprocess.run(
-        [sys.executable, str(CHAT), "--server", server.url, "--plain", "--gen-length", "99999"],
-        input=QUESTION,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        env=environment(NO_PROXY="127.0.0.1"),
-    )
+    arguments = ("--server", server.url, "--plain", "--gen-length", "99999")
+    done = run_python(CHAT, *arguments, input=QUESTION, env=environment(NO_PROXY="127.0.0.1"))
     assert done.returncode == 1
     assert done.stderr.startswith("error: gen_length: given 99999")
     assert done.stderr.count("\n") == 1
@@ -209,6 +180,51 @@ def test_the_readme_asks_every_kind_of_route() -> None:
     assert len(lines) >= 3
     assert any("/v1/chat/completions" in line for line in lines)
     assert any('"stream": true' in line for line in lines)
+
+
+def test_the_request_script_prints_the_raw_answer(client: Client, server: ServerProcess) -> None:
+    """Its own tests use a server that records."""
+    usual = (
+        "--model-family",
+        "llada",
+        "--steps",
+        "8",
+        "--gen-length",
+        "32",
+        "--block-length",
+        "32",
+    )
+    script = ROOT / "scripts" / "test_api_request.py"
+    done = run_python(script, "--host", server.url, *usual, "--mask-id", "none", env=environment())
+    assert (done.returncode, done.stderr) == (0, "")
+    answer = json.loads(done.stdout)
+    assert answer["text"] == [ANSWER]
+    assert answer["diffusion"]["num_forwards"] == 8
+    assert answer["usage"] == client.ask(gen_length=32, steps=8)["usage"]
+
+
+def test_gsm8k_counts_sums_that_the_model_knows(server: ServerProcess, tmp_path: Path) -> None:
+    sums = [(2, 3), (4, 4), (9, 8), (0, 1)]
+    lines = [
+        json.dumps({"question": f"What is {a} plus {b}?", "answer": f"Add.\n#### {a + b}"})
+        for a, b in sums
+    ]
+    (tmp_path / "sums.jsonl").write_text("\n".join(lines))
+    output_of(
+        *(sys.executable, ROOT / "benchmarks" / "gsm8k.py", "--host", server.url),
+        *("--data", "sums.jsonl", "--output-dir", "out", "--concurrency", "2"),
+        *("--gen-length", "32", "--block-length", "16", "--prompt", "{question}"),
+        *("--algorithm", "threshold", "threshold=0.9"),
+        cwd=tmp_path,
+        env=environment(),
+    )
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["problems"], summary["right"]) == (4, 4)
+    assert summary["tokens_per_forward"] > 1
+    assert summary["tokens_per_s"] > 0
+    with (tmp_path / "out" / "answers.csv").open(newline="") as file:
+        texts = {row["text"] for row in csv.DictReader(file)}
+    assert texts == {f"{a} plus {b} is {a + b}." for a, b in sums}
 
 
 @pytest.mark.skipif(find_spec("langchain_openai") is None, reason="no langchain-openai here")

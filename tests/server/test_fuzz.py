@@ -3,17 +3,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import Case
 
-if TYPE_CHECKING:
-    from schemathesis import Case
-
-    from tests.server.client import Client
-    from tests.server.process import ServerProcess
+from tests.server.client import Client
+from tests.server.process import ServerProcess
 
 NUM_EXAMPLES = 24  # of each operation
 ROUTES = (

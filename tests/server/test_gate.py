@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from argparse import Namespace
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import httpx
 import pytest
@@ -17,9 +18,6 @@ from vllm.exceptions import GracefulHTTPError
 from tests.server.client import refusal
 from vllm.diffusion.api.server import gate
 from vllm.diffusion.api.server.lifecycle import Lifecycle
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
 
 WORK = "/generate"
 BREAKS = 7  # bytes of a body at which the application fails
@@ -134,20 +132,22 @@ async def test_without_keys_none_is_asked_for(site: Site) -> None:
 # ---- size of bodies ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("announced", [True, False], ids=["length", "chunked"])
-def test_a_body_above_the_limit_is_refused(
-    announced: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def small_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DLLM_MAX_REQUEST_BYTES", "1000")
 
-    async def pieces(size: int) -> AsyncIterator[bytes]:
-        for start in range(0, size, 300):
-            yield b" " * min(300, size - start)
 
-    async def run() -> None:
-        site = Site()
-        for size, status in ((999, 200), (1000, 200), (1001, 413), (5000, 413)):
-            body = b" " * size if announced else pieces(size)
+async def pieces(size: int) -> AsyncIterator[bytes]:
+    for start in range(0, size, 300):
+        yield b" " * min(300, size - start)
+
+
+@pytest.mark.usefixtures("small_bodies")
+@on_site()
+async def test_a_body_above_the_limit_is_refused(site: Site) -> None:
+    """Announced or in chunks."""
+    for size, status in ((999, 200), (1000, 200), (1001, 413), (5000, 413)):
+        for body in (b" " * size, pieces(size)):
             response = await site.http.post(WORK, content=body)
             assert response.status_code == status, size
             if status == 200:
@@ -156,8 +156,6 @@ def test_a_body_above_the_limit_is_refused(
                 message = refusal(response, 413)["message"]
                 assert "at most 1000 bytes" in message
                 assert "DLLM_MAX_REQUEST_BYTES" in message
-
-    asyncio.run(run())
 
 
 # ---- ids and the log ---------------------------------------------------------------------------

@@ -4,28 +4,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from tests.server.client import ANSWER, GENERATE, PUZZLE, QUESTION
+from tests.server.client import ANSWER, GENERATE, PUZZLE, QUESTION, Client
 from tests.server.process import MODEL_NAME
 
-if TYPE_CHECKING:
-    from tests.server.client import Client
-
 NOISY = {"temperature": 2.0, "gen_length": 32, "steps": 8, "ignore_eos": True}
-MINIMUM_PAYLOAD = {
-    "prompt": QUESTION,
-    "max_tokens": 32,
-    "gen_length": 32,
-    "output_length": 32,
-    "steps": 16,
-    "block_length": 32,
-    "temperature": 0.0,
-    "cfg_scale": 0.0,
-    "remasking": "low_confidence",
-}
 
 
 def tokenize(client: Client, **body: Any) -> list[int]:
@@ -53,19 +39,15 @@ def test_answers_are_right(client: Client, question: str, answer: str) -> None:
 
 
 def test_messages_equal_the_chat_template(client: Client) -> None:
+    """Also a rendered conversation sent as ids: the string route adds nothing else to it."""
+    messages = [{"role": "user", "content": QUESTION}]
+    rendered = tokenize(client, messages=messages)
     by_template = client.ask()
-    by_messages = client.generate(messages=[{"role": "user", "content": QUESTION}])
-    assert by_messages["text"] == [ANSWER]
-    assert by_messages["token_ids"] == by_template["token_ids"]
-    assert by_messages["usage"] == by_template["usage"]
-
-
-def test_template_as_token_ids(client: Client) -> None:
-    """A rendered conversation sent as ids: the string route adds nothing else to it."""
-    rendered = tokenize(client, messages=[{"role": "user", "content": QUESTION}])
-    answer = client.generate(prompt=rendered)
-    assert answer["text"] == [ANSWER]
-    assert answer["usage"]["prompt_tokens"] == len(rendered)
+    for answer in (client.generate(messages=messages), client.generate(prompt=rendered)):
+        assert answer["text"] == [ANSWER]
+        assert answer["token_ids"] == by_template["token_ids"]
+        assert answer["usage"] == by_template["usage"]
+    assert by_template["usage"]["prompt_tokens"] == len(rendered)
 
 
 def test_a_string_prompt_is_taken_as_it_is(client: Client) -> None:
@@ -102,14 +84,6 @@ def test_n_answers_to_each_of_several_prompts(client: Client) -> None:
     together = client.generate(prompt=prompts, n=2, seed=5, **NOISY)
     alone = [client.generate(prompt=p, seed=s, **NOISY) for p in prompts for s in (5, 6)]
     assert together["token_ids"] == [one["token_ids"][0] for one in alone]
-
-
-def test_the_fields_that_every_client_sends(client: Client) -> None:
-    body = {**MINIMUM_PAYLOAD, "mask_id": mask_id(client)}
-    answer = client.generate(**body, apply_chat_template=True)
-    assert answer["text"] == [ANSWER]
-    assert answer["diffusion"]["steps"] == answer["diffusion"]["num_forwards"] == 16
-    assert answer["diffusion"]["tokens_per_forward"] == 2.0
 
 
 def test_shape_of_an_answer(client: Client) -> None:
@@ -250,16 +224,10 @@ def test_parameters_reach_the_engine(client: Client) -> None:
     """Each of these changes which tokens come out; the values are compared in the parity tests."""
     base = {"seed": 4, **NOISY}
     plain = client.ask(PUZZLE, **base)["token_ids"]
-    for changed in (
-        {"remasking": "random"},
-        {"cfg_scale": 1.5},
-        {"steps": 4},
-        {"block_length": 8},
-        {"temperature": 0.5},
-        {"logits_eos_inf": True},
-        {"gen_length": 64},
-    ):
-        assert client.ask(PUZZLE, **{**base, **changed})["token_ids"] != plain, changed
+    changes: dict[str, Any] = {"remasking": "random", "cfg_scale": 1.5, "steps": 4}
+    changes |= {"block_length": 8, "temperature": 0.5, "logits_eos_inf": True, "gen_length": 64}
+    for name, value in changes.items():
+        assert client.ask(PUZZLE, **{**base, name: value})["token_ids"] != plain, name
 
 
 def test_infill(client: Client) -> None:

@@ -5,27 +5,24 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import pytest
+from openai import OpenAI
 from pydantic import BaseModel, Field
 
+from tests.programs import ROOT
 from tests.server.client import (
     CHAT,
     COMPLETIONS,
     GENERATE,
     MESSAGES,
     QUESTION,
+    Client,
     body_for,
-    events,
     refusal,
 )
-from tests.server.process import MODEL_NAME, ROOT
-
-if TYPE_CHECKING:
-    import pytest
-
-    from tests.server.client import Client
-    from tests.server.process import ServerProcess
+from tests.server.process import MODEL_NAME, ServerProcess
 
 
 class City(BaseModel):
@@ -61,23 +58,18 @@ def test_every_route_answers_by_schema_and_regex(client: Client) -> None:
 
 
 def test_a_stream_answers_by_schema(client: Client) -> None:
-    body = body_for(CHAT, gen_length=96, response_format=FORMAT, stream=True, block_length=32)
-    with client.http.stream("POST", CHAT, json=body) as response:
-        chunks = [json.loads(data) for data in events(response.iter_lines()) if data != "[DONE]"]
-    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    body = body_for(CHAT, gen_length=96, response_format=FORMAT, block_length=32)
+    deltas = [choice["delta"] for chunk in client.events(CHAT, body) for choice in chunk["choices"]]
     City.model_validate_json("".join(delta.get("content") or "" for delta in deltas))
 
 
-def test_openais_client_parses_a_model(client: Client, server: ServerProcess) -> None:
+def test_openais_client_parses_a_model(openai: OpenAI) -> None:
     """As its documentation has it: nothing of ours is asked for."""
-    from openai import OpenAI
-
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none") as openai:
-        answer = openai.chat.completions.parse(
-            model=MODEL_NAME,
-            messages=[{"role": "user", "content": QUESTION}],
-            response_format=City,
-        )
+    answer = openai.chat.completions.parse(
+        model=MODEL_NAME,
+        messages=[{"role": "user", "content": QUESTION}],
+        response_format=City,
+    )
     city = answer.choices[0].message.parsed
     assert isinstance(city, City)
 
@@ -204,9 +196,7 @@ def test_tools_may_be_left_alone(client: Client) -> None:
 
 def test_tool_calls_are_streamed(client: Client) -> None:
     body = body_for(CHAT, gen_length=96, block_length=8, tools=TOOLS, tool_choice="required")
-    with client.http.stream("POST", CHAT, json={**body, "stream": True}) as response:
-        chunks = [json.loads(data) for data in events(response.iter_lines()) if data != "[DONE]"]
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    choices = [choice for chunk in client.events(CHAT, body) for choice in chunk["choices"]]
     assert not any(choice["delta"].get("content") for choice in choices)
     calls = [call for c in choices for call in c["delta"].get("tool_calls") or []]
     assert calls[0]["id"].startswith("call_")

@@ -6,15 +6,17 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from tests.programs import ROOT, output_of, run
 from tests.server.client import (
     ANSWER,
     CHAT,
@@ -29,18 +31,14 @@ from tests.server.process import (
     MODEL_NAME,
     PATIENCE_S,
     POLL_S,
-    ROOT,
     SERVER,
     START_S,
     ServerProcess,
     environment,
     free_port,
+    healthy,
     is_error,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 SCREEN = 40  # lines
 POOL_BYTES = 230_000  # of the server that loses its engine; room for short answers
@@ -97,13 +95,8 @@ def servers(
             VLLM_SERVER_DEV_MODE="1",  # has routes that pause
         ),
     }
-    try:
-        for process in found.values():
-            process.wait_until_healthy()
+    with healthy(*found.values()):
         yield found
-    finally:
-        for process in found.values():
-            process.kill()
 
 
 def test_the_log_of_a_start_fits_on_a_screen(server: ServerProcess) -> None:
@@ -116,10 +109,8 @@ def test_the_log_of_a_start_fits_on_a_screen(server: ServerProcess) -> None:
     for line in ("activation pool: ", "attention: ", "CUDA graphs: "):
         assert text.count(f"] {line}") == 1, text
     (command,) = re.findall(r"\] or: (curl .*)$", text, re.MULTILINE)
-    asked = subprocess.run(
-        ["bash", "-c", f"NO_PROXY=127.0.0.1 {command}"], capture_output=True, check=True
-    )
-    assert json.loads(asked.stdout)["text"] == [ANSWER]
+    asked = output_of("bash", "-c", f"NO_PROXY=127.0.0.1 {command}")
+    assert json.loads(asked)["text"] == [ANSWER]
     assert "(llada): prompt and canvas up to 4096 tokens" in text
     named = "without effect on a diffusion language model: --enable-prefix-caching"
     assert text.count(named) == 1
@@ -336,51 +327,30 @@ def failed_starts(
     return {name: process.log() for name, process in started.items()}
 
 
-def test_a_port_in_use(failed_starts: dict[str, str], client: Client) -> None:
-    log = failed_starts["port in use"]
-    assert last_line(log) == f"error: port {client.http.base_url.port} of 127.0.0.1 is in use; " + (
-        "--port takes another"
-    )
-    assert "Traceback" not in log
-    assert client.ask()["text"] == [ANSWER]  # the older server is not disturbed
-
-
-def last_line(log: str) -> str:
-    return log.splitlines()[-1]
-
-
-def test_a_missing_model_directory(failed_starts: dict[str, str]) -> None:
-    log = failed_starts["no model"]
-    assert last_line(log).startswith("error: model /no/such/model: no such folder")
-    assert "Traceback" not in log
-
-
-def test_a_setting_that_does_not_exist(failed_starts: dict[str, str]) -> None:
-    log = failed_starts["unknown setting"]
-    assert "stepz: given 8; unknown parameter" in last_line(log)
-    assert "Traceback" not in log
-
-
-def test_a_missing_key_ends_the_start_before_a_model_is_loaded(
-    failed_starts: dict[str, str],
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("port in use", r"port \d+ of 127\.0\.0\.1 is in use; --port takes another$"),
+        ("no model", "model /no/such/model: no such folder"),
+        ("unknown setting", ".*stepz: given 8; unknown parameter"),
+        ("no key", "--ssl-keyfile /no/key.pem, --ssl-certfile /no/certificate.pem: "),
+        ("no certificate", "--ssl-certfile: wanted beside --ssl-keyfile, given none$"),
+    ],
+)
+def test_a_start_that_fails_ends_with_one_line(
+    name: str, told: str, failed_starts: dict[str, str], client: Client
 ) -> None:
-    log = failed_starts["no key"]
-    assert last_line(log).startswith(
-        "error: --ssl-keyfile /no/key.pem, --ssl-certfile /no/certificate.pem: "
-    )
-    assert "EngineCore" not in log and "Traceback" not in log
-    log = failed_starts["no certificate"]
-    assert last_line(log) == "error: --ssl-certfile: wanted beside --ssl-keyfile, given none"
+    log = failed_starts[name]
+    assert re.match(f"error: {told}", log.splitlines()[-1]), log
+    assert "Traceback" not in log
+    assert "EngineCore" not in log or name not in ("no key", "no certificate")  # before a model
+    if name == "port in use":
+        assert f"port {client.http.base_url.port} " in log
+        assert client.ask()["text"] == [ANSWER]  # the older server is not disturbed
 
 
 def test_the_script_names_the_variable_of_a_missing_model(tmp_path: Path) -> None:
     nowhere = tmp_path / "none"
-    done = subprocess.run(
-        ["bash", str(LLADA_SCRIPT)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=environment(LLADA_MODEL_DIR=str(nowhere)),
-    )
+    done = run("bash", LLADA_SCRIPT, env=environment(LLADA_MODEL_DIR=str(nowhere)))
     assert done.returncode == 1
     assert done.stderr == f"error: model {nowhere} (LLADA_MODEL_DIR): no such folder\n"

@@ -6,17 +6,14 @@ from __future__ import annotations
 import json
 import socket
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.reference import likelihood
-from tests.server.client import refusal
+from tests.server.client import Client, refusal
 from tests.server.process import MODEL_NAME
 from tests.server.reference import CLOSE, mask_id, model, tokenizer
-
-if TYPE_CHECKING:
-    from tests.server.client import Client
 
 ROUTE = "/v1/loglikelihood"
 CONTEXT = "What is the capital of France?"

@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.reference import likelihood
-from tests.server.client import ANSWER, COMPLETIONS, QUESTION
-from tests.server.process import MODEL, MODEL_NAME
+from tests.server.client import ANSWER, COMPLETIONS, QUESTION, Client
+from tests.server.process import MODEL, MODEL_NAME, ServerProcess
 from tests.server.reference import CLOSE, mask_id, model, tokenizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.server.client import Client
-    from tests.server.process import ServerProcess
 
 DOCUMENTS = (
     {"question": QUESTION, "answer": ANSWER, "choices": [ANSWER, "7"], "label": 0},
@@ -74,15 +69,8 @@ def test_its_requests_for_likelihoods(client: Client, is_tokenized: bool) -> Non
     prompts: list[Any] = [[*context, *target] for context, target in pairs]
     if not is_tokenized:
         prompts = [tokenizer().decode(prompt) for prompt in prompts]
-    body = {
-        "model": MODEL_NAME,
-        "prompt": prompts,
-        "temperature": 0,
-        "max_tokens": 1,
-        "logprobs": 1,
-        "seed": 1234,
-        "echo": True,
-    }
+    body = {"model": MODEL_NAME, "prompt": prompts, "temperature": 0, "seed": 1234}
+    body |= {"max_tokens": 1, "logprobs": 1, "echo": True}
     choices = client.answer(COMPLETIONS, body)["choices"]
     assert [choice["index"] for choice in choices] == [0, 1]
     for choice, (context, target) in zip(choices, pairs, strict=True):
@@ -96,14 +84,9 @@ def test_its_requests_for_likelihoods(client: Client, is_tokenized: bool) -> Non
 
 
 def test_its_requests_for_text(client: Client) -> None:
-    body = {
-        "prompt": [ids(d["question"]) for d in DOCUMENTS],
-        "model": MODEL_NAME,
-        "max_tokens": 16,
-        "temperature": 0,
-        "stop": ["\n", "<|endoftext|>"],
-        "seed": 1234,
-    }
+    prompts = [ids(d["question"]) for d in DOCUMENTS]
+    body = {"model": MODEL_NAME, "prompt": prompts, "temperature": 0, "seed": 1234}
+    body |= {"max_tokens": 16, "stop": ["\n", "<|endoftext|>"]}
     choices = client.answer(COMPLETIONS, body)["choices"]
     assert [choice["index"] for choice in choices] == [0, 1]
     assert all("\n" not in choice["text"] for choice in choices)
@@ -117,15 +100,8 @@ def test_a_run_of_it(server: ServerProcess, tmp_path: Path, concurrent: int) -> 
     data = tmp_path / "documents.jsonl"
     data.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
     for output_type, (text, target, more, metric) in TASKS.items():
-        task = TASK.format(
-            name=f"local_{output_type}",
-            data=data,
-            output_type=output_type,
-            text=text,
-            target=target,
-            more=more,
-            metric=metric,
-        )
+        names = {"name": f"local_{output_type}", "output_type": output_type, "metric": metric}
+        task = TASK.format(**names, data=data, text=text, target=target, more=more)
         (tmp_path / f"{output_type}.yaml").write_text(task)
     found = lm_eval.simple_evaluate(
         model="local-completions",

@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.server.client import GENERATE, LONG, Client, refusal
-from tests.server.process import SERVER, ServerProcess, is_error, named, still_alive
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+from tests.server.process import SERVER, ServerProcess, healthy, is_error, named, still_alive
 
 MAX_MODEL_LEN = 2**21
 NUM_TOKENS = 102_400  # of the prompt of a request of 204,800
@@ -27,19 +25,11 @@ def long_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProc
     """A checkpoint of 256 positions, served with 2,097,152 in the way of the server scripts."""
     folder: Path = tmp_path_factory.mktemp("long")
     model = make_checkpoint(folder / "model", seed=3, n_layers=2)
-    process = ServerProcess(
-        [
-            *(*SERVER, "--model", str(model), "--dtype", "float32"),
-            *("--max-model-len", str(MAX_MODEL_LEN)),
-        ],
-        folder / "server.log",
-        VLLM_ALLOW_LONG_MAX_MODEL_LEN="1",
-    )
-    try:
-        process.wait_until_healthy()
+    command = [*SERVER, "--model", str(model), "--dtype", "float32"]
+    command += ["--max-model-len", str(MAX_MODEL_LEN)]
+    process = ServerProcess(command, folder / "server.log", VLLM_ALLOW_LONG_MAX_MODEL_LEN="1")
+    with healthy(process):
         yield process
-    finally:
-        process.kill()
 
 
 @pytest.fixture
@@ -67,14 +57,8 @@ def test_a_long_prompt_passes_the_door(long_client: Client, kind: str) -> None:
 
 def test_more_positions_than_the_checkpoint_has(long_client: Client) -> None:
     """The same seed gives the same canvas with its text and without."""
-    body: dict[str, Any] = {
-        "prompt": random_prompt(4000),
-        "gen_length": 96,
-        "block_length": 96,
-        "steps": 2,
-        "ignore_eos": True,
-        "seed": 1,
-    }
+    body: dict[str, Any] = {"prompt": random_prompt(4000), "gen_length": 96, "block_length": 96}
+    body |= {"steps": 2, "ignore_eos": True, "seed": 1}
     answer = long_client.generate(**body)
     assert answer["usage"]["prompt_tokens"] == 4000
     assert len(answer["token_ids"][0]) == 96

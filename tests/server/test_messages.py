@@ -4,13 +4,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tests.server.client import ANSWER, MESSAGES, QUESTION, body_for, refusal
+from tests.server.client import ANSWER, MESSAGES, QUESTION, Client, body_for, refusal
 from tests.server.process import MODEL_NAME
-
-if TYPE_CHECKING:
-    from tests.server.client import Client
 
 BATCH = "/v1/chat/completions/batch"
 TOOLS: list[dict[str, Any]] = [

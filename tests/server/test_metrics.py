@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.metric_names import METRIC_NAME, UPSTREAMS, samples_of
-from tests.server.client import CHAT, GENERATE, PUZZLE, QUESTION, body_for
-from tests.server.process import MODEL_NAME, ROOT
+from tests.programs import ROOT
+from tests.server.client import CHAT, GENERATE, PUZZLE, QUESTION, Client, body_for
+from tests.server.process import MODEL_NAME
 from vllm.diffusion.metrics import METRICS
-
-if TYPE_CHECKING:
-    from tests.server.client import Client
 
 DOCUMENT = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 TABLE = re.compile(r"^\| `(dllm:\w+)` \| (\w+) \| (.+) \| (.+) \|$", re.MULTILINE)

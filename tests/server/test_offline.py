@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.server.client import ANSWER, PUZZLE, QUESTION
 from tests.server.process import START_S, environment
 from tests.server.warm import WarmProcess
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SCRIPT = """
 import json
@@ -70,33 +68,22 @@ def found(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return result
 
 
-def test_chat(found: dict[str, Any]) -> None:
+def test_answers_of_the_script(found: dict[str, Any], client: Any) -> None:
+    """Sampling parameters act as they stand; each prompt has its own, as the server answers it."""
     assert found["chat"][0][0] == ANSWER
-
-
-def test_sampling_parameters_as_they_stand(found: dict[str, Any]) -> None:
     assert len(found["plain"]) == 2
     assert all(0 < len(token_ids) <= 100 for _, token_ids in found["plain"])
-
-
-def test_extra_args_are_the_diffusion_parameters(found: dict[str, Any]) -> None:
     ((_, token_ids),) = found["extra"]
     assert len(token_ids) == 64
-
-
-def test_each_prompt_has_its_own_parameters(found: dict[str, Any]) -> None:
     first, second = found["several"]
     assert [first] == found["extra"]
     assert len(second[1]) == 64
+    served = client.generate(
+        prompt=PUZZLE, gen_length=64, steps=16, ignore_eos=True, temperature=1.0, seed=3
+    )
+    assert served["token_ids"][0] == token_ids
 
 
 def test_a_refusal_names_the_field_and_the_engine_goes_on(found: dict[str, Any]) -> None:
     assert "stepz: given 8; unknown parameter" in found["refusal"]
     assert found["several"]
-
-
-def test_offline_equals_the_server(found: dict[str, Any], client: Any) -> None:
-    served = client.generate(
-        prompt=PUZZLE, gen_length=64, steps=16, ignore_eos=True, temperature=1.0, seed=3
-    )
-    assert served["token_ids"][0] == found["extra"][0][1]

@@ -3,67 +3,43 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from openai import DefaultHttpxClient, OpenAI
+from openai import OpenAI
 
-from tests.server.client import ANSWER, CHAT, COMPLETIONS, PUZZLE, QUESTION, ROUTES, body_for
+from tests.server.client import (
+    ANSWER,
+    CHAT,
+    COMPLETIONS,
+    PUZZLE,
+    QUESTION,
+    ROUTES,
+    Client,
+    body_for,
+)
 from tests.server.process import MODEL_NAME
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.server.client import Client
-    from tests.server.process import ServerProcess
 
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
 SMALL_CANVAS = {"gen_length": 32, "block_length": 8}
 SMALL_BLOCKS = {"vllm_xargs": {"gen_length": 64, "block_length": 8, "ignore_eos": 1}}
 
 
-@pytest.fixture
-def openai(server: ServerProcess, client: Client) -> Iterator[OpenAI]:
-    """OpenAI's own client; `client` is here to check the server's health and log afterwards."""
-    with OpenAI(
-        base_url=f"{server.url}/v1",
-        api_key="none",
-        max_retries=0,
-        http_client=DefaultHttpxClient(trust_env=False),
-    ) as found:
-        yield found
-
-
-def test_chat(openai: OpenAI) -> None:
-    answer = openai.chat.completions.create(model=MODEL_NAME, messages=MESSAGES)
-    assert answer.choices[0].message.content == ANSWER
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage is not None
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-
-
-def test_chat_stream(openai: OpenAI) -> None:
-    plain = openai.chat.completions.create(
-        model=MODEL_NAME, messages=MESSAGES, extra_body=SMALL_BLOCKS
-    )
-    chunks = list(
-        openai.chat.completions.create(
-            model=MODEL_NAME,
-            messages=MESSAGES,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body=SMALL_BLOCKS,
-        )
-    )
-    deltas = [
-        c.choices[0].delta.content for c in chunks if c.choices and c.choices[0].delta.content
-    ]
-    assert len(deltas) >= 2
-    assert "".join(deltas) == plain.choices[0].message.content
-    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage == plain.usage
-    assert chunks[-1].usage.completion_tokens == 64
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
+def test_a_stream_is_the_plain_answer(openai: OpenAI, route: str) -> None:
+    asked: dict[str, Any] = {"model": MODEL_NAME, "extra_body": SMALL_BLOCKS}
+    create: Any = openai.chat.completions.create if route == CHAT else openai.completions.create
+    asked |= {"messages": MESSAGES} if route == CHAT else {"prompt": QUESTION}
+    (plain,) = (answer := create(**asked)).choices
+    chunks = list(create(**asked, stream=True, stream_options={"include_usage": True}))
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    texts = [c.delta.content if route == CHAT else c.text for c in choices]
+    assert len([text for text in texts if text]) >= 2
+    whole = plain.message.content if route == CHAT else plain.text
+    assert "".join(text or "" for text in texts) == whole
+    assert choices[-1].finish_reason == "length"
+    assert chunks[-1].usage == answer.usage
+    assert answer.usage.completion_tokens == 64
 
 
 def test_completions(openai: OpenAI) -> None:
@@ -74,32 +50,9 @@ def test_completions(openai: OpenAI) -> None:
     assert answer.usage.completion_tokens > 0
 
 
-def test_completions_stream(openai: OpenAI) -> None:
-    plain = openai.completions.create(model=MODEL_NAME, prompt=QUESTION, extra_body=SMALL_BLOCKS)
-    chunks = list(
-        openai.completions.create(
-            model=MODEL_NAME,
-            prompt=QUESTION,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body=SMALL_BLOCKS,
-        )
-    )
-    texts = [c.choices[0].text for c in chunks if c.choices and c.choices[0].text]
-    assert len(texts) >= 2
-    assert "".join(texts) == plain.choices[0].text
-    assert chunks[-1].usage == plain.usage
-
-
 def test_diffusion_parameters_mean_the_same_on_every_route(client: Client) -> None:
-    diffusion: dict[str, Any] = {
-        "gen_length": 32,
-        "steps": 8,
-        "block_length": 16,
-        "remasking": "random",
-        "cfg_scale": 0.5,
-        "ignore_eos": True,
-    }
+    diffusion: dict[str, Any] = {"gen_length": 32, "steps": 8, "block_length": 16}
+    diffusion |= {"remasking": "random", "cfg_scale": 0.5, "ignore_eos": True}
     noise: dict[str, Any] = {"temperature": 2.0, "seed": 3}
     messages = [{"role": "user", "content": PUZZLE}]
     text = client.ask(PUZZLE, **diffusion, **noise)["text"][0]
@@ -129,6 +82,8 @@ def test_messages_alone(client: Client, openai: OpenAI) -> None:
     """The canvas is as long as the checkpoint's generation_config says, never the context."""
     answer: Any = openai.chat.completions.create(model=MODEL_NAME, messages=MESSAGES)
     assert answer.choices[0].message.content == ANSWER
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     plain = client.generate(messages=MESSAGES)["diffusion"]
     assert answer.diffusion.keys() == plain.keys()
     for key in ("steps", "num_forwards", "num_forwards_saved", "tokens_per_forward"):
@@ -276,17 +231,9 @@ def test_routes_are_documented(client: Client, path: str) -> None:
     reference = route["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     fields = document["components"]["schemas"][reference.rsplit("/", 1)[1]]["properties"]
     wanted = {
-        *(
-            "max_tokens",
-            "gen_length",
-            "output_length",
-            "steps",
-            "num_denoising_steps",
-            "block_length",
-            "temperature",
-        ),
-        *("cfg_scale", "remasking", "algorithm", "threshold", "mask_id", "ignore_eos", "seed"),
-        *("n", "stop", "stop_token_ids", "stream", "stream_canvas"),
+        *("max_tokens", "gen_length", "output_length", "steps", "num_denoising_steps", "seed"),
+        *("block_length", "temperature", "cfg_scale", "remasking", "algorithm", "threshold"),
+        *("mask_id", "ignore_eos", "n", "stop", "stop_token_ids", "stream", "stream_canvas"),
     }
     assert wanted <= fields.keys()
     upstreams = {"n", "stop", "stop_token_ids", "stream"}  # its bodies say nothing of them

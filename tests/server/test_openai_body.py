@@ -10,7 +10,7 @@ import pytest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from tests.server.process import ROOT
+from tests.programs import ROOT
 from vllm.diffusion.api.bodies import WITHOUT_EFFECT
 from vllm.diffusion.api.openai.openai_protocol import ChatCompletionBody, CompletionBody, prepare
 from vllm.diffusion.core.errors import InvalidParameterError

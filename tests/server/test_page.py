@@ -7,33 +7,26 @@ import hashlib
 import json
 import re
 import shutil
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from tests.server.client import ANSWER, GENERATE, PUZZLE, QUESTION
-from tests.server.process import ROOT
+from tests.programs import ROOT, output_of
+from tests.server.browser import Browser
+from tests.server.client import ANSWER, GENERATE, PUZZLE, QUESTION, Client
+from tests.server.process import ServerProcess
 from vllm.diffusion import __version__
 from vllm.diffusion.api.documentation.offline_docs import OPEN_PATHS as DOCUMENTATION_PATHS
 from vllm.diffusion.api.documentation.offline_docs import STATIC as DOCUMENTATION
 from vllm.diffusion.api.page.options import page_options
 from vllm.diffusion.api.page.site import OPEN_PATHS, STATIC
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
-from vllm.diffusion.request.families import DREAM, LLADA2, SDAR
+from vllm.diffusion.request.families import DREAM, LLADA2, SDAR, Family
 from vllm.diffusion.request.fields import BY_NAME
 from vllm.diffusion.request.params import ServedModel, SpecialIds
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import Any
-
-    from tests.server.browser import Browser
-    from tests.server.client import Client
-    from tests.server.process import ServerProcess
-    from vllm.diffusion.request.families import Family
 
 # Where anything could be loaded from; the name of SVG's namespace is no address.
 ADDRESS = re.compile(r"(?:https?:)?//[\w.-]+\.\w+")
@@ -174,9 +167,7 @@ def test_who_runs_and_how_far(client: Client) -> None:
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node on this machine")
 def test_its_logic() -> None:
-    command = ["node", "--test", str(ROOT / "tests" / "server" / "page_logic.mjs")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    output_of("node", "--test", ROOT / "tests" / "server" / "page_logic.mjs")
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -16,13 +16,11 @@ from tests.server.client import (
     QUESTION,
     RESPONSES,
     ROUTES,
+    Client,
     body_for,
     refusal,
 )
 from tests.server.process import MODEL_NAME
-
-if TYPE_CHECKING:
-    from tests.server.client import Client
 
 JSON = {"Content-Type": "application/json"}
 MASK = "<|mdm_mask|>"

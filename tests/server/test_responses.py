@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from tests.server.client import ANSWER, QUESTION, refusal
+from tests.server.client import ANSWER, QUESTION, Client, refusal
 from tests.server.process import MODEL_NAME
-
-if TYPE_CHECKING:
-    from tests.server.client import Client
 
 RESPONSES = "/v1/responses"
 ODD_INPUTS: list[Any] = [
@@ -38,6 +35,13 @@ def ask(client: Client, body: dict[str, Any]) -> Any:
     return client.http.post(RESPONSES, json={"model": MODEL_NAME, "input": "hi", **body})
 
 
+def streamed(client: Client, body: dict[str, Any]) -> list[str]:
+    """The lines of a stream's events, which are two each."""
+    asked = {"model": MODEL_NAME, **body, "stream": True}
+    with client.http.stream("POST", RESPONSES, json=asked) as response:
+        return [line for line in response.iter_lines() if line]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_odd_bodies_are_refused(client: Client, stream: bool) -> None:
     """With an error in OpenAI's shape, before a stream begins."""
@@ -52,11 +56,8 @@ def test_it_is_answered_and_streamed(client: Client) -> None:
     body = {"input": QUESTION, "vllm_xargs": {"gen_length": 32, "priority": 1}}
     response = ask(client, body)
     assert response.json()["output"][0]["content"][0]["text"] == ANSWER
-    with client.http.stream(
-        "POST", RESPONSES, json={"model": MODEL_NAME, **body, "stream": True}
-    ) as streamed:
-        events = [line for line in streamed.iter_lines() if line.startswith("event: ")]
-    assert events[-1] == "event: response.completed"
+    *_, event, _ = streamed(client, body)
+    assert event == "event: response.completed"
 
 
 def test_diffusion_parameters_stand_at_top_level(client: Client) -> None:
@@ -64,10 +65,7 @@ def test_diffusion_parameters_stand_at_top_level(client: Client) -> None:
     response = ask(client, asked).json()
     assert (response["diffusion"]["num_forwards"], response["kv_transfer_params"]) == (8, None)
     assert sorted(response["diffusion"]["ignored"]) == ["cache_prompt", "min_p"]
-    with client.http.stream(
-        "POST", RESPONSES, json={"model": MODEL_NAME, **asked, "stream": True}
-    ) as streamed:
-        *_, last = [line for line in streamed.iter_lines() if line.startswith("data: ")]
+    *_, last = streamed(client, asked)
     completed = json.loads(last.removeprefix("data: "))["response"]
     assert completed["diffusion"]["num_forwards"] == 8
     assert completed["kv_transfer_params"] is None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -15,13 +15,11 @@ from tests.server.process import (
     PATIENCE_S,
     SERVER,
     ServerProcess,
+    healthy,
     is_error,
     named,
     still_alive,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def of_engines(text: str, name: str) -> dict[str, float]:
@@ -35,8 +33,7 @@ def test_a_killed_rank_is_told_and_leaves_nothing_behind(model_dir: Path, tmp_pa
     """The other rank waits for it in the middle of a step."""
     command = [*SERVER, "--model", str(model_dir), "--tensor-parallel-size", "2"]
     server = ServerProcess(command, tmp_path / "server.log")
-    try:
-        server.wait_until_healthy()
+    with healthy(server):
         started = server.descendants()
         with server.client() as http, ThreadPoolExecutor(1) as pool:
             answer = pool.submit(http.post, GENERATE, json=LONG)
@@ -45,8 +42,6 @@ def test_a_killed_rank_is_told_and_leaves_nothing_behind(model_dir: Path, tmp_pa
             server.wait_until_unhealthy()
             assert is_error(answer)
         assert still_alive(started) == []
-    finally:
-        server.kill()
 
 
 @pytest.mark.slow
@@ -54,8 +49,7 @@ def test_replicas_share_requests_and_end_together(model_dir: Path, tmp_path: Pat
     """Statistics are of each replica; upstream's server ends when one of them does."""
     command = [*SERVER, "--model", str(model_dir), "--data-parallel-size", "2"]
     server = ServerProcess(command, tmp_path / "server.log")
-    try:
-        server.wait_until_healthy()
+    with healthy(server):
         bodies = [{"prompt": PUZZLE, "gen_length": 32, "steps": 32, "ignore_eos": True}] * 4
         texts: list[str] = []
         deadline = time.monotonic() + PATIENCE_S
@@ -74,5 +68,3 @@ def test_replicas_share_requests_and_end_together(model_dir: Path, tmp_path: Pat
         named(started, "EngineCore")[0].kill()
         server.wait_until_unhealthy()
         assert still_alive(started) == []
-    finally:
-        server.kill()

@@ -6,17 +6,15 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.checkpoints import make_case, random_prompt
+from tests.programs import ROOT, output_of
 from tests.server.client import CHAT, COMPLETIONS, GENERATE, ROUTES, Client, body_for
-from tests.server.process import MODEL_NAME, ROOT, SERVER, ServerProcess, environment
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from tests.server.process import MODEL_NAME, SERVER, ServerProcess, environment, healthy
 
 DOCUMENT = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").replace("\\\n", "")
 COMMANDS = {
@@ -45,11 +43,8 @@ def served(
     model = make_case(folder / "model", RANDOM.get(family, family))
     command = [*SERVER, "--model", str(model), "--served-model-name", MODEL_NAME]
     process = ServerProcess([*command, "--dtype", "float32"], folder / "server.log")
-    try:
-        process.wait_until_healthy()
+    with healthy(process):
         yield family, process
-    finally:
-        process.kill()
 
 
 def test_the_command_of_the_readme(served: tuple[str, ServerProcess]) -> None:
@@ -58,11 +53,7 @@ def test_the_command_of_the_readme(served: tuple[str, ServerProcess]) -> None:
     address = words.index("--host") + 1
     assert re.fullmatch(r"http://127\.0\.0\.1:(8901|8701|10001|890[234])", words[address])
     words[address] = server.url  # a free port; all else is as written
-    done = subprocess.run(
-        words, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment()
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)["diffusion"]
+    report = json.loads(output_of(*words, cwd=ROOT, env=environment()))["diffusion"]
     wanted = {"llada2": 32, "sdar": 32, "fast-dllm": None}  # its rule alone counts forwards
     assert report["steps"] == wanted.get(family, 8)
     ignored = {"dream": ["block_length", "remasking"], "fast-dllm": ["steps"]}

@@ -6,15 +6,12 @@ from __future__ import annotations
 import http.client
 import json
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from tests.server.client import ANSWER, GENERATE, PUZZLE, QUESTION, events, without_times
-
-if TYPE_CHECKING:
-    from tests.server.client import Client
-    from tests.server.process import ServerProcess
+from tests.server.client import ANSWER, GENERATE, PUZZLE, QUESTION, Client, events, without_times
+from tests.server.process import ServerProcess
 
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"gen_length": 64, "block_length": 8, "ignore_eos": True},

@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from tests.server.client import CHAT, COMPLETIONS, GENERATE, ROUTES, body_for, refusal
-
-if TYPE_CHECKING:
-    from tests.server.client import Client
+from tests.server.client import CHAT, COMPLETIONS, GENERATE, ROUTES, Client, body_for, refusal
 
 SLOW = {"gen_length": 1024, "steps": 1024, "block_length": 4, "ignore_eos": True}
 TIMED_OUT = "dllm:requests_timed_out_total"

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,9 +18,6 @@ import pytest
 from tests.server.process import POLL_S, START_S, environment, still_alive
 from tests.server.warm import WarmProcess
 from vllm.diffusion.process import watchdog
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 OFFLINE = """
 import sys, time

@@ -96,7 +96,8 @@ def share() -> None:
 @cache
 def _parent() -> tuple[str, subprocess.Popen[bytes]]:
     """The process that forks, and its address. It ends with this one, whose pipe it reads."""
-    from tests.server.process import ROOT, environment
+    from tests.programs import ROOT
+    from tests.server.process import environment
 
     address = tempfile.mkdtemp(prefix="mosaic-tests-") + "/warm"
     with socket.socket(socket.AF_UNIX) as listener:

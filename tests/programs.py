@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The repository, and programs that tests run in it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT_S = 120
+
+
+def run(*command: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end; both its streams are kept as text.
+
+    Args:
+        command: the words; paths and numbers too.
+        options: of `subprocess.run`.
+    """
+    kept = {"capture_output": True, "text": True, "timeout": TIMEOUT_S, **options}
+    return subprocess.run([str(word) for word in command], check=False, **kept)
+
+
+def run_python(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run this interpreter to its end, as `run` does."""
+    return run(sys.executable, *arguments, **options)
+
+
+def output_of(*command: Any, **options: Any) -> str:
+    """What a program prints that ends well."""
+    done = run(*command, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
