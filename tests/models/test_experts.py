@@ -143,7 +143,7 @@ def test_a_gpu_unpacks_experts_one_stack_after_the_other(num_rows: int, kind: st
         ops.quantise_packed(drawn(*size).flatten(0, 1) / 16, some)
         plain.append(torch.empty(size, dtype=torch.bfloat16, device="cuda"))
         unpack(some, plain[-1].flatten(0, 1))
-    stacks = [ops.PackedMatrices(some, 32) for some in packed]
+    stacks = [ops.PackedExperts(some, 32) for some in packed]
     normed = drawn(num_rows, 256)
     routing = ops.route_rows(normed, drawn(32, 256), 4)
     wanted, given = torch.zeros_like(normed), torch.zeros_like(normed)
