@@ -11,9 +11,9 @@ import pytest
 
 from vllm.diffusion.config import Settings
 from vllm.diffusion.core.errors import ServerConfigError
-from vllm.diffusion.engine.messages import PausedStep, SliceTiming
 from vllm.diffusion.engine.scheduler.long_requests import Slicing
 from vllm.diffusion.engine.scheduler.request_state import RequestState
+from vllm.diffusion.engine.slices import PausedStep, SliceTiming
 from vllm.diffusion.memory import Demand
 
 STEP_S, SHORT_S = 1.0, 0.004  # what the planner predicts of a long step and of a short one

@@ -27,10 +27,10 @@ from tests.engine.harness import (
     step,
     tokens,
 )
-from vllm.diffusion.engine.messages import Slice
 from vllm.diffusion.engine.scheduler.long_requests import Pace, Slicing
+from vllm.diffusion.engine.slices import Slice
+from vllm.diffusion.engine.worker.reuse import ALL_ROWS
 from vllm.diffusion.engine.worker.sliced_step import SlicedStep
-from vllm.diffusion.engine.worker.window import ALL_ROWS
 from vllm.diffusion.memory import Admission, Demand, PoolExhaustedError, StepShape, rates
 from vllm.diffusion.memory.plan import Plan, StageSeconds
 

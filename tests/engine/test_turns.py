@@ -7,13 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm.diffusion.engine.scheduler.turns import (
-    NextForward,
-    StepLimits,
-    step_behind,
-    take_turns,
-    to_the_end,
-)
+from vllm.diffusion.engine.scheduler.turns import NextForward, StepLimits, take_turns, to_the_end
+from vllm.diffusion.engine.worker.run_ahead import step_behind
 
 BUDGET = 100
 rows = st.integers(1, 150)

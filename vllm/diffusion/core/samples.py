@@ -13,7 +13,7 @@ token ids are exact in float64:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 
@@ -72,68 +72,3 @@ class Samples(Generic[A]):
     @property
     def extras(self) -> A:
         return cast("A", self.table[3:])
-
-
-class Logprobs(NamedTuple):
-    """Log probabilities and ranks of R candidates. Ranks count from 1; ties share the best one.
-
-    Attributes:
-        token, token_rank: [R], of the proposed token.
-        greedy, greedy_rank: [R], of the argmax of the noise-free logits.
-        top_tokens: [k, R], the k most likely tokens, the likeliest first; or the named ones.
-        top: [k, R], their log probabilities.
-    """
-
-    token: torch.Tensor
-    token_rank: torch.Tensor
-    greedy: torch.Tensor
-    greedy_rank: torch.Tensor
-    top_tokens: torch.Tensor
-    top: torch.Tensor
-
-    @classmethod
-    def of(
-        cls,
-        distribution: torch.Tensor,
-        tokens: torch.Tensor,
-        greedy: torch.Tensor,
-        num_top: int,
-        named: torch.Tensor | None = None,
-    ) -> Logprobs:
-        """Look up candidates in log probabilities [R, V].
-
-        Args:
-            distribution: log probabilities of the rows.
-            tokens, greedy: [R] int64.
-            num_top: k.
-            named: [k] int64, tokens to look up in place of the most likely ones.
-        """
-        if named is None:
-            top, top_tokens = distribution.topk(num_top, dim=-1)
-        else:
-            top = distribution.index_select(1, named)
-            top_tokens = named.expand_as(top)
-        return cls(
-            *_value_and_rank(distribution, tokens),
-            *_value_and_rank(distribution, greedy),
-            top_tokens.T,
-            top.T,
-        )
-
-    def packed(self) -> torch.Tensor:
-        """Pack into [4 + 2 k, R] float64, the extras of `Samples`."""
-        return torch.cat([x.double().reshape(-1, self.token.numel()) for x in self])
-
-    @classmethod
-    def unpack(cls, rows: torch.Tensor, num_top: int) -> Logprobs:
-        """Invert `packed` with views of `rows`; rows beyond its own are ignored."""
-        token, token_rank, greedy, greedy_rank = rows[:4]
-        top_tokens, top = rows[4 : 4 + 2 * num_top].chunk(2) if num_top else (rows[:0], rows[:0])
-        return cls(token, token_rank, greedy, greedy_rank, top_tokens, top)
-
-
-def _value_and_rank(
-    distribution: torch.Tensor, tokens: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    values = distribution.gather(1, tokens[:, None])
-    return values[:, 0], (distribution > values).sum(dim=-1) + 1

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm.diffusion.decoding.base import Candidates, ForwardTarget, UntilFilledRule
+from vllm.diffusion.decoding.until_filled import UntilFilledRule
 
 if TYPE_CHECKING:
-    from vllm.diffusion.decoding.base import Array, Mask
+    from vllm.diffusion.decoding.base import Array, Candidates, ForwardTarget, Mask
     from vllm.diffusion.request.params import DiffusionParams
 
 ALPHA = 0.7  # weight of the credits

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm.diffusion.decoding.base import Candidates, UntilFilledRule, and_the_best
+from vllm.diffusion.decoding.until_filled import UntilFilledRule, and_the_best
 
 if TYPE_CHECKING:
-    from vllm.diffusion.decoding.base import Mask
+    from vllm.diffusion.decoding.base import Candidates, Mask
 
 
 class Hierarchy(UntilFilledRule):

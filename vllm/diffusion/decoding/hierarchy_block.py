@@ -7,8 +7,9 @@ A block begins with a token that the block before it predicts.
 from __future__ import annotations
 
 from vllm.diffusion.core.scoring import Scoring
-from vllm.diffusion.decoding.base import Array, Candidates, ForwardTarget, and_the_best
+from vllm.diffusion.decoding.base import Array, Candidates, ForwardTarget
 from vllm.diffusion.decoding.block_grid import GridRule
+from vllm.diffusion.decoding.until_filled import and_the_best
 
 
 class HierarchyBlock(GridRule):

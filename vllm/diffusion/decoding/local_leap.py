@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm.diffusion.decoding.base import Candidates, ForwardTarget, UntilFilledRule, and_the_best
+from vllm.diffusion.decoding.base import Candidates, ForwardTarget
+from vllm.diffusion.decoding.until_filled import UntilFilledRule, and_the_best
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array, Mask

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm.diffusion.decoding.base import Candidates, ForwardTarget, and_the_best
+from vllm.diffusion.decoding.base import Candidates, ForwardTarget
 from vllm.diffusion.decoding.pipelined import PipelinedRule
+from vllm.diffusion.decoding.until_filled import and_the_best
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,12 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm.diffusion.core.scoring import Scoring
-from vllm.diffusion.decoding.base import (
-    Candidates,
-    UntilFilledRule,
-    and_the_best,
-    most_certain_first,
-)
+from vllm.diffusion.decoding.base import Candidates, most_certain_first
+from vllm.diffusion.decoding.until_filled import UntilFilledRule, and_the_best
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array, Mask

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from vllm.diffusion import ops
+from vllm.diffusion.core.logprobs import Logprobs
 from vllm.diffusion.core.random_streams import GUIDED, TOKEN
-from vllm.diffusion.core.samples import Logprobs, Samples
+from vllm.diffusion.core.samples import Samples
 from vllm.diffusion.guided.open_window import OPEN, CandidateRows, choose, num_uniform, read
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from torch import nn
 from vllm.diffusion import ops
 from vllm.diffusion.core import stages
 from vllm.diffusion.core.buffers import FreshBuffers
-from vllm.diffusion.core.spans import AttentionLayout, KeySource, Span
 from vllm.diffusion.layers.attention_backends import (
     available_backends,
     can_be_captured,
@@ -33,9 +32,11 @@ from vllm.diffusion.models.modules import AttentionWeights, DenseMLP
 from vllm.diffusion.models.weights import (
     Destination,
     checkpoint_name,
+    destinations_of,
     load_checkpoint,
     module_names,
 )
+from vllm.diffusion.models.whole_forward import run_whole
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -273,7 +274,7 @@ class DiffusionModel(nn.Module, SupportsQuant):
             CheckpointError: naming the tensors that are missing or not part of the model.
         """
         head = self.architecture.module_names.get("lm_head", "lm_head")
-        destinations = self._destinations()
+        destinations = destinations_of(self)
         weights = widened(weights)
         if self.architecture.expert_layers:
             weights = unstacked(weights, self.config)
@@ -281,21 +282,6 @@ class DiffusionModel(nn.Module, SupportsQuant):
             return load_checkpoint(self, weights, destinations)
         del destinations[head]
         return load_checkpoint(self, weights, destinations, ignored={head})
-
-    def _destinations(self) -> dict[str, Destination]:
-        """Return the destination of each module of a checkpoint, by its names."""
-        names, width = self.architecture.module_names, (self.hidden_size,)
-        vocabulary = (self.vocab_size, self.hidden_size)
-        shapes = {"model.embed_tokens": vocabulary, "model.norm": width, "lm_head": vocabulary}
-        destinations = {
-            names.get(name, name): Destination(name, shape) for name, shape in shapes.items()
-        }
-        for index, layer in enumerate(self.layers):
-            ours, theirs = f"model.layers.{index}", self.architecture.layer_names[index]
-            for path, destination in layer.destinations(ours).items():
-                name = path.removeprefix(f"{ours}.")
-                destinations[f"{theirs}.{names.get(name, name)}"] = destination
-        return destinations
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Return the embeddings [T, D] of ids [T], in a new tensor."""
@@ -325,16 +311,4 @@ class DiffusionModel(nn.Module, SupportsQuant):
             x = self.embed_input_ids(input_ids)
         else:
             raise ValueError("input_ids: wanted token ids, or inputs_embeds; given neither")
-        num_rows, buffers = x.shape[0], FreshBuffers(x.device)
-        rotary = self.rotary(positions)
-        product = x.new_empty(num_rows, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim)
-        visibility = self.family.visibility.with_blocks_of(self.config.block_length)
-        span = Span(0, num_rows, 0, num_rows, visibility.block_length)
-        layout = AttentionLayout.of([span], x.device)
-        for layer in self.layers:
-            layer.attention.keys_values(x, rotary, product, buffers)
-            q, k, v = layer.attention.split(product)
-            sources = [KeySource(k, v, layout)]
-            layer.attention.attend(x, rotary, sources, q, buffers)
-            layer.mlp_stage.feed_forward(x, buffers)
-        return self.final_norm(x)
+        return self.final_norm(run_whole(self, x, positions))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.models.config import Architecture
 
 
@@ -73,6 +74,22 @@ def checkpoint_name(architecture: Architecture, path: str) -> str:
         return names.get(path, path)
     layer, name = architecture.layer_names[int(within[1])], within[2]
     return f"{layer}.{names.get(name, name)}"
+
+
+def destinations_of(model: DiffusionModel) -> dict[str, Destination]:
+    """Return the destination of each module of a checkpoint, by its names."""
+    names, width = model.architecture.module_names, (model.hidden_size,)
+    vocabulary = (model.vocab_size, model.hidden_size)
+    shapes = {"model.embed_tokens": vocabulary, "model.norm": width, "lm_head": vocabulary}
+    destinations = {
+        names.get(name, name): Destination(name, shape) for name, shape in shapes.items()
+    }
+    for index, layer in enumerate(model.layers):
+        ours, theirs = f"model.layers.{index}", model.architecture.layer_names[index]
+        for path, destination in layer.destinations(ours).items():
+            name = path.removeprefix(f"{ours}.")
+            destinations[f"{theirs}.{names.get(name, name)}"] = destination
+    return destinations
 
 
 def load_checkpoint(

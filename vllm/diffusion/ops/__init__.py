@@ -29,11 +29,11 @@ from vllm.diffusion.ops.projection import (
     Matrix,
     PlainProjection,
     Projection,
-    QuantisedProjection,
     Use,
     Workspace,
     embed_rows,
 )
+from vllm.diffusion.ops.quantised_projection import QuantisedProjection
 from vllm.diffusion.ops.sampling import (
     candidates,
     gather_columns,

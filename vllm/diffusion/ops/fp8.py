@@ -21,7 +21,7 @@ from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.core.quantisation import Fp8Scheme
 from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter, wide_rows
-from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace, most_stored_rows
+from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm_add_llada.cuda_kernels.fused_ops import (
     FP8,
@@ -153,7 +153,7 @@ class Fp8Projection(Projection):
     @classmethod
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
         if use is Use.GATED:
-            most_rows = most_stored_rows(matrix, partial(dispatch.fp8_tiling, gated=True))
+            most_rows = dispatch.most_stored_rows(matrix, partial(dispatch.fp8_tiling, gated=True))
             gate_up = stages.gate_up(matrix.dtype, matrix.columns)
             product = stages.gate_up(matrix.dtype, matrix.columns // 2)  # before it becomes fp8
             return Workspace((gate_up,), most_rows, (product,))

@@ -19,7 +19,8 @@ from vllm.diffusion.ops.packed_checkpoints import (
     OrderedProjection,
     PackedCheckpointMethod,
 )
-from vllm.diffusion.ops.projection import PlainProjection, Projection, QuantisedProjection
+from vllm.diffusion.ops.projection import PlainProjection, Projection
+from vllm.diffusion.ops.quantised_projection import QuantisedProjection
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import QuantizationMethods
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig

@@ -20,7 +20,7 @@ from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.core.quantisation import PackedScheme
 from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter, wide_rows
-from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace, most_stored_rows
+from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm_add_llada.cuda_kernels.fused_ops import (
     Epilogue,
@@ -210,7 +210,7 @@ class PackedProjection(Projection):
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
         if use is Use.GATED:
             gate_up = stages.gate_up(matrix.dtype, matrix.columns)
-            return Workspace((gate_up,), most_stored_rows(matrix, dispatch.gated_tiling))
+            return Workspace((gate_up,), dispatch.most_stored_rows(matrix, dispatch.gated_tiling))
         if use is Use.PROJECT or (matrix.device.type == "cuda" and not matrix.is_summed):
             return Workspace()
         return Workspace((stages.projected(matrix.dtype, matrix.columns),))

@@ -32,7 +32,6 @@ from vllm_add_llada.cuda_kernels.fused_ops import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import TypeAlias
 
     from torch import Tensor
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 
 ALL = slice(None)
 _AT_REST = True  # no kernel of a step writes a weight, so it may be read before the one before ends
-_SCANNED_ROWS = 16_384
 
 
 class Use(Enum):
@@ -227,7 +225,8 @@ class PlainProjection(Projection):
         if use is Use.GATED:
             gate_up = stages.gate_up(matrix.dtype, matrix.columns)
             return Workspace(
-                (gate_up,), most_stored_rows(matrix, partial(dispatch.linear_tiling, gated=True))
+                (gate_up,),
+                dispatch.most_stored_rows(matrix, partial(dispatch.linear_tiling, gated=True)),
             )
         adds_in_place = matrix.device.type == "cuda" and not matrix.has_bias
         if use is Use.PROJECT or (adds_in_place and not matrix.is_summed):
@@ -279,49 +278,6 @@ class PlainProjection(Projection):
             x.addmm_(h, weight.t())
 
 
-class QuantisedProjection(Projection):
-    """Projection by one of upstream's quantisation methods, which compute all columns."""
-
-    can_slice = False
-
-    def __init__(self, layer: ParallelLayer) -> None:
-        super().__init__(layer)
-        self._layer = layer
-
-    @classmethod
-    def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
-        product = _returned(matrix.dtype, matrix.columns)
-        if use is Use.ADD_TO and matrix.is_summed:
-            return Workspace((product, stages.projected(matrix.dtype, matrix.columns)))
-        return Workspace((product,))
-
-    def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
-        out.copy_(self._product(x, scratch)[:, columns])
-
-    def gated(self, x: Tensor, out: Tensor, scratch: Buffers) -> None:
-        silu_mul(self._product(x, scratch), out=out)
-
-    def multiply(self, h: Tensor, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
-        out.copy_(self._product(h, scratch))
-
-    def add_to(self, x: Tensor, h: Tensor, scratch: Buffers, features: slice = ALL) -> None:
-        if self._is_summed:
-            super().add_to(x, h, scratch, features)
-        else:
-            x.add_(self._product(h, scratch))
-
-    def _product(self, h: Tensor, scratch: Buffers) -> Tensor:
-        num_columns = self._layer.output_size_per_partition
-        _returned(h.dtype, num_columns).expect(scratch, len(h))
-        product: Tensor = self._layer.quant_method.apply(self._layer, h, self._bias)
-        return product
-
-
-def _returned(dtype: torch.dtype, num_columns: int) -> Buffer:
-    """Product of a method of upstream's."""
-    return Buffer("quantised product", (num_columns,), dtype, is_temporary=True)
-
-
 def _rows_of(h: Any, rows: slice) -> Any:
     """Return some rows of a projection's input."""
     if not isinstance(h, QuantisedRows):
@@ -359,24 +315,3 @@ def embed_rows(table: VocabParallelEmbedding, ids: Tensor, out: Tensor) -> Tenso
 
     collectives.tensor_parallel().add_sum(out, write, FreshBuffers(out.device))
     return out
-
-
-def most_stored_rows(matrix: Matrix, tiling_of: Callable[..., Tiling | None]) -> int | None:
-    """Rows beyond which one kernel always serves `gated`; None where that is not known.
-
-    It serves where its tiles fill the card, as those of many rows do. This is looked up row by row
-    as far as partly filled tiles may still matter.
-
-    Args:
-        matrix: matrix of gate and up.
-        tiling_of: function of that kernel's tiling, such as `dispatch.gated_tiling`.
-    """
-    is_served = matrix.dtype == torch.bfloat16 and not matrix.has_bias
-    if not is_served or matrix.device.type != "cuda" or matrix.device.index is None:
-        return None
-    multiprocessors = dispatch.multiprocessors(matrix.device)
-    for rows in range(_SCANNED_ROWS, 0, -1):
-        shape = (rows, matrix.columns, matrix.depth)
-        if tiling_of(*shape, multiprocessors=multiprocessors) is None:
-            return rows if rows <= _SCANNED_ROWS // 2 else None
-    return 0

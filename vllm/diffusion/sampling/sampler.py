@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.core.samples import Logprobs, Samples
+from vllm.diffusion.core.logprobs import Logprobs
+from vllm.diffusion.core.samples import Samples
 from vllm.diffusion.guided.joint import read_all
 from vllm.diffusion.sampling.fused import LaunchKey, launch_key, sample_fused, sample_in_head
 from vllm.diffusion.sampling.plain import sample_plain

@@ -6,12 +6,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm.diffusion.engine.scheduler.request_state import AdmissionGate
+from vllm.diffusion.engine.scheduler.gates import AdmissionGate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm.diffusion.engine.scheduler.request_state import RequestState, WaitsFor
+    from vllm.diffusion.engine.scheduler.gates import WaitsFor
+    from vllm.diffusion.engine.scheduler.request_state import RequestState
 
 LONGEST_WAIT_S = 0.05  # from a call's first request on; then the others start without the missing
 

@@ -16,16 +16,17 @@ import math
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from vllm.diffusion.engine.messages import PausedStep, Slice
 from vllm.diffusion.engine.scheduler.turns import take_turns
+from vllm.diffusion.engine.slices import PausedStep, Slice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from vllm.diffusion.config import Settings
-    from vllm.diffusion.engine.messages import DiffusionRunnerOutput, SliceTiming
+    from vllm.diffusion.engine.messages import DiffusionRunnerOutput
     from vllm.diffusion.engine.scheduler.request_state import RequestState
+    from vllm.diffusion.engine.slices import SliceTiming
     from vllm.diffusion.memory import Admission
 
 

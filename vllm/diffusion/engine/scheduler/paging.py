@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.engine.messages import NewPages
-from vllm.diffusion.engine.scheduler.request_state import AdmissionGate
+from vllm.diffusion.engine.scheduler.gates import AdmissionGate
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.request import RequestStatus

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from vllm.config import VllmConfig
-    from vllm.diffusion.engine.messages import Slice
+    from vllm.diffusion.engine.slices import Slice
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request

@@ -36,11 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from vllm.diffusion.decoding import BatchedCommit, Candidates
-    from vllm.diffusion.engine.messages import (
-        NewCanvas,
-        NewPages,
-        Slice,
-    )
+    from vllm.diffusion.engine.messages import NewCanvas, NewPages
+    from vllm.diffusion.engine.slices import Slice
     from vllm.diffusion.engine.worker.batch import Packing, StepBatch
     from vllm.diffusion.engine.worker.forward import BodyOutputs, Chunked
     from vllm.diffusion.memory import ActivationPool, GraphMemory, Plan, Planner

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.engine.messages import PausedStep, SliceTiming
+from vllm.diffusion.engine.slices import PausedStep, SliceTiming
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.engine.worker.step_memory import Step
 from vllm.diffusion.memory import HostBuffers
@@ -25,7 +25,7 @@ from vllm.diffusion.memory import HostBuffers
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm.diffusion.engine.messages import Slice
+    from vllm.diffusion.engine.slices import Slice
     from vllm.diffusion.engine.worker.batch import StepBatch
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.forward import Chunked

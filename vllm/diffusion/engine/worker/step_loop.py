@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 
 from vllm.diffusion.engine.messages import DiffusionRunnerOutput, StepResult
-from vllm.diffusion.engine.scheduler.turns import by_priority, step_behind, to_the_end
+from vllm.diffusion.engine.scheduler.turns import to_the_end
 from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY
-from vllm.diffusion.engine.worker.window import ALL_ROWS
+from vllm.diffusion.engine.worker.reuse import ALL_ROWS
+from vllm.diffusion.engine.worker.run_ahead import next_behind
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from vllm.diffusion.engine.messages import DiffusionSchedulerOutput, NewCanvas, Slice
+    from vllm.diffusion.engine.messages import DiffusionSchedulerOutput, NewCanvas
     from vllm.diffusion.engine.scheduler.turns import StepLimits
+    from vllm.diffusion.engine.slices import Slice
     from vllm.diffusion.engine.worker.agreement import Agreement
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner, Outcomes
     from vllm.diffusion.engine.worker.step_memory import Step
@@ -198,22 +200,12 @@ class StepLoop:
         return failure
 
     def _launch_behind(self, apart: Collection[str]) -> None:
-        """Launch the step that follows those under way, if that can be done without waiting.
-
-        A step in chunks launches more kernels than a GPU's queue holds, so launching would wait for
-        it.
-        """
+        """Launch the step that follows those under way, if that can be done without waiting."""
         under_way = {req_id for launched in self._under_way for req_id in launched.req_ids}
         if len(self._under_way) == MOST_UNDER_WAY or under_way.issuperset(self._runner.canvases):
             return
-        canvases = by_priority(self._runner.canvases, lambda canvas: canvas.params.priority or 0)
-        asked = {
-            req_id: canvas.next_size
-            for req_id, canvas in canvases.items()
-            if req_id not in apart and not canvas.is_complete
-        }
-        taken = step_behind(under_way, asked, self._runner.planner.row_budget, self.limits)
-        if taken and self._runner.runs_whole(sum(taken.values())):
+        taken = next_behind(self._runner, under_way, apart, self.limits)
+        if taken:
             self._under_way.append(self._launch(taken))
 
     def _launch(self, rows: Mapping[str, int]) -> LaunchResult:

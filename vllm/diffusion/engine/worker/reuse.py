@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reuse of keys and values: which positions a forward computes, by what is kept between forwards.
+
+Without a cache everything is computed anew; approximate and frozen caches keep all positions, exact
+ones those that are final.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from vllm.diffusion.core import envs
+from vllm.diffusion.request.visibility import BlockCausal, Forward
+
+if TYPE_CHECKING:
+    from vllm.diffusion.request.params import DiffusionParams
+    from vllm.diffusion.request.visibility import Visibility
+
+ALL_ROWS = sys.maxsize
+
+
+class Windows(ABC):
+    """Decides what the forwards of one request compute.
+
+    Attributes:
+        kept: positions from 0 whose keys and values are kept.
+        unit: granularity, in rows, at which a forward can be cut; None if it cannot be cut.
+    """
+
+    kept: int = 0
+    unit: int | None = None
+
+    @abstractmethod
+    def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:
+        """Return the next forward, where the rule works on positions `rows`.
+
+        It serves the rule only if it reaches the end of these. Otherwise it computes keys and
+        values that the rule's forward will read, and another one follows.
+
+        Args:
+            rows: first position and last + 1.
+            room: rows that it may have, at least a unit; ignored where it cannot be cut.
+        """
+
+    @property
+    def least_committed(self) -> int:
+        """`computed` has no effect below this number of committed positions.
+
+        Callers may skip it.
+        """
+        return ALL_ROWS
+
+    def computed(self, forward: Forward, committed: int) -> None:  # noqa: B027 (most keep nothing)
+        """Take in that a forward is over.
+
+        Args:
+            forward: the forward, as returned by `next`.
+            committed: positions from 0 whose tokens in it never change again.
+        """
+
+
+class Whole(Windows):
+    """Windows without a cache: everything that the rule's rows see is computed anew.
+
+    Args:
+        visibility: which positions attend to which.
+        length: positions of the sequence.
+    """
+
+    def __init__(self, visibility: Visibility, length: int) -> None:
+        self._sees_all = visibility.block_length == 0
+        self._length = length
+
+    def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:
+        return Forward(range(self._length if self._sees_all else rows[1]))
+
+
+class Approximate(Windows):
+    """Windows with keys and values of all positions kept; those outside the rows may be outdated.
+
+    Args:
+        length: positions of the sequence.
+        logit_shift: rows before a position that predict its token.
+    """
+
+    def __init__(self, length: int, logit_shift: int) -> None:
+        self.kept = length
+        self._shift = logit_shift
+
+    def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:
+        return Forward(range(max(rows[0] - self._shift, 0), rows[1]), self.kept)
+
+
+class Frozen(Windows):
+    """Windows with the prompt's keys and values kept from the first forward that saw all of it.
+
+    That is the first forward, unless the prompt has masks to fill. From then on a forward computes
+    the canvas, and the row before it where that predicts its first token.
+
+    Args:
+        prompt_length: positions before the canvas.
+        length: positions of prompt and canvas.
+        logit_shift: rows before a position that predict its token.
+    """
+
+    def __init__(self, prompt_length: int, length: int, logit_shift: int) -> None:
+        self.kept = length
+        self._prompt_length = prompt_length
+        self._canvas_start = max(prompt_length - logit_shift, 0)
+        self._start = 0  # of the next forward
+
+    def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:
+        return Forward(range(self._start, self.kept), self.kept)
+
+    @property
+    def least_committed(self) -> int:
+        return self._prompt_length
+
+    def computed(self, forward: Forward, committed: int) -> None:
+        if committed >= self._prompt_length:
+            self._start = self._canvas_start
+
+
+class Exact(Windows):
+    """Windows with keys and values of whole blocks kept once they are final.
+
+    A forward starts where these end. So the prompt, a block that has just been finished and what a
+    request lost when its pages were taken away are all computed in the same way: together with the
+    rule's rows, or in parts of whole blocks before them.
+
+    Args:
+        visibility: blocks of the request.
+        fuses: a finished block may be computed together with the next one.
+    """
+
+    def __init__(self, visibility: BlockCausal, *, fuses: bool) -> None:
+        self._visibility = visibility
+        self.unit = visibility.block_length
+        self._fuses = fuses
+
+    @property
+    def least_committed(self) -> int:
+        return self.kept + self._visibility.block_length
+
+    def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:
+        (start, end), kept = rows, self.kept
+        if kept < start and not self._fuses:
+            end = start
+        if end - kept > room:
+            end = kept + room - room % self._visibility.block_length
+        return Forward(range(kept, end), kept)
+
+    def computed(self, forward: Forward, committed: int) -> None:
+        ended = Forward(forward.window, forward.kept, committed)
+        self.kept = max(self.kept, self._visibility.final(ended).stop)
+
+
+def windows_of(
+    params: DiffusionParams, visibility: Visibility, prompt_length: int, length: int
+) -> Windows:
+    """Return the windows of a request of `length` positions, the first of which are its prompt.
+
+    Raises:
+        ValueError: exact keys and values of a family whose keys are never final.
+    """
+    if params.cache == "none":
+        return Whole(visibility, length)
+    if params.cache == "frozen":
+        return Frozen(prompt_length, length, params.logit_shift)
+    if params.cache != "exact":
+        return Approximate(length, params.logit_shift)
+    if not isinstance(visibility, BlockCausal):
+        raise ValueError(f"cache: given exact; wanted a block-causal family, not {visibility}")
+    return Exact(visibility, fuses=envs.fuses_commits())
