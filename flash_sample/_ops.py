@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import philox, reference
 from .philox import TOKEN_NOISE
-from .rows import MAX_COLUMNS, RECORD_FIELDS, Rows, Sampled, Score
+from .rows import MAX_COLUMNS, RECORD_FIELDS, Filters, Rows, Sampled, Score
 
 _native: ModuleType | None
 try:
@@ -45,8 +45,8 @@ def candidates(logits: Tensor, rows: Rows, score: Score = "confidence") -> Sampl
     One pass over the logits, for rows of any number of requests; on CUDA the compiled kernel where
     it is built (fp32 sums; the bits of a row do not depend on the rows beside it), else the
     reference. A token with noise is ``argmax(logit - temperature * log(-log U))`` in fp64 (Gumbel,
-    1954), with U of `flash_sample.philox`: it depends on the row's logits, temperature, seed,
-    step and position alone.
+    1954), with U of `flash_sample.philox`: it depends on the row's logits, temperature, filters,
+    seed, step and position alone. Rows with filters are read a few times.
 
     Args:
         logits: [R, V] bf16, fp16 or fp32 (fp64: reference). Rows may be strided; columns are
@@ -60,6 +60,27 @@ def candidates(logits: Tensor, rows: Rows, score: Score = "confidence") -> Sampl
             GPU are not checked.
     """
     return _candidates("candidates", logits, rows, score)
+
+
+def kept_columns(logits: Tensor, temperature: float | Tensor, filters: Filters) -> Tensor:
+    """Find the columns that filters keep, in PyTorch.
+
+    Args:
+        logits: [R, V] as for `candidates`; bf16 and fp16 are compared in fp32.
+        temperature: >= 0, float or floating [R]; at 0 the distribution is that of temperature 1.
+        filters: What to cut off.
+
+    Returns:
+        bool [R, V].
+
+    Raises:
+        ValueError: An argument is not as above.
+    """
+    name = "kept_columns"
+    _check_logits(name, logits)
+    rows = Rows(temperature=temperature, filters=filters)
+    _check_parameters(name, rows, len(logits), logits.device)
+    return reference.kept_columns(reference.computed(logits), temperature, filters)
 
 
 def low_confidence(logits: Tensor, *, excluded: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
@@ -189,6 +210,8 @@ def partial(
     _check_logits(name, logits)
     if first_column < 0:
         raise ValueError(f"{name}: first_column must be >= 0, got {first_column}")
+    if rows.filters is not None:
+        raise ValueError(f"{name}: filters must be None: they need whole rows")
     _check_parameters(name, rows, len(logits), logits.device)
     if out is None:
         out = torch.empty(len(logits), RECORD_FIELDS, dtype=torch.float64, device=logits.device)
@@ -472,12 +495,16 @@ def _check_parameters(name: str, rows: Rows, num_rows: int, device: torch.device
     _check_integers(name, "excluded", rows.excluded, torch.int32, num_rows, device)
     if rows.positions is not None:
         _check_integers(name, "positions", rows.positions, torch.int64, num_rows, device)
+    if rows.filters is not None:
+        _check_real(name, "min_p", rows.filters.min_p, num_rows, device)
+        _check_integers(name, "top_k", rows.filters.top_k, torch.int64, num_rows, device)
+        _check_real(name, "top_p", rows.filters.top_p, num_rows, device)
 
 
 def _check_real(
     name: str, argument: str, value: float | Tensor, num_rows: int, device: torch.device
 ) -> None:
-    """Check that temperatures are >= 0 and epsilons > 0."""
+    """Check that epsilons are > 0, and others >= 0."""
     wanted = ">" if argument == "epsilon" else ">="
     least: float = 0.0
     if not isinstance(value, Tensor):

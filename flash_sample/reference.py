@@ -34,6 +34,7 @@ from .rows import (
     TOKEN,
     TOKEN_LOGIT,
     WEIGHTED,
+    Filters,
     Rows,
     Sampled,
     Score,
@@ -55,10 +56,17 @@ def candidates(logits: Tensor, rows: Rows, score: Score) -> Sampled:
     Without noise and special columns, the confidence is bit for bit ``softmax(logits.float())``
     gathered at ``argmax(logits)``, as the LLaDA reference generate loop takes it.
     """
-    values = _masked(_computed(logits), rows.columns, rows.forbidden, 0)
-    greedy = values.argmax(dim=-1)
-    token = _noised_best(values, rows, 0).column if rows.has_noise else greedy
+    values = _masked(computed(logits), rows.columns, rows.forbidden, 0)
+    greedy = token = values.argmax(dim=-1)
+    removed = None
+    if rows.filters is not None:
+        removed = ~kept_columns(values, rows.temperature, rows.filters)
+    if rows.has_noise:
+        drawn = values if removed is None else values.masked_fill(removed, -torch.inf)
+        token = _noised_best(drawn, rows, 0).column
     kept = _masked(values, rows.columns, rows.excluded, 0)
+    if removed is not None and rows.filters is not None and rows.filters.are_scored:
+        kept = kept.masked_fill(removed, -torch.inf)
     is_empty = kept.amax(dim=-1) == -torch.inf
     if rows.is_tempered:
         kept = _tempered(kept, kept.amax(dim=-1), rows)
@@ -72,6 +80,46 @@ def candidates(logits: Tensor, rows: Rows, score: Score) -> Sampled:
     else:
         found = probabilities.gather(-1, token[:, None]).squeeze(-1).masked_fill(is_empty, 0.0)
     return Sampled(token, found, greedy)
+
+
+def computed(logits: Tensor) -> Tensor:
+    """Convert logits to the dtype of the arithmetic."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def kept_columns(values: Tensor, temperature: float | Tensor, filters: Filters) -> Tensor:
+    """Find the columns that filters keep, bool [R, V].
+
+    Args:
+        values: [R, V] logits, fp32 or fp64.
+        temperature: Float, or [R]; at 0 the distribution is that of temperature 1.
+        filters: What to cut off.
+    """
+    best = values.amax(dim=-1, keepdim=True)
+    distance = best.masked_fill(best == -torch.inf, 0.0) - values
+    scale = torch.as_tensor(temperature, dtype=torch.float64, device=values.device)
+    scale = torch.where(scale > 0, scale, 1.0).reshape(-1, 1)
+    # From the best column on: its distance, and the weight before and up to each column.
+    ordered = distance.sort(dim=-1).values
+    weights = (-ordered.double() / scale).exp()
+    sums = weights.cumsum(dim=-1)
+    before = sums - weights
+    min_p = _column(filters.min_p, values.device)
+    stays = ordered.double() <= -min_p.log() * scale
+    top_k = _column(filters.top_k, values.device)
+    ranks = torch.arange(values.shape[1], device=values.device)
+    least = ordered.gather(
+        1, (top_k.long() - 1).clamp(0, values.shape[1] - 1).expand(len(values), 1)
+    )
+    within_k = (ordered <= least) | (top_k <= 0)
+    summed = stays if filters.is_top_p_first else stays & within_k
+    total = sums.gather(1, (summed.sum(dim=-1, keepdim=True) - 1).clamp(min=0))
+    top_p = _column(filters.top_p, values.device)
+    limit = top_p * total
+    within_p = (before <= limit if filters.keeps_equal else before < limit) | (top_p >= 1)
+    stays = (stays & within_k & within_p) | (ranks == 0)
+    reach = ordered.gather(1, stays.sum(dim=-1, keepdim=True) - 1)
+    return distance <= reach
 
 
 def gumbel_best(
@@ -109,7 +157,7 @@ def gumbel_best(
 
 def partial(logits: Tensor, rows: Rows, score: Score, *, first_column: int = 0) -> Tensor:
     """Reduce a slice of the columns to a record, float64 [R, 8]; see `flash_sample.partial`."""
-    values = _masked(_computed(logits), rows.columns, rows.forbidden, first_column)
+    values = _masked(computed(logits), rows.columns, rows.forbidden, first_column)
     column = values.argmax(dim=-1)
     maximum = values.gather(-1, column[:, None]).squeeze(-1)
     shifted = _tempered(_masked(values, rows.columns, rows.excluded, first_column), maximum, rows)
@@ -199,7 +247,7 @@ def entropy_share(logits: Tensor, whole: Tensor, rows: Rows, *, first_column: in
         rows: Parameters with which the records were made.
         first_column: Column of the whole vocabulary that ``logits`` starts with.
     """
-    values = _masked(_computed(logits), rows.columns, rows.forbidden, first_column)
+    values = _masked(computed(logits), rows.columns, rows.forbidden, first_column)
     kept = _masked(values, rows.columns, rows.excluded, first_column)
     maximum, total = (whole[:, field].to(values.dtype) for field in (MAXIMUM, SUM_EXP))
     probabilities = _tempered(kept, maximum, rows).exp() / total[:, None]
@@ -240,9 +288,9 @@ def _entropy(probabilities: Tensor, epsilon: float | Tensor) -> Tensor:
     return -(probabilities * torch.log(probabilities + epsilon)).sum(dim=-1)
 
 
-def _computed(logits: Tensor) -> Tensor:
-    """Convert logits to the dtype of the arithmetic."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+def _column(value: float | Tensor, device: torch.device) -> Tensor:
+    """Convert one number, or [R], to float64 [1, 1] or [R, 1]."""
+    return torch.as_tensor(value, dtype=torch.float64, device=device).reshape(-1, 1)
 
 
 def _bit(mask: int | Tensor, index: int, device: torch.device) -> Tensor:

@@ -26,6 +26,33 @@ RECORD_FIELDS = 8
 
 
 @dataclass(frozen=True)
+class Filters:
+    """What is cut off each row's distribution at its temperature before its token is drawn.
+
+    A column is kept by how far its logit lies below the largest one: of columns at one distance, a
+    difference in the dtype of the arithmetic, all stay or none. The best column always stays.
+    Numbers may be tensors of one value a row, as in `Rows`.
+
+    Attributes:
+        min_p: floating [R]; keeps what has at least this share of the best column's probability.
+            0 keeps all. It comes first.
+        top_k: int64 [R]; keeps what is at least as likely as the k-th. 0 keeps all.
+        top_p: floating [R]; keeps what has more likely columns of a smaller sum than this. 1 keeps
+            all.
+        is_top_p_first: whether sums are of the distribution before top_k; else of what it leaves.
+        keeps_equal: whether columns whose more likely ones sum to just top_p stay.
+        are_scored: whether scores are those of what is left; else those of the whole row.
+    """
+
+    min_p: float | Tensor = 0.0
+    top_k: int | Tensor = 0
+    top_p: float | Tensor = 1.0
+    is_top_p_first: bool = False
+    keeps_equal: bool = False
+    are_scored: bool = False
+
+
+@dataclass(frozen=True)
 class Rows:
     """Parameters of rows of logits; those that may be tensors then have one value a row, [R].
 
@@ -45,6 +72,7 @@ class Rows:
         forbidden: int32 [R]; bit i set: ``columns[i]`` reads as -inf.
         excluded: int32 [R]; bit i set: the probability of ``columns[i]`` is 0 (the rest is
             normalised without it), though it may still be the token.
+        filters: what is cut off before the draw; None: nothing. Only `candidates` filters.
     """
 
     temperature: float | Tensor = 0.0
@@ -57,6 +85,7 @@ class Rows:
     columns: tuple[int, ...] = ()
     forbidden: int | Tensor = 0
     excluded: int | Tensor = 0
+    filters: Filters | None = None
 
     @property
     def has_noise(self) -> bool:

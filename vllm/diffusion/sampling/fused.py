@@ -7,6 +7,7 @@ All rows of a launch have one `LaunchKey` in common: the settings that a launch 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.sampling.row_group import RowGroup
 
+_FILTER_VALUES: dict[str, type[np.generic]] = {
+    "min_p": np.float64,
+    "top_k": np.int64,
+    "top_p": np.float64,
+}
 _SCORES: dict[str, ops.Score] = {
     "confidence": "confidence",
     "negative_entropy": "entropy",
@@ -38,6 +44,7 @@ class LaunchKey(NamedTuple):
         is_tempered: scores are taken at the temperature.
         has_greedy: whether the argmax of the noise-free logits is wanted.
         dtype: dtype of the scores.
+        filters: kind of the filters, without their numbers; None for none.
     """
 
     score: ops.Score
@@ -46,27 +53,27 @@ class LaunchKey(NamedTuple):
     is_tempered: bool
     has_greedy: bool
     dtype: torch.dtype
+    filters: ops.Filters | None
 
 
 def launch_key(group: RowGroup, logits: torch.Tensor) -> LaunchKey | None:
     """Return the key of a group's launch; None where the group needs more than a launch does.
 
-    More is: float64, scores that each operation rounds to a narrow dtype, or top-p and top-k.
-    Dream's draw on CPU stays as its reference rounds it, where probabilities that are equal in fp32
-    compete.
+    More is: float64, or scores that each operation rounds to a narrow dtype. Dream's draw
+    on CPU stays as its reference rounds it, where probabilities that are equal in fp32 compete.
     """
     scoring = group.scoring
     dtype = group.confidence_dtype(logits)
     is_categorical = scoring.is_categorical
     if dtype == torch.float64:
         return None
-    if is_categorical and (group.filters or not logits.is_cuda):
+    if is_categorical and not logits.is_cuda:
         return None
     # One rounding of the probability at the end is what PyTorch's softmax does, too.
     is_rounded_once = logits.is_cuda and scoring.score == "confidence" and not is_categorical
     if dtype != torch.float32 and not is_rounded_once:
         return None
-    score = _SCORES[scoring.score]
+    score, filters = _SCORES[scoring.score], group.filters
     return LaunchKey(
         score=score,
         epsilon=scoring.epsilon if score == "entropy" else 1.0,
@@ -74,6 +81,7 @@ def launch_key(group: RowGroup, logits: torch.Tensor) -> LaunchKey | None:
         is_tempered=is_categorical,
         has_greedy=scoring.greedy,
         dtype=dtype,
+        filters=None if filters is None else replace(filters, min_p=0.0, top_k=0, top_p=1.0),
     )
 
 
@@ -116,12 +124,12 @@ def sample_in_head(
     if not groups or not ops.samples_in_head(normed, matrix):
         return None
     key = launch_key(groups[0], normed)
-    if key is None or key.score != "confidence":
+    if key is None or key.score != "confidence" or key.filters is not None:
         return None
     end = 0
     for group in groups:
         is_plain = group.unconditional_rows is None and not group.has_extras
-        is_plain &= not group.joints
+        is_plain &= not group.joints and group.edits is None
         follows, end = group.rows.start == end, group.rows.stop
         is_noisy = group.params.temperature > 0
         if not is_plain or not follows or is_noisy or launch_key(group, normed) != key:
@@ -166,11 +174,15 @@ def _parameters(
             "forbidden": ([_bits(tokens, columns) for tokens in forbidden], np.int32),
             "excluded": ([_bits(tokens, columns) for tokens in excluded], np.int32),
             "is_random": (is_random, np.bool_),
+            **_filter_values(groups, key),
         },
         [g.positions.numel() for g in groups],
         device,
     )
     choice: bool | torch.Tensor = found.pop("is_random")
+    filters = key.filters
+    if filters is not None:
+        filters = replace(filters, **{name: found.pop(name) for name in _FILTER_VALUES})
     positions = None
     if any(needs_seed):
         positions = torch.cat([g.positions for g in groups])
@@ -182,9 +194,22 @@ def _parameters(
             is_tempered=key.is_tempered,
             epsilon=key.epsilon,
             columns=columns,
+            filters=filters,
         ),
         choice,
     )
+
+
+def _filter_values(
+    groups: Sequence[RowGroup], key: LaunchKey
+) -> dict[str, tuple[list[Any], type[np.generic]]]:
+    """Return the numbers of the groups' filters, by name; empty where they have none."""
+    if key.filters is None:
+        return {}
+    return {
+        name: ([getattr(group.filters, name) for group in groups], dtype)
+        for name, dtype in _FILTER_VALUES.items()
+    }
 
 
 def _spread(

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from vllm.diffusion import ops
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm.diffusion import ops
     from vllm.diffusion.core.scoring import Scoring
     from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.request.params import DiffusionParams
+    from vllm.diffusion.sampling.editing import RowEdits
 
 
 class LogitsModel(Protocol):
@@ -49,6 +51,7 @@ class RowGroup:
         token_ids: [R, k] int64 on the host: tokens whose log probabilities are wanted.
         joints: choices that bind several rows, each with its rows; they read whole rows of logits,
             and are made when all parts of the step have been read.
+        edits: changes of logits that the request asks for; None for none.
     """
 
     params: DiffusionParams
@@ -61,6 +64,7 @@ class RowGroup:
     adjust: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     token_ids: ops.Array | None = None
     joints: tuple[tuple[Joint, slice], ...] = ()
+    edits: RowEdits | None = None
 
     @property
     def num_top(self) -> int:
@@ -94,14 +98,24 @@ class RowGroup:
         return tuple(token for token in (eos, self.params.eot_id) if token is not None)
 
     @property
-    def filters(self) -> tuple[str, ...]:
-        """Names of the filters, top_p and top_k, that cut the distribution before a draw."""
+    def filters(self) -> ops.Filters | None:
+        """What is cut off the distribution before a draw, in the order of the rule's reference."""
         params, draw = self.params, self.scoring.draw
-        if draw == "gumbel" or (draw == "filtered" and params.temperature == 0):
-            return ()
-        is_cut = params.top_p is not None and params.top_p < 1
-        names = ("top_p" if is_cut else None, None if params.top_k is None else "top_k")
-        return tuple(name for name in names if name is not None)
+        is_drawn = params.temperature > 0
+        if not is_drawn and draw != "categorical":
+            return None
+        min_p = params.min_p if is_drawn else 0.0
+        top_p = 1.0 if params.top_p is None else params.top_p
+        if min_p == 0 and params.top_k is None and top_p >= 1:
+            return None
+        return ops.Filters(
+            min_p=min_p,
+            top_k=params.top_k or 0,
+            top_p=top_p,
+            is_top_p_first=draw == "categorical",
+            keeps_equal=self.scoring.is_categorical,
+            are_scored=self.scoring.is_categorical and not self.scoring.scores_all,
+        )
 
     @property
     def seed(self) -> int:
@@ -110,9 +124,10 @@ class RowGroup:
         return self.params.seed
 
     def confidence_dtype(self, logits: torch.Tensor) -> torch.dtype:
-        """Dtype in which scores are computed."""
+        """Dtype in which scores are computed; edited logits are fp32."""
         dtypes = {"float32": torch.float32, "float64": torch.float64}
-        return dtypes.get(self.params.confidence_dtype, logits.dtype)
+        own = logits.dtype if self.edits is None else torch.float32
+        return dtypes.get(self.params.confidence_dtype, own)
 
     def piece(self, rows: slice) -> RowGroup:
         """Return the group of some of its rows, counted from its first one."""
@@ -123,5 +138,9 @@ class RowGroup:
             if start < stop:
                 joints.append((joint, slice(start - rows.start, stop - rows.start)))
         return replace(
-            self, positions=self.positions[rows], token_ids=token_ids, joints=tuple(joints)
+            self,
+            positions=self.positions[rows],
+            token_ids=token_ids,
+            joints=tuple(joints),
+            edits=None if self.edits is None else self.edits.piece(rows),
         )
