@@ -234,18 +234,9 @@ def decide(
         del request[name]
     _check(request, algorithm, model)
     _check_prompt(prompt_token_ids, model, request.get("allow_infill", False))
-    lengths_of = partial(
-        decide_lengths,
-        algorithm=algorithm,
-        model=model,
-        prompt_length=(num_prompt := len(prompt_token_ids)),
-        upstream_max_tokens=upstream_max_tokens,
-    )
-    lengths = lengths_of(request)
+    num_prompt = len(prompt_token_ids)
     guide = None if spec is None else _guide(spec, request, model, stop_token_ids)
-    if guide is not None and lengths.canvas < _usual_canvas(guide):
-        longer = _longer(request, guide, model, num_prompt, upstream_max_tokens)
-        lengths = lengths if longer is None else lengths_of(longer)
+    lengths = _lengths(request, guide, algorithm, model, num_prompt, upstream_max_tokens)
     lengths = _with_suffix(lengths, request.get("suffix_ids"), algorithm, model, num_prompt)
     cache = _cache(request, algorithm, model)
     values = _values(request, algorithm, model, cache, lengths)
@@ -266,6 +257,29 @@ def decide(
         return _scored(params, score, spec, model, num_prompt)
     seed = request.get("seed")
     return params if seed is None else params.with_seed(seed)
+
+
+def _lengths(
+    request: Mapping[str, Any],
+    guide: Guide | None,
+    algorithm: Algorithm,
+    model: ServedModel,
+    num_prompt: int,
+    upstream_max_tokens: int | None,
+) -> Lengths:
+    """Return the lengths of a request; a language may want a longer canvas than is usual."""
+    lengths_of = partial(
+        decide_lengths,
+        algorithm=algorithm,
+        model=model,
+        prompt_length=num_prompt,
+        upstream_max_tokens=upstream_max_tokens,
+    )
+    lengths = lengths_of(request)
+    if guide is None or lengths.canvas >= _usual_canvas(guide):
+        return lengths
+    longer = _longer(request, guide, model, num_prompt, upstream_max_tokens)
+    return lengths if longer is None else lengths_of(longer)
 
 
 def _scored(
