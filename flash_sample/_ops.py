@@ -3,6 +3,7 @@
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -347,12 +348,51 @@ def _candidates(name: str, logits: Tensor, rows: Rows, score: Score) -> Sampled:
     if not _has_kernel(logits):
         return reference.candidates(logits, rows, score)
     found = _empty_candidates(len(logits), logits.device)
+    if rows.filters is not None:
+        return _filtered(logits, rows, rows.filters, score, found)
     if score == "entropy" and _epsilon_counts(rows.epsilon, logits.shape[1]):
         whole = logits.new_empty(len(logits), RECORD_FIELDS, dtype=torch.float64)
         _launch(logits, rows, score, record=whole, found=found)
         _launch(logits, rows, score, whole=whole, share=found.score)
     else:
         _launch(logits, rows, score, found=found)
+    return found
+
+
+def _filtered(
+    logits: Tensor, rows: Rows, filters: Filters, score: Score, found: Sampled
+) -> Sampled:
+    """Sample rows with filters into `found`; a score may want a launch of its own."""
+    is_exact = score == "entropy" and _epsilon_counts(rows.epsilon, logits.shape[1])
+    is_apart = not filters.are_scored and (is_exact or score == "margin")
+    if filters.are_scored and is_exact:
+        return reference.candidates(logits, rows, score)
+    assert _native is not None
+    with torch.cuda.device(logits.device):
+        parameters, kept = _row_parameters(rows)
+        _native.filtered(
+            rows=parameters,
+            logits=logits.data_ptr(),
+            dtype=getattr(_native, _KERNEL_DTYPES[logits.dtype]),
+            row_stride=logits.stride(0),
+            num_rows=logits.shape[0],
+            num_columns=logits.shape[1],
+            min_p=_pair(filters.min_p, torch.float64, kept),
+            top_k=_integers(filters.top_k, torch.int64, kept),
+            top_p=_pair(filters.top_p, torch.float64, kept),
+            is_top_p_first=filters.is_top_p_first,
+            keeps_equal=filters.keeps_equal,
+            has_noise=rows.has_noise,
+            are_scored=filters.are_scored,
+            score=getattr(_native, score.upper()),
+            token=found.token.data_ptr(),
+            value=found.score.data_ptr(),
+            greedy=found.greedy.data_ptr(),
+            **_place(),
+        )
+    if is_apart:
+        whole = replace(rows, filters=None, positions=None)
+        return found._replace(score=_candidates("candidates", logits, whole, score).score)
     return found
 
 
@@ -408,31 +448,34 @@ def _row_parameters(rows: Rows) -> tuple[tuple[Any, ...], list[Tensor]]:
     A freed tensor's memory is only given to work that comes later on the same stream.
     """
     kept: list[Tensor] = []
-
-    def pair(value: float | Tensor, dtype: torch.dtype) -> tuple[int, float]:
-        if not isinstance(value, Tensor):
-            return 0, value
-        kept.append(value.to(dtype).contiguous())
-        return kept[-1].data_ptr(), 0
-
-    def integers(value: int | Tensor, dtype: torch.dtype = torch.int64) -> tuple[int, int]:
-        address, whole = pair(value, dtype)
-        whole = int(whole) & 0xFFFFFFFFFFFFFFFF
-        return address, whole - (1 << 64) if whole >> 63 else whole
-
     parameters = (
-        pair(rows.temperature, torch.float64),
-        integers(rows.seed),
-        integers(rows.step),
-        integers(0 if rows.positions is None else rows.positions),
+        _pair(rows.temperature, torch.float64, kept),
+        _integers(rows.seed, torch.int64, kept),
+        _integers(rows.step, torch.int64, kept),
+        _integers(0 if rows.positions is None else rows.positions, torch.int64, kept),
         rows.purpose & 0xFFFFFFFF,
         rows.is_tempered,
-        pair(rows.epsilon, torch.float32),
+        _pair(rows.epsilon, torch.float32, kept),
         rows.columns,
-        integers(rows.forbidden, torch.int32),
-        integers(rows.excluded, torch.int32),
+        _integers(rows.forbidden, torch.int32, kept),
+        _integers(rows.excluded, torch.int32, kept),
     )
     return parameters, kept
+
+
+def _pair(value: float | Tensor, dtype: torch.dtype, kept: list[Tensor]) -> tuple[int, float]:
+    """Return a parameter's address, or 0 and its value; add what lies there to `kept`."""
+    if not isinstance(value, Tensor):
+        return 0, value
+    kept.append(value.to(dtype).contiguous())
+    return kept[-1].data_ptr(), 0
+
+
+def _integers(value: int | Tensor, dtype: torch.dtype, kept: list[Tensor]) -> tuple[int, int]:
+    """Return the address or the value of a whole number, of which 64 bits count; as `_pair`."""
+    address, whole = _pair(value, dtype, kept)
+    whole = int(whole) & 0xFFFFFFFFFFFFFFFF
+    return address, whole - (1 << 64) if whole >> 63 else whole
 
 
 def _address(tensor: Tensor | None) -> int:
