@@ -54,24 +54,6 @@ struct Shared {
   int num_listed;
 };
 
-// Sums of exponentials, relative to the largest logit so far.
-struct Online {
-  float sum = 0.0f;
-  float weighted = 0.0f;
-
-  // The largest logit has become larger: t is the old one's distance, as exponents of 2.
-  __device__ void rescale(float t) {
-    const float weight = exp2_approx(t);
-    weighted = weighted * weight + sum * weigh(weight, t);
-    sum *= weight;
-  }
-  __device__ void add(float t) {
-    const float weight = exp2_approx(t);
-    sum += weight;
-    weighted += weigh(weight, t);
-  }
-};
-
 __device__ float block_max(Shared& shared, float value) {
   value = warp_max(value);
   __syncthreads();
@@ -187,10 +169,11 @@ struct FilteredRow {
 
   float shift;  // the largest logit; 0 where there is none
   int greedy;
-  float own_max;  // of the thread
-  float total;    // of the weights of the whole row
-  Online all;     // what scores add up over the whole row
-  float bound;    // nothing farther away is kept
+  float own_max;   // of the thread
+  float total;     // of the weights of the whole row at the temperature
+  float sum;       // what scores add up
+  float weighted;  // of exponents too, for the entropy
+  float bound;     // nothing farther away is kept
   bool is_listed = false;
 
   __device__ FilteredRow(const FilteredParams& params, Shared& shared, Listed* list, int capacity,
@@ -211,15 +194,19 @@ struct FilteredRow {
     return false;
   }
 
-  // Gives `use` (float logit, int column) the thread's columns in ascending order, the same ones
-  // whether the row is aligned or not; beyond the row they read as -inf.
+  // Gives `use` (const float (&logits)[kWidth], int first) the thread's columns in ascending order,
+  // the same ones whether the row is aligned or not; beyond the row they read as -inf.
   template <typename Use>
   __device__ void over_row(const Use& use) const {
-    const auto give = [&](const float (&values)[kWidth], int first) {
+    const auto give = [&](float (&values)[kWidth], int first) {
+      for (int mask = row.forbidden; mask != 0; mask &= mask - 1) {
+        const int64_t column = params.rows.columns.ids[__ffs(mask) - 1] - first;
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
-        use(is_in(row.forbidden, first + k) ? negative_infinity() : values[k], first + k);
+        for (int k = 0; k < kWidth; ++k) {
+          if (column == k) values[k] = negative_infinity();
+        }
       }
+      use(values, first);
     };
     const bool is_aligned = reinterpret_cast<uintptr_t>(logits) % 16 == 0;
     const int num_whole = is_aligned ? params.num_columns / kWidth : 0;
@@ -262,11 +249,22 @@ struct FilteredRow {
         if (distance <= reach) use(distance, listed.logit, listed.column);
       }
     } else {
-      over_row([&](float logit, int column) {
-        const float distance = shift - logit;
-        if (distance <= reach) use(distance, logit, column);
+      over_row([&](const float (&values)[kWidth], int first) {
+        if (shift - top(values) > reach) return;
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) {
+          const float distance = shift - values[k];
+          if (distance <= reach) use(distance, values[k], first + k);
+        }
       });
     }
+  }
+
+  __device__ static float top(const float (&values)[kWidth]) {
+    float found = values[0];
+#pragma unroll
+    for (int k = 1; k < kWidth; ++k) found = fmaxf(found, values[k]);
+    return found;
   }
 
   // The weight of a column at the temperature, as a whole number.
@@ -274,38 +272,56 @@ struct FilteredRow {
     return __float2uint_rn(exp2_approx(-distance * mass_scale) * kUnit);
   }
 
-  // The largest logit, and sums over the whole row.
-  __device__ void read() {
+  // The largest logit, and sums over the whole row, as far as they are wanted.
+  __device__ void read(bool wants_total) {
+    const bool is_entropy = params.score == Score::kEntropy;
     own_max = negative_infinity();
+    total = sum = weighted = 0.0f;
     int column = INT_MAX;
-    Online masses;
-    all = Online();
-    over_row([&](float logit, int at) {
-      if (logit > own_max) {
-        if (own_max > negative_infinity()) {
-          masses.rescale((own_max - logit) * mass_scale);
-          all.rescale((own_max - logit) * row.scale);
+    over_row([&](const float (&values)[kWidth], int first) {
+      const float maximum = top(values);
+      if (maximum > own_max) {
+        rescale(maximum);
+#pragma unroll
+        for (int k = kWidth - 1; k >= 0; --k) {
+          if (values[k] == maximum) column = first + k;
         }
-        own_max = logit;
-        column = at;
       }
-      if (logit == negative_infinity()) return;
-      masses.add((logit - own_max) * mass_scale);
-      if (!params.are_scored && !is_in(row.excluded, at)) all.add((logit - own_max) * row.scale);
+      const float base = exp_shift(own_max);
+      if (wants_total) {
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) total += exp2_approx((values[k] - base) * mass_scale);
+      }
+      if (params.are_scored) return;
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        if (row.excluded != 0 && is_in(row.excluded, first + k)) continue;
+        const float t = (values[k] - base) * row.scale, weight = exp2_approx(t);
+        sum += weight;
+        if (is_entropy) weighted += weigh(weight, t);
+      }
     });
     const float maximum = block_max(shared, own_max);
     shift = exp_shift(maximum);
     greedy = block_min(shared, own_max == maximum ? column : INT_MAX);
     if (greedy == INT_MAX) greedy = 0;  // of a row without a finite logit
+    const float mine = own_max;
+    rescale(maximum);
+    own_max = mine;
+    total = block_sum(shared, total);
+    sum = block_sum(shared, sum);
+    weighted = block_sum(shared, weighted);
+  }
+
+  // Makes the thread's sums relative to a larger logit.
+  __device__ void rescale(float maximum) {
     if (own_max > negative_infinity()) {
-      masses.rescale((own_max - maximum) * mass_scale);
-      all.rescale((own_max - maximum) * row.scale);
+      total *= exp2_approx((own_max - maximum) * mass_scale);
+      const float t = (own_max - maximum) * row.scale, weight = exp2_approx(t);
+      weighted = weighted * weight + sum * weigh(weight, t);
+      sum *= weight;
     }
-    total = block_sum(shared, masses.sum);
-    if (!params.are_scored) {
-      all.sum = block_sum(shared, all.sum);
-      all.weighted = block_sum(shared, all.weighted);
-    }
+    own_max = maximum;
   }
 
   // Lists what is not farther away than `bound`, if it fits.
@@ -313,8 +329,7 @@ struct FilteredRow {
     __syncthreads();
     if (threadIdx.x == 0) shared.num_listed = 0;
     __syncthreads();
-    over_row([&](float logit, int column) {
-      if (!(shift - logit <= bound)) return;
+    over_kept(bound, [&](float, float logit, int column) {
       const int place = atomicAdd(&shared.num_listed, 1);
       if (place < capacity) list[place] = {logit, column};
     });
@@ -322,16 +337,17 @@ struct FilteredRow {
     is_listed = shared.num_listed <= capacity;
   }
 
-  // The distance up to which all filters keep.
+  // The distance up to which all filters keep; reads the row.
   __device__ float find(double min_p, int64_t top_k, double top_p) {
     const bool has_k = top_k > 0, has_p = top_p < 1.0;
+    // Whether top_p is of the whole row's sum; else of what the filters before it leave.
+    const bool is_of_all = has_p && min_p <= 0.0 && (params.is_top_p_first || !has_k);
+    read(is_of_all);
     float least = -negative_infinity();  // the reach of min_p
     if (min_p > 0.0) {
       const double temperature = row.has_noise ? row.noise.temperature : 1.0;
       least = fmaxf(__double2float_rd(-log(min_p) * temperature), 0.0f);
     }
-    // Whether top_p is of the whole row's sum; else of what the filters before it leave.
-    const bool is_of_all = has_p && min_p <= 0.0 && (params.is_top_p_first || !has_k);
     bound = least;
     if (has_k && top_k <= kThreads && !(has_p && params.is_top_p_first && !is_of_all)) {
       const float distance = shift - own_max;
@@ -353,14 +369,14 @@ struct FilteredRow {
       reach = fminf(reach, __uint_as_float(key));
     }
     if (has_p) {
-      double sum = static_cast<double>(total) * kUnit;
+      double whole = static_cast<double>(total) * kUnit;
       if (!is_of_all) {
         uint64_t left = 0;
         over_kept(params.is_top_p_first ? least : reach,
                   [&](float distance, float, int) { left += mass(distance); });
-        sum = static_cast<double>(block_sum(shared, left));
+        whole = static_cast<double>(block_sum(shared, left));
       }
-      const double limit = top_p * sum;
+      const double limit = top_p * whole;
       const double target = params.keeps_equal ? floor(limit) + 1.0 : ceil(limit);
       const uint32_t key = find_reach(shared, static_cast<uint64_t>(fmax(target, 1.0)), each,
                                       [&](float distance) { return mass(distance); });
@@ -373,7 +389,7 @@ struct FilteredRow {
   __device__ void finish(int64_t row_index, float reach) {
     const bool is_drawn = params.has_noise && row.has_noise;
     Draw draw = Draw::none();
-    uint64_t sum = 0, weighted = 0;
+    uint64_t kept_sum = 0, kept_weighted = 0;
     float second = -negative_infinity();
     over_kept(reach, [&](float distance, float logit, int column) {
       if (!(logit > negative_infinity())) return;
@@ -386,8 +402,8 @@ struct FilteredRow {
       }
       if (!params.are_scored || is_in(row.excluded, column)) return;
       const float t = -distance * row.scale, weight = exp2_approx(t);
-      sum += static_cast<uint64_t>(weight * static_cast<float>(kSumUnit));
-      weighted += static_cast<uint64_t>(-weigh(weight, t) * static_cast<float>(kSumUnit));
+      kept_sum += static_cast<uint64_t>(weight * static_cast<float>(kSumUnit));
+      kept_weighted += static_cast<uint64_t>(-weigh(weight, t) * static_cast<float>(kSumUnit));
       if (column != greedy) second = fminf(second, distance);
     });
     int token = greedy;
@@ -400,15 +416,15 @@ struct FilteredRow {
       }
     }
     if (params.are_scored) {
-      all.sum = static_cast<float>(block_sum(shared, sum) / kSumUnit);
-      all.weighted = -static_cast<float>(block_sum(shared, weighted) / kSumUnit);
+      sum = static_cast<float>(block_sum(shared, kept_sum) / kSumUnit);
+      weighted = -static_cast<float>(block_sum(shared, kept_weighted) / kSumUnit);
       second = -block_max(shared, -second);
     }
     if (threadIdx.x != 0) return;
     params.token[row_index] = token;
     params.greedy[row_index] = greedy;
-    const Summary whole{shift,          greedy, all.sum, all.weighted,
-                        shift - second, shift,  token,   shift - distance};
+    const Summary whole{shift,          greedy, sum,   weighted,
+                        shift - second, shift,  token, shift - distance};
     params.value[row_index] = score_of(whole, row, params.rows, params.score);
   }
 };
@@ -422,7 +438,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   launch_dependents();
   const int64_t row_index = blockIdx.x;
   FilteredRow<T> own(params, shared, list, capacity, row_index);
-  own.read();
   const float reach =
       own.find(params.min_p[row_index], params.top_k[row_index], params.top_p[row_index]);
   own.finish(row_index, reach);
