@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import flash_sample
 from benchmarks.gpu_timing import KernelParser, compare, copy_bandwidth, l2_bytes, report
-from flash_sample import Rows, Sampled, Score, reference
+from flash_sample import Filters, Rows, Sampled, Score, reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -54,6 +54,13 @@ OPS: dict[str, tuple[Score, dict[str, Any]]] = {
     "low_confidence at 0.2": ("confidence", {"temperature": 0.2}),
     "low_confidence at 1.0": ("confidence", {"temperature": 1.0}),
     "entropy_witht at 1.0": ("entropy", {"temperature": 1.0, "is_tempered": True}),
+    "top_p 0.9 at 1.0": ("confidence", {"temperature": 1.0, "filters": Filters(top_p=0.9)}),
+    "top_k 50 at 1.0": ("confidence", {"temperature": 1.0, "filters": Filters(top_k=50)}),
+    "min_p 0.05 at 1.0": ("confidence", {"temperature": 1.0, "filters": Filters(min_p=0.05)}),
+    "top_k, top_p at 0.7": (
+        "confidence",
+        {"temperature": 0.7, "filters": Filters(top_k=50, top_p=0.9)},
+    ),
 }
 
 

@@ -17,6 +17,8 @@ TYPES = {
     int: "integer",
     float: "number",
     tuple: "token ids",
+    list: "list",
+    dict: "object",
 }
 OF_SEVERAL = {"prompt": "string or list", "messages": "list"}
 
