@@ -2,14 +2,15 @@
 //
 // Candidates whose tokens are drawn from what min-p, top-k and top-p keep of a row.
 //
-// A filter keeps what is not farther from the row's largest logit than some distance: its reach.
-// So of equal logits all stay or none, and nothing is sorted. A block takes a row. It reads the row
-// for the largest logit and for the sums over all of it, and then for a list of the columns that
-// may be kept: each filter has a bound of its reach that costs nothing. The k-th largest of the
-// threads' own maxima is no larger than the k-th largest logit; what has less than the share
-// (1 - top_p) / num_columns of the sum lies, even all together, beyond top-p. In the list the
-// reaches are found exactly, by counts and sums of the distances' leading bits, then of the next
-// ones. A list that does not fit is not kept: the row itself is read in its place, which is slower.
+// A filter keeps what is not farther from the row's largest logit than some distance: its reach;
+// top-p, of what lies just there, the lowest columns. So nothing is sorted. A block takes a row. It
+// reads the row for the largest logit and for the sums over all of it, and then for a list of the
+// columns that may be kept: each filter has a bound of its reach that costs nothing. The k-th
+// largest of the threads' own maxima is no larger than the k-th largest logit; what has less than
+// the share (1 - top_p) / num_columns of the sum lies, even all together, beyond top-p. In the list
+// the reaches are found exactly, by counts and sums of the distances' leading bits, then of the
+// next ones. A list that does not fit is not kept: the row itself is read in its place, which is
+// slower.
 //
 // Numerics: distances are fp32 differences. What the filters add up are integers, and what is drawn
 // is that of the largest noised logit in fp64 (see candidates.cu): neither depends on the order in
@@ -50,6 +51,7 @@ struct Shared {
   int columns[kWarps];
   Draw draws[kWarps];
   uint64_t before;  // amount before `bin`
+  uint64_t inside;  // and in it
   int bin;
   int num_listed;
 };
@@ -117,17 +119,26 @@ __device__ void find_bin(Shared& shared, uint64_t target) {
     const bool is_second = before + first < target;
     shared.bin = bin + is_second;
     shared.before = is_second ? before + first : before;
+    shared.inside = is_second ? both - first : first;
   }
   __syncthreads();
 }
 
-// The least key of a distance up to which the amounts reach `target`; kAll where they do not.
-// `each` gives distances to what it is called with.
+// The least key up to which amounts reach a target, with the amounts before it and at it.
+struct Reach {
+  uint32_t key;
+  uint64_t before;
+  uint64_t inside;
+};
+
+// Keys are the bits of numbers without a sign; kAll where the amounts do not reach `target`. `each`
+// gives numbers to what it is called with.
 template <typename Each, typename Amount>
-__device__ uint32_t find_reach(Shared& shared, uint64_t target, const Each& each,
-                               const Amount& amount) {
+__device__ Reach find_reach(Shared& shared, uint64_t target, const Each& each,
+                            const Amount& amount) {
   uint32_t prefix = 0;
-  int known = 31;  // bits of a key below its prefix; distances have no sign
+  int known = 31;  // bits of a key below its prefix
+  __syncthreads();
   if (threadIdx.x == 0) shared.before = 0;
   for (const int left : {20, 9, 0}) {
     __syncthreads();
@@ -136,10 +147,10 @@ __device__ uint32_t find_reach(Shared& shared, uint64_t target, const Each& each
     if (threadIdx.x == 0) shared.bin = -1;
     __syncthreads();
     const uint32_t mask = (1u << (known - left)) - 1;
-    each([&](float distance) {
-      const uint32_t key = __float_as_uint(distance);
+    each([&](float number) {
+      const uint32_t key = __float_as_uint(number);
       if (key >> known != prefix) return;
-      const uint32_t added = amount(distance);
+      const uint32_t added = amount(number);
       if (added == 0) return;
       const uint32_t bin = key >> left & mask;
       const uint32_t old = atomicAdd(&shared.low[bin], added);
@@ -147,11 +158,11 @@ __device__ uint32_t find_reach(Shared& shared, uint64_t target, const Each& each
     });
     __syncthreads();
     find_bin(shared, target);
-    if (shared.bin < 0) return kAll;
+    if (shared.bin < 0) return {kAll, 0, 0};
     prefix = prefix << (known - left) | static_cast<uint32_t>(shared.bin);
     known = left;
   }
-  return prefix;
+  return {prefix, shared.before, shared.inside};
 }
 
 // A row of a block.
@@ -169,11 +180,12 @@ struct FilteredRow {
 
   float shift;  // the largest logit; 0 where there is none
   int greedy;
-  float own_max;   // of the thread
-  float total;     // of the weights of the whole row at the temperature
-  float sum;       // what scores add up
-  float weighted;  // of exponents too, for the entropy
-  float bound;     // nothing farther away is kept
+  float own_max;       // of the thread
+  float total;         // of the weights of the whole row at the temperature
+  float sum;           // what scores add up
+  float weighted;      // of exponents too, for the entropy
+  float bound;         // nothing farther away is kept
+  int last = INT_MAX;  // of the columns at the reach of top_p that are kept
   bool is_listed = false;
 
   __device__ FilteredRow(const FilteredParams& params, Shared& shared, Listed* list, int capacity,
@@ -349,11 +361,11 @@ struct FilteredRow {
       least = fmaxf(__double2float_rd(-log(min_p) * temperature), 0.0f);
     }
     bound = least;
+    const auto one = [](float) { return 1u; };
     if (has_k && top_k <= kThreads && !(has_p && params.is_top_p_first && !is_of_all)) {
       const float distance = shift - own_max;
-      bound = fminf(
-          bound, __uint_as_float(find_reach(
-                     shared, top_k, [&](auto use) { use(distance); }, [](float) { return 1u; })));
+      const Reach own = find_reach(shared, top_k, [&](auto use) { use(distance); }, one);
+      bound = fminf(bound, __uint_as_float(own.key));
     }
     if (is_of_all) {
       const float share = static_cast<float>(1.0 - top_p) * total / params.num_columns;
@@ -365,8 +377,8 @@ struct FilteredRow {
       over_kept(bound, [&](float distance, float, int) { use(distance); });
     };
     if (has_k) {
-      const uint32_t key = find_reach(shared, top_k, each, [](float) { return 1u; });
-      reach = fminf(reach, __uint_as_float(key));
+      const Reach found = find_reach(shared, top_k, each, one);
+      reach = fminf(reach, __uint_as_float(found.key));
     }
     if (has_p) {
       double whole = static_cast<double>(total) * kUnit;
@@ -377,10 +389,23 @@ struct FilteredRow {
         whole = static_cast<double>(block_sum(shared, left));
       }
       const double limit = top_p * whole;
-      const double target = params.keeps_equal ? floor(limit) + 1.0 : ceil(limit);
-      const uint32_t key = find_reach(shared, static_cast<uint64_t>(fmax(target, 1.0)), each,
-                                      [&](float distance) { return mass(distance); });
-      reach = fminf(reach, __uint_as_float(key));
+      const double least_sum = params.keeps_equal ? floor(limit) + 1.0 : ceil(limit);
+      const uint64_t target = static_cast<uint64_t>(fmax(least_sum, 1.0));
+      const Reach found =
+          find_reach(shared, target, each, [&](float distance) { return mass(distance); });
+      const float farthest = __uint_as_float(found.key);
+      if (farthest <= reach && found.key != kAll) {
+        reach = farthest;
+        const uint64_t weight = mass(reach), wanted = (target - found.before - 1) / weight + 1;
+        if (wanted < found.inside / weight) {  // columns are keys without a sign, too
+          const auto equals = [&](auto use) {
+            over_kept(reach, [&](float distance, float, int column) {
+              if (distance == reach) use(__int_as_float(column));
+            });
+          };
+          last = static_cast<int>(find_reach(shared, wanted, equals, one).key);
+        }
+      }
     }
     return reach;
   }
@@ -392,7 +417,7 @@ struct FilteredRow {
     uint64_t kept_sum = 0, kept_weighted = 0;
     float second = -negative_infinity();
     over_kept(reach, [&](float distance, float logit, int column) {
-      if (!(logit > negative_infinity())) return;
+      if (!(logit > negative_infinity()) || (distance == reach && column > last)) return;
       if (is_drawn) {
         const float most = logit + row.noise.tau * kMostNoise;
         if (draw.column == INT_MAX || !(most < draw.score - row.noise.margin(draw.score))) {

@@ -99,27 +99,22 @@ def kept_columns(values: Tensor, temperature: float | Tensor, filters: Filters) 
     distance = best.masked_fill(best == -torch.inf, 0.0) - values
     scale = torch.as_tensor(temperature, dtype=torch.float64, device=values.device)
     scale = torch.where(scale > 0, scale, 1.0).reshape(-1, 1)
-    # From the best column on: its distance, and the weight before and up to each column.
-    ordered = distance.sort(dim=-1).values
+    # From the best column on, and the lowest of equals: distance, and weight before each column.
+    ordered, columns = distance.sort(dim=-1, stable=True)
     weights = (-ordered.double() / scale).exp()
-    sums = weights.cumsum(dim=-1)
-    before = sums - weights
+    before = weights.cumsum(dim=-1) - weights
     min_p = _column(filters.min_p, values.device)
     stays = ordered.double() <= -min_p.log() * scale
     top_k = _column(filters.top_k, values.device)
-    ranks = torch.arange(values.shape[1], device=values.device)
-    least = ordered.gather(
-        1, (top_k.long() - 1).clamp(0, values.shape[1] - 1).expand(len(values), 1)
-    )
-    within_k = (ordered <= least) | (top_k <= 0)
+    last = (top_k.long() - 1).clamp(0, values.shape[1] - 1).expand(len(values), 1)
+    within_k = (ordered <= ordered.gather(1, last)) | (top_k <= 0)
     summed = stays if filters.is_top_p_first else stays & within_k
-    total = sums.gather(1, (summed.sum(dim=-1, keepdim=True) - 1).clamp(min=0))
     top_p = _column(filters.top_p, values.device)
-    limit = top_p * total
+    limit = top_p * (weights * summed).sum(dim=-1, keepdim=True)
     within_p = (before <= limit if filters.keeps_equal else before < limit) | (top_p >= 1)
-    stays = (stays & within_k & within_p) | (ranks == 0)
-    reach = ordered.gather(1, stays.sum(dim=-1, keepdim=True) - 1)
-    return distance <= reach
+    stays = stays & within_k & within_p
+    stays[:, 0] = True
+    return torch.zeros_like(stays).scatter(1, columns, stays)
 
 
 def gumbel_best(

@@ -29,18 +29,19 @@ RECORD_FIELDS = 8
 class Filters:
     """What is cut off each row's distribution at its temperature before its token is drawn.
 
-    A column is kept by how far its logit lies below the largest one: of columns at one distance, a
-    difference in the dtype of the arithmetic, all stay or none. The best column always stays.
-    Numbers may be tensors of one value a row, as in `Rows`.
+    A column is kept by how far its logit lies below the largest one, a difference in the dtype of
+    the arithmetic. Of columns at one distance `min_p` and `top_k` keep all or none, `top_p` the
+    lowest ones. The best column always stays. Numbers may be tensors of one value a row, as in
+    `Rows`.
 
     Attributes:
         min_p: floating [R]; keeps what has at least this share of the best column's probability.
             0 keeps all. It comes first.
         top_k: int64 [R]; keeps what is at least as likely as the k-th. 0 keeps all.
-        top_p: floating [R]; keeps what has more likely columns of a smaller sum than this. 1 keeps
-            all.
+        top_p: floating [R]; keeps a column while the sum of those before it, more likely or lower
+            of equals, is smaller than this. 1 keeps all.
         is_top_p_first: whether sums are of the distribution before top_k; else of what it leaves.
-        keeps_equal: whether columns whose more likely ones sum to just top_p stay.
+        keeps_equal: whether a column stays where the sum of those before it is just top_p.
         are_scored: whether scores are those of what is left; else those of the whole row.
     """
 

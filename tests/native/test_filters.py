@@ -36,28 +36,26 @@ FILTERS = {
 }
 
 
-def reach(values, temperature, filters):
-    """Distance from the best of `values` [V] float64 up to which columns are kept, group by group.
-
-    Columns of equal logits are a group; what is less likely than one that is removed is, too.
-    """
-    distance = (values.max() if values.max() > -INF else 0) - values
-    groups, counts = torch.unique(distance, return_counts=True)
-    weights = counts * torch.exp(-groups / (temperature or 1.0))
-    first = torch.cumsum(counts, 0) - counts  # columns before each group
-    before = torch.cumsum(weights, 0) - weights
-    stays = torch.ones(len(groups), dtype=torch.bool)
+def kept_of(distance, temperature, filters):
+    """Whether columns at `distance` [V] float64 from the best are kept, from the nearest on."""
+    order = sorted(range(len(distance)), key=distance.tolist().__getitem__)  # stable
+    ordered = distance[order]
+    weights = torch.exp(-ordered / (temperature or 1.0))
+    before = torch.cat([torch.zeros(1, dtype=torch.float64), torch.cumsum(weights, 0)[:-1]])
+    stays = torch.ones(len(order), dtype=torch.bool)
     if filters.min_p > 0:
-        stays &= groups <= -math.log(filters.min_p) * (temperature or 1.0)
+        stays &= ordered <= -math.log(filters.min_p) * (temperature or 1.0)
     total = weights[stays].sum()
     if filters.top_k > 0:
-        stays &= first < filters.top_k
+        stays &= ordered <= ordered[min(filters.top_k, len(order)) - 1]
     if filters.top_p < 1:
         total = total if filters.is_top_p_first else weights[stays].sum()
         limit = filters.top_p * total
         stays &= (before <= limit) if filters.keeps_equal else (before < limit)
     stays[0] = True
-    return float(groups[stays][-1])
+    found = torch.zeros(len(order), dtype=torch.bool)
+    found[torch.tensor(order)[stays]] = True
+    return found
 
 
 def checked_rows(logits, rows, score, found):
@@ -81,7 +79,7 @@ def checked_rows(logits, rows, score, found):
         for slack in (-SLACK, SLACK) if own["top_p"] < 1 else (0.0,):
             here = {**vars(filters), **own, "top_p": own["top_p"] + slack}
             # Distances are fp32 numbers; what is computed with them is not.
-            stays = distance <= reach(-distance.double(), temperature, Filters(**here))
+            stays = kept_of(distance.double(), temperature, Filters(**here))
             allowed.append(check_row(row, stays, i, rows, temperature, score))
         token, value = int(found.token[i]), float(found.score[i])
         assert any(
