@@ -21,7 +21,8 @@ from ._ops import (
     partial,
     uniform,
 )
-from .rows import RECORD_FIELDS, Filters, Rows, Sampled, Score
+from .filters import Filters
+from .rows import RECORD_FIELDS, Rows, Sampled, Score
 
 __all__ = [
     "RECORD_FIELDS",

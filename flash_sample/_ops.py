@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from . import philox, reference
+from .filters import Filters, kept_by
 from .philox import TOKEN_NOISE
-from .rows import MAX_COLUMNS, RECORD_FIELDS, Filters, Rows, Sampled, Score
+from .rows import MAX_COLUMNS, RECORD_FIELDS, Rows, Sampled, Score
 
 _native: ModuleType | None
 try:
@@ -81,7 +82,7 @@ def kept_columns(logits: Tensor, temperature: float | Tensor, filters: Filters) 
     _check_logits(name, logits)
     rows = Rows(temperature=temperature, filters=filters)
     _check_parameters(name, rows, len(logits), logits.device)
-    return reference.kept_columns(reference.computed(logits), temperature, filters)
+    return kept_by(reference.computed(logits), temperature, filters)
 
 
 def low_confidence(logits: Tensor, *, excluded: Sequence[int] = ()) -> tuple[Tensor, Tensor]:

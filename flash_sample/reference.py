@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .filters import kept_by
 from .philox import uniform
 from .rows import (
     COLUMN,
@@ -34,7 +35,6 @@ from .rows import (
     TOKEN,
     TOKEN_LOGIT,
     WEIGHTED,
-    Filters,
     Rows,
     Sampled,
     Score,
@@ -60,7 +60,7 @@ def candidates(logits: Tensor, rows: Rows, score: Score) -> Sampled:
     greedy = token = values.argmax(dim=-1)
     removed = None
     if rows.filters is not None:
-        removed = ~kept_columns(values, rows.temperature, rows.filters)
+        removed = ~kept_by(values, rows.temperature, rows.filters)
     if rows.has_noise:
         drawn = values if removed is None else values.masked_fill(removed, -torch.inf)
         token = _noised_best(drawn, rows, 0).column
@@ -85,36 +85,6 @@ def candidates(logits: Tensor, rows: Rows, score: Score) -> Sampled:
 def computed(logits: Tensor) -> Tensor:
     """Convert logits to the dtype of the arithmetic."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def kept_columns(values: Tensor, temperature: float | Tensor, filters: Filters) -> Tensor:
-    """Find the columns that filters keep, bool [R, V].
-
-    Args:
-        values: [R, V] logits, fp32 or fp64.
-        temperature: Float, or [R]; at 0 the distribution is that of temperature 1.
-        filters: What to cut off.
-    """
-    best = values.amax(dim=-1, keepdim=True)
-    distance = best.masked_fill(best == -torch.inf, 0.0) - values
-    scale = torch.as_tensor(temperature, dtype=torch.float64, device=values.device)
-    scale = torch.where(scale > 0, scale, 1.0).reshape(-1, 1)
-    # From the best column on, and the lowest of equals: distance, and weight before each column.
-    ordered, columns = distance.sort(dim=-1, stable=True)
-    weights = (-ordered.double() / scale).exp()
-    before = weights.cumsum(dim=-1) - weights
-    min_p = _column(filters.min_p, values.device)
-    stays = ordered.double() <= -min_p.log() * scale
-    top_k = _column(filters.top_k, values.device)
-    last = (top_k.long() - 1).clamp(0, values.shape[1] - 1).expand(len(values), 1)
-    within_k = (ordered <= ordered.gather(1, last)) | (top_k <= 0)
-    summed = stays if filters.is_top_p_first else stays & within_k
-    top_p = _column(filters.top_p, values.device)
-    limit = top_p * (weights * summed).sum(dim=-1, keepdim=True)
-    within_p = (before <= limit if filters.keeps_equal else before < limit) | (top_p >= 1)
-    stays = stays & within_k & within_p
-    stays[:, 0] = True
-    return torch.zeros_like(stays).scatter(1, columns, stays)
 
 
 def gumbel_best(
@@ -281,11 +251,6 @@ def _entropy(probabilities: Tensor, epsilon: float | Tensor) -> Tensor:
     if isinstance(epsilon, Tensor):
         epsilon = epsilon[:, None]
     return -(probabilities * torch.log(probabilities + epsilon)).sum(dim=-1)
-
-
-def _column(value: float | Tensor, device: torch.device) -> Tensor:
-    """Convert one number, or [R], to float64 [1, 1] or [R, 1]."""
-    return torch.as_tensor(value, dtype=torch.float64, device=device).reshape(-1, 1)
 
 
 def _bit(mask: int | Tensor, index: int, device: torch.device) -> Tensor:

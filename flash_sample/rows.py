@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from .filters import Filters
 from .philox import TOKEN_NOISE
 
 Score: TypeAlias = Literal["confidence", "entropy", "margin"]
@@ -23,34 +24,6 @@ NOISED = 5  # largest noised logit; MAXIMUM where there is no noise
 TOKEN = 6  # its lowest column, counted over the whole vocabulary
 TOKEN_LOGIT = 7  # the noise-free logit there
 RECORD_FIELDS = 8
-
-
-@dataclass(frozen=True)
-class Filters:
-    """What is cut off each row's distribution at its temperature before its token is drawn.
-
-    A column is kept by how far its logit lies below the largest one, a difference in the dtype of
-    the arithmetic. Of columns at one distance `min_p` and `top_k` keep all or none, `top_p` the
-    lowest ones. The best column always stays. Numbers may be tensors of one value a row, as in
-    `Rows`.
-
-    Attributes:
-        min_p: floating [R]; keeps what has at least this share of the best column's probability.
-            0 keeps all. It comes first.
-        top_k: int64 [R]; keeps what is at least as likely as the k-th. 0 keeps all.
-        top_p: floating [R]; keeps a column while the sum of those before it, more likely or lower
-            of equals, is smaller than this. 1 keeps all.
-        is_top_p_first: whether sums are of the distribution before top_k; else of what it leaves.
-        keeps_equal: whether a column stays where the sum of those before it is just top_p.
-        are_scored: whether scores are those of what is left; else those of the whole row.
-    """
-
-    min_p: float | Tensor = 0.0
-    top_k: int | Tensor = 0
-    top_p: float | Tensor = 1.0
-    is_top_p_first: bool = False
-    keeps_equal: bool = False
-    are_scored: bool = False
 
 
 @dataclass(frozen=True)

@@ -143,6 +143,11 @@ class DiffusionParams(AlgorithmParams):
         return self.logprobs
 
     @property
+    def has_filters(self) -> bool:
+        """Whether min_p, top_k or top_p may cut a distribution."""
+        return self.min_p > 0 or self.top_k is not None or self.top_p is not None
+
+    @property
     def computes_blocks(self) -> bool:
         """Whether forwards of a block, except its first, compute nothing before the block."""
         return self.cache in ("prefix", "dual")

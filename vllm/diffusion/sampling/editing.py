@@ -14,13 +14,15 @@ import numpy as np
 import torch
 
 from vllm.diffusion import ops
+from vllm.diffusion.sampling.row_group import pieces_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from vllm.diffusion.ops import Array
     from vllm.diffusion.request.edits import Edits
     from vllm.diffusion.request.params import DiffusionParams
+    from vllm.diffusion.sampling.row_group import RowGroup
 
 
 class RowEdits(NamedTuple):
@@ -144,25 +146,37 @@ class LogitEditor:
         is_left = np.ones((size, allowed.size), dtype=np.bool_)
         for rows, token in (*forbidden, *completed):
             is_left[rows[:, None], allowed == token] = False
-        has_some: Array = is_left.any(axis=1)
+        has_some = np.logical_or.reduce(is_left, axis=1)
         return [(rows[has_some[rows]], token) for rows, token in completed]
 
 
 def edited(
-    logits: torch.Tensor, changes: Sequence[tuple[RowEdits, int]], first_column: int
-) -> torch.Tensor:
-    """Return fp32 logits of several requests with their changes.
+    logits: torch.Tensor, run: list[RowGroup], most_rows: int, first_column: int
+) -> Iterator[tuple[torch.Tensor, list[RowGroup]]]:
+    """Yield the edited logits of a run of groups, fp32, and the groups that they belong to.
 
     Args:
-        logits: [R, C], rows of one request after another, columns of this rank; unchanged.
-        changes: changes of each request, and the number of its rows.
+        logits: [R, C], the groups' rows one after another, columns of this rank; unchanged.
+        run: groups with edits; several have at most `most_rows` rows together.
+        most_rows: rows that are copied at a time.
         first_column: token id of the first column.
     """
+    if len(run) > 1:
+        yield _changed(logits, run, first_column), run
+        return
+    for rows in pieces_of(len(logits), most_rows):
+        part = [run[0].piece(rows)]
+        yield _changed(logits[rows], part, first_column), part
+
+
+def _changed(logits: torch.Tensor, groups: list[RowGroup], first_column: int) -> torch.Tensor:
+    """Return a changed fp32 copy of the logits of some groups."""
     found = logits.to(torch.float32, copy=True)
     columns = range(first_column, first_column + logits.shape[1])
-    host = [_local(edits, columns) for edits, _ in changes]
+    given = [(g.edits, len(g.positions)) for g in groups if g.edits is not None]
+    host = [_local(edits, columns) for edits, _ in given]
     start = 0
-    for (edits, size), arrays in zip(changes, ops.to_device(host, logits.device), strict=True):
+    for (edits, size), arrays in zip(given, ops.to_device(host, logits.device), strict=True):
         _change(found[start : start + size], edits.edits, arrays)
         start += size
     return found

@@ -7,7 +7,6 @@ All rows of a launch have one `LaunchKey` in common: the settings that a launch 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,17 +15,14 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.core.random_streams import CATEGORICAL, REMASKING, TOKEN
 from vllm.diffusion.request.params import SEED_BITS
+from vllm.diffusion.sampling.filtering import kind_of, numbers_of, with_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm.diffusion.sampling.row_group import RowGroup
 
-_FILTER_VALUES: dict[str, type[np.generic]] = {
-    "min_p": np.float64,
-    "top_k": np.int64,
-    "top_p": np.float64,
-}
+_OF_ROWS = ("temperature", "seed", "step", "forbidden", "excluded")
 _SCORES: dict[str, ops.Score] = {
     "confidence": "confidence",
     "negative_entropy": "entropy",
@@ -73,7 +69,7 @@ def launch_key(group: RowGroup, logits: torch.Tensor) -> LaunchKey | None:
     is_rounded_once = logits.is_cuda and scoring.score == "confidence" and not is_categorical
     if dtype != torch.float32 and not is_rounded_once:
         return None
-    score, filters = _SCORES[scoring.score], group.filters
+    score = _SCORES[scoring.score]
     return LaunchKey(
         score=score,
         epsilon=scoring.epsilon if score == "entropy" else 1.0,
@@ -81,7 +77,7 @@ def launch_key(group: RowGroup, logits: torch.Tensor) -> LaunchKey | None:
         is_tempered=is_categorical,
         has_greedy=scoring.greedy,
         dtype=dtype,
-        filters=None if filters is None else replace(filters, min_p=0.0, top_k=0, top_p=1.0),
+        filters=kind_of(group.filters) if group.params.has_filters else None,
     )
 
 
@@ -174,21 +170,19 @@ def _parameters(
             "forbidden": ([_bits(tokens, columns) for tokens in forbidden], np.int32),
             "excluded": ([_bits(tokens, columns) for tokens in excluded], np.int32),
             "is_random": (is_random, np.bool_),
-            **_filter_values(groups, key),
+            **({} if key.filters is None else numbers_of(g.filters for g in groups)),
         },
         [g.positions.numel() for g in groups],
         device,
     )
     choice: bool | torch.Tensor = found.pop("is_random")
-    filters = key.filters
-    if filters is not None:
-        filters = replace(filters, **{name: found.pop(name) for name in _FILTER_VALUES})
+    filters = None if key.filters is None else with_numbers(key.filters, found)
     positions = None
     if any(needs_seed):
         positions = torch.cat([g.positions for g in groups])
     return (
         ops.Rows(
-            **found,
+            **{name: found[name] for name in _OF_ROWS},
             positions=positions,
             purpose=key.purpose,
             is_tempered=key.is_tempered,
@@ -198,18 +192,6 @@ def _parameters(
         ),
         choice,
     )
-
-
-def _filter_values(
-    groups: Sequence[RowGroup], key: LaunchKey
-) -> dict[str, tuple[list[Any], type[np.generic]]]:
-    """Return the numbers of the groups' filters, by name; empty where they have none."""
-    if key.filters is None:
-        return {}
-    return {
-        name: ([getattr(group.filters, name) for group in groups], dtype)
-        for name, dtype in _FILTER_VALUES.items()
-    }
 
 
 def _spread(

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from vllm.diffusion import ops
+from vllm.diffusion.sampling.filtering import filters_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vllm.diffusion import ops
     from vllm.diffusion.core.scoring import Scoring
     from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.request.params import DiffusionParams
@@ -99,23 +100,8 @@ class RowGroup:
 
     @property
     def filters(self) -> ops.Filters | None:
-        """What is cut off the distribution before a draw, in the order of the rule's reference."""
-        params, draw = self.params, self.scoring.draw
-        is_drawn = params.temperature > 0
-        if not is_drawn and draw != "categorical":
-            return None
-        min_p = params.min_p if is_drawn else 0.0
-        top_p = 1.0 if params.top_p is None else params.top_p
-        if min_p == 0 and params.top_k is None and top_p >= 1:
-            return None
-        return ops.Filters(
-            min_p=min_p,
-            top_k=params.top_k or 0,
-            top_p=top_p,
-            is_top_p_first=draw == "categorical",
-            keeps_equal=self.scoring.is_categorical,
-            are_scored=self.scoring.is_categorical and not self.scoring.scores_all,
-        )
+        """What is cut off the distribution before a draw; None for nothing."""
+        return filters_of(self.params, self.scoring) if self.params.has_filters else None
 
     @property
     def seed(self) -> int:
@@ -144,3 +130,8 @@ class RowGroup:
             joints=tuple(joints),
             edits=None if self.edits is None else self.edits.piece(rows),
         )
+
+
+def pieces_of(num_rows: int, most: int) -> list[slice]:
+    """Cut rows into ranges of at most `most`; at least one range."""
+    return [slice(start, start + most) for start in range(0, max(num_rows, 1), most)]

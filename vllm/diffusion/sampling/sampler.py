@@ -21,6 +21,7 @@ from vllm.diffusion.guided.joint import read_all
 from vllm.diffusion.sampling.editing import edited
 from vllm.diffusion.sampling.fused import LaunchKey, launch_key, sample_fused, sample_in_head
 from vllm.diffusion.sampling.plain import sample_plain
+from vllm.diffusion.sampling.row_group import pieces_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -128,19 +129,8 @@ def _sample_run(
         own.sub_(free).mul_(lead.params.cfg_scale + 1).add_(free)
     if lead.edits is None:
         return _sample_rows(own, run, key, model)
-    found = []
-    most = len(own) if len(run) > 1 else _rows_at_a_time(model, BYTES_OF_EDITS)
-    for rows in _pieces(len(own), most):
-        part = run if len(run) > 1 else [lead.piece(rows)]
-        changes = [(g.edits, len(g.positions)) for g in part if g.edits is not None]
-        changed = edited(own[rows], changes, model.vocab_start)
-        found.append(_sample_rows(changed, part, key, model))
-    return Samples.joined(found)
-
-
-def _pieces(num_rows: int, most: int) -> list[slice]:
-    """Cut rows into ranges of at most `most`; at least one range."""
-    return [slice(start, start + most) for start in range(0, max(num_rows, 1), most)]
+    parts = edited(own, run, _rows_at_a_time(model, BYTES_OF_EDITS), model.vocab_start)
+    return Samples.joined([_sample_rows(rows, part, key, model) for rows, part in parts])
 
 
 def _sample_rows(
@@ -157,7 +147,7 @@ def _sample_rows(
     if key is not None:
         return Samples.of(sample_fused(own, run, key, model.vocab_start, model.vocab_size))
     # The others make copies of their logits: of a few rows at a time.
-    pieces = _pieces(len(own), _rows_at_a_time(model, BYTES_OF_COPIES))
+    pieces = pieces_of(len(own), _rows_at_a_time(model, BYTES_OF_COPIES))
     return Samples.joined([_sample_alone(own[rows], lead.piece(rows), model) for rows in pieces])
 
 
