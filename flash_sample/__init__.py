@@ -14,16 +14,19 @@ from ._ops import (
     entropy_share,
     entropy_witht,
     is_built,
+    kept_columns,
     low_confidence,
     margin,
     merge,
     partial,
     uniform,
 )
+from .filters import Filters
 from .rows import RECORD_FIELDS, Rows, Sampled, Score
 
 __all__ = [
     "RECORD_FIELDS",
+    "Filters",
     "Rows",
     "Sampled",
     "Score",
@@ -32,6 +35,7 @@ __all__ = [
     "entropy_share",
     "entropy_witht",
     "is_built",
+    "kept_columns",
     "low_confidence",
     "margin",
     "merge",

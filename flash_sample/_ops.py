@@ -3,6 +3,7 @@
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import philox, reference
+from .filters import Filters, kept_by
 from .philox import TOKEN_NOISE
 from .rows import MAX_COLUMNS, RECORD_FIELDS, Rows, Sampled, Score
 
@@ -45,8 +47,8 @@ def candidates(logits: Tensor, rows: Rows, score: Score = "confidence") -> Sampl
     One pass over the logits, for rows of any number of requests; on CUDA the compiled kernel where
     it is built (fp32 sums; the bits of a row do not depend on the rows beside it), else the
     reference. A token with noise is ``argmax(logit - temperature * log(-log U))`` in fp64 (Gumbel,
-    1954), with U of `flash_sample.philox`: it depends on the row's logits, temperature, seed,
-    step and position alone.
+    1954), with U of `flash_sample.philox`: it depends on the row's logits, temperature, filters,
+    seed, step and position alone. Rows with filters are read a few times.
 
     Args:
         logits: [R, V] bf16, fp16 or fp32 (fp64: reference). Rows may be strided; columns are
@@ -60,6 +62,27 @@ def candidates(logits: Tensor, rows: Rows, score: Score = "confidence") -> Sampl
             GPU are not checked.
     """
     return _candidates("candidates", logits, rows, score)
+
+
+def kept_columns(logits: Tensor, temperature: float | Tensor, filters: Filters) -> Tensor:
+    """Find the columns that filters keep, in PyTorch.
+
+    Args:
+        logits: [R, V] as for `candidates`; bf16 and fp16 are compared in fp32.
+        temperature: >= 0, float or floating [R]; at 0 the distribution is that of temperature 1.
+        filters: What to cut off.
+
+    Returns:
+        bool [R, V].
+
+    Raises:
+        ValueError: An argument is not as above.
+    """
+    name = "kept_columns"
+    _check_logits(name, logits)
+    rows = Rows(temperature=temperature, filters=filters)
+    _check_parameters(name, rows, len(logits), logits.device)
+    return kept_by(reference.computed(logits), temperature, filters)
 
 
 def low_confidence(logits: Tensor, *, excluded: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
@@ -189,6 +212,8 @@ def partial(
     _check_logits(name, logits)
     if first_column < 0:
         raise ValueError(f"{name}: first_column must be >= 0, got {first_column}")
+    if rows.filters is not None:
+        raise ValueError(f"{name}: filters must be None: they need whole rows")
     _check_parameters(name, rows, len(logits), logits.device)
     if out is None:
         out = torch.empty(len(logits), RECORD_FIELDS, dtype=torch.float64, device=logits.device)
@@ -324,12 +349,51 @@ def _candidates(name: str, logits: Tensor, rows: Rows, score: Score) -> Sampled:
     if not _has_kernel(logits):
         return reference.candidates(logits, rows, score)
     found = _empty_candidates(len(logits), logits.device)
+    if rows.filters is not None:
+        return _filtered(logits, rows, rows.filters, score, found)
     if score == "entropy" and _epsilon_counts(rows.epsilon, logits.shape[1]):
         whole = logits.new_empty(len(logits), RECORD_FIELDS, dtype=torch.float64)
         _launch(logits, rows, score, record=whole, found=found)
         _launch(logits, rows, score, whole=whole, share=found.score)
     else:
         _launch(logits, rows, score, found=found)
+    return found
+
+
+def _filtered(
+    logits: Tensor, rows: Rows, filters: Filters, score: Score, found: Sampled
+) -> Sampled:
+    """Sample rows with filters into `found`; a score may want a launch of its own."""
+    is_exact = score == "entropy" and _epsilon_counts(rows.epsilon, logits.shape[1])
+    is_apart = not filters.are_scored and (is_exact or score == "margin")
+    if filters.are_scored and is_exact:
+        return reference.candidates(logits, rows, score)
+    assert _native is not None
+    with torch.cuda.device(logits.device):
+        parameters, kept = _row_parameters(rows)
+        _native.filtered(
+            rows=parameters,
+            logits=logits.data_ptr(),
+            dtype=getattr(_native, _KERNEL_DTYPES[logits.dtype]),
+            row_stride=logits.stride(0),
+            num_rows=logits.shape[0],
+            num_columns=logits.shape[1],
+            min_p=_pair(filters.min_p, torch.float64, kept),
+            top_k=_integers(filters.top_k, torch.int64, kept),
+            top_p=_pair(filters.top_p, torch.float64, kept),
+            is_top_p_first=filters.is_top_p_first,
+            keeps_equal=filters.keeps_equal,
+            has_noise=rows.has_noise,
+            are_scored=filters.are_scored,
+            score=getattr(_native, score.upper()),
+            token=found.token.data_ptr(),
+            value=found.score.data_ptr(),
+            greedy=found.greedy.data_ptr(),
+            **_place(),
+        )
+    if is_apart:
+        whole = replace(rows, filters=None, positions=None)
+        return found._replace(score=_candidates("candidates", logits, whole, score).score)
     return found
 
 
@@ -385,31 +449,34 @@ def _row_parameters(rows: Rows) -> tuple[tuple[Any, ...], list[Tensor]]:
     A freed tensor's memory is only given to work that comes later on the same stream.
     """
     kept: list[Tensor] = []
-
-    def pair(value: float | Tensor, dtype: torch.dtype) -> tuple[int, float]:
-        if not isinstance(value, Tensor):
-            return 0, value
-        kept.append(value.to(dtype).contiguous())
-        return kept[-1].data_ptr(), 0
-
-    def integers(value: int | Tensor, dtype: torch.dtype = torch.int64) -> tuple[int, int]:
-        address, whole = pair(value, dtype)
-        whole = int(whole) & 0xFFFFFFFFFFFFFFFF
-        return address, whole - (1 << 64) if whole >> 63 else whole
-
     parameters = (
-        pair(rows.temperature, torch.float64),
-        integers(rows.seed),
-        integers(rows.step),
-        integers(0 if rows.positions is None else rows.positions),
+        _pair(rows.temperature, torch.float64, kept),
+        _integers(rows.seed, torch.int64, kept),
+        _integers(rows.step, torch.int64, kept),
+        _integers(0 if rows.positions is None else rows.positions, torch.int64, kept),
         rows.purpose & 0xFFFFFFFF,
         rows.is_tempered,
-        pair(rows.epsilon, torch.float32),
+        _pair(rows.epsilon, torch.float32, kept),
         rows.columns,
-        integers(rows.forbidden, torch.int32),
-        integers(rows.excluded, torch.int32),
+        _integers(rows.forbidden, torch.int32, kept),
+        _integers(rows.excluded, torch.int32, kept),
     )
     return parameters, kept
+
+
+def _pair(value: float | Tensor, dtype: torch.dtype, kept: list[Tensor]) -> tuple[int, float]:
+    """Return a parameter's address, or 0 and its value; add what lies there to `kept`."""
+    if not isinstance(value, Tensor):
+        return 0, value
+    kept.append(value.to(dtype).contiguous())
+    return kept[-1].data_ptr(), 0
+
+
+def _integers(value: int | Tensor, dtype: torch.dtype, kept: list[Tensor]) -> tuple[int, int]:
+    """Return the address or the value of a whole number, of which 64 bits count; as `_pair`."""
+    address, whole = _pair(value, dtype, kept)
+    whole = int(whole) & 0xFFFFFFFFFFFFFFFF
+    return address, whole - (1 << 64) if whole >> 63 else whole
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -472,12 +539,16 @@ def _check_parameters(name: str, rows: Rows, num_rows: int, device: torch.device
     _check_integers(name, "excluded", rows.excluded, torch.int32, num_rows, device)
     if rows.positions is not None:
         _check_integers(name, "positions", rows.positions, torch.int64, num_rows, device)
+    if rows.filters is not None:
+        _check_real(name, "min_p", rows.filters.min_p, num_rows, device)
+        _check_integers(name, "top_k", rows.filters.top_k, torch.int64, num_rows, device)
+        _check_real(name, "top_p", rows.filters.top_p, num_rows, device)
 
 
 def _check_real(
     name: str, argument: str, value: float | Tensor, num_rows: int, device: torch.device
 ) -> None:
-    """Check that temperatures are >= 0 and epsilons > 0."""
+    """Check that epsilons are > 0, and others >= 0."""
     wanted = ">" if argument == "epsilon" else ">="
     least: float = 0.0
     if not isinstance(value, Tensor):

@@ -45,6 +45,14 @@ void bind(Module& module) {
                     FIELD(token), FIELD(value), FIELD(greedy));
   }
   {
+    using P = FilteredParams;
+    module.function("filtered", &launch_filtered, FIELD(rows), FIELD(logits), FIELD(dtype),
+                    FIELD(row_stride), FIELD(num_rows), FIELD(num_columns), FIELD(min_p),
+                    FIELD(top_k), FIELD(top_p), FIELD(is_top_p_first), FIELD(keeps_equal),
+                    FIELD(has_noise), FIELD(are_scored), FIELD(score), FIELD(token), FIELD(value),
+                    FIELD(greedy));
+  }
+  {
     using P = MergeParams;
     module.function("merge", &launch_merge, FIELD(rows), FIELD(records), FIELD(num_slices),
                     FIELD(num_rows), FIELD(score), FIELD(record), FIELD(token), FIELD(value),

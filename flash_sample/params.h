@@ -73,6 +73,27 @@ struct LogitsParams {
   int64_t* greedy;  // [num_rows]
 };
 
+// Rows whose tokens are drawn from what filters keep of them; see `flash_sample.rows.Filters`.
+struct FilteredParams {
+  const void* logits;  // [num_rows, num_columns] of dtype, unit column stride: whole rows
+  DataType dtype;
+  int64_t row_stride;
+  int64_t num_rows;
+  int num_columns;  // at least 1
+  RowParams rows;   // their epsilon is left out
+  PerRow<double> min_p;
+  PerRow<int64_t> top_k;
+  PerRow<double> top_p;
+  bool is_top_p_first;
+  bool keeps_equal;
+  bool has_noise;   // a row's temperature may not be 0
+  bool are_scored;  // scores are of what is left; else of the whole row, and none is the margin
+  Score score;
+  int64_t* token;   // [num_rows]
+  float* value;     // [num_rows], the score
+  int64_t* greedy;  // [num_rows]
+};
+
 struct MergeParams {
   const double* records;  // [num_slices, num_rows, kRecordFields]
   int num_slices;
@@ -95,6 +116,7 @@ struct UniformParams {
 
 // Each enqueues work on `stream` of the current device; none allocates or synchronises.
 cudaError_t launch_candidates(const LogitsParams& params, cudaStream_t stream);
+cudaError_t launch_filtered(const FilteredParams& params, cudaStream_t stream);
 cudaError_t launch_merge(const MergeParams& params, cudaStream_t stream);
 cudaError_t launch_uniform(const UniformParams& params, cudaStream_t stream);
 

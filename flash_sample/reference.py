@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .filters import kept_by
 from .philox import uniform
 from .rows import (
     COLUMN,
@@ -55,10 +56,17 @@ def candidates(logits: Tensor, rows: Rows, score: Score) -> Sampled:
     Without noise and special columns, the confidence is bit for bit ``softmax(logits.float())``
     gathered at ``argmax(logits)``, as the LLaDA reference generate loop takes it.
     """
-    values = _masked(_computed(logits), rows.columns, rows.forbidden, 0)
-    greedy = values.argmax(dim=-1)
-    token = _noised_best(values, rows, 0).column if rows.has_noise else greedy
+    values = _masked(computed(logits), rows.columns, rows.forbidden, 0)
+    greedy = token = values.argmax(dim=-1)
+    removed = None
+    if rows.filters is not None:
+        removed = ~kept_by(values, rows.temperature, rows.filters)
+    if rows.has_noise:
+        drawn = values if removed is None else values.masked_fill(removed, -torch.inf)
+        token = _noised_best(drawn, rows, 0).column
     kept = _masked(values, rows.columns, rows.excluded, 0)
+    if removed is not None and rows.filters is not None and rows.filters.are_scored:
+        kept = kept.masked_fill(removed, -torch.inf)
     is_empty = kept.amax(dim=-1) == -torch.inf
     if rows.is_tempered:
         kept = _tempered(kept, kept.amax(dim=-1), rows)
@@ -72,6 +80,11 @@ def candidates(logits: Tensor, rows: Rows, score: Score) -> Sampled:
     else:
         found = probabilities.gather(-1, token[:, None]).squeeze(-1).masked_fill(is_empty, 0.0)
     return Sampled(token, found, greedy)
+
+
+def computed(logits: Tensor) -> Tensor:
+    """Convert logits to the dtype of the arithmetic."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def gumbel_best(
@@ -109,7 +122,7 @@ def gumbel_best(
 
 def partial(logits: Tensor, rows: Rows, score: Score, *, first_column: int = 0) -> Tensor:
     """Reduce a slice of the columns to a record, float64 [R, 8]; see `flash_sample.partial`."""
-    values = _masked(_computed(logits), rows.columns, rows.forbidden, first_column)
+    values = _masked(computed(logits), rows.columns, rows.forbidden, first_column)
     column = values.argmax(dim=-1)
     maximum = values.gather(-1, column[:, None]).squeeze(-1)
     shifted = _tempered(_masked(values, rows.columns, rows.excluded, first_column), maximum, rows)
@@ -199,7 +212,7 @@ def entropy_share(logits: Tensor, whole: Tensor, rows: Rows, *, first_column: in
         rows: Parameters with which the records were made.
         first_column: Column of the whole vocabulary that ``logits`` starts with.
     """
-    values = _masked(_computed(logits), rows.columns, rows.forbidden, first_column)
+    values = _masked(computed(logits), rows.columns, rows.forbidden, first_column)
     kept = _masked(values, rows.columns, rows.excluded, first_column)
     maximum, total = (whole[:, field].to(values.dtype) for field in (MAXIMUM, SUM_EXP))
     probabilities = _tempered(kept, maximum, rows).exp() / total[:, None]
@@ -238,11 +251,6 @@ def _entropy(probabilities: Tensor, epsilon: float | Tensor) -> Tensor:
     if isinstance(epsilon, Tensor):
         epsilon = epsilon[:, None]
     return -(probabilities * torch.log(probabilities + epsilon)).sum(dim=-1)
-
-
-def _computed(logits: Tensor) -> Tensor:
-    """Convert logits to the dtype of the arithmetic."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _bit(mask: int | Tensor, index: int, device: torch.device) -> Tensor:

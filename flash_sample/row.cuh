@@ -107,6 +107,23 @@ __device__ inline Draw better(const Noise& noise, const Draw& a, const Draw& b,
   return exactly_better(noise, a, b, first_column) ? a : b;
 }
 
+// The best of the draws of a warp's lanes, for all of them.
+__device__ inline Draw warp_best(const Noise& noise, Draw draw, int64_t first_column) {
+  const float margin = noise.margin(draw.score);
+  const float reached = warp_max(draw.score - margin);
+  const unsigned able =
+      __ballot_sync(kFullMask, draw.column != INT_MAX && draw.score + margin >= reached);
+  const auto of_lane = [&](int lane) {
+    return Draw{__shfl_sync(kFullMask, draw.score, lane), __shfl_sync(kFullMask, draw.logit, lane),
+                __shfl_sync(kFullMask, draw.column, lane)};
+  };
+  Draw best = Draw::none();
+  for (unsigned left = able; left != 0; left &= left - 1) {
+    best = better(noise, best, of_lane(__ffs(left) - 1), first_column);
+  }
+  return best;
+}
+
 struct Row {
   Noise noise;
   bool has_noise;

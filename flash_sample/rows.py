@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from .filters import Filters
 from .philox import TOKEN_NOISE
 
 Score: TypeAlias = Literal["confidence", "entropy", "margin"]
@@ -45,6 +46,7 @@ class Rows:
         forbidden: int32 [R]; bit i set: ``columns[i]`` reads as -inf.
         excluded: int32 [R]; bit i set: the probability of ``columns[i]`` is 0 (the rest is
             normalised without it), though it may still be the token.
+        filters: what is cut off before the draw; None: nothing. Only `candidates` filters.
     """
 
     temperature: float | Tensor = 0.0
@@ -57,6 +59,7 @@ class Rows:
     columns: tuple[int, ...] = ()
     forbidden: int | Tensor = 0
     excluded: int | Tensor = 0
+    filters: Filters | None = None
 
     @property
     def has_noise(self) -> bool:

@@ -20,6 +20,7 @@ launched while the one before still runs and waits for its end.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import flash_sample
 from benchmarks.gpu_timing import KernelParser, compare, copy_bandwidth, l2_bytes, report
-from flash_sample import Rows, Sampled, Score, reference
+from flash_sample import Filters, Rows, Sampled, Score, reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -54,6 +55,13 @@ OPS: dict[str, tuple[Score, dict[str, Any]]] = {
     "low_confidence at 0.2": ("confidence", {"temperature": 0.2}),
     "low_confidence at 1.0": ("confidence", {"temperature": 1.0}),
     "entropy_witht at 1.0": ("entropy", {"temperature": 1.0, "is_tempered": True}),
+    "top_p 0.9 at 1.0": ("confidence", {"temperature": 1.0, "filters": Filters(top_p=0.9)}),
+    "top_k 50 at 1.0": ("confidence", {"temperature": 1.0, "filters": Filters(top_k=50)}),
+    "min_p 0.05 at 1.0": ("confidence", {"temperature": 1.0, "filters": Filters(min_p=0.05)}),
+    "top_k, top_p at 0.7": (
+        "confidence",
+        {"temperature": 0.7, "filters": Filters(top_k=50, top_p=0.9)},
+    ),
 }
 
 
@@ -80,6 +88,11 @@ def make_rows(parameters: dict[str, Any], num_rows: int) -> Rows:
     if "temperature" in given:
         temperature = torch.tensor(given["temperature"], dtype=torch.float64, device="cuda")
         given["temperature"] = temperature.repeat(num_rows)
+    if "filters" in given:  # numbers of the device, so that a graph can hold PyTorch's version
+        numbers = {name: getattr(given["filters"], name) for name in ("min_p", "top_k", "top_p")}
+        tensors = {name: torch.tensor(number, device="cuda") for name, number in numbers.items()}
+        repeated = {name: number.repeat(num_rows) for name, number in tensors.items()}
+        given["filters"] = replace(given["filters"], **repeated)
     return Rows(seed=index % 7, step=index % 5, positions=index, **given)
 
 

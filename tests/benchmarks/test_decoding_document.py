@@ -18,6 +18,7 @@ TEXT, REQUESTS = (
     (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("decoding", "requests")
 )
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", tuple: "token ids"}
+TYPES |= {list: "list", dict: "object"}
 OF_SEVERAL = {"prompt": "string or list", "messages": "list"}
 
 

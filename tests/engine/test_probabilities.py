@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from tests.checkpoints import EOS_ID, MASK_ID, random_prompt
-from tests.engine.harness import Ask, Engine, running, sampling_params
-from tests.reference import decode
+from tests.engine.harness import STOP_IDS, Ask, Engine, running, sampling_params
+from tests.reference import decode, shaping
 from tests.reference.models import load_reference
 
 PROMPT_LENGTH = 13
@@ -38,6 +38,35 @@ CASES: dict[str, dict[str, Any]] = {
     "several blocks": {**BLOCKS, "algorithm": "multi_block", **NOISE},
     "dream": {"gen_length": 16, "algorithm": "dream", "steps": 8},
     "dream, top_p": {"gen_length": 16, "algorithm": "dream", "steps": 8, "top_p": 0.8, **NOISE},
+}
+PENALTIES: dict[str, Any] = {
+    "repetition_penalty": 1.4,
+    "presence_penalty": 1.5,
+    "frequency_penalty": 0.8,
+    "logit_bias": {7: 1.5, 12: -3.0},
+}
+# What edits logits, with what else changes them or cuts the forward into parts.
+EDITED: dict[str, dict[str, Any]] = {
+    "penalties": {**BLOCKS, "steps": 8, **PENALTIES},
+    "penalties, noise, filters": {
+        **BLOCKS,
+        "steps": 16,
+        **PENALTIES,
+        **NOISE,
+        "top_k": 30,
+        "top_p": 0.9,
+        "min_p": 0.01,
+    },
+    "penalties, guidance": {**BLOCKS, "steps": 8, "cfg_scale": 0.5, **PENALTIES},
+    "penalties, dream": {"gen_length": 16, "algorithm": "dream", "steps": 8, **PENALTIES},
+    "penalties, several blocks": {**BLOCKS, "algorithm": "multi_block", **PENALTIES},
+    "penalties, credit": {**BLOCKS, "algorithm": "credit", "threshold": 0.4, **PENALTIES},
+    "allowed, least length": {
+        **BLOCKS,
+        "threshold": 0.3,
+        "min_tokens": 9,
+        "allowed_token_ids": [EOS_ID, *range(20, 60)],
+    },
 }
 
 
@@ -117,12 +146,14 @@ def log_probabilities(model: Any, row: list[int], prompt: list[int], asked: dict
     logits = decode.guided_logits(model, torch.tensor(row), known, options)
     if asked.get("logits_eos_inf"):
         logits[:, EOS_ID] = -torch.inf
-    return torch.log_softmax(logits.float(), dim=-1)[len(prompt) :]
+    own = shaping.edited(logits[len(prompt) :], row, len(prompt), asked, MASK_ID, STOP_IDS)
+    return torch.log_softmax(own, dim=-1)
 
 
 def replay(engine: Engine, model: Any, asked: dict[str, Any]) -> None:
     prompt = random_prompt(PROMPT_LENGTH)
-    extra = {**asked, "ignore_eos": True, "stream_canvas": True}
+    asked = {**asked, "ignore_eos": True}
+    extra = {**asked, "stream_canvas": True}
     watched = watch(engine, Ask(prompt, extra, {"logprobs": NUM_TOP}))
     views, canvas_length = watched.views, asked["gen_length"]
     assert [view.step for view in views] == list(range(1, watched.report["num_forwards"] + 1))
@@ -142,6 +173,8 @@ def replay(engine: Engine, model: Any, asked: dict[str, Any]) -> None:
             elif view.committed[position]:
                 found = watched.logprobs[position]
                 check_position(found, token, wanted[position])
+                if "temperature" not in asked and asked.get("algorithm") != "credit":
+                    assert token == int(wanted[position].argmax())
                 assert confidence == pytest.approx(np.exp(found[token].logprob), rel=1e-5)
             elif not np.isnan(confidence):
                 num_proposals += 1
@@ -163,7 +196,7 @@ def check_position(found: dict[int, Any], token: int, wanted: torch.Tensor) -> N
         assert logprob.rank == int((wanted > wanted[other]).sum()) + 1
 
 
-@pytest.mark.parametrize("asked", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("asked", [*CASES.values(), *EDITED.values()], ids=[*CASES, *EDITED])
 def test_replay(llada: tuple[Engine, Any], asked: dict[str, Any]) -> None:
     replay(*llada, asked)
 
@@ -174,7 +207,7 @@ def test_they_change_no_token(llada: tuple[Engine, Any]) -> None:
     prompt = random_prompt(PROMPT_LENGTH)
     asks = [
         Ask(prompt, {**asked, "ignore_eos": True}, sampling)
-        for asked in CASES.values()
+        for asked in (*CASES.values(), *EDITED.values())
         for sampling in ({}, {"logprobs": 0}, {"logprobs": 5})
     ]
     answers = [answer.token_ids for answer in engine.ask(*asks)]
@@ -244,6 +277,8 @@ def test_a_stop_string_brings_a_report(llada: tuple[Engine, Any]) -> None:
 # ---- the other family, whose engine comes after the first one ------------------------------------
 
 
-@pytest.mark.parametrize("name", ["semi_ar", "several blocks", "dream, top_p"])
+@pytest.mark.parametrize(
+    "name", ["semi_ar", "several blocks", "dream, top_p", "penalties", "penalties, dream"]
+)
 def test_replay_where_logits_are_shifted(dream: tuple[Engine, Any], name: str) -> None:
-    replay(*dream, CASES[name])
+    replay(*dream, {**CASES, **EDITED}[name])

@@ -44,6 +44,14 @@ REQUESTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
+SHAPED = [
+    Ask(random_prompt(9), {**NOISY, "temperature": 0.8, "top_p": 0.8, "min_p": 0.01}),
+    Ask(random_prompt(11), {**BLOCKS, **PENALTIES, "logit_bias": {"250": 2.0, "7": -5.0}}),
+    Ask(random_prompt(7), {**BLOCKS, "min_tokens": 12, "allowed_token_ids": [1, 7, 160, 250]}),
+    Ask(random_prompt(8), {**NOISY, **PENALTIES, "temperature": 0.8, "cfg_scale": 0.5, "top_k": 9}),
+]
+
 POOL_BYTES = 110_000
 
 
@@ -79,7 +87,10 @@ def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, seed=10, n_kv_heads=2, embedding_size=300)
     model = load_reference(folder)
     asks, wanted = clear_cases(model, REQUESTS)
+    with running(folder) as engine:
+        shaped = [answer.token_ids for answer in engine.ask(*SHAPED)]
     with running(folder, tensor_parallel_size=2) as engine:
+        assert [answer.token_ids for answer in engine.ask(*SHAPED)] == shaped
         whole = engine.ask(*asks)
         assert_decoded(whole, wanted)
         with pytest.raises(refusal_error(), match="gen_length"):

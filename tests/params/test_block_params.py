@@ -16,6 +16,7 @@ from vllm import SamplingParams
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, algorithms_for
+from vllm.diffusion.request.edits import Edits
 from vllm.diffusion.request.families import DREAM, FAST_DLLM, LLADA, LLADA2, LLADA21, SDAR, Family
 from vllm.diffusion.request.lengths import forwards_saved
 from vllm.diffusion.request.params import ServedModel
@@ -231,6 +232,7 @@ OWN: dict[str, Any] = {
     "num_to_transfer": 3,
     "penalty_lambda": 0.5,
     "sub_block_length": 4,
+    "min_p": 0.1,
     "top_p": 0.9,
     "top_k": 40,
     "temperature": 0.5,
@@ -253,7 +255,7 @@ def test_a_field_acts_or_is_refused(family: Family, name: str) -> None:
     for algorithm, record in algorithms_for(family).items():
         value = {**OWN, **FOREIGN}[name]
         asked = {"algorithm": algorithm, name: value, "gen_length": 64}
-        if name in record.parameters or name == "temperature":
+        if name in record.parameters or name in ("temperature", "min_p", "top_k", "top_p"):
             assert getattr(resolve(served(family), **asked), name) == value
         else:
             error = refusal(served(family), **asked)
@@ -329,17 +331,17 @@ def test_caches(family: Family) -> None:
 # ---- generation_config.json --------------------------------------------------------------------
 
 
-def test_penalties_are_named_whoever_asked_for_them() -> None:
+def test_penalties_act_whoever_asked_for_them() -> None:
     """A request, or the checkpoint's generation_config.json, which upstream fills in."""
 
-    def ignored(**penalties: float) -> tuple[str, ...]:
+    def edits(**penalties: float) -> Edits | None:
         asked = decision.asked_by(SamplingParams(**penalties))
-        return decision.decide(asked, served(FAST_DLLM), PROMPT).ignored
+        return decision.decide(asked, served(FAST_DLLM), PROMPT).edits
 
-    assert ignored(repetition_penalty=1.05) == ("repetition_penalty",)
-    assert ignored() == ignored(repetition_penalty=1.0) == ()
-    both = ignored(presence_penalty=0.5, frequency_penalty=0.1)
-    assert both == ("presence_penalty", "frequency_penalty")
+    assert edits(repetition_penalty=1.05) == Edits(repetition_penalty=1.05)
+    assert edits() is edits(repetition_penalty=1.0) is None
+    both = edits(presence_penalty=0.5, frequency_penalty=0.1)
+    assert both == Edits(presence_penalty=0.5, frequency_penalty=0.1)
 
 
 # ---- AdaBlock ----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pickle
 from typing import Any
 
@@ -30,6 +31,7 @@ from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import InvalidParameterError, ServerConfigError
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.algorithms import ALGORITHMS, PARAMETERS
+from vllm.diffusion.request.edits import Edits
 from vllm.diffusion.request.families import DIFFULLAMA, DREAM, LLADA, LLADA_MOE
 from vllm.diffusion.request.params import DiffusionParams, ServedModel, SpecialIds
 
@@ -343,6 +345,7 @@ USED: dict[str, Any] = {
     "alg": "origin",
     "alg_temp": 0.5,
     "eps": 0.01,
+    "min_p": 0.2,
     "top_p": 0.9,
     "top_k": 40,
     "block_length": 16,
@@ -360,7 +363,7 @@ def test_a_parameter_is_used_or_refused(algorithm: str, name: str) -> None:
     if spec.is_used_by(algorithm):
         assert getattr(resolve(algorithm=algorithm, **{name: value}), name) == value
         return
-    if name in (*STANDARD, "top_p", "top_k"):
+    if name in (*STANDARD, "min_p", "top_p", "top_k"):
         decided = resolve(algorithm=algorithm, **{name: value})
         assert decided == dataclasses.replace(resolve(algorithm=algorithm), ignored=(name,))
         return
@@ -455,6 +458,21 @@ WRONG: list[tuple[str, Any]] = [
     ("block_length", 0),
     ("temperature", 10**400),
     ("seed", 1.5),
+    ("min_tokens", -1),
+    ("min_tokens", 129),  # more than the canvas has
+    ("min_p", 1.5),
+    ("repetition_penalty", 0),
+    ("presence_penalty", 2.5),
+    ("frequency_penalty", -2.5),
+    ("logit_bias", [5]),
+    ("logit_bias", {"x": 1.0}),
+    ("logit_bias", {5: "high"}),
+    ("bad_words", "France"),
+    ("bad_words", ["France", " "]),
+    ("bad_words", ["France"]),  # this server has no tokenizer
+    ("allowed_token_ids", []),
+    ("allowed_token_ids", [256]),
+    ("allowed_token_ids", [MASK]),
     ("ignore_eos", "yes"),
     ("logits_eos_inf", []),
     ("confidence_eos_eot_inf", {}),
@@ -515,6 +533,7 @@ def test_defaults_without_any_field() -> None:
     assert decided.stop_ids == {EOS, EOT}
     assert not (decided.logits_eos_inf or decided.confidence_eos_eot_inf or decided.ignore_eos)
     assert not (decided.allow_infill or decided.force_single_batch or decided.stream_canvas)
+    assert (decided.min_p, decided.top_p, decided.top_k) == (0.0, None, None)
     for spec in PARAMETERS:
         default = spec.default_for("semi_ar", is_shifted=False)
         assert getattr(decided, spec.name) == (() if spec.name == "delimiter_ids" else default)
@@ -627,31 +646,77 @@ def test_stop_ids_and_ignore_eos_of_sampling_params() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("top_p", 0.5),
-        ("top_k", 5),
-        ("min_p", 0.1),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", 0.5),
         ("repetition_penalty", 1.5),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -0.5),
         ("logit_bias", {5: 1.0}),
-        ("thinking_token_budget", 8),
+        ("allowed_token_ids", [1, 7]),
+        ("min_tokens", 2),
     ],
 )
-def test_fields_that_every_client_sends_are_named(field: str, value: Any) -> None:
-    decided = sampled(temperature=1.0, **{field: value})
-    assert decided.ignored == (field,)
+def test_fields_of_sampling_params_that_edit_logits(field: str, value: Any) -> None:
+    """They are the same from upstream's object and from a body, whose keys are strings."""
+    decided = sampled(extra_args={"gen_length": 64}, **{field: value})
+    assert decided.edits is not None and decided.ignored == ()
+    assert dataclasses.replace(decided, edits=None) == sampled(extra_args={"gen_length": 64})
+    sent = json.loads(json.dumps({field: value}))
+    assert resolve(**sent).edits == sampled(extra_args=sent).edits == decided.edits
+
+
+def test_what_is_asked_of_logits() -> None:
+    words = {"Paris": [9], " Paris": [10], "New York": [1, 2], " New York": [3, 1, 2]}
+    served = model(encode=words.__getitem__)
+    decided = resolve(
+        served,
+        min_tokens=3,
+        ignore_eos=True,
+        logit_bias={"7": -1000, "3": 2, "4": 0},
+        bad_words=["Paris", "New York", "Paris"],
+        allowed_token_ids=[9, 7, 7, MASK],
+    )
+    assert decided.stop_ids == frozenset()
+    assert decided.edits == Edits(
+        allowed_token_ids=(7, 9),
+        bad_words=((9,), (10,), (1, 2)),  # behind a space, another number of tokens is left out
+        min_tokens=3,
+        end_ids=(EOT, EOS),
+        logit_bias=((3, 2.0), (7, -100.0)),
+    )
+    check_refused(served, {"bad_words": [""]}, "bad_words", "none of them empty")
+    error = refusal(served, allowed_token_ids=[9, 10], bad_words=["Paris"])
+    assert (error.field, "bad_words" in error.wanted) == ("allowed_token_ids", True)
+    error = refusal(served, allowed_token_ids=[EOS], min_tokens=1)
+    assert (error.field, "min_tokens" in error.wanted) == ("allowed_token_ids", True)
+
+
+def test_the_numbers_of_filters_that_ask_for_nothing() -> None:
+    edits = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+    assert resolve(logit_bias={}, min_tokens=0, bad_words=[], **edits).edits is None
+
+
+def test_a_field_that_does_not_act_is_named() -> None:
+    decided = sampled(temperature=1.0, thinking_token_budget=8)
+    assert decided.ignored == ("thinking_token_budget",)
     assert dataclasses.replace(decided, ignored=()) == sampled(temperature=1.0)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_filters_act_wherever_tokens_are_drawn(algorithm: str) -> None:
+    asked = {"temperature": 1.0, "top_p": 0.5, "top_k": 7, "min_p": 0.1}
+    decided = sampled(**asked, extra_args={"algorithm": algorithm})
+    if ALGORITHMS[algorithm].draws:
+        assert (decided.min_p, decided.top_k, decided.top_p) == (0.1, 7, 0.5)
+        assert decided.ignored == ()
+    else:
+        assert set(decided.ignored) == set(asked)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("bad_words", ["x"]),
-        ("allowed_token_ids", [1]),
         ("logprobs", -1),
         ("prompt_logprobs", 1),
         ("watermarking", True),
-        ("min_tokens", 2),
     ],
 )
 def test_fields_that_cannot_be_had(field: str, value: Any) -> None:
@@ -660,7 +725,7 @@ def test_fields_that_cannot_be_had(field: str, value: Any) -> None:
     assert error.value.field == field
 
 
-def test_top_p_and_top_k_are_dreams() -> None:
+def test_filters_of_extra_args_come_first() -> None:
     decided = sampled(temperature=1.0, top_p=0.5, top_k=7, extra_args={"algorithm": "dream"})
     assert (decided.top_p, decided.top_k) == (0.5, 7)
     own = sampled(top_p=0.5, extra_args={"algorithm": "dream", "top_p": 0.8, "top_k": 0})

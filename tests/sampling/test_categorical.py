@@ -51,7 +51,8 @@ def draw(logits: Tensor, **asked: Any) -> tuple[Tensor, Tensor]:
     [
         ({"top_p": 0.45}, [0]),  # the first entry always stays
         ({"top_p": 0.55}, [0, 1]),  # the one that exceeds the sum stays
-        ({"top_p": 0.8}, [0, 1, 2]),
+        ({"top_p": 0.75}, [0, 1]),
+        ({"top_p": 0.8}, [0, 1, 2]),  # 2 and 3 are equal: the lower one stays
         ({"top_p": 0.0}, [0]),
         ({"top_p": 1.0}, [0, 1, 2, 3]),
         ({"top_k": 1}, [0]),

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from vllm.diffusion.core.scoring import Scoring
 from vllm.diffusion.decoding.dream import SCORINGS
 from vllm.diffusion.ops import sampling as ops_sampling
 from vllm.diffusion.sampling import (
+    LogitEditor,
     RowGroup,
     sample,
     sample_group,
@@ -88,8 +90,9 @@ def packed_parts(
             rows += own
             unconditional = None if len(own) == 1 else slice(start + 1, start + 2)
             position = part.positions[row : row + 1]
+            edits = None if part.edits is None else part.edits.piece(slice(row, row + 1))
             piece = {"rows": slice(start, start + 1), "unconditional_rows": unconditional}
-            pieces.append(dataclasses.replace(part, positions=position, **piece))
+            pieces.append(dataclasses.replace(part, positions=position, edits=edits, **piece))
     if rows:
         yield torch.stack(rows), pieces
 
@@ -235,7 +238,21 @@ def mixed_groups() -> list[RowGroup]:
         group([26, 27, 28], step=0, forbid_mask=True),
         group([30, 31, 32, 33], unconditional=10, cfg_scale=1.0),
         group([34, 35], step=9, confidence_dtype="float64"),
+        edited_group([36, 37, 38], presence_penalty=1.0, min_tokens=40),
+        edited_group([39, 40], repetition_penalty=1.5, temperature=0.7, top_k=3),
+        group([41, 42], temperature=0.7, top_p=0.6),
+        group([43, 44, 45], temperature=0.9, min_p=0.2),
+        edited_group([46, 47], unconditional=2, cfg_scale=1.0, logit_bias={"7": 3}),
     ]
+
+
+def edited_group(rows: list[int], **asked: Any) -> RowGroup:
+    """Rows of a request whose canvas has two tokens."""
+    part = group(rows, **asked)
+    tokens = np.full(201, MASK)
+    tokens[[0, 100, 101]] = 1, 7, 9
+    editor = LogitEditor(part.params, tokens, 1)
+    return dataclasses.replace(part, edits=editor.of(tokens, part.positions.numpy() + 1))
 
 
 @pytest.mark.parametrize("rows_per_chunk", [2, 3, 7, 1000])
@@ -542,6 +559,53 @@ def test_two_ranks_score_as_one(
             found = sharded(logits, part, boundary, ranks)
         assert torch.equal(found[0], wanted.token)
         torch.testing.assert_close(found[1], wanted.score, rtol=1e-5, atol=1e-7)
+
+
+class RankLogits(HeadModel):
+    """A model whose hidden states are the logits of a rank's columns."""
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        return x
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states.clone()
+
+
+@pytest.mark.parametrize("boundary", [20, 39])  # only the last rank has fewer columns
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 0.9, "top_p": 0.8},
+        {"temperature": 0.9, "top_k": 5, "min_p": 0.01, "confidence_dtype": "float64"},
+        {"repetition_penalty": 1.5, "presence_penalty": 0.5, "logit_bias": {"3": 2, "30": 1}},
+        {"allowed_token_ids": [2, 25, 30], "min_tokens": 3, "logprobs": 2},
+        {"temperature": 0.7, "frequency_penalty": 0.9, "top_p": 0.5, "logprobs": 0},
+    ],
+)
+def test_two_ranks_shape_as_one(
+    asked: dict[str, Any], boundary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = asked.get("logprobs")
+    part = group(list(range(20)), **{k: v for k, v in asked.items() if k != "logprobs"})
+    params = dataclasses.replace(part.params, logprobs=told)
+    edits = None
+    if params.edits is not None:
+        tokens = np.full(101, MASK)
+        tokens[[0, 8, 9]] = 1, 5, 30
+        edits = LogitEditor(params, tokens, 1).of(tokens, part.positions.numpy() + 1)
+    part = dataclasses.replace(part, params=params, edits=edits)
+    logits = 2 * logits_of(head_model(), hidden_rows(20), part.rows)
+
+    def work(columns: Tensor, start: int) -> tuple[Tensor, ...]:
+        model = RankLogits(torch.empty(0, 16), start, NUM_COLUMNS)
+        return tuple(sample(model, [(columns, [part])]).table)
+
+    wanted = work(logits, 0)
+    with monkeypatch.context() as ranks:
+        found = on_two_ranks(logits, boundary, work, ranks)
+    assert torch.equal(found[0], wanted[0])
+    for own, other in zip(found[1:], wanted[1:], strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-7)
 
 
 # ---- Dream's draw ------------------------------------------------------------------------------

@@ -58,13 +58,33 @@ def test_no_client_says_what_is_ignored() -> None:
 @pytest.mark.parametrize("kind", [ChatCompletionBody, ChatCompletionRequest])
 def test_what_is_left_out_is_named(kind: Any) -> None:
     """Fields that do not act, and those that nobody knows; not those that ask for nothing."""
-    asked = {"min_p": 0.1, "cache_prompt": True, "guided_json": {}, "reasoning_effort": "low"}
-    nothing = {"presence_penalty": 0.0, "logit_bias": None, "modalities": ["text"], "store": True}
+    asked = {"best_of": 2, "cache_prompt": True, "guided_json": {}, "reasoning_effort": "low"}
+    nothing: dict[str, Any] = {"modalities": ["text"], "store": True}
+    nothing |= {"min_p": 0.1, "presence_penalty": 1.0, "logit_bias": {"5": 1.0}}  # which act
     named = chat(kind, **asked, **nothing).vllm_xargs["dllm_ignored"]
     assert sorted(named) == sorted(asked)
     request = kind(messages=MESSAGES, **asked)
     prepare(request, model_config(), "{% if enable_thinking %}")  # a template that reads it
     assert "reasoning_effort" not in request.vllm_xargs["dllm_ignored"]
+
+
+def test_fields_that_edit_logits_are_handed_on_as_upstream_has_them() -> None:
+    own: dict[str, Any] = {
+        "min_p": 0.1,
+        "min_tokens": 3,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "allowed_token_ids": [4, 5],
+        "bad_words": ["word"],
+    }
+    request = chat(**own, logit_bias={"5": 150}, temperature=1.0)
+    sampling = request.to_sampling_params(16, {})
+    assert {name: getattr(sampling, name) for name in own} == own
+    assert sampling.logit_bias == {5: 100.0}
+    assert sampling.extra_args == {"dllm_ignored": []}
+    with pytest.raises(InvalidParameterError, match="logit_bias: given"):
+        chat(logit_bias={"word": 1.0})
 
 
 def test_a_default_limit_is_told_from_one_that_was_given() -> None:

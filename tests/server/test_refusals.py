@@ -61,7 +61,8 @@ DIFFUSION_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"threshold": "high"}, "threshold", "number"),
     ({"confidence_dtype": "float16"}, "confidence_dtype", "float32, float64"),
     ({"mask_id": 3}, "mask_id", "the model's"),
-    ({"min_tokens": 1}, "min_tokens", "wanted 0"),
+    ({"min_tokens": -1}, "min_tokens", "at least 0"),
+    ({"min_tokens": 33, "gen_length": 32}, "min_tokens", "max_tokens, 32"),
     ({"ignore_eos": 2}, "ignore_eos", "true or false"),
     ({"allow_infill": "yes"}, "allow_infill", "true or false"),
     ({"stream_canvas": True}, "stream_canvas", "stream: true"),
@@ -121,8 +122,10 @@ UNSUPPORTED: list[dict[str, Any]] = [
     {"stream_interval": 2**64},
     {"use_beam_search": True},
     {"prompt_logprobs": 1},
-    {"allowed_token_ids": [1]},
-    {"bad_words": ["France"]},
+    {"allowed_token_ids": []},
+    {"allowed_token_ids": [10**9]},
+    {"bad_words": [" "]},
+    {"logit_bias": {"x": 1}},
     {"repetition_detection": {"max_pattern_size": 3, "min_count": 3}},
     {"watermarking": True},
     {"kv_transfer_params": {"do_remote_prefill": True}},
@@ -131,16 +134,7 @@ UNSUPPORTED: list[dict[str, Any]] = [
 ]
 
 # Fields that clients send to every model, with values that would act on others.
-INERT: dict[str, Any] = {
-    "top_p": 0.5,
-    "top_k": 5,
-    "min_p": 0.1,
-    "presence_penalty": 1.0,
-    "frequency_penalty": -1.0,
-    "repetition_penalty": 1.5,
-    "logit_bias": {"5": 1.0},
-    "reasoning_effort": "low",
-}
+INERT: dict[str, Any] = {"reasoning_effort": "low"}
 # Fields of other servers, and older ones of upstream's.
 FOREIGN: dict[str, Any] = {
     "cache_prompt": True,

@@ -61,10 +61,10 @@ def test_it_is_answered_and_streamed(client: Client) -> None:
 
 
 def test_diffusion_parameters_stand_at_top_level(client: Client) -> None:
-    asked = {"input": QUESTION, "gen_length": 32, "steps": 8, "cache_prompt": True, "min_p": 0.1}
+    asked = {"input": QUESTION, "gen_length": 32, "steps": 8, "cache_prompt": True, "best_of": 2}
     response = ask(client, asked).json()
     assert (response["diffusion"]["num_forwards"], response["kv_transfer_params"]) == (8, None)
-    assert sorted(response["diffusion"]["ignored"]) == ["cache_prompt", "min_p"]
+    assert sorted(response["diffusion"]["ignored"]) == ["best_of", "cache_prompt"]
     *_, last = streamed(client, asked)
     completed = json.loads(last.removeprefix("data: "))["response"]
     assert completed["diffusion"]["num_forwards"] == 8

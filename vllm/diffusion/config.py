@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm import platforms
@@ -20,7 +21,7 @@ from vllm.diffusion.request.params import ServedModel, SpecialIds
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from vllm.config import ModelConfig, VllmConfig
     from vllm.diffusion.request.families import Family
@@ -160,6 +161,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
     generation = model.try_get_generation_config() | model.override_generation_config
     ids = _special_ids(model, generation, family)
     vocab_size = config.architecture.num_embeddings
+    encode = None if model.skip_tokenizer_init else partial(_encode, model)
     return ServedModel(
         family=family,
         ids=ids,
@@ -169,17 +171,28 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         defaults=check_settings(server_settings(vllm_config.additional_config), family),
         default_steps=envs.default_steps(),
         block_length=getattr(config, "block_length", None),
-        guides=_guides(model, ids, vocab_size) if not model.skip_tokenizer_init else None,
+        guides=None if encode is None else _guides(model, ids, vocab_size, encode),
+        encode=encode,
     )
 
 
-def _guides(model: ModelConfig, ids: SpecialIds, vocab_size: int) -> Guides:
+def _encode(model: ModelConfig, text: str) -> Sequence[int]:
+    """Return the token ids of a text, without special ones; the tokenizer loads at first use."""
+    return list(cached_tokenizer_from_config(model).encode(text, add_special_tokens=False))
+
+
+def _guides(
+    model: ModelConfig,
+    ids: SpecialIds,
+    vocab_size: int,
+    encode: Callable[[str], Sequence[int]],
+) -> Guides:
     """Make the compiler of languages over the tokens of a checkpoint; it loads at first use."""
     others = () if ids.eot in (None, ids.eos) else (ids.eot,)
     return Guides(
         lambda: vocabulary_of(cached_tokenizer_from_config(model), vocab_size),
         None if ids.eos is None else Ends(ids.eos, others),
-        lambda text: cached_tokenizer_from_config(model).encode(text, add_special_tokens=False),
+        encode,
     )
 
 

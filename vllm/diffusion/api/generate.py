@@ -261,6 +261,7 @@ def _sampling(body: GenerateBody, decided: DiffusionParams) -> SamplingParams:
         skip_special_tokens=body.skip_special_tokens,
         detokenize=body.detokenize,
         ignore_eos=decided.ignore_eos,
+        min_tokens=0 if decided.edits is None else decided.edits.min_tokens,
         max_tokens=decided.max_tokens,
         output_kind=RequestOutputKind.CUMULATIVE if body.stream else RequestOutputKind.FINAL_ONLY,
     )

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-_INERT = "taken and not used; the answer says so"
-
-
 class GenerateBody(BaseModel):
     """Fields of the body that are not diffusion parameters."""
 
@@ -51,14 +48,8 @@ class GenerateBody(BaseModel):
         True, description="answer with text; false leaves it empty and saves its cost"
     )
     stream: bool = Field(False, description="answer with server-sent events")
-    # Fields that clients send to every model: named in `diffusion.ignored` where they ask for
-    # something.
-    min_p: float | None = Field(None, description=_INERT)
-    presence_penalty: float | None = Field(None, description=_INERT)
-    frequency_penalty: float | None = Field(None, description=_INERT)
-    repetition_penalty: float | None = Field(None, description=_INERT)
-    logit_bias: dict[int, float] | None = Field(None, description=_INERT)
-    reasoning_effort: str | None = Field(None, description=_INERT)
+    # Clients send it to every model: named in `diffusion.ignored`.
+    reasoning_effort: str | None = Field(None, description="taken and not used; the answer says so")
     response_format: dict[str, Any] | None = Field(
         None,
         description="what the answer must be, as OpenAI has it: type text, json_object, or "

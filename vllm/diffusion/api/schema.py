@@ -30,6 +30,8 @@ _JSON_TYPES: dict[type, str] = {
     bool: "boolean",
     str: "string",
     tuple: "array",
+    list: "array",
+    dict: "object",
 }
 
 

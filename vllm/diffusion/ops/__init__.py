@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations of the engine: the only way to the native rooms, and to upstream's weights."""
 
-from flash_sample import Rows, Sampled, Score
+from flash_sample import Filters, Rows, Sampled, Score
 from vllm.diffusion.ops.collectives import Collectives, align_ranks, join_ranks, tensor_parallel
 from vllm.diffusion.ops.experts import (
     SOFTMAX,
@@ -37,6 +37,7 @@ from vllm.diffusion.ops.quantised_projection import QuantisedProjection
 from vllm.diffusion.ops.sampling import (
     candidates,
     gather_columns,
+    kept_columns,
     most_likely,
     most_likely_in_head,
     negative_entropy,
@@ -69,6 +70,7 @@ __all__ = [
     "Attended",
     "Collectives",
     "ExpertWeights",
+    "Filters",
     "Fp8Projection",
     "GraphInputs",
     "HostCopy",
@@ -103,6 +105,7 @@ __all__ = [
     "gather_columns",
     "has_attention",
     "join_ranks",
+    "kept_columns",
     "kind_of",
     "kind_of_head",
     "kinds_of",

@@ -7,7 +7,7 @@ import torch
 
 import flash_sample
 import gather_gemm
-from flash_sample import Rows, Sampled, Score
+from flash_sample import Filters, Rows, Sampled, Score
 from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.collectives import tensor_parallel
 from vllm.distributed import get_tensor_model_parallel_world_size
@@ -44,8 +44,11 @@ def candidates(
         rows: sampling parameters of each row; see `flash_sample.Rows`.
         score: "confidence", "entropy" (nats) or "margin".
         first_column: token id of the first column.
-        vocab_size: columns of all ranks; only 64 bytes a row cross the ranks.
+        vocab_size: columns of all ranks; only 64 bytes a row cross the ranks, but all columns of
+            rows with filters.
     """
+    if rows.filters is not None:
+        logits, first_column = gather_columns(logits, vocab_size), 0
     if logits.shape[1] == vocab_size:
         return flash_sample.candidates(logits, rows, score)
     record = flash_sample.partial(logits, rows, score, first_column=first_column)
@@ -56,6 +59,13 @@ def candidates(
         return found
     share = flash_sample.entropy_share(logits, records, rows, first_column=first_column)
     return found._replace(score=tensor_parallel().gather(share).sum(dim=0))
+
+
+def kept_columns(
+    logits: torch.Tensor, temperature: float | torch.Tensor, filters: Filters
+) -> torch.Tensor:
+    """Return whether filters keep each column, bool [R, V], of whole rows of logits [R, V]."""
+    return flash_sample.kept_columns(logits, temperature, filters)
 
 
 def samples_in_head(x: torch.Tensor, matrix: torch.Tensor) -> bool:

@@ -196,7 +196,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             blocks="none",
             score="alg",
             pace="steps",
-            parameters=("alg", "alg_temp", "eps", "top_p", "top_k"),
+            parameters=("alg", "alg_temp", "eps"),
             caches=("none", "frozen"),
         ),
         Algorithm(
@@ -214,7 +214,6 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 
 _KEPT_BLOCKS = ("exact", "none")  # caches of block-causal families: what is kept is final
-_FILTERS = ("top_p", "top_k")
 
 BLOCK_ALGORITHMS: dict[str, Algorithm] = {
     a.name: a
@@ -226,7 +225,7 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
             "as the quota of the step, else the most confident as many",
             source=8,
             pace="steps",
-            parameters=("threshold", "steps_per_block", *_FILTERS),
+            parameters=("threshold", "steps_per_block"),
             defaults={"threshold": 0.95},
             caches=_KEPT_BLOCKS,
         ),
@@ -236,7 +235,7 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
             "the quota of the step: the most confident candidates of the block",
             source=9,
             pace="steps",
-            parameters=("steps_per_block", *_FILTERS),
+            parameters=("steps_per_block",),
             caches=_KEPT_BLOCKS,
         ),
         Algorithm(
@@ -246,7 +245,7 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
             source=9,
             score="position",
             pace="steps",
-            parameters=("steps_per_block", *_FILTERS),
+            parameters=("steps_per_block",),
             caches=_KEPT_BLOCKS,
         ),
         Algorithm(
@@ -257,7 +256,7 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
             source=9,
             score="entropy",
             pace="rule alone",
-            parameters=("threshold", *_FILTERS),
+            parameters=("threshold",),
             defaults={"threshold": 0.35},
             caches=_KEPT_BLOCKS,
         ),
@@ -276,7 +275,6 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
                 "max_post_steps",
                 "num_to_transfer",
                 "penalty_lambda",
-                *_FILTERS,
             ),
             defaults={"threshold": 0.95},
             caches=_KEPT_BLOCKS,
@@ -288,7 +286,7 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
             "exceeds `threshold`, and always the best one",
             source=10,
             pace="rule alone",
-            parameters=("threshold", "sub_block_length", *_FILTERS),
+            parameters=("threshold", "sub_block_length"),
             defaults={"threshold": 1.0},
             caches=_KEPT_BLOCKS,
             reads_row_before=True,
@@ -317,7 +315,7 @@ def algorithms_for(family: Family) -> dict[str, Algorithm]:
 class AlgorithmParams:
     """Values of `PARAMETERS` in a request.
 
-    `top_p` and `top_k` are None when off, `steps_per_block` where the algorithm has no steps.
+    `steps_per_block` is None where the algorithm has no steps.
     """
 
     threshold: float
@@ -333,8 +331,6 @@ class AlgorithmParams:
     alg: str
     alg_temp: float
     eps: float
-    top_p: float | None
-    top_k: int | None
     steps_per_block: int | None
     editing_threshold: float
     max_post_steps: int
@@ -476,25 +472,6 @@ PARAMETERS: tuple[Field, ...] = tuple(
             minimum=0,
             maximum=1,
             server_wide=True,
-        ),
-        Field(
-            "top_p",
-            float,
-            "dream and block-causal families: draw from the most likely tokens up to the one that "
-            "makes their sum exceed it",
-            default_text="off",
-            minimum=0,
-            maximum=1,
-            neutral=(1.0,),
-        ),
-        Field(
-            "top_k",
-            int,
-            "dream and block-causal families: draw from so many of the most likely tokens; 0 or "
-            "-1 keeps all",
-            default_text="off",
-            minimum=-1,
-            neutral=(0, -1),
         ),
         Field(
             "steps_per_block",

@@ -29,7 +29,8 @@ from vllm.diffusion.guided.guides import (
     unpacked,
 )
 from vllm.diffusion.request.algorithms import GUIDED_CACHES, NEVER, algorithms_for
-from vllm.diffusion.request.fields import BY_NAME, canonical, named_algorithm
+from vllm.diffusion.request.edits import edits_of
+from vllm.diffusion.request.fields import BY_NAME, canonical, check, named_algorithm
 from vllm.diffusion.request.lengths import DEFAULT_BLOCK, decide_lengths, with_suffix
 from vllm.diffusion.request.likelihood import (
     BESIDE_A_SCORE,
@@ -63,24 +64,26 @@ IGNORED = "dllm_ignored"  # key of extra_args for names of fields that our own r
 
 # Fields of upstream's SamplingParams that every client sends and that do not act here, with the
 # values that ask for nothing. Others are reported to the client (`diffusion.ignored`).
-INERT: dict[str, tuple[Any, ...]] = {
-    "min_p": (0.0, None),
-    "presence_penalty": (0.0, None),
-    "frequency_penalty": (0.0, None),
-    "repetition_penalty": (1.0, None),
-    "logit_bias": (None, {}),
-    "thinking_token_budget": (None, -1),
-}
+INERT: dict[str, tuple[Any, ...]] = {"thinking_token_budget": (None, -1)}
 
 # Fields of upstream's SamplingParams without which an answer is not what was asked for: values that
 # ask for nothing, and what is wanted.
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "bad_words": ((None, []), "wanted none: not supported"),
-    "allowed_token_ids": ((None,), "wanted none: not supported"),
     "prompt_logprobs": ((None,), "wanted none: prompt tokens are given, not predicted"),
     "repetition_detection": ((None,), "wanted none: not supported"),
     "watermarking": ((None, False), "wanted false: not supported"),
 }
+
+# Parameters that SamplingParams has as fields, and those of them in types of its own.
+_CONVERTED = ("logit_bias", "bad_words", "allowed_token_ids")
+_SHARED = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "min_tokens"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", *_CONVERTED),
+)
+
+# Parameters that cut a distribution before a draw, and their values that keep all of it.
+NO_FILTERS: dict[str, Any] = {"min_p": 0.0, "top_k": None, "top_p": None}
+FILTERS = tuple(NO_FILTERS)
 
 # Fields of DiffusionParams that are the request's value, else the server's, else the table's.
 _PLAIN: tuple[str, ...] = tuple(
@@ -156,17 +159,10 @@ def asked_by(sampling: Any) -> dict[str, Any]:
         given |= {SCORE: score, **SCORED_AS}
     if spec is not None:
         given[STRUCTURED] = spec
-    own = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "seed": sampling.seed,
-        "ignore_eos": sampling.ignore_eos,
-        "min_tokens": sampling.min_tokens,
-    }
-    for name, value in own.items():
-        if value is not None:
-            given.setdefault(name, value)
+    for name in _SHARED:
+        value = getattr(sampling, name, None)
+        if value is not None and name not in given:
+            given[name] = check(BY_NAME[name], name, value) if name in _CONVERTED else value
     if "max_tokens" not in given:
         given["upstream_max_tokens"] = sampling.max_tokens
     given[IGNORED] = tuple(dict.fromkeys([*ignored, *inert(fields)]))
@@ -228,27 +224,19 @@ def decide(
     spec: Spec | None = request.pop(STRUCTURED, None)
     score = request.pop(SCORE, None)
     stop_token_ids = frozenset(request.pop("stop_token_ids", ()))
+    end_ids = model.ids.stop | stop_token_ids
     told_ids = _told_ids(request.pop("logprob_token_ids", None), model)
-    logprobs = request.pop("logprobs", None)
+    logprobs, left_out = request.pop("logprobs", None), request.pop(IGNORED, ())
     upstream_max_tokens = request.pop("upstream_max_tokens", None)
-    left_out = request.pop(IGNORED, ())
     algorithm = _algorithm(request, model)
     ignored = _ignored(request, algorithm, model)
-    request = {name: value for name, value in request.items() if name not in ignored}
+    for name in ignored:
+        del request[name]
     _check(request, algorithm, model)
     _check_prompt(prompt_token_ids, model, request.get("allow_infill", False))
-    lengths_of = partial(
-        decide_lengths,
-        algorithm=algorithm,
-        model=model,
-        prompt_length=(num_prompt := len(prompt_token_ids)),
-        upstream_max_tokens=upstream_max_tokens,
-    )
-    lengths = lengths_of(request)
+    num_prompt = len(prompt_token_ids)
     guide = None if spec is None else _guide(spec, request, model, stop_token_ids)
-    if guide is not None and lengths.canvas < _usual_canvas(guide):
-        longer = _longer(request, guide, model, num_prompt, upstream_max_tokens)
-        lengths = lengths if longer is None else lengths_of(longer)
+    lengths = _lengths(request, guide, algorithm, model, num_prompt, upstream_max_tokens)
     lengths = _with_suffix(lengths, request.get("suffix_ids"), algorithm, model, num_prompt)
     cache = _cache(request, algorithm, model)
     values = _values(request, algorithm, model, cache, lengths)
@@ -256,7 +244,8 @@ def decide(
         algorithm=algorithm.name,
         cache=cache,
         seed=None,
-        stop_ids=frozenset() if values["ignore_eos"] else model.ids.stop | stop_token_ids,
+        stop_ids=frozenset() if values["ignore_eos"] else end_ids,
+        edits=edits_of(request, model, end_ids, lengths.max_tokens),
         logprobs=len(told_ids) if told_ids else logprobs,
         logprob_token_ids=told_ids,
         ignored=(*ignored, *left_out),
@@ -268,6 +257,29 @@ def decide(
         return _scored(params, score, spec, model, num_prompt)
     seed = request.get("seed")
     return params if seed is None else params.with_seed(seed)
+
+
+def _lengths(
+    request: Mapping[str, Any],
+    guide: Guide | None,
+    algorithm: Algorithm,
+    model: ServedModel,
+    num_prompt: int,
+    upstream_max_tokens: int | None,
+) -> Lengths:
+    """Return the lengths of a request; a language may want a longer canvas than is usual."""
+    lengths_of = partial(
+        decide_lengths,
+        algorithm=algorithm,
+        model=model,
+        prompt_length=num_prompt,
+        upstream_max_tokens=upstream_max_tokens,
+    )
+    lengths = lengths_of(request)
+    if guide is None or lengths.canvas >= _usual_canvas(guide):
+        return lengths
+    longer = _longer(request, guide, model, num_prompt, upstream_max_tokens)
+    return lengths if longer is None else lengths_of(longer)
 
 
 def _scored(
@@ -389,9 +401,9 @@ def _guided(
     for is_gap, tokens in groupby(prompt, lambda token: token == params.mask_id):
         if is_gap:
             check_room(guide, spec, len(list(tokens)), "prompt")
-    filters = tuple(name for name in ("top_p", "top_k") if getattr(params, name) is not None)
+    filters = tuple(name for name in FILTERS if getattr(params, name))
     return dataclasses.replace(
-        params, guide=guide, top_p=None, top_k=None, ignored=(*params.ignored, *filters)
+        params, guide=guide, **NO_FILTERS, ignored=(*params.ignored, *filters)
     )
 
 
@@ -463,7 +475,7 @@ def _ignored(
         "temperature": request.get("temperature") != 0,
         "remasking": request.get("remasking") == "low_confidence"
         and algorithm.score != "confidence",
-        **{name: request.get(name) not in BY_NAME[name].neutral for name in ("top_p", "top_k")},
+        **{name: request.get(name) not in BY_NAME[name].neutral for name in FILTERS},
     }
     return tuple(
         name
@@ -481,8 +493,6 @@ def _check(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel)
     if request.get("mask_id", model.ids.mask) != model.ids.mask:
         wanted = f"wanted the model's: {model.ids.mask}"
         raise InvalidParameterError("mask_id", request["mask_id"], wanted)
-    if request.get("min_tokens", 0) != 0:
-        raise InvalidParameterError("min_tokens", request["min_tokens"], "wanted 0")
     _check_special_ids(request, model.ids)
 
 
@@ -510,7 +520,8 @@ def _value(name: str, request: Mapping[str, Any], algorithm: Algorithm, model: S
         if not spec.defaults or meant_for == algorithm.name:
             return model.defaults[name]
     family = model.family
-    is_meant = not spec.defaults or algorithm.name == family.default_algorithm
+    is_for_all = not spec.defaults and name not in FILTERS
+    is_meant = is_for_all or algorithm.name == family.default_algorithm
     if name in family.defaults and is_meant and _is_used(name, algorithm, model):
         return family.defaults[name]
     return spec.default_for(algorithm.name, is_shifted=model.is_shifted)

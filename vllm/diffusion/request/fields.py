@@ -127,6 +127,81 @@ FIELDS: tuple[Field, ...] = (
         **users(lambda a: a.draws),
     ),
     Field(
+        "min_p",
+        float,
+        "with temperature: draw from the tokens whose probability is at least this share of the "
+        "best one's; 0 keeps all",
+        default=0.0,
+        minimum=0,
+        maximum=1,
+        neutral=(0.0,),
+        **users(lambda a: a.draws),
+    ),
+    Field(
+        "top_k",
+        int,
+        "with temperature: draw from so many of the most likely tokens, and those as likely as the "
+        "last of them; 0 or -1 keeps all",
+        default_text="off",
+        minimum=-1,
+        neutral=(0, -1),
+        **users(lambda a: a.draws),
+    ),
+    Field(
+        "top_p",
+        float,
+        "with temperature: draw from the most likely tokens up to the one with which their sum "
+        "reaches it",
+        default_text="off",
+        minimum=0,
+        maximum=1,
+        neutral=(1.0,),
+        **users(lambda a: a.draws),
+    ),
+    Field(
+        "repetition_penalty",
+        float,
+        "divides positive logits, and multiplies negative ones, of tokens that stand in the prompt "
+        "or in what is committed of the answer",
+        default=1.0,
+    ),
+    Field(
+        "presence_penalty",
+        float,
+        "taken from the logits of tokens that stand in what is committed of the answer",
+        default=0.0,
+        minimum=-2,
+        maximum=2,
+    ),
+    Field(
+        "frequency_penalty",
+        float,
+        "taken from a token's logit for each time that it stands in what is committed of the "
+        "answer",
+        default=0.0,
+        minimum=-2,
+        maximum=2,
+    ),
+    Field(
+        "logit_bias",
+        dict,
+        "what is added to the logits of tokens, by token id; -100 to 100, numbers beyond count as "
+        "these",
+        default_text="none",
+    ),
+    Field(
+        "bad_words",
+        list,
+        "words that do not become part of the answer",
+        default_text="none",
+    ),
+    Field(
+        "allowed_token_ids",
+        tuple,
+        "the only token ids that the answer may have",
+        default_text="all",
+    ),
+    Field(
         "cfg_scale",
         float,
         "classifier-free guidance; above 0 a second, prompt-masked sequence is run",
@@ -169,7 +244,9 @@ FIELDS: tuple[Field, ...] = (
         "token ids that follow; the answer is what stands between the prompt and them",
         default_text="none",
     ),
-    Field("min_tokens", int, "not supported; only 0 is accepted", default=0, minimum=0),
+    Field(
+        "min_tokens", int, "no token ends the answer before it has so many", default=0, minimum=0
+    ),
     Field("seed", int, "seed of the request's random numbers", default_text="drawn at random"),
     Field(
         "stream_canvas",
@@ -218,9 +295,15 @@ SPELLINGS = by_spelling(FIELDS)
 
 # Parameters that clients know from elsewhere; a name that is almost theirs may be somebody else's.
 _STANDARD = frozenset(
-    ("max_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos", "min_tokens", "priority")
+    (
+        *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos"),
+        *("min_tokens", "priority", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+        *("logit_bias", "bad_words", "allowed_token_ids"),
+    )
 )
 OWN_SPELLINGS = tuple(name for name, field in SPELLINGS.items() if field.name not in _STANDARD)
+MOST_BIAS = 100.0  # of a logit, as in OpenAI's interface
+MOST_DIGITS = 18  # of a token id
 _ALIKE = 0.8  # share of two names' letters that are common to both, in order
 
 
@@ -320,6 +403,8 @@ def check(spec: Field, spelling: str, value: Any) -> Any:
         if not is_list or not all(type(token) is int and 0 <= token < 2**63 for token in value):
             raise InvalidParameterError(spelling, value, "wanted a list of token ids")
         return tuple(value)
+    if spec.kind in (dict, list):
+        return _by_token(spelling, value) if spec.kind is dict else _words(spelling, value)
     if spec.kind is str:
         if not isinstance(value, str) or value not in spec.choices:
             raise InvalidParameterError(
@@ -337,6 +422,28 @@ def check(spec: Field, spelling: str, value: Any) -> Any:
     if spec.maximum is not None and value > spec.maximum:
         raise InvalidParameterError(spelling, value, f"wanted at most {as_json(spec.maximum)}")
     return spec.kind(value)
+
+
+def _by_token(spelling: str, value: Any) -> dict[int, float]:
+    """Return numbers by token id, whose ids JSON has as strings; cut to -100 and 100."""
+    wanted = "wanted an object of token ids and numbers"
+    if not isinstance(value, dict):
+        raise InvalidParameterError(spelling, value, wanted)
+    found = {}
+    for token, bias in value.items():
+        is_id = type(token) is int or (isinstance(token, str) and token.isdecimal())
+        is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
+        if not is_id or not is_number or not _is_finite(bias) or len(str(token)) > MOST_DIGITS:
+            raise InvalidParameterError(spelling, {token: bias}, wanted)
+        found[int(token)] = min(max(float(bias), -MOST_BIAS), MOST_BIAS)
+    return found
+
+
+def _words(spelling: str, value: Any) -> tuple[str, ...]:
+    is_list = isinstance(value, (list, tuple))
+    if not is_list or not all(isinstance(word, str) and word.strip() for word in value):
+        raise InvalidParameterError(spelling, value, "wanted a list of words, none of them empty")
+    return tuple(dict.fromkeys(value))
 
 
 def _is_finite(value: int | float) -> bool:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.guided.guides import Guide  # noqa: TC001 (read when a decision is received)
 from vllm.diffusion.request.algorithms import AlgorithmParams
+from vllm.diffusion.request.edits import Edits  # noqa: TC001 (read when a decision is received)
 from vllm.diffusion.request.likelihood import ScoreRequest  # noqa: TC001 (read when a decision is received)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from vllm.diffusion.guided.guides import Guides
     from vllm.diffusion.request.families import Family
@@ -57,6 +58,7 @@ class ServedModel:
         default_steps: denoise steps of a request that gives none (None: one per canvas token).
         block_length: block length of a block-causal checkpoint's config.
         guides: compiler of answer formats; None where none can be used.
+        encode: token ids of a text, without special ones; None where there is no tokenizer.
     """
 
     family: Family
@@ -68,6 +70,7 @@ class ServedModel:
     default_steps: int | None = None
     block_length: int | None = None
     guides: Guides | None = None
+    encode: Callable[[str], Sequence[int]] | None = None
 
     @property
     def is_shifted(self) -> bool:
@@ -81,16 +84,17 @@ class DiffusionParams(AlgorithmParams):
 
     It crosses processes as a map, and is rebuilt by the types of its attributes.
 
-    `steps` is None where no bound was asked for. `stop_ids` is empty and `early_stop` is false when
-    `ignore_eos` is set. `logit_shift`, `is_block_causal` and `scores_after_filters` are the
-    family's. `logprob_token_ids` are tokens whose log probabilities are reported in place of the
-    most likely ones; `logprobs` is their number then. `seed` is None until the engine draws one.
-    `logprobs` is the number of alternatives reported beside every token's log probability, or None.
-    `ignored` names the standard fields that were given and cannot act. `priority` is None where
-    upstream's request has it, and `timeout_s` where there is no timeout. `score` is set in a
-    likelihood request; its canvas is empty then. `num_answers` is the number of requests with this
-    prompt whose parameters differ in the seed alone. `guide` is the language of the answer, if it
-    has one. `suffix_ids` stand on the canvas, right behind the longest answer.
+    `steps` is None where no bound was asked for, `top_p` and `top_k` where they are off. `stop_ids`
+    is empty and `early_stop` is false when `ignore_eos` is set. `logit_shift`, `is_block_causal`
+    and `scores_after_filters` are the family's. `logprob_token_ids` are tokens whose log
+    probabilities are reported in place of the most likely ones; `logprobs` is their number then.
+    `seed` is None until the engine draws one. `logprobs` is the number of alternatives reported
+    beside every token's log probability, or None. `ignored` names the standard fields that were
+    given and cannot act. `priority` is None where upstream's request has it, and `timeout_s` where
+    there is no timeout. `score` is set in a likelihood request; its canvas is empty then.
+    `num_answers` is the number of requests with this prompt whose parameters differ in the seed
+    alone. `guide` is the language of the answer, if it has one; `edits` are the changes of logits
+    that it asks for, if any. `suffix_ids` stand on the canvas, right behind the longest answer.
     """
 
     algorithm: str
@@ -101,6 +105,9 @@ class DiffusionParams(AlgorithmParams):
     steps: int | None
     block_length: int
     temperature: float
+    min_p: float
+    top_k: int | None
+    top_p: float | None
     cfg_scale: float
     logits_eos_inf: bool
     confidence_eos_eot_inf: bool
@@ -125,6 +132,7 @@ class DiffusionParams(AlgorithmParams):
     score: ScoreRequest | None = None
     num_answers: int = 1
     guide: Guide | None = None
+    edits: Edits | None = None
     suffix_ids: tuple[int, ...] = ()
 
     @property
@@ -133,6 +141,11 @@ class DiffusionParams(AlgorithmParams):
         if self.logprobs is None and self.stream_canvas:
             return 0
         return self.logprobs
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether min_p, top_k or top_p may cut a distribution."""
+        return self.min_p > 0 or self.top_k is not None or self.top_p is not None
 
     @property
     def computes_blocks(self) -> bool:

@@ -19,7 +19,8 @@ class Field:
 
     Attributes:
         name: canonical name.
-        kind: int, float, bool, str, or tuple: a list of token ids.
+        kind: int, float, bool, str; tuple: a list of token ids; list: of words; dict: numbers by
+            token id.
         doc: one line for users.
         default: value of a request that gives none; None where there is none, or where it
             depends on other values.

@@ -15,12 +15,14 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.core.random_streams import CATEGORICAL, REMASKING, TOKEN
 from vllm.diffusion.request.params import SEED_BITS
+from vllm.diffusion.sampling.filtering import kind_of, numbers_of, with_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm.diffusion.sampling.row_group import RowGroup
 
+_OF_ROWS = ("temperature", "seed", "step", "forbidden", "excluded")
 _SCORES: dict[str, ops.Score] = {
     "confidence": "confidence",
     "negative_entropy": "entropy",
@@ -38,6 +40,7 @@ class LaunchKey(NamedTuple):
         is_tempered: scores are taken at the temperature.
         has_greedy: whether the argmax of the noise-free logits is wanted.
         dtype: dtype of the scores.
+        filters: kind of the filters, without their numbers; None for none.
     """
 
     score: ops.Score
@@ -46,21 +49,21 @@ class LaunchKey(NamedTuple):
     is_tempered: bool
     has_greedy: bool
     dtype: torch.dtype
+    filters: ops.Filters | None
 
 
 def launch_key(group: RowGroup, logits: torch.Tensor) -> LaunchKey | None:
     """Return the key of a group's launch; None where the group needs more than a launch does.
 
-    More is: float64, scores that each operation rounds to a narrow dtype, or top-p and top-k.
-    Dream's draw on CPU stays as its reference rounds it, where probabilities that are equal in fp32
-    compete.
+    More is: float64, or scores that each operation rounds to a narrow dtype. Dream's draw
+    on CPU stays as its reference rounds it, where probabilities that are equal in fp32 compete.
     """
     scoring = group.scoring
     dtype = group.confidence_dtype(logits)
     is_categorical = scoring.is_categorical
     if dtype == torch.float64:
         return None
-    if is_categorical and (group.filters or not logits.is_cuda):
+    if is_categorical and not logits.is_cuda:
         return None
     # One rounding of the probability at the end is what PyTorch's softmax does, too.
     is_rounded_once = logits.is_cuda and scoring.score == "confidence" and not is_categorical
@@ -74,6 +77,7 @@ def launch_key(group: RowGroup, logits: torch.Tensor) -> LaunchKey | None:
         is_tempered=is_categorical,
         has_greedy=scoring.greedy,
         dtype=dtype,
+        filters=kind_of(group.filters) if group.params.has_filters else None,
     )
 
 
@@ -116,12 +120,12 @@ def sample_in_head(
     if not groups or not ops.samples_in_head(normed, matrix):
         return None
     key = launch_key(groups[0], normed)
-    if key is None or key.score != "confidence":
+    if key is None or key.score != "confidence" or key.filters is not None:
         return None
     end = 0
     for group in groups:
         is_plain = group.unconditional_rows is None and not group.has_extras
-        is_plain &= not group.joints
+        is_plain &= not group.joints and group.edits is None
         follows, end = group.rows.start == end, group.rows.stop
         is_noisy = group.params.temperature > 0
         if not is_plain or not follows or is_noisy or launch_key(group, normed) != key:
@@ -166,22 +170,25 @@ def _parameters(
             "forbidden": ([_bits(tokens, columns) for tokens in forbidden], np.int32),
             "excluded": ([_bits(tokens, columns) for tokens in excluded], np.int32),
             "is_random": (is_random, np.bool_),
+            **({} if key.filters is None else numbers_of(g.filters for g in groups)),
         },
         [g.positions.numel() for g in groups],
         device,
     )
     choice: bool | torch.Tensor = found.pop("is_random")
+    filters = None if key.filters is None else with_numbers(key.filters, found)
     positions = None
     if any(needs_seed):
         positions = torch.cat([g.positions for g in groups])
     return (
         ops.Rows(
-            **found,
+            **{name: found[name] for name in _OF_ROWS},
             positions=positions,
             purpose=key.purpose,
             is_tempered=key.is_tempered,
             epsilon=key.epsilon,
             columns=columns,
+            filters=filters,
         ),
         choice,
     )

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling of one request's rows in PyTorch's arithmetic, at any precision.
 
-A token is the argmax of noisy logits, or drawn from its distribution and scored by what is left:
+A token is the argmax of noisy logits, of those that min-p, top-k and top-p keep at the temperature,
+and scored by the whole distribution; or it is drawn from its distribution and scored by what is
+left:
 
 - Dream (Ye et al., arXiv:2508.15487, reference `diffusion_generate`): temperature, top-p and top-k
   come before the softmax, and the score is taken from what they leave.
@@ -35,8 +37,10 @@ def sample_plain(
         first_column: token id of the first column.
         vocab_size: columns of all ranks.
     """
-    params, scoring = group.params, group.scoring
-    if scoring.is_categorical:  # works on whole rows, so ranks exchange their columns
+    params, scoring, filters = group.params, group.scoring, group.filters
+    if (
+        scoring.is_categorical or filters is not None
+    ):  # works on whole rows, so ranks exchange their columns
         logits, first_column = ops.gather_columns(logits, vocab_size), 0
     columns = range(first_column, first_column + logits.shape[1])
     for token in group.forbidden:
@@ -56,6 +60,9 @@ def sample_plain(
         # argmax of exp(l) / (-log U)^t in the log domain; float64 as in the reference.
         u = ops.philox_uniform(group.seed, TOKEN, group.step, group.positions, columns)
         noisy = logits.double() - params.temperature * torch.log(-torch.log(u))
+    if filters is not None:
+        removed = ~ops.kept_columns(logits, params.temperature, filters)
+        noisy = noisy.masked_fill(removed, -torch.inf)
     tokens, scores = most_likely(noisy, excluded=excluded)
     greedy = tokens
     if scoring.greedy and params.temperature > 0:
@@ -84,7 +91,10 @@ def draw_categorical(logits: torch.Tensor, group: RowGroup) -> tuple[torch.Tenso
     """
     if group.params.temperature > 0:
         logits = logits / group.params.temperature
-    kept = _filtered(logits, group) if group.filters else logits
+    kept = logits
+    if group.filters is not None:
+        removed = ~ops.kept_columns(logits, 1.0, group.filters)
+        kept = logits.masked_fill(removed, torch.finfo(logits.dtype).min)
     probabilities = torch.softmax(kept, dim=-1)
     if group.params.temperature > 0:
         columns = range(logits.shape[1])
@@ -92,7 +102,7 @@ def draw_categorical(logits: torch.Tensor, group: RowGroup) -> tuple[torch.Tenso
         tokens = (probabilities.double().log() - torch.log(-torch.log(u))).argmax(dim=-1)
     else:
         tokens = probabilities.argmax(dim=-1)
-    if group.scoring.scores_all and group.filters:
+    if group.scoring.scores_all and group.filters is not None:
         probabilities = torch.softmax(logits, dim=-1)
     return tokens, _scores(probabilities, tokens, group.scoring)
 
@@ -105,28 +115,3 @@ def _scores(probabilities: torch.Tensor, tokens: torch.Tensor, scoring: Scoring)
     if scoring.score == "negative_entropy":
         return (probabilities * torch.log(probabilities + scoring.epsilon)).sum(dim=-1)
     return probabilities.gather(1, tokens[:, None])[:, 0]
-
-
-def _filtered(logits: torch.Tensor, group: RowGroup) -> torch.Tensor:
-    """Apply top-p and top-k to `logits` [R, V]."""
-    keep = {"top_p": _keep_top_p, "top_k": _keep_top_k}
-    names = ("top_k", "top_p") if group.scoring.draw == "filtered" else ("top_p", "top_k")
-    for name in names:
-        if name in group.filters:
-            logits = keep[name](logits, getattr(group.params, name))
-    return logits
-
-
-def _keep_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Remove the entries beyond the first one whose cumulative probability exceeds `top_p`."""
-    ordered, columns = torch.sort(logits, descending=True, stable=True)
-    beyond = torch.softmax(ordered, dim=-1).cumsum(dim=-1) > top_p
-    beyond = torch.cat([torch.zeros_like(beyond[:, :1]), beyond[:, :-1]], dim=1)
-    removed = torch.zeros_like(beyond).scatter(1, columns, beyond)
-    return logits.masked_fill(removed, torch.finfo(logits.dtype).min)
-
-
-def _keep_top_k(logits: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Remove the entries below the k-th largest; ties with it stay."""
-    least = logits.topk(min(top_k, logits.shape[1]), dim=-1).values[:, -1:]
-    return logits.masked_fill(logits < least, torch.finfo(logits.dtype).min)

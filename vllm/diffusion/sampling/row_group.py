@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from vllm.diffusion.sampling.filtering import filters_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.scoring import Scoring
     from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.request.params import DiffusionParams
+    from vllm.diffusion.sampling.editing import RowEdits
 
 
 class LogitsModel(Protocol):
@@ -52,6 +55,7 @@ class RowGroup:
         token_ids: [R, k] int64 on the host: tokens whose log probabilities are wanted.
         joints: choices that bind several rows, each with its rows; they read whole rows of logits,
             and are made when all parts of the step have been read.
+        edits: changes of logits that the request asks for; None for none.
     """
 
     params: DiffusionParams
@@ -64,6 +68,7 @@ class RowGroup:
     adjust: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     token_ids: ops.Array | None = None
     joints: tuple[tuple[Joint, slice], ...] = ()
+    edits: RowEdits | None = None
 
     @property
     def num_top(self) -> int:
@@ -97,14 +102,9 @@ class RowGroup:
         return tuple(token for token in (eos, self.params.eot_id) if token is not None)
 
     @property
-    def filters(self) -> tuple[str, ...]:
-        """Names of the filters, top_p and top_k, that cut the distribution before a draw."""
-        params, draw = self.params, self.scoring.draw
-        if draw == "gumbel" or (draw == "filtered" and params.temperature == 0):
-            return ()
-        is_cut = params.top_p is not None and params.top_p < 1
-        names = ("top_p" if is_cut else None, None if params.top_k is None else "top_k")
-        return tuple(name for name in names if name is not None)
+    def filters(self) -> ops.Filters | None:
+        """What is cut off the distribution before a draw; None for nothing."""
+        return filters_of(self.params, self.scoring) if self.params.has_filters else None
 
     @property
     def seed(self) -> int:
@@ -113,9 +113,10 @@ class RowGroup:
         return self.params.seed
 
     def confidence_dtype(self, logits: torch.Tensor) -> torch.dtype:
-        """Dtype in which scores are computed."""
+        """Dtype in which scores are computed; edited logits are fp32."""
         dtypes = {"float32": torch.float32, "float64": torch.float64}
-        return dtypes.get(self.params.confidence_dtype, logits.dtype)
+        own = logits.dtype if self.edits is None else torch.float32
+        return dtypes.get(self.params.confidence_dtype, own)
 
     def piece(self, rows: slice) -> RowGroup:
         """Return the group of some of its rows, counted from its first one."""
@@ -126,5 +127,14 @@ class RowGroup:
             if start < stop:
                 joints.append((joint, slice(start - rows.start, stop - rows.start)))
         return replace(
-            self, positions=self.positions[rows], token_ids=token_ids, joints=tuple(joints)
+            self,
+            positions=self.positions[rows],
+            token_ids=token_ids,
+            joints=tuple(joints),
+            edits=None if self.edits is None else self.edits.piece(rows),
         )
+
+
+def pieces_of(num_rows: int, most: int) -> list[slice]:
+    """Cut rows into ranges of at most `most`; at least one range."""
+    return [slice(start, start + most) for start in range(0, max(num_rows, 1), most)]

@@ -2,9 +2,10 @@
 """Sampling: from hidden states of sample rows to candidates, a token and a score per row.
 
 Logits exist for one chunk of rows at a time. The order of operations is that of the LLaDA reference
-loop: guidance, forbidden columns, noise, choice of the token, score from the noise-free logits; and
-for Dream's that of `diffusion_generate`: temperature, top-p, top-k, draw. Rows of requests with one
-`LaunchKey` are sampled by one launch (`fused`), others in PyTorch (`plain`).
+loop: guidance, a request's edits, forbidden columns, filters of the draw, noise, choice of the
+token, score from the noise-free logits; and for Dream's that of `diffusion_generate`: temperature,
+top-p, top-k, draw. Rows of requests with one `LaunchKey` are sampled by one launch (`fused`),
+others in PyTorch (`plain`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from vllm.diffusion import ops
 from vllm.diffusion.core.logprobs import Logprobs
 from vllm.diffusion.core.samples import Samples
 from vllm.diffusion.guided.joint import read_all
+from vllm.diffusion.sampling.editing import edited
 from vllm.diffusion.sampling.fused import LaunchKey, launch_key, sample_fused, sample_in_head
 from vllm.diffusion.sampling.plain import sample_plain
+from vllm.diffusion.sampling.row_group import pieces_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 
 BYTES_OF_COPIES = 24  # of a logit, where PyTorch sorts, draws or takes logarithms in fp32
+BYTES_OF_EDITS = 4  # of a logit that is edited
 COPIES_BYTES = 128 << 20  # of the rows that are copied at a time
 
 
@@ -57,7 +61,7 @@ def sample(
                 found.append(Samples.of(whole))
                 continue
         logits = model.compute_logits(normed, buffers)
-        for run, key in _runs(groups, logits):
+        for run, key in _runs(groups, logits, _rows_at_a_time(model, BYTES_OF_EDITS)):
             found.append(_sample_run(logits, run, key, model))
     return Samples.joined(found)
 
@@ -85,11 +89,12 @@ def sample_group(logits: torch.Tensor, group: RowGroup, model: LogitsModel) -> o
 
 
 def _runs(
-    groups: Sequence[RowGroup], logits: torch.Tensor
+    groups: Sequence[RowGroup], logits: torch.Tensor, most_edited: int
 ) -> Iterator[tuple[list[RowGroup], LaunchKey | None]]:
     """Yield neighbouring groups that one launch serves, with its key.
 
-    Guided groups, those with extras and those without a key form runs of their own.
+    Guided groups, those with extras and those without a key form runs of their own. Groups
+    with edits share runs with each other, of the rows that are copied at a time.
     """
     run: list[RowGroup] = []
     key: LaunchKey | None = None
@@ -98,13 +103,20 @@ def _runs(
         if run:
             last = run[-1]
             is_guided = group.unconditional_rows is not None or last.unconditional_rows is not None
-            if own is None or own != key or is_guided or last.rows.stop != group.rows.start:
+            is_other = own is None or own != key or (group.edits is None) != (last.edits is None)
+            is_long = group.edits is not None and group.rows.stop - run[0].rows.start > most_edited
+            if is_other or is_guided or is_long or last.rows.stop != group.rows.start:
                 yield run, key
                 run = []
         run.append(group)
         key = own
     if run:
         yield run, key
+
+
+def _rows_at_a_time(model: LogitsModel, bytes_of_copies: int) -> int:
+    """Return the number of rows of which copies are made at a time."""
+    return max(COPIES_BYTES // (bytes_of_copies * model.vocab_size), 1)
 
 
 def _sample_run(
@@ -119,14 +131,27 @@ def _sample_run(
     if lead.unconditional_rows is not None:
         free = logits[lead.unconditional_rows]
         own.sub_(free).mul_(lead.params.cfg_scale + 1).add_(free)
+    if lead.edits is None:
+        return _sample_rows(own, run, key, model)
+    parts = edited(own, run, _rows_at_a_time(model, BYTES_OF_EDITS), model.vocab_start)
+    return Samples.joined([_sample_rows(rows, part, key, model) for rows, part in parts])
+
+
+def _sample_rows(
+    own: torch.Tensor,
+    run: list[RowGroup],
+    key: LaunchKey | None,
+    model: LogitsModel,
+) -> Samples[torch.Tensor]:
+    """Sample the rows `own` of a run of groups, whose logits may be overwritten."""
+    lead = run[0]
     readers = [group for group in run if group.joints and group.adjust is None]
     if readers:
         _read_jointly(ops.gather_columns(own, model.vocab_size), readers, lead.rows.start)
     if key is not None:
         return Samples.of(sample_fused(own, run, key, model.vocab_start, model.vocab_size))
     # The others make copies of their logits: of a few rows at a time.
-    most = max(COPIES_BYTES // (BYTES_OF_COPIES * model.vocab_size), 1)
-    pieces = [slice(start, start + most) for start in range(0, max(len(own), 1), most)]
+    pieces = pieces_of(len(own), _rows_at_a_time(model, BYTES_OF_COPIES))
     return Samples.joined([_sample_alone(own[rows], lead.piece(rows), model) for rows in pieces])
 
 

@@ -11,7 +11,7 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.decoding import BatchedCommit, Candidates, ForwardTarget, make_rule
 from vllm.diffusion.engine.messages import StepResult
-from vllm.diffusion.engine.worker.canvas_guests import guests_of
+from vllm.diffusion.engine.worker.canvas_guests import editor_of, guests_of
 from vllm.diffusion.engine.worker.window import ForwardWindow
 from vllm.diffusion.request.visibility import FULL, num_positions
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.ops import Array
     from vllm.diffusion.request.params import DiffusionParams
     from vllm.diffusion.request.visibility import Visibility
+    from vllm.diffusion.sampling import RowEdits
 
 _NO_POSITIONS = np.empty(0, dtype=np.int64)
 
@@ -68,6 +69,7 @@ class Canvas:
             self.params.num_logprobs is not None or self.rule.token_ids is not None
         )
         self._canvas = self.tokens[self.prompt_length :][: self.params.gen_length]
+        self._editor = editor_of(self.params, self.tokens, self.prompt_length)
         self._guests = guests_of(self.params, self.tokens, self.prompt_length)
         self._num_final = 0  # canvas positions from 0
         self._next_news = 0  # with fewer positions settled a commit makes nothing final
@@ -103,6 +105,12 @@ class Canvas:
             for guest in self._guests
             for joint in guest.joints(self.tokens, work, self.rule.scoring, self.num_forwards)
         ]
+
+    def edits(self, positions: Array) -> RowEdits | None:
+        """Changes of the logits at canvas positions [R] that the request asks for, if any."""
+        if self._editor is None:
+            return None
+        return self._editor.of(self.tokens, positions + self.prompt_length)
 
     @property
     def adjust_logits(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:

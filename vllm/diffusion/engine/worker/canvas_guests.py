@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING
 
 from vllm.diffusion.engine.worker.constrained import Constraint
 from vllm.diffusion.engine.worker.proposals import Proposals
+from vllm.diffusion.sampling import LogitEditor
 
 if TYPE_CHECKING:
     from vllm.diffusion.engine.worker.canvas_guest import CanvasGuest
     from vllm.diffusion.ops import Array
     from vllm.diffusion.request.params import DiffusionParams
+
+
+def editor_of(params: DiffusionParams, tokens: Array, prompt_length: int) -> LogitEditor | None:
+    """Make what changes logits as the request asks, from its sequence [T] before decoding."""
+    return None if params.edits is None else LogitEditor(params, tokens, prompt_length)
 
 
 def guests_of(

@@ -99,6 +99,7 @@ class SampleRows:
                     adjust=canvas.adjust_logits,
                     token_ids=canvas.token_ids(on_canvas),
                     joints=tuple([(joint, joint.rows_among(on_canvas)) for joint in joints]),
+                    edits=canvas.edits(on_canvas),
                 )
             )
         return tuple(groups)
