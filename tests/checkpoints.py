@@ -9,8 +9,6 @@ The weights are scaled up, norm gains too: with a plain initialisation the softm
 uniform, every confidence ties and no decoding rule can be told from another.
 """
 
-from __future__ import annotations
-
 import json
 import string
 from dataclasses import dataclass, field

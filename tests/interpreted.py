@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels on the CPU, by Triton's interpreter."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

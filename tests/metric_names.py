@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of metrics as Prometheus knows them."""
 
-from __future__ import annotations
-
 import re
 
 from vllm.diffusion.metrics import Metric

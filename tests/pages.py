@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and values in pages, as a store has them, for tests of attention."""
 
-from __future__ import annotations
-
 import torch
 
 from vllm.diffusion.core.spans import PageTable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The repository, and programs that tests run in it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server of a test's own that keeps what it is asked."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images, compose file, Prometheus and Grafana: they name only what exists, and fit together."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

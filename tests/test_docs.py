@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents name only what exists: paths of the repository, and the scripts' options."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who imports whom: no circles, and tests only helpers."""
 
-from __future__ import annotations
-
 from graphlib import CycleError, TopologicalSorter
 
 import pytest

@@ -4,8 +4,6 @@
 In place of torch stands a module that ends the program and says so: who imports it has passed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

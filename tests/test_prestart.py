@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's process that is started early: when there is one, and who takes it."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import logging

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bars of the code's structure: what a reader can take in at once, and find by its name."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from collections.abc import Iterable

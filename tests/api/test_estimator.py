@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The maskings of a likelihood estimate, and what is made of their log probabilities."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

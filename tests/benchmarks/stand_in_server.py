@@ -7,8 +7,6 @@ asked; STAND_IN_STUBBORN, set where it ignores SIGTERM. A child that always does
 engine.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our engine and server against the plain loop, with tiny models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

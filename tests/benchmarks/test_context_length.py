@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The context-length benchmark against a server that stands in, and its parts alone."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The context-length benchmark from end to end: a real server of the tiny model on the CPU."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/decoding.md and docs/requests.md say all that a request can choose."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """benchmarks/fragmentation.py as far as it needs no GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

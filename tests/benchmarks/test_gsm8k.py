@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GSM8K benchmark against a stub of `POST /generate`."""
 
-from __future__ import annotations
-
 import csv
 import json
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What benchmarks share: options, tables, and how a failure is told."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

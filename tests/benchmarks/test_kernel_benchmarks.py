@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmarks of single kernels, and what they time with."""
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import partial

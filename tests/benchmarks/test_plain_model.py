@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plain models and loop of the benchmarks against the reference, and what a forward costs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quality and speed benchmark: which cases it runs, what it counts, what it writes."""
 
-from __future__ import annotations
-
 import csv
 import json
 import sys

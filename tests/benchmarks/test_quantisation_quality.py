@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """benchmarks/quantisation_quality.py: its measures, and a run over a tiny model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

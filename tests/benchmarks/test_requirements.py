@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmarks, scripts and examples run after scripts/quickstart.sh: it installs all they import."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

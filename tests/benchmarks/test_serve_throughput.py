@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server under many clients: what is counted, and one run with a tiny model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

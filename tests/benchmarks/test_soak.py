@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The soak: what its clients notice; and some seconds of it with a tiny model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

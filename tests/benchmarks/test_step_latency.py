@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step benchmark from end to end at tiny widths, and what it makes of its measurements."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

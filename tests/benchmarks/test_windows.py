@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmarks of block-causal families at tiny widths, and what their steps must at least take."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

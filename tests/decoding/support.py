@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sequence under a decoding rule, with a model made by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import random

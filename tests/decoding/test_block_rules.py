@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of block-causal families beside the loops they come from, token by token."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoding rules on candidates made by hand: what is committed, and that it always ends."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

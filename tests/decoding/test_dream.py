@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dream's schedule, counts and draws."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

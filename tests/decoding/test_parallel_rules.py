@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules that fill one block after the other, as many positions at a time as they dare."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

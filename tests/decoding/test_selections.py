@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each rule accepts of one forward's candidates: worked by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.decoding.support import Case, of_ours

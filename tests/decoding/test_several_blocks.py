@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules that decode several blocks at once: when blocks start, what is forced, what is kept."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.decoding.support import EOS, MASK, SHIFTED, Row, decided

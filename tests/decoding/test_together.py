@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules whose choices are made at once choose as each of them does by itself."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model without layers, and the engine's part of decoding with it: no batch, no cache."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests, settings and plans that several engine tests share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine inside the test process, and the reference loops behind the same request."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequence-parallel ranks as threads of one process, behind a real scheduler."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 from collections.abc import Iterator, Sequence

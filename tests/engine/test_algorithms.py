@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every algorithm with every cache and family: tokens and forwards of its published loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request's tokens depend neither on its neighbours nor on how a step is cut into chunks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

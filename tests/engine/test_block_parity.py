@@ -5,8 +5,6 @@ Alone and in mixed batches of different prompts, block lengths and phases; with 
 values and with full recompute; a finished block stored with the next one or apart.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request between two steps: what stands before the next launch, and what is told after it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

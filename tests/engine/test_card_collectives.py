@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums and gathers of two GPUs that read each other: bits, graphs, and a rank that fails."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import cast

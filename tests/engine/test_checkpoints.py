@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parity on every kind of checkpoint, one engine after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

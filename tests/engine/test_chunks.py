@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks, head groups and rows in host memory change no token, and take what was predicted."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DiffuLLaMA in the engine: the tokens and the forwards of the reference loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

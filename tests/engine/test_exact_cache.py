@@ -5,8 +5,6 @@ The engine of most tests has few pages and a small row budget, so that requests 
 share prefixes, lose their pages and come back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

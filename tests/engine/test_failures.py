@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes wrong inside the engine ends requests, never the engine."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from types import SimpleNamespace

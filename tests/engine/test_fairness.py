@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who starts when there is not room for all: order of arrival, with a bounded right to pass."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -5,8 +5,6 @@ The reference is the published loop of each algorithm over a model that does jus
 (`tests/reference/frozen.py`).
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request does not need takes no part in its steps: no function of it is entered."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

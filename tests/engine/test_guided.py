@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers match what was asked for, whatever commits them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

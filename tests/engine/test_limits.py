@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Admission: with little room requests wait, and their tokens stay the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many mixed requests at once, too many for one step: each gets the answer that it gets alone."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who is long, whose slice is due, and that both kinds get their share of the time."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any

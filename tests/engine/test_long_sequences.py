@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequences longer than config.json says, up to 2,097,152, where the variable allows them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of steps: what is reported and refused, and what happens when it runs out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The overlay adds our models to upstream and takes nothing from the others."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

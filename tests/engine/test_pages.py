@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kept keys and values in pages: no token depends on where the pages lie or when they move."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

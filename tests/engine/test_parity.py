@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's tokens and forwards equal those of the published loops, in fp32 on the CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model that proposes the mask token: requests end, and no mask is ever returned."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantised weights in an engine: batches, caches, chunks, and the line of the log."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the HTTP handlers read, in the context that each family's visibility gives it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path

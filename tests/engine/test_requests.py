@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request may ask for through `vllm.LLM`: ends of answers, seeds, defaults, refusals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step that is launched before the results of the one before are handed out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -5,8 +5,6 @@ Ranks are threads here (`tests/engine/ranks.py`); tests/engine/test_tensor_paral
 processes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

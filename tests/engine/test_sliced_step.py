@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long steps in slices beside the steps of short requests: the same tokens, and no memory lost."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise

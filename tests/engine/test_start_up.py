@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine tells when it starts: what it runs on, and nothing that does not apply."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import logging

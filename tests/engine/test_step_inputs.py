@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the device is told of a step keeps its names on the way."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -4,8 +4,6 @@
 They are in one file: those of two tests at once would only wait for each other.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

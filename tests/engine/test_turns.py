@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who takes part in a step: the order, the row budget, and that nobody waits for ever."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the overlay takes for granted in upstream. A failure here means: upstream has moved."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who sees whom, from a family's rule to attention: against attention under a dense mask."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who waits, and for what: the line of requests, and the groups of a prompt."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from itertools import count
 from types import SimpleNamespace

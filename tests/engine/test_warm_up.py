@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The steps before the first request, run without graphs: what they leave behind."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cases for the kernels of joint choices: several requests in one step, against the host's way."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small vocabularies and languages over them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.diffusion.guided.automaton import build

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is asked for becomes an automaton over tokens; what cannot be had is refused by name."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

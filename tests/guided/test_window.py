@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The joint choice is the best string, or a fair draw, of all that the language has."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter

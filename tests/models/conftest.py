@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loaded models, shared by the tests of this folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

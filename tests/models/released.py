@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configurations of the families' released checkpoints."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cases for the attention kernel that splits the keys, against attention by its definition."""
 
-from __future__ import annotations
-
 import math
 
 import torch

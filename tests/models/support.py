@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models through upstream's loader in this process, and their logits in several ways."""
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Callable, Iterator, Sequence

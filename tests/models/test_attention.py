@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a layout, on the CPU: against its definition, and what it refuses."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from types import ModuleType

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward passes of block-causal families against the plain references."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,17 +12,11 @@ import torch
 from tests.checkpoints import BLOCK_CASES, VOCAB_SIZE, make_checkpoint
 from tests.models.support import assert_same_logits, check_bf16, logits, some_ids, staged_logits
 from tests.reference.models import load_reference
+from vllm.diffusion.models.base import DiffusionModel
 from vllm.diffusion.request.visibility import BlockCausal
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from vllm.diffusion.models.base import DiffusionModel
-
-    PathOf = Callable[[str], Path]
-    ModelOf = Callable[[str], DiffusionModel]
-
+PathOf = Callable[[str], Path]
+ModelOf = Callable[[str], DiffusionModel]
 NAMES = list(BLOCK_CASES)
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """config.json of the families: dispatch, names, defaults and refusals."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from functools import partial

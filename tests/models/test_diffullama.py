@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DiffuLLaMA: which llama checkpoints it is, and its forward pass against the plain reference."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which kernel serves which rows and shapes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routing and the mixture of experts by themselves."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """fp8 weights: quantised as they are loaded, and as checkpoints hold them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forwards of the full-attention families against the plain references, whole and in chunks."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -27,13 +27,8 @@ from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.models import expert_matrices, mixture
 from vllm.diffusion.models.base import DiffusionModel
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    PathOf = Callable[[str], Path]
-    ModelOf = Callable[[str], DiffusionModel]
-
+PathOf = Callable[[str], Path]
+ModelOf = Callable[[str], DiffusionModel]
 NAMES = [*CASES, *FAMILY_CASES, *OUR_CASES]
 
 

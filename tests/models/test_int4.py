@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """4-bit weights: what is lost by quantising, and what their projections compute."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from itertools import product as pairs_of

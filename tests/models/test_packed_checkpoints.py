@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """4-bit checkpoints and fp8 ones with scales of blocks, by writers of their own."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Projections by themselves: what they compute, and that they take what they say."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise

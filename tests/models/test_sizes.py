@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sizes that plans are made of, and what a load takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path

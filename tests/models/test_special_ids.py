@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mask and stop ids of a checkpoint, from its configuration files and its tokenizer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

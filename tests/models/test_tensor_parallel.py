@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two tensor-parallel ranks compute what one does."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers from their released files, without code of the checkpoint's repository."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

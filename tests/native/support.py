@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results in float64 and cases, shared by the tests of native rooms."""
 
-from __future__ import annotations
-
 import math
 
 import torch

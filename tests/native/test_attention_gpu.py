@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every backend of attention on a GPU against float64, and the choice among them."""
 
-from __future__ import annotations
-
 import random as random_numbers
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of joint choices choose what the host does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A served model, and requests to it that are decided or refused."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameters of requests to block-causal families, and of AdaBlock."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

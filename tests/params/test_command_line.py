@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Server-wide defaults on the command line of the server."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import pickle

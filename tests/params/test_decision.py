@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decision on its way: it is made once, crosses processes as it is, and nobody forges it."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 from typing import Any

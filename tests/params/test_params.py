@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameters of a request: spellings, defaults, lengths, ids, and what a refusal says."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pickle

@@ -7,8 +7,6 @@ Dream: candidates are drawn and scored as for LLaDA, the sizing forward commits 
 what it commits without, and a window starts one token early.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any, cast
 

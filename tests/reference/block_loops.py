@@ -16,8 +16,6 @@ stores keys and values; a loop without end (the model proposes the mask token, w
 forbids) raises `NoEnd`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 

@@ -10,8 +10,6 @@ columns. Deviation from both sources: where they leave ties to the sorting routi
 position wins here. Random numbers come from callbacks, so that any stream can be fed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol

@@ -4,8 +4,6 @@
 All work on one block after the other (fast_dllm.run_blocks), candidates are the block's masks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference run behind the parameters of a request."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any, cast

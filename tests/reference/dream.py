@@ -8,8 +8,6 @@ Deviations from the published code: ties go to the lowest position, and random n
 callbacks. Step and positions mean the same as in decode.Options.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any

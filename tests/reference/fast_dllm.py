@@ -17,8 +17,6 @@ Deviation from the published code, which always makes one more forward: a block 
 left before the next forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 

@@ -6,8 +6,6 @@ canvas, which attends to them and to itself. With guidance a forward has two seq
 keep their own. Where logits are shifted the row before the canvas is computed with it.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ them, with a digest of this folder's sources: while these are the written ones, 
 anew has nothing to say and is left out (`--references` computes it).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

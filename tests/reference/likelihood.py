@@ -5,8 +5,6 @@ The estimator of LLaDA's evaluation (arXiv:2502.09992, Algorithm 3), its exact e
 maskings there are, its check for greediness, and the left-to-right chain.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LocalLeap (arXiv:2510.07081): a lower threshold near very confident positions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The random numbers of a request: flash_sample's; tests/native/test_philox has known answers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

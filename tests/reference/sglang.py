@@ -5,8 +5,6 @@
 (SGLang pull request 20615). Blocks are counted from the end of the prompt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

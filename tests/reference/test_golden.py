@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The written runs are what the loops give, and each parameter of theirs matters."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

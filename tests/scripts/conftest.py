@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A repository that has only the scripts."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

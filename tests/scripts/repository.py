@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scripts in a folder of their own, with a recorder for the virtual environment's Python."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

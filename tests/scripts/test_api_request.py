@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """scripts/test_api_request.py against a real HTTP server that records what it is asked."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import socket

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints without weights: the released models' shapes, and an engine that runs them."""
 
-from __future__ import annotations
-
 import gc
 import json
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tiny model's recipe: tokenizer, checkpoint files and caching."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """scripts/plan_memory.py: plans of a checkpoint's configuration, without weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import plan_memory

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Set-up, as scripts/lib.sh does it: what a machine lacks, where torch is from, who finds us."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -4,8 +4,6 @@
 A recorder stands where the virtual environment's Python would, so nothing is installed.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

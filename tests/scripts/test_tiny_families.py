@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each family of the tiny model has of its own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The wheel: what it holds, and what it does to the path of an environment."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

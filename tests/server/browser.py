@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chromium without a window, driven over its debugging pipe: no driver, no package."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What clients of the server do: send bodies, read event streams, look at the metrics."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One server process for all tests of this folder, watched while they run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

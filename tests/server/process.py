@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Server processes for tests: start, wait until healthy, stop, and leave nothing behind."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model that the server serves, as the reference computes it."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stream_canvas`: between the chunks of an answer, its canvas after every denoise step."""
 
-from __future__ import annotations
-
 import http.client
 import json
 from contextlib import ExitStack

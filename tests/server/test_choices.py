@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One request for several answers as several requests, over an engine that only pretends."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace

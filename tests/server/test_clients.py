@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clients that know nothing of diffusion: curl, and upstream's own benchmark."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

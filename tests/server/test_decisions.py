@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Upstream's routes for typed decisions, read from masks; against the reference model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import chain

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page at `/docs`: its examples work, with a key too, and it asks nothing of elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

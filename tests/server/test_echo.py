@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`echo` beside `logprobs` on completions, as evaluation harnesses send them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

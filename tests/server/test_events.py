@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Canvases between the chunks of a handler: what a reader sees at any pace."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Examples, programs and the documents' curl lines, run as they stand against the tiny model."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import json

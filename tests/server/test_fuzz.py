@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests drawn from the server's own OpenAPI document: none fails, and no stream breaks off."""
 
-from __future__ import annotations
-
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings

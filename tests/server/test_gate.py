@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gate, log and drain around a small application: no engine, no sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from argparse import Namespace

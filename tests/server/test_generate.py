@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /generate: prompts in all their forms, and what each parameter does to the answer."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers that match a schema, over HTTP: on every route, in a stream, and by OpenAI's client."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any, Literal

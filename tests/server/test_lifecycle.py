@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starting and stopping: the ways to start a server, SIGTERM, and starts that must fail."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/loglikelihood against the published estimator over the reference model."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time

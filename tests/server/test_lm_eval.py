@@ -5,8 +5,6 @@ The tasks are local files, so that nothing is fetched: an answer to write, a cho
 of a continuation, and that of a whole text.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

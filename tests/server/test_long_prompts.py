@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts far beyond the checkpoint's own length, as ids and as text; and an engine's end."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

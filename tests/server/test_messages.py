@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/messages, and conversations in batches: upstream's routes with what is ours."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """/metrics: the table of `vllm.diffusion.metrics`, as documented and with the right numbers."""
 
-from __future__ import annotations
-
 import re
 
 from prometheus_client.parser import text_string_to_metric_families

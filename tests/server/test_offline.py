@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Offline inference as a user's script runs it: `LLM` with the engine in a spawned process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

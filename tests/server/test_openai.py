@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Upstream's routes, used through the OpenAI client as its users do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

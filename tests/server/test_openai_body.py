@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bodies of the OpenAI routes before they reach upstream's handlers; no server is needed."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page at `/`: its files, what it offers, and how it works in a browser."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

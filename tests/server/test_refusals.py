@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad requests: each is a 400 in OpenAI's error shape that says what to change."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

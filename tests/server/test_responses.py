@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/responses: upstream's route; odd bodies are refused, and none breaks off."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

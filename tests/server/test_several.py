@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers of several ranks or replicas: what is told of them, and what comes of one that dies."""
 
-from __future__ import annotations
-
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor

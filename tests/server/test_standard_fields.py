@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fields that every client sends, on every family: the documented commands, word for word."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

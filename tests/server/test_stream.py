@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /generate with `stream: true`: events of the growing prefix, the whole answer, [DONE]."""
 
-from __future__ import annotations
-
 import http.client
 import json
 from itertools import pairwise

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`timeout_s`: 504 where nothing was streamed, else the end of the stream; and priorities."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@
 A server's engine does not either: tests/server/test_long_prompts.py.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command that the log of a start names, without a server."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from argparse import Namespace
