@@ -135,7 +135,8 @@ def test_bad_words_of_several_tokens(llada: Engine) -> None:
     own = {**BLOCKS, **WARM, "steps": 32, "allowed_token_ids": letters, "ignore_eos": True}
 
     def answers(**fields: Any) -> list[list[int]]:
-        asks = [Ask(random_prompt(9), {**own, **fields, "seed": seed}) for seed in range(4)]
+        """Answers to requests with these fields of upstream's SamplingParams."""
+        asks = [Ask(random_prompt(9), {**own, "seed": seed}, fields) for seed in range(4)]
         return [answer.token_ids for answer in llada.ask(*asks)]
 
     pairs = Counter(pair for ids in answers() for pair in pairwise(ids))
