@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields that edit logits or cut a draw act with every algorithm and cache, whoever is beside."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.checkpoints import EOS_ID, EOT_ID, random_prompt
+from tests.engine.cases import CUT, DELAYED, DREAM, FULL, MULTI
+from tests.engine.harness import BLOCKS, NOISY, Ask, running
+from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.engine.harness import Engine
+
+LEAST = 5
+ALLOWED = [*range(20, 40), 160, 161]
+OWN: dict[str, dict[str, Any]] = {"dream": {"steps": 8}, "semi_ar": {"steps": 16}}
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.2, "frequency_penalty": 0.3}
+WARM: dict[str, Any] = {"temperature": 0.9, "seed": 5}
+
+
+def ways(algorithms: Any, length: int = 8) -> list[dict[str, Any]]:
+    """Every algorithm with every cache, and guidance where there can be some."""
+    found = []
+    for name, record in algorithms.items():
+        for cache in record.caches:
+            own = {"algorithm": name, "cache": cache, "gen_length": 16, **OWN.get(name, {})}
+            if record.blocks != "none":
+                own["block_length"] = length
+            if record.is_block_causal:
+                own.pop("steps", None)
+            found.append(own)
+            if cache == "none" and not record.is_block_causal:
+                found.append({**own, "cfg_scale": 0.5})
+    return found
+
+
+@pytest.fixture(scope="module")
+def llada(checkpoint: Callable[[str], Path]) -> Iterator[Engine]:
+    with running(checkpoint("mha")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def sdar(checkpoint: Callable[[str], Path]) -> Iterator[Engine]:
+    with running(checkpoint("sdar")) as engine:
+        yield engine
+
+
+def check_ways(engine: Engine, found: list[dict[str, Any]]) -> None:
+    """That an answer has allowed tokens alone, and ends where it may end first."""
+    prompt, ends = random_prompt(9), {str(EOS_ID): 100, str(EOT_ID): 100}
+    asks = []
+    for own in found:
+        edited = {**own, **PENALTIES}
+        asks.append(Ask(prompt, {**edited, "allowed_token_ids": ALLOWED, "ignore_eos": True}))
+        asks.append(Ask(prompt, {**edited, "min_tokens": LEAST, "logit_bias": ends}))
+    answers = engine.ask(*asks)
+    for own, allowed, least in zip(found, answers[::2], answers[1::2], strict=True):
+        assert len(allowed.token_ids) == 16 and set(allowed.token_ids) <= set(ALLOWED), own
+        assert len(least.token_ids) == LEAST + 1, own
+        assert least.token_ids[-1] in (EOS_ID, EOT_ID) and least.finish_reason == "stop", own
+        assert allowed.report["ignored"] == least.report["ignored"] == []
+
+
+def test_every_algorithm_and_cache(llada: Engine) -> None:
+    check_ways(llada, ways(ALGORITHMS))
+
+
+def test_every_algorithm_and_cache_of_a_block_causal_family(sdar: Engine) -> None:
+    algorithms = {n: a for n, a in BLOCK_ALGORITHMS.items() if not a.reads_row_before}
+    check_ways(sdar, ways(algorithms, length=4))
+
+
+SHAPED: list[dict[str, Any]] = [
+    {**NOISY, **WARM, "top_p": 0.8},
+    {**NOISY, **WARM, "top_k": 7, "min_p": 0.01, "cfg_scale": 0.5},
+    {**NOISY, **WARM, **PENALTIES, "top_p": 0.9, "cache": "dual"},
+    {**BLOCKS, **PENALTIES, "logit_bias": {"160": 3.0}, "cache": "prefix"},
+    {**BLOCKS, "threshold": 0.3, "presence_penalty": 1.0, "cache": "frozen"},
+    {**MULTI, **WARM, "top_k": 12, "frequency_penalty": 0.5},
+    {**DELAYED, "threshold": 1.5, "cache_delay_iter": 2, "presence_penalty": 0.7},
+    {**FULL, "repetition_penalty": 1.5, "min_tokens": 20},
+    {**DREAM, "steps": 8, **WARM, "top_p": 0.9, "top_k": 20, "min_p": 0.02, **PENALTIES},
+    {**DREAM, "steps": 8, "alg": "topk_margin", "allowed_token_ids": ALLOWED},
+]
+
+
+def test_neighbours_and_chunks_change_nothing(
+    llada: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asks = [
+        Ask(random_prompt(9 + i, i), {**own, "ignore_eos": True}) for i, own in enumerate(SHAPED)
+    ]
+    alone = [llada.ask(ask)[0].token_ids for ask in asks]
+    assert [answer.token_ids for answer in llada.ask(*asks)] == alone
+    assert [answer.token_ids for answer in llada.ask(*asks[::-1])] == alone[::-1]
+    planner = llada.runner.planner
+    monkeypatch.setattr(planner, "plan", lambda *_, **__: CUT)
+    assert [answer.token_ids for answer in llada.ask(*asks)] == alone
+
+
+def test_several_answers(llada: Engine) -> None:
+    """They share a prompt, and each draws by its own seed."""
+    extra = {**NOISY, **WARM, "top_p": 0.9, "presence_penalty": 0.5, "ignore_eos": True}
+    apart = [llada.ask(Ask(random_prompt(9), {**extra, "seed": 5 + i}))[0] for i in range(3)]
+    outputs = llada.llm.generate(
+        [{"prompt_token_ids": random_prompt(9)}],
+        [sampling(extra, n=3)],
+        use_tqdm=False,
+    )
+    found = [list(completion.token_ids) for completion in outputs[0].outputs]
+    assert found == [answer.token_ids for answer in apart]
+    assert len({tuple(ids) for ids in found}) == 3
+
+
+def sampling(extra: dict[str, Any], **fields: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.9, extra_args=extra, **fields)
+
+
+def test_bad_words_of_several_tokens(llada: Engine) -> None:
+    """With one token a step, the word arises neither forward nor backward."""
+    tokenizer: Any = llada.llm.get_tokenizer()
+    letters = tokenizer.encode("abcd", add_special_tokens=False)
+    own = {**BLOCKS, **WARM, "steps": 32, "allowed_token_ids": letters, "ignore_eos": True}
+
+    def answers(**fields: Any) -> list[list[int]]:
+        """Answers to requests with these fields of upstream's SamplingParams."""
+        asks = [Ask(random_prompt(9), {**own, "seed": seed}, fields) for seed in range(4)]
+        return [answer.token_ids for answer in llada.ask(*asks)]
+
+    pairs = Counter(pair for ids in answers() for pair in pairwise(ids))
+    ((first, second), count), *_ = pairs.most_common()
+    word = tokenizer.decode([first, second])
+    assert tokenizer.encode(word, add_special_tokens=False) == [first, second] and count > 3
+    without = answers(bad_words=[word])
+    assert (first, second) not in {pair for ids in without for pair in pairwise(ids)}
+    assert {first, second} <= {token for ids in without for token in ids} <= set(letters)
+
+
+def test_gaps_of_a_prompt_and_a_suffix(llada: Engine) -> None:
+    """Edits act on what fills gaps; a gap has no end, so no token is forbidden for it."""
+    from tests.checkpoints import MASK_ID
+
+    prompt = [*random_prompt(5), MASK_ID, MASK_ID, *random_prompt(4, 1)]
+    extra = {**BLOCKS, "allow_infill": True, "allowed_token_ids": ALLOWED, "ignore_eos": True}
+    (answer,) = llada.ask(Ask(prompt, {**extra, "presence_penalty": 2.0}))
+    assert set(answer.report["infilled"].values()) <= set(ALLOWED)
+    assert set(answer.token_ids) <= set(ALLOWED)
+    ends = {str(EOS_ID): 100}
+    between = {"gen_length": 32, "steps": 32, "suffix_ids": random_prompt(7), "max_tokens": 12}
+    (answer,) = llada.ask(Ask(random_prompt(5), {**between, "min_tokens": 6, "logit_bias": ends}))
+    assert len(answer.token_ids) == 7 and answer.token_ids[-1] == EOS_ID
+
+
+def test_guided_output_weighs_edited_probabilities(llada: Engine) -> None:
+    """A forbidden token is taken where nothing else fits."""
+    room = {"gen_length": 32, "block_length": 16, "steps": 16}
+    vocabulary: dict[str, int] = llada.llm.get_tokenizer().get_vocab()
+
+    def answer(pattern: str, letter: str) -> str:
+        bias = {str(token): -100 for text, token in vocabulary.items() if letter in text}
+        asked = {**room, "logit_bias": bias, "structured_outputs": {"regex": pattern}}
+        return llada.ask(Ask(random_prompt(9), asked))[0].text
+
+    assert answer("[ab]{6}c", "a") == "bbbbbbc"
+    assert answer("[ab]{6}c", "b") == "aaaaaac"
+    assert answer("a{3}c", "c") == "aaac"
