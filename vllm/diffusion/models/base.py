@@ -30,7 +30,6 @@ from vllm.diffusion.models.bitsandbytes import widened
 from vllm.diffusion.models.mixture import MixtureMLP, unstacked
 from vllm.diffusion.models.modules import AttentionWeights, DenseMLP
 from vllm.diffusion.models.weights import (
-    Destination,
     checkpoint_name,
     destinations_of,
     load_checkpoint,
@@ -88,16 +87,6 @@ class DiffusionLayer(nn.Module):
     def mlp_stage(self) -> GatedMLP | ExpertsMLP:
         """The feed-forward stage; only once the weights are loaded."""
         return self.mlp.stage(self.post_attention_layernorm)
-
-    def destinations(self, path: str) -> dict[str, Destination]:
-        """Return the destination of each module of a checkpoint's layer, by Llama's names."""
-        norms = ("input_layernorm", "post_attention_layernorm")
-        width = tuple(self.input_layernorm.weight.shape)
-        return {
-            **{f"{path}.{norm}": Destination(f"{path}.{norm}", width) for norm in norms},
-            **self.self_attn.destinations(f"{path}.self_attn"),
-            **self.mlp.destinations(f"{path}.mlp"),
-        }
 
 
 class Transformer(nn.Module):
@@ -221,18 +210,6 @@ class DiffusionModel(nn.Module, SupportsQuant):
         out = listed.take(buffers or FreshBuffers(x.device), len(x))
         normed: Tensor = self.model.norm(x, out=out)
         return normed
-
-    def order_products(self) -> None:
-        """Announce to each projection which weight is read next; once all are loaded."""
-        before: ops.Projection | None = None
-        for layer in self.layers:
-            products = layer.mlp_stage.products
-            for product in (*layer.attention.products, *products):
-                if before is not None:
-                    before.precedes(product)
-                before = product
-            if not products:
-                before = None  # experts come between
 
     @functools.cached_property
     def head(self) -> ops.Projection:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from vllm.diffusion.models.base import DiffusionModel
+    from vllm.diffusion.models.base import DiffusionLayer, DiffusionModel
     from vllm.diffusion.models.config import Architecture
 
 
@@ -86,10 +86,21 @@ def destinations_of(model: DiffusionModel) -> dict[str, Destination]:
     }
     for index, layer in enumerate(model.layers):
         ours, theirs = f"model.layers.{index}", model.architecture.layer_names[index]
-        for path, destination in layer.destinations(ours).items():
+        for path, destination in _of_layer(layer, ours).items():
             name = path.removeprefix(f"{ours}.")
             destinations[f"{theirs}.{names.get(name, name)}"] = destination
     return destinations
+
+
+def _of_layer(layer: DiffusionLayer, path: str) -> dict[str, Destination]:
+    """Return the destination of each module of a checkpoint's layer, by Llama's names."""
+    norms = ("input_layernorm", "post_attention_layernorm")
+    width = tuple(layer.input_layernorm.weight.shape)
+    return {
+        **{f"{path}.{norm}": Destination(f"{path}.{norm}", width) for norm in norms},
+        **layer.self_attn.destinations(f"{path}.self_attn"),
+        **layer.mlp.destinations(f"{path}.mlp"),
+    }
 
 
 def load_checkpoint(
@@ -143,6 +154,19 @@ def load_checkpoint(
             f"{_listed('tensors that are not part of the model', unknown)}"
         )
     return loaded
+
+
+def order_products(model: DiffusionModel) -> None:
+    """Announce to each projection which weight is read next; once all are loaded."""
+    before: ops.Projection | None = None
+    for layer in model.layers:
+        products = layer.mlp_stage.products
+        for product in (*layer.attention.products, *products):
+            if before is not None:
+                before.precedes(product)
+            before = product
+        if not products:
+            before = None  # experts come between
 
 
 def _load(

@@ -12,20 +12,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
 from vllm.diffusion import ops
-from vllm.diffusion.core.logprobs import Logprobs
 from vllm.diffusion.core.samples import Samples
-from vllm.diffusion.guided.joint import read_all
+from vllm.diffusion.sampling.alone import read_jointly, sample_alone
 from vllm.diffusion.sampling.editing import edited
 from vllm.diffusion.sampling.fused import LaunchKey, launch_key, sample_fused, sample_in_head
-from vllm.diffusion.sampling.plain import sample_plain
 from vllm.diffusion.sampling.row_group import pieces_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+    import torch
 
     from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.sampling.row_group import LogitsModel, RowGroup
@@ -64,28 +61,6 @@ def sample(
         for run, key in _runs(groups, logits, _rows_at_a_time(model, BYTES_OF_EDITS)):
             found.append(_sample_run(logits, run, key, model))
     return Samples.joined(found)
-
-
-def sample_group(logits: torch.Tensor, group: RowGroup, model: LogitsModel) -> ops.Sampled:
-    """Return token, score (larger is more certain) and greedy token of every row of one group.
-
-    The greedy token is the argmax of the noise-free logits where the scoring wants it, else the
-    token. Ties go to the lowest token id.
-
-    Args:
-        logits: [R, columns of this rank]; may be overwritten.
-        group: the request whose rows they are; guidance has been applied.
-        model: the model whose columns they are.
-    """
-    first_column = model.vocab_start
-    if group.adjust is not None:  # works on whole rows, so ranks exchange their columns
-        logits, first_column = ops.gather_columns(logits, model.vocab_size), 0
-        logits = group.adjust(logits, group.positions)
-        _read_jointly(logits, [group], group.rows.start)
-    key = launch_key(group, logits)
-    if key is not None:
-        return sample_fused(logits, [group], key, first_column, model.vocab_size)
-    return sample_plain(logits, group, first_column, model.vocab_size)
 
 
 def _runs(
@@ -147,69 +122,9 @@ def _sample_rows(
     lead = run[0]
     readers = [group for group in run if group.joints and group.adjust is None]
     if readers:
-        _read_jointly(ops.gather_columns(own, model.vocab_size), readers, lead.rows.start)
+        read_jointly(ops.gather_columns(own, model.vocab_size), readers, lead.rows.start)
     if key is not None:
         return Samples.of(sample_fused(own, run, key, model.vocab_start, model.vocab_size))
     # The others make copies of their logits: of a few rows at a time.
     pieces = pieces_of(len(own), _rows_at_a_time(model, BYTES_OF_COPIES))
-    return Samples.joined([_sample_alone(own[rows], lead.piece(rows), model) for rows in pieces])
-
-
-def _read_jointly(logits: torch.Tensor, groups: Sequence[RowGroup], first: int) -> None:
-    """Show whole rows of logits to the joint choices of requests.
-
-    Args:
-        logits: [R, V].
-        groups: requests whose rows they are; rows of others may stand between them.
-        first: index of the first of these rows in the hidden states.
-    """
-    found = []
-    for group in groups:
-        start = group.rows.start - first
-        for joint, rows in group.joints:
-            at = slice(start + rows.start, start + rows.stop)
-            found.append((joint, at, group.positions[rows]))
-    if found:
-        read_all(logits, found)
-
-
-def _sample_alone(
-    logits: torch.Tensor, group: RowGroup, model: LogitsModel
-) -> Samples[torch.Tensor]:
-    """Sample a group without a key; arguments as for `sample_group`, result as of `sample`."""
-    if not group.has_extras:
-        return Samples.of(sample_plain(logits, group, model.vocab_start, model.vocab_size))
-    # Log probabilities before the choice, which may overwrite the logits.
-    if group.token_ids is not None:
-        (token_ids,) = ops.to_device((group.token_ids,), logits.device)
-        top = None
-        if group.num_top:  # ranks exchange their columns for the best of all tokens
-            whole = ops.gather_columns(logits, model.vocab_size)
-            top = whole.topk(group.num_top, dim=-1).indices
-            token_ids = torch.cat([token_ids, top], dim=1)
-        scores = ops.token_logprobs(
-            logits, token_ids, first_column=model.vocab_start, vocab_size=model.vocab_size
-        )
-        extras = [scores.T] if top is None else [scores.T, top.T]
-        return Samples.of(sample_group(logits, group, model), extras)
-    if group.params.num_logprobs is None:
-        return Samples.of(sample_group(logits, group, model))
-    # Ranks exchange their columns for ranks among all tokens.
-    whole = ops.gather_columns(logits, model.vocab_size)
-    distribution = _distribution_of(whole, group.forbidden)
-    found = sample_group(logits, group, model)
-    named = None
-    if group.params.logprob_token_ids:
-        ids = np.array(group.params.logprob_token_ids, dtype=np.int64)
-        (named,) = ops.to_device((ids,), logits.device)
-    num_top = group.params.num_logprobs
-    logprobs = Logprobs.of(distribution, found.token, found.greedy, num_top, named)
-    return Samples.of(found, [logprobs.packed()])
-
-
-def _distribution_of(logits: torch.Tensor, forbidden: tuple[int, ...]) -> torch.Tensor:
-    """Return log probabilities [R, V] fp32 of whole rows of logits, without `forbidden` columns."""
-    kept = logits.to(torch.float32, copy=True)
-    for token in forbidden:  # a list as an index would make the host wait for the device
-        kept[:, token] = -torch.inf
-    return torch.log_softmax(kept, dim=-1)
+    return Samples.joined([sample_alone(own[rows], lead.piece(rows), model) for rows in pieces])

@@ -146,10 +146,18 @@ def _report(item: RequestState) -> dict[str, Any]:
         "num_forwards": item.num_forwards,
         "num_forwards_saved": forwards_saved(item.params, item.num_forwards, item.num_committed),
         "num_committed": item.num_committed,
-        "num_end_tokens": item.num_end_tokens,
+        "num_end_tokens": _num_end_tokens(item),
         "queue_ms": round(1000 * max(waited - ran, 0.0), 3),
         "denoise_ms": round(1000 * ran, 3),
         "seed": item.params.seed,
         "ignored": list(item.params.ignored),
         **(item.largest.report() if item.largest is not None else {}),
     }
+
+
+def _num_end_tokens(item: RequestState) -> int:
+    """Canvas positions from the token that ended the answer on; 0 where none did."""
+    answer = item.request.output_token_ids
+    if not answer or answer[-1] not in item.params.stop_ids:
+        return 0
+    return item.params.gen_length - len(answer) + 1

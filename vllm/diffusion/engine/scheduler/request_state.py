@@ -90,14 +90,6 @@ class RequestState:
         return self.params.priority or 0
 
     @property
-    def num_end_tokens(self) -> int:
-        """Canvas positions from the token that ended the answer on; 0 where none did."""
-        answer = self.request.output_token_ids
-        if not answer or answer[-1] not in self.params.stop_ids:
-            return 0
-        return self.params.gen_length - len(answer) + 1
-
-    @property
     def is_paged(self) -> bool:
         """Whether the scheduler hands out pages for its keys and values."""
         return self.params.cache == "exact"

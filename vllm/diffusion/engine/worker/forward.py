@@ -251,29 +251,11 @@ def _target_of(
 ) -> KeyTarget | None:
     """Return where a layer's keys and values of a chunk are stored, or None.
 
-    Arguments are as for `keep`.
+    The slots of the batch's last rows are `slot_mapping` [W].
     """
     first = num_rows - slot_mapping.numel()
     slots = slot_mapping[max(rows.start - first, 0) : max(rows.stop - first, 0)]
     return KeyTarget(caches.keys(index), caches.values(index), slots) if slots.numel() else None
-
-
-def keep(
-    k: Tensor, v: Tensor, index: int, slot_mapping: Tensor, caches: PageStore, heads: slice = _ALL
-) -> None:
-    """Store a layer's keys and values of the rows that have slots, which are the last rows.
-
-    Args:
-        k, v: [T, heads, hd].
-        index: index of the layer.
-        slot_mapping: slots, as in `StepInputs`.
-        caches: the store.
-        heads: the key/value heads in `k` and `v`.
-    """
-    num_kept = slot_mapping.numel()
-    if num_kept:
-        key_cache, value_cache = caches.keys(index)[:, heads], caches.values(index)[:, heads]
-        ops.store_keys_values(k[-num_kept:], v[-num_kept:], key_cache, value_cache, slot_mapping)
 
 
 def sources_of(
@@ -284,7 +266,15 @@ def sources_of(
     caches: PageStore,
     heads: slice = _ALL,
 ) -> list[KeySource]:
-    """Return where the rows of a chunk find their keys and values; arguments as for `keep`."""
+    """Return where the rows of a chunk find their keys and values.
+
+    Args:
+        layouts: which keys the rows read.
+        k, v: [T, heads, hd], keys and values of this step.
+        index: index of the layer.
+        caches: the store.
+        heads: the key/value heads in `k` and `v`.
+    """
     return [
         KeySource(k, v, layout)
         if layout.pages is None

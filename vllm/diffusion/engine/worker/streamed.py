@@ -19,7 +19,7 @@ from vllm.diffusion import ops
 from vllm.diffusion.core.samples import Samples
 from vllm.diffusion.core.spans import HeadGroup
 from vllm.diffusion.core.stages import INPUTS, RESULTS, keys_values, read_rows, residual
-from vllm.diffusion.engine.worker.forward import keep, sources_of
+from vllm.diffusion.engine.worker.forward import sources_of
 from vllm.diffusion.engine.worker.row_shares import Cuts, Division, gathered, rounds_of, to_first
 from vllm.diffusion.engine.worker.sample_rows import EMPTY_PART
 from vllm.diffusion.memory import HostRows, ResidualRows
@@ -194,7 +194,7 @@ class StreamedForward:
                     self._give(k, self._k, chunk)
                     self._give(v, self._v, chunk)
         heads = group.part(self._model.num_kv_heads)
-        keep(self._k, self._v, index, self._inputs.slot_mapping, self._caches, heads)
+        _keep(self._k, self._v, index, self._inputs.slot_mapping, self._caches, heads)
 
     def _own(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Where keys and values of this rank's rows are written: in place, or to be exchanged."""
@@ -257,3 +257,21 @@ class StreamedForward:
             for x in visits:
                 yield self._seconds.feed_forward
                 self._model.layers[index].mlp_stage.feed_forward(x, self._pool)
+
+
+def _keep(
+    k: Tensor, v: Tensor, index: int, slot_mapping: Tensor, caches: PageStore, heads: slice
+) -> None:
+    """Store a layer's keys and values of the rows that have slots, which are the last rows.
+
+    Args:
+        k, v: [T, heads, hd].
+        index: index of the layer.
+        slot_mapping: slots, as in `StepInputs`.
+        caches: the store.
+        heads: the key/value heads in `k` and `v`.
+    """
+    num_kept = slot_mapping.numel()
+    if num_kept:
+        key_cache, value_cache = caches.keys(index)[:, heads], caches.values(index)[:, heads]
+        ops.store_keys_values(k[-num_kept:], v[-num_kept:], key_cache, value_cache, slot_mapping)

@@ -8,42 +8,38 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm.config import set_current_vllm_config
-from vllm.diffusion import ops
 from vllm.diffusion.config import row_budget, served_model, settings_of
-from vllm.diffusion.core import envs, pages
-from vllm.diffusion.engine.planning import make_planner
+from vllm.diffusion.core import pages
 from vllm.diffusion.engine.scheduler.paging import most_positions
 from vllm.diffusion.engine.scheduler.turns import StepLimits
-from vllm.diffusion.engine.worker.agreement import Agreement, Interruptible
-from vllm.diffusion.engine.worker.pool_budget import activation_budget, planning_budget
-from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
+from vllm.diffusion.engine.worker.loading import (
+    join_ranks,
+    load_model,
+    make_runner,
+    why_no_graphs,
+)
 from vllm.diffusion.engine.worker.status import build_info, log_build_info, status_of
 from vllm.diffusion.engine.worker.step_graphs import buckets_of
 from vllm.diffusion.engine.worker.step_loop import StepLoop
 from vllm.diffusion.engine.worker.warm_up import warm_up
-from vllm.diffusion.memory import ActivationPool, GraphMemory, Rates, activation_pool, rates_of
 from vllm.diffusion.memory.plan import readable
 from vllm.diffusion.models.ahead import compile_ahead
-from vllm.diffusion.models.weights import quantised_sizes
-from vllm.diffusion.parallel.groups import ConnectedGroup, Ranks
-from vllm.diffusion.parallel.host_board import processes_here
+from vllm.diffusion.parallel.groups import Ranks
 from vllm.diffusion.process import log_filter, watchdog
 from vllm.distributed import (
     ensure_model_parallel_initialized,
     init_distributed_environment,
     set_custom_all_reduce,
 )
-from vllm.distributed.parallel_state import get_world_group
 from vllm.logger import init_logger
-from vllm.model_executor.model_loader import base_loader, get_model_loader
-from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.model_executor.model_loader import base_loader
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 if TYPE_CHECKING:
     from vllm.diffusion.engine.messages import DiffusionRunnerOutput, DiffusionSchedulerOutput
-    from vllm.diffusion.models.base import DiffusionModel
+    from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
+    from vllm.diffusion.memory import Rates
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 logger = init_logger(__name__)
@@ -93,54 +89,28 @@ class DiffusionWorker(WorkerBase):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
             self.load_config.load_format = "dummy"
-        start = time.perf_counter()
-        with (
-            set_current_vllm_config(self.vllm_config),
-            set_default_torch_dtype(self.model_config.dtype),
-        ):
-            model: DiffusionModel = get_model_loader(self.load_config).load_model(
-                vllm_config=self.vllm_config, model_config=self.model_config
-            )
-        model.order_products()
-        self._agreement = self._join_ranks(model)
-        size = sum(p.numel() * p.element_size() for p in model.parameters())
-        logger.info(
-            "model loaded: %.2f GiB of weights in %.1f s", size / 2**30, time.perf_counter() - start
-        )
-        count, quantised, plain = quantised_sizes(model, self.model_config.dtype)
-        if count:
-            logger.info(
-                "quantised: %d matrices as %s, %.2f GiB instead of %.2f GiB; the rest is plain",
-                count,
-                self.vllm_config.quant_config.get_name(),
-                quantised / 2**30,
-                plain / 2**30,
-            )
         device = self._device()
-        rates = rates_of(device, self.ranks.every)
-        budget = self._activation_budget()
-        pool = activation_pool(
-            budget, device, use_vmm=envs.use_vmm(), chunk_bytes=envs.vmm_chunk_size()
-        )
-        self.model_runner = DiffusionModelRunner(
+        model = load_model(self.vllm_config, self.load_config)
+        agreement = join_ranks(self.ranks, model, device)
+        no_graphs = why_no_graphs(model, device, is_eager=self.model_config.enforce_eager)
+        self.model_runner = make_runner(
+            self.vllm_config,
             model,
-            make_planner(self.vllm_config, planning_budget(budget), rates, device),
-            pool,
             device,
+            self.ranks,
+            agreement,
+            has_graphs=no_graphs is None,
             is_reporting=self.is_driver_worker,
-            agreement=self._agreement,
-            graph_memory=self._graph_memory(model, pool),
-            max_model_len=self.model_config.max_model_len,
-            ranks=self.ranks,
         )
         self.loop = StepLoop(
             self.model_runner,
-            self._agreement,
+            agreement,
             runs_ahead=device.type == "cuda",
             limits=StepLimits(rows=buckets_of(model.config).windows[-1]),
         )
         if self.is_driver_worker:
-            log_build_info(self.build_info(), device, budget, self._why_no_graphs(model))
+            budget = self.model_runner.pool.budget_bytes
+            log_build_info(self.build_info(), device, budget, no_graphs)
             if self.ranks.sequence.size > 1:
                 rows = f"{self.model_runner.planner.search.min_rows:,} rows"
                 logger.info("%d ranks divide steps from %s on", self.ranks.sequence.size, rows)
@@ -148,35 +118,11 @@ class DiffusionWorker(WorkerBase):
                 host = readable(self.model_runner.planner.host_bytes)
                 logger.info("kept keys and values: in the pool, else %s of host memory", host)
 
-    def _join_ranks(self, model: DiffusionModel) -> Agreement | None:
-        """Let tensor-parallel ranks sum; return how all ranks agree on failures, if several."""
-        tensor, sequence, device = self.ranks.tensor, self.ranks.sequence, self._device()
-        # Nobody can end what a card waits for with NCCL, as those that divide rows do.
-        may_fail = sequence.size == 1 or device.type == "cpu"
-        board = self.ranks.every.join_board() if may_fail else None
-        row_bytes = model.hidden_size * model.dtype.itemsize
-        summing = board if may_fail else tensor.join_board()
-        ops.join_ranks(device, _SUMMED_ROWS * row_bytes, summing)
-        if not self.ranks.are_several:
-            return None
-        watchdog.follow_ranks(processes_here(get_world_group().cpu_group))
-        meets: list[Interruptible] = [ops.tensor_parallel()] if tensor.size > 1 else []
-        if isinstance(sequence, ConnectedGroup):
-            meets.append(sequence)
-            if board is not None:
-                sequence.listen(board)
-        return Agreement(*meets, board=board)
-
     def build_info(self) -> dict[str, str]:
         """Return what the engine runs on; the API server asks for it."""
         runner, device = self.model_runner, self._device()
         backends = runner.model.attention_backends(device)
         return build_info(device, backends, runner.pool, has_graphs=runner.graphs is not None)
-
-    def _activation_budget(self) -> int:
-        """Bytes of the activation pool, equal on all ranks."""
-        utilization = self.vllm_config.cache_config.gpu_memory_utilization
-        return activation_budget(self._device(), utilization, self.ranks.every)
 
     def capacity(self) -> tuple[int, Rates]:
         """Return the bytes that steps and caches may take, and the device's rates.
@@ -189,23 +135,6 @@ class DiffusionWorker(WorkerBase):
     def status(self) -> dict[str, Any]:
         """Return what this rank is doing; the server's status page asks for it."""
         return status_of(self.model_runner)
-
-    def _graph_memory(self, model: DiffusionModel, pool: ActivationPool) -> GraphMemory | None:
-        """Memory of CUDA graphs; None where the layers run without them."""
-        return None if self._why_no_graphs(model) else GraphMemory(self._device(), pool)
-
-    def _why_no_graphs(self, model: DiffusionModel) -> str | None:
-        """Why the layers run without CUDA graphs; None if they run with them."""
-        device = self._device()
-        if device.type != "cuda":
-            return "none (no GPU)"
-        if self.model_config.enforce_eager:
-            return "none (--enforce-eager)"
-        if not envs.use_chunkwise_graph():
-            return "none (VLLM_USE_CHUNKWISE_GRAPH=0)"
-        if not model.can_be_captured(device):
-            return f"none (attention of {model.dtype} heads of {model.head_dim} on this GPU)"
-        return None
 
     def execute_model(self, scheduler_output: DiffusionSchedulerOutput) -> DiffusionRunnerOutput:
         return self.loop.execute(scheduler_output)

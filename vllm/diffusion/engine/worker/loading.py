@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start of a worker: the model, the ranks that compute with it, and the runner of its steps."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from vllm.config import set_current_vllm_config
+from vllm.diffusion import ops
+from vllm.diffusion.core import envs
+from vllm.diffusion.engine.planning import make_planner
+from vllm.diffusion.engine.worker.agreement import Agreement, Interruptible
+from vllm.diffusion.engine.worker.pool_budget import activation_budget, planning_budget
+from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
+from vllm.diffusion.memory import GraphMemory, activation_pool, rates_of
+from vllm.diffusion.models.weights import order_products, quantised_sizes
+from vllm.diffusion.parallel.groups import ConnectedGroup
+from vllm.diffusion.parallel.host_board import processes_here
+from vllm.diffusion.process import watchdog
+from vllm.distributed.parallel_state import get_world_group
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm.config import LoadConfig, VllmConfig
+    from vllm.diffusion.models.base import DiffusionModel
+    from vllm.diffusion.parallel.groups import Ranks
+
+logger = init_logger(__name__)
+
+# Most rows that tensor-parallel ranks sum at a time; the memory for it is twice their bytes.
+_SUMMED_ROWS = 8192
+
+
+def load_model(vllm_config: VllmConfig, load_config: LoadConfig) -> DiffusionModel:
+    """Load the model, ready for its first step, and log its size."""
+    start, dtype = time.perf_counter(), vllm_config.model_config.dtype
+    with set_current_vllm_config(vllm_config), set_default_torch_dtype(dtype):
+        model: DiffusionModel = get_model_loader(load_config).load_model(
+            vllm_config=vllm_config, model_config=vllm_config.model_config
+        )
+    order_products(model)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    logger.info(
+        "model loaded: %.2f GiB of weights in %.1f s", size / 2**30, time.perf_counter() - start
+    )
+    count, quantised, plain = quantised_sizes(model, dtype)
+    if count:
+        logger.info(
+            "quantised: %d matrices as %s, %.2f GiB instead of %.2f GiB; the rest is plain",
+            count,
+            vllm_config.quant_config.get_name(),
+            quantised / 2**30,
+            plain / 2**30,
+        )
+    return model
+
+
+def join_ranks(ranks: Ranks, model: DiffusionModel, device: torch.device) -> Agreement | None:
+    """Let tensor-parallel ranks sum; return how all ranks agree on failures, if several."""
+    tensor, sequence = ranks.tensor, ranks.sequence
+    # Nobody can end what a card waits for with NCCL, as those that divide rows do.
+    may_fail = sequence.size == 1 or device.type == "cpu"
+    board = ranks.every.join_board() if may_fail else None
+    row_bytes = model.hidden_size * model.dtype.itemsize
+    summing = board if may_fail else tensor.join_board()
+    ops.join_ranks(device, _SUMMED_ROWS * row_bytes, summing)
+    if not ranks.are_several:
+        return None
+    watchdog.follow_ranks(processes_here(get_world_group().cpu_group))
+    meets: list[Interruptible] = [ops.tensor_parallel()] if tensor.size > 1 else []
+    if isinstance(sequence, ConnectedGroup):
+        meets.append(sequence)
+        if board is not None:
+            sequence.listen(board)
+    return Agreement(*meets, board=board)
+
+
+def why_no_graphs(model: DiffusionModel, device: torch.device, *, is_eager: bool) -> str | None:
+    """Why the layers run without CUDA graphs; None if they run with them."""
+    if device.type != "cuda":
+        return "none (no GPU)"
+    if is_eager:
+        return "none (--enforce-eager)"
+    if not envs.use_chunkwise_graph():
+        return "none (VLLM_USE_CHUNKWISE_GRAPH=0)"
+    if not model.can_be_captured(device):
+        return f"none (attention of {model.dtype} heads of {model.head_dim} on this GPU)"
+    return None
+
+
+def make_runner(
+    vllm_config: VllmConfig,
+    model: DiffusionModel,
+    device: torch.device,
+    ranks: Ranks,
+    agreement: Agreement | None,
+    *,
+    has_graphs: bool,
+    is_reporting: bool,
+) -> DiffusionModelRunner:
+    """Make the runner of a loaded model's steps, with the memory that is left on the device."""
+    rates = rates_of(device, ranks.every)
+    utilization = vllm_config.cache_config.gpu_memory_utilization
+    budget = activation_budget(device, utilization, ranks.every)
+    pool = activation_pool(
+        budget, device, use_vmm=envs.use_vmm(), chunk_bytes=envs.vmm_chunk_size()
+    )
+    return DiffusionModelRunner(
+        model,
+        make_planner(vllm_config, planning_budget(budget), rates, device),
+        pool,
+        device,
+        is_reporting=is_reporting,
+        agreement=agreement,
+        graph_memory=GraphMemory(device, pool) if has_graphs else None,
+        max_model_len=vllm_config.model_config.max_model_len,
+        ranks=ranks,
+    )
