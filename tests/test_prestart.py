@@ -7,10 +7,12 @@ import logging
 import multiprocessing
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -128,6 +130,7 @@ def test_who_is_taken(
     monkeypatch.setenv("MOSAIC_TEST_VALUE", "at the start")
     started: list[bool] = []
     monkeypatch.setattr(early.SpawnProcess, "start", lambda process: started.append(True))
+    monkeypatch.setattr(threading, "Thread", mock.Mock())  # imports beside whatever test runs next
     process = early.EngineContext().Process(target=job, name="EngineCore", args=(1,))
     process.start()
     assert bool(started) != is_taken
