@@ -18,7 +18,7 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.core.samples import Logprobs, Samples
 from vllm.diffusion.guided.joint import read_all
-from vllm.diffusion.sampling.editing import edited
+from vllm.diffusion.sampling.edited_logits import edited
 from vllm.diffusion.sampling.fused import LaunchKey, launch_key, sample_fused, sample_in_head
 from vllm.diffusion.sampling.plain import sample_plain
 from vllm.diffusion.sampling.row_group import pieces_of
