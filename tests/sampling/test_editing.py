@@ -27,10 +27,10 @@ class Rows:
     vocab_start = 0
     vocab_size = NUM_COLUMNS
 
-    def final_norm(self, x: torch.Tensor) -> torch.Tensor:
+    def final_norm(self, x: torch.Tensor, buffers: Any = None) -> torch.Tensor:
         return x
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden_states: torch.Tensor, buffers: Any = None) -> torch.Tensor:
         return hidden_states.clone()
 
 

@@ -73,10 +73,10 @@ class GivenLogits:
     vocab_start = 0
     vocab_size = NUM_COLUMNS
 
-    def final_norm(self, x: Tensor) -> Tensor:
+    def final_norm(self, x: Tensor, buffers: Any = None) -> Tensor:
         return x
 
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+    def compute_logits(self, hidden_states: Tensor, buffers: Any = None) -> Tensor:
         return hidden_states.clone()
 
 

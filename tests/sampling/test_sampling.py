@@ -564,10 +564,10 @@ def test_two_ranks_score_as_one(
 class RankLogits(HeadModel):
     """A model whose hidden states are the logits of a rank's columns."""
 
-    def final_norm(self, x: Tensor) -> Tensor:
+    def final_norm(self, x: Tensor, buffers: Any = None) -> Tensor:
         return x
 
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+    def compute_logits(self, hidden_states: Tensor, buffers: Any = None) -> Tensor:
         return hidden_states.clone()
 
 

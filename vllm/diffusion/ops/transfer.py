@@ -123,7 +123,12 @@ def to_device(arrays: Any, device: torch.device) -> Any:
     Returns:
         the same tuples, with tensors of the same shapes and dtypes; on a GPU they are views of one
         allocation.
+
+    Raises:
+        TypeError: `arrays` is a list or the like, which would stay as it is.
     """
+    if not isinstance(arrays, np.ndarray | tuple):
+        raise TypeError(f"to_device: wanted an array or a tuple, given {type(arrays).__name__}")
     if device.type == "cpu":
         return _nested(arrays, map(torch.from_numpy, _leaves(arrays)))
     # Pinned memory comes from torch's own cache, which gives it out again after the copy only.

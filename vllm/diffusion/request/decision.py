@@ -29,7 +29,7 @@ from vllm.diffusion.guided.guides import (
     unpacked,
 )
 from vllm.diffusion.request.algorithms import GUIDED_CACHES, NEVER, algorithms_for
-from vllm.diffusion.request.edits import edits_of
+from vllm.diffusion.request.edit_values import edits_of
 from vllm.diffusion.request.fields import BY_NAME, canonical, check, named_algorithm
 from vllm.diffusion.request.lengths import DEFAULT_BLOCK, decide_lengths, with_suffix
 from vllm.diffusion.request.likelihood import (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from vllm.diffusion import ops
 from vllm.diffusion.core.samples import Samples
 from vllm.diffusion.sampling.alone import read_jointly, sample_alone
-from vllm.diffusion.sampling.editing import edited
+from vllm.diffusion.sampling.edited_logits import edited
 from vllm.diffusion.sampling.fused import LaunchKey, launch_key, sample_fused, sample_in_head
 from vllm.diffusion.sampling.row_group import pieces_of
 

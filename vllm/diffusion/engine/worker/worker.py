@@ -12,7 +12,7 @@ from vllm.diffusion.config import row_budget, served_model, settings_of
 from vllm.diffusion.core import pages
 from vllm.diffusion.engine.scheduler.paging import most_positions
 from vllm.diffusion.engine.scheduler.turns import StepLimits
-from vllm.diffusion.engine.worker.loading import (
+from vllm.diffusion.engine.worker.model_loading import (
     join_ranks,
     load_model,
     make_runner,

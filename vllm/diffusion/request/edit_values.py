@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decision on the values of a request that edit logits.
+
+Nothing here imports torch or upstream.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.diffusion.core.errors import InvalidParameterError
+from vllm.diffusion.request.edits import Edits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from vllm.diffusion.request.params import ServedModel
+
+MOST_BAD_WORDS = 256  # sequences of token ids; each is looked for around every masked position
+
+
+def edits_of(
+    request: Mapping[str, Any], model: ServedModel, end_ids: frozenset[int], max_tokens: int
+) -> Edits | None:
+    """Return what a request changes of its logits; None where that is nothing.
+
+    Args:
+        request: values under canonical names.
+        model: the served model.
+        end_ids: ids that end an answer, unless the request ignores them.
+        max_tokens: the longest answer.
+
+    Raises:
+        InvalidParameterError: naming the field, the given and the wanted value.
+    """
+    min_tokens = request.get("min_tokens", 0)
+    if min_tokens > max_tokens:
+        wanted = f"wanted at most max_tokens, {max_tokens}"
+        raise InvalidParameterError("min_tokens", min_tokens, wanted)
+    repetition = request.get("repetition_penalty", 1.0)
+    if repetition <= 0:
+        raise InvalidParameterError("repetition_penalty", repetition, "wanted a number above 0")
+    bias = request.get("logit_bias", {})
+    _check_ids("logit_bias", bias, model.vocab_size)
+    found = Edits(
+        allowed_token_ids=_allowed(request, model),
+        bad_words=_bad_words(request.get("bad_words", ()), model),
+        min_tokens=min_tokens,
+        end_ids=tuple(sorted(end_ids)) if min_tokens else (),
+        logit_bias=tuple(sorted((token, value) for token, value in bias.items() if value)),
+        repetition_penalty=repetition,
+        frequency_penalty=request.get("frequency_penalty", 0.0),
+        presence_penalty=request.get("presence_penalty", 0.0),
+    )
+    allowed = set(found.allowed_token_ids)
+    never = {word[0] for word in found.bad_words if len(word) == 1} | set(found.end_ids)
+    if allowed and allowed <= never:
+        wanted = "wanted a token that neither bad_words nor min_tokens excludes"
+        raise InvalidParameterError("allowed_token_ids", sorted(allowed), wanted)
+    return None if found == Edits() else found
+
+
+def _allowed(request: Mapping[str, Any], model: ServedModel) -> tuple[int, ...]:
+    """Return the allowed ids, ascending; the mask token is no part of an answer."""
+    given = request.get("allowed_token_ids", ())
+    _check_ids("allowed_token_ids", given, model.vocab_size)
+    found = tuple(sorted(set(given) - {model.ids.mask}))
+    if given and not found:
+        wanted = "wanted other token ids than the mask token's"
+        raise InvalidParameterError("allowed_token_ids", list(given), wanted)
+    return found
+
+
+def _bad_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
+    """Return the token ids of words, at the beginning of a text and behind a space."""
+    if not words:
+        return ()
+    if model.encode is None:
+        raise InvalidParameterError("bad_words", list(words), "wanted a server with a tokenizer")
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        found.update(dict.fromkeys(_spellings(word, model.encode)))
+    _check_ids("bad_words", [token for ids in found for token in ids], model.vocab_size)
+    if len(found) > MOST_BAD_WORDS:
+        wanted = f"wanted words of at most {MOST_BAD_WORDS} sequences of token ids"
+        raise InvalidParameterError("bad_words", list(words), f"{wanted}, got {len(found)}")
+    return tuple(found)
+
+
+def _spellings(word: str, encode: Callable[[str], Sequence[int]]) -> list[tuple[int, ...]]:
+    """Return the token ids of a word; also those behind a space, if only the first one differs."""
+    alone, spaced = (tuple(encode(space + word.lstrip())) for space in ("", " "))
+    if not alone:
+        raise InvalidParameterError("bad_words", word, "wanted words of at least one token")
+    is_other = bool(spaced) and len(spaced) == len(alone) and spaced[0] != alone[0]
+    return [alone, spaced] if is_other else [alone]
+
+
+def _check_ids(name: str, ids: Sequence[int] | Mapping[int, Any], vocab_size: int) -> None:
+    outside = sorted(token for token in ids if not 0 <= token < vocab_size)
+    if outside:
+        wanted = f"wanted token ids from 0 to {vocab_size - 1}"
+        raise InvalidParameterError(name, outside, wanted)
