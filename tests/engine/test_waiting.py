@@ -10,10 +10,10 @@ import pytest
 
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.core.pages import PAGE_SIZE
-from vllm.diffusion.engine.scheduler.gates import AdmissionGate, WaitsFor
+from vllm.diffusion.engine.scheduler.gates import AdmissionGate
 from vllm.diffusion.engine.scheduler.likelihood_calls import LONGEST_WAIT_S, LikelihoodCalls
 from vllm.diffusion.engine.scheduler.prompt_groups import PromptGroups
-from vllm.diffusion.engine.scheduler.request_state import RequestState
+from vllm.diffusion.engine.scheduler.request_state import RequestState, WaitsFor
 from vllm.diffusion.engine.scheduler.waiting import MAX_OVERTAKEN, MAX_PASSED, WaitingLine
 from vllm.diffusion.memory import Demand
 from vllm.diffusion.request.likelihood import ScoreRequest

@@ -24,7 +24,7 @@ from tests.models.support import (
 from vllm.diffusion import ops
 from vllm.diffusion.core import stages
 from vllm.diffusion.core.buffers import Buffer, row_bytes
-from vllm.diffusion.models.weights import order_products
+from vllm.diffusion.models.transformer import order_products
 from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.packed import quantise_packed
 
@@ -233,7 +233,7 @@ def test_projections_are_told_what_follows_them(
     told: list[tuple[ops.Projection, ops.Projection]] = []
     monkeypatch.setattr(ops.Projection, "precedes", lambda *pair: told.append(pair))
     model = case_model(name)
-    order_products(model)
+    order_products(model.layers)
     attention = [layer.attention for layer in model.layers]
     wanted = [(stage.qkv_proj, stage.out_proj) for stage in attention]
     if is_dense:  # which experts are read is not known before

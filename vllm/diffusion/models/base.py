@@ -18,27 +18,24 @@ from torch import nn
 from vllm.diffusion import ops
 from vllm.diffusion.core import stages
 from vllm.diffusion.core.buffers import FreshBuffers
+from vllm.diffusion.core.spans import Span
 from vllm.diffusion.layers.attention_backends import (
     available_backends,
     can_be_captured,
     reads_pages,
 )
-from vllm.diffusion.layers.norm import RMSNorm
 from vllm.diffusion.layers.parallel import keep_plain
 from vllm.diffusion.layers.rotary import Rotary, inverse_frequencies, rotary_rows
 from vllm.diffusion.models.bitsandbytes import widened
-from vllm.diffusion.models.mixture import MixtureMLP, unstacked
-from vllm.diffusion.models.modules import AttentionWeights, DenseMLP
+from vllm.diffusion.models.mixture import unstacked
+from vllm.diffusion.models.transformer import Transformer, destinations_of, run_whole
 from vllm.diffusion.models.weights import (
     checkpoint_name,
-    destinations_of,
     load_checkpoint,
     module_names,
 )
-from vllm.diffusion.models.whole_forward import run_whole
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
-    VocabParallelEmbedding,
 )
 from vllm.model_executor.models.interfaces import SupportsQuant
 from vllm.model_executor.models.utils import maybe_prefix
@@ -50,65 +47,8 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.diffusion.core.buffers import Buffers
-    from vllm.diffusion.layers.attention import SelfAttention
-    from vllm.diffusion.layers.mlp import GatedMLP
-    from vllm.diffusion.layers.moe import ExpertsMLP
     from vllm.diffusion.models.config import DiffusionConfig
-    from vllm.model_executor.layers.quantization import QuantizationConfig
-
-
-class DiffusionLayer(nn.Module):
-    """One layer as three stages; everything but attention is row-wise.
-
-    Every stage accepts any chunk of rows, also an empty one. Under tensor parallelism the attend
-    and the feed-forward stage end in one all-reduce each, so all ranks must use the same chunks.
-    """
-
-    def __init__(
-        self,
-        config: DiffusionConfig,
-        index: int,
-        quant_config: QuantizationConfig | None,
-        prefix: str,
-    ) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = AttentionWeights(config, quant_config, f"{prefix}.self_attn")
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        kind = MixtureMLP if index in config.architecture.expert_layers else DenseMLP
-        self.mlp: MixtureMLP | DenseMLP = kind(config, quant_config, f"{prefix}.mlp")
-
-    @functools.cached_property
-    def attention(self) -> SelfAttention:
-        """The keys-values and attend stages; only once the weights are loaded."""
-        return self.self_attn.stage(self.input_layernorm)
-
-    @functools.cached_property
-    def mlp_stage(self) -> GatedMLP | ExpertsMLP:
-        """The feed-forward stage; only once the weights are loaded."""
-        return self.mlp.stage(self.post_attention_layernorm)
-
-
-class Transformer(nn.Module):
-    """Embedding, layers and last norm."""
-
-    def __init__(
-        self, config: DiffusionConfig, quant_config: QuantizationConfig | None, prefix: str
-    ) -> None:
-        super().__init__()
-        self.embed_tokens = keep_plain(
-            VocabParallelEmbedding(
-                config.architecture.num_embeddings,
-                config.hidden_size,
-                quant_config=quant_config,
-                prefix=f"{prefix}.embed_tokens",
-            )
-        )
-        self.layers = nn.ModuleList(
-            DiffusionLayer(config, index, quant_config, f"{prefix}.layers.{index}")
-            for index in range(config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+    from vllm.diffusion.models.transformer import DiffusionLayer
 
 
 class DiffusionModel(nn.Module, SupportsQuant):
@@ -251,7 +191,7 @@ class DiffusionModel(nn.Module, SupportsQuant):
             CheckpointError: naming the tensors that are missing or not part of the model.
         """
         head = self.architecture.module_names.get("lm_head", "lm_head")
-        destinations = destinations_of(self)
+        destinations = destinations_of(self.architecture, self.model)
         weights = widened(weights)
         if self.architecture.expert_layers:
             weights = unstacked(weights, self.config)
@@ -288,4 +228,6 @@ class DiffusionModel(nn.Module, SupportsQuant):
             x = self.embed_input_ids(input_ids)
         else:
             raise ValueError("input_ids: wanted token ids, or inputs_embeds; given neither")
-        return self.final_norm(run_whole(self, x, positions))
+        visibility = self.family.visibility.with_blocks_of(self.config.block_length)
+        span = Span(0, len(x), 0, len(x), visibility.block_length)
+        return self.final_norm(run_whole(self.layers, x, self.rotary(positions), span))

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from vllm.diffusion.models.base import DiffusionLayer, DiffusionModel
     from vllm.diffusion.models.config import Architecture
 
 
@@ -76,33 +75,6 @@ def checkpoint_name(architecture: Architecture, path: str) -> str:
     return f"{layer}.{names.get(name, name)}"
 
 
-def destinations_of(model: DiffusionModel) -> dict[str, Destination]:
-    """Return the destination of each module of a checkpoint, by its names."""
-    names, width = model.architecture.module_names, (model.hidden_size,)
-    vocabulary = (model.vocab_size, model.hidden_size)
-    shapes = {"model.embed_tokens": vocabulary, "model.norm": width, "lm_head": vocabulary}
-    destinations = {
-        names.get(name, name): Destination(name, shape) for name, shape in shapes.items()
-    }
-    for index, layer in enumerate(model.layers):
-        ours, theirs = f"model.layers.{index}", model.architecture.layer_names[index]
-        for path, destination in _of_layer(layer, ours).items():
-            name = path.removeprefix(f"{ours}.")
-            destinations[f"{theirs}.{names.get(name, name)}"] = destination
-    return destinations
-
-
-def _of_layer(layer: DiffusionLayer, path: str) -> dict[str, Destination]:
-    """Return the destination of each module of a checkpoint's layer, by Llama's names."""
-    norms = ("input_layernorm", "post_attention_layernorm")
-    width = tuple(layer.input_layernorm.weight.shape)
-    return {
-        **{f"{path}.{norm}": Destination(f"{path}.{norm}", width) for norm in norms},
-        **layer.self_attn.destinations(f"{path}.self_attn"),
-        **layer.mlp.destinations(f"{path}.mlp"),
-    }
-
-
 def load_checkpoint(
     model: nn.Module,
     weights: Iterable[tuple[str, Tensor]],
@@ -154,19 +126,6 @@ def load_checkpoint(
             f"{_listed('tensors that are not part of the model', unknown)}"
         )
     return loaded
-
-
-def order_products(model: DiffusionModel) -> None:
-    """Announce to each projection which weight is read next; once all are loaded."""
-    before: ops.Projection | None = None
-    for layer in model.layers:
-        products = layer.mlp_stage.products
-        for product in (*layer.attention.products, *products):
-            if before is not None:
-                before.precedes(product)
-            before = product
-        if not products:
-            before = None  # experts come between
 
 
 def _load(

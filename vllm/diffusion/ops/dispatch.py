@@ -9,16 +9,10 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_add_llada.cuda_kernels.fused_ops import Tiling, is_built
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from vllm.diffusion.ops.projection import Matrix
 
 
 @dataclass(frozen=True)
@@ -294,27 +288,3 @@ def streams_gated(num_slots: int, num_experts: int) -> bool:
 def streams_weighted(num_slots: int, num_experts: int) -> bool:
     """Whether the compiled weighted product is the fastest where it takes the tensors."""
     return num_slots >= num_experts
-
-
-_SCANNED_ROWS = 16_384
-
-
-def most_stored_rows(matrix: Matrix, tiling_of: Callable[..., Tiling | None]) -> int | None:
-    """Rows beyond which one kernel always serves `gated`; None where that is not known.
-
-    It serves where its tiles fill the card, as those of many rows do. This is looked up row by row
-    as far as partly filled tiles may still matter.
-
-    Args:
-        matrix: matrix of gate and up.
-        tiling_of: function of that kernel's tiling, such as `gated_tiling`.
-    """
-    is_served = matrix.dtype == torch.bfloat16 and not matrix.has_bias
-    if not is_served or matrix.device.type != "cuda" or matrix.device.index is None:
-        return None
-    count = multiprocessors(matrix.device)
-    for rows in range(_SCANNED_ROWS, 0, -1):
-        shape = (rows, matrix.columns, matrix.depth)
-        if tiling_of(*shape, multiprocessors=count) is None:
-            return rows if rows <= _SCANNED_ROWS // 2 else None
-    return 0

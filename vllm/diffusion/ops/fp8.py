@@ -153,7 +153,7 @@ class Fp8Projection(Projection):
     @classmethod
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
         if use is Use.GATED:
-            most_rows = dispatch.most_stored_rows(matrix, partial(dispatch.fp8_tiling, gated=True))
+            most_rows = matrix.most_stored_rows(partial(dispatch.fp8_tiling, gated=True))
             gate_up = stages.gate_up(matrix.dtype, matrix.columns)
             product = stages.gate_up(matrix.dtype, matrix.columns // 2)  # before it becomes fp8
             return Workspace((gate_up,), most_rows, (product,))

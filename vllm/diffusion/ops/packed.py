@@ -210,7 +210,7 @@ class PackedProjection(Projection):
     def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
         if use is Use.GATED:
             gate_up = stages.gate_up(matrix.dtype, matrix.columns)
-            return Workspace((gate_up,), dispatch.most_stored_rows(matrix, dispatch.gated_tiling))
+            return Workspace((gate_up,), matrix.most_stored_rows(dispatch.gated_tiling))
         if use is Use.PROJECT or (matrix.device.type == "cuda" and not matrix.is_summed):
             return Workspace()
         return Workspace((stages.projected(matrix.dtype, matrix.columns),))

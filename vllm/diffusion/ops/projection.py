@@ -32,6 +32,7 @@ from vllm_add_llada.cuda_kernels.fused_ops import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import TypeAlias
 
     from torch import Tensor
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     ParallelLayer: TypeAlias = LinearBase | VocabParallelEmbedding
 
 ALL = slice(None)
+_SCANNED_ROWS = 16_384
 _AT_REST = True  # no kernel of a step writes a weight, so it may be read before the one before ends
 
 
@@ -71,6 +73,24 @@ class Matrix(NamedTuple):
     has_bias: bool
     device: torch.device
     is_summed: bool = False
+
+    def most_stored_rows(self, tiling_of: Callable[..., Tiling | None]) -> int | None:
+        """Rows beyond which one kernel always serves `gated`; None where that is not known.
+
+        It serves where its tiles fill the card, as those of many rows do. This is looked up row by
+        row as far as partly filled tiles may still matter.
+
+        Args:
+            tiling_of: function of that kernel's tiling, such as `dispatch.gated_tiling`.
+        """
+        is_served = self.dtype == torch.bfloat16 and not self.has_bias
+        if not is_served or self.device.type != "cuda" or self.device.index is None:
+            return None
+        multiprocessors = dispatch.multiprocessors(self.device)
+        for rows in range(_SCANNED_ROWS, 0, -1):
+            if tiling_of(rows, self.columns, self.depth, multiprocessors=multiprocessors) is None:
+                return rows if rows <= _SCANNED_ROWS // 2 else None
+        return 0
 
 
 class Workspace(NamedTuple):
@@ -226,7 +246,7 @@ class PlainProjection(Projection):
             gate_up = stages.gate_up(matrix.dtype, matrix.columns)
             return Workspace(
                 (gate_up,),
-                dispatch.most_stored_rows(matrix, partial(dispatch.linear_tiling, gated=True)),
+                matrix.most_stored_rows(partial(dispatch.linear_tiling, gated=True)),
             )
         adds_in_place = matrix.device.type == "cuda" and not matrix.has_bias
         if use is Use.PROJECT or (adds_in_place and not matrix.is_summed):

@@ -3,15 +3,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm.diffusion.engine.scheduler.request_state import RequestState
-
-# What a request waits for: rows of a step (`--max-num-batched-tokens`), memory, fewer running
-# requests (`--max-num-seqs`), the end of those that run (`force_single_batch`), the prompt that
-# another one computes, the rest of its call, its turn behind earlier ones.
-WaitsFor = Literal["rows", "memory", "requests", "others", "prompt", "call", "order"]
+    from vllm.diffusion.engine.scheduler.request_state import RequestState, WaitsFor
 
 
 class AdmissionGate:

@@ -11,8 +11,7 @@ from vllm.diffusion.engine.scheduler.gates import AdmissionGate
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm.diffusion.engine.scheduler.gates import WaitsFor
-    from vllm.diffusion.engine.scheduler.request_state import RequestState
+    from vllm.diffusion.engine.scheduler.request_state import RequestState, WaitsFor
 
 LONGEST_WAIT_S = 0.05  # from a call's first request on; then the others start without the missing
 

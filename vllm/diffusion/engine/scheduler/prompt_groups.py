@@ -25,8 +25,7 @@ from vllm.diffusion.engine.messages import MOST_SHARED_ROWS
 from vllm.diffusion.engine.scheduler.gates import AdmissionGate
 
 if TYPE_CHECKING:
-    from vllm.diffusion.engine.scheduler.gates import WaitsFor
-    from vllm.diffusion.engine.scheduler.request_state import RequestState
+    from vllm.diffusion.engine.scheduler.request_state import RequestState, WaitsFor
     from vllm.diffusion.request.params import DiffusionParams
 
 # First forwards that have fewer rows all together cost no more than one of them.

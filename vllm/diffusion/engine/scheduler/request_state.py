@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.engine.messages import NewCanvas
@@ -18,10 +18,31 @@ from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
     from vllm.diffusion.engine.messages import StepResult, StepUsage
-    from vllm.diffusion.engine.scheduler.gates import AdmissionGate, WaitsFor
     from vllm.diffusion.memory import Demand
     from vllm.diffusion.request.params import DiffusionParams, ServedModel
     from vllm.v1.request import Request
+
+
+# What a request waits for: rows of a step (`--max-num-batched-tokens`), memory, fewer running
+# requests (`--max-num-seqs`), the end of those that run (`force_single_batch`), the prompt that
+# another one computes, the rest of its call, its turn behind earlier ones.
+WaitsFor = Literal["rows", "memory", "requests", "others", "prompt", "call", "order"]
+
+
+class GateLike(Protocol):
+    """A gate as a request knows it; `AdmissionGate` says what each call is for."""
+
+    def prepare(self, item: RequestState) -> None: ...
+
+    def waits_for(self, item: RequestState) -> WaitsFor | None: ...
+
+    def reserve(self, item: RequestState) -> bool: ...
+
+    def started(self, item: RequestState) -> None: ...
+
+    def advanced(self, item: RequestState) -> None: ...
+
+    def left(self, item: RequestState) -> None: ...
 
 
 @dataclass(eq=False)
@@ -44,7 +65,7 @@ class RequestState:
     request: Request
     params: DiffusionParams
     demand: Demand
-    gates: tuple[AdmissionGate, ...] = ()
+    gates: tuple[GateLike, ...] = ()
     started: float = 0.0
     deadline: float = math.inf
     waits_for: WaitsFor = "order"

@@ -21,8 +21,7 @@ from vllm.diffusion.core.errors import ActivationBudgetError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from vllm.diffusion.engine.scheduler.gates import WaitsFor
-    from vllm.diffusion.engine.scheduler.request_state import RequestState
+    from vllm.diffusion.engine.scheduler.request_state import RequestState, WaitsFor
     from vllm.diffusion.memory import Admission
 
 MAX_OVERTAKEN = 16  # requests that may start before one that came earlier

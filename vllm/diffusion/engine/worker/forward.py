@@ -27,14 +27,13 @@ from vllm.diffusion.memory import chunks
 from vllm.diffusion.sampling import sample
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
     from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.core.spans import AttentionLayout
-    from vllm.diffusion.engine.worker.batch import StepInputs
-    from vllm.diffusion.engine.worker.first_forwards import FirstForwards
+    from vllm.diffusion.engine.worker.batch import StepBatch, StepInputs
     from vllm.diffusion.engine.worker.sample_rows import SamplePart, SampleRows
     from vllm.diffusion.layers.rotary import Rotary
     from vllm.diffusion.memory import ActivationPool, PageStore, Plan
@@ -75,15 +74,15 @@ class ForwardPass:
         ranks: ranks that compute the same steps.
 
     Attributes:
-        first_forwards: takes a note of hidden states that other requests will need; None where no
-            request shares its prompt.
+        note_first: takes a part of a step and its hidden states [r, D], which other requests may
+            need; None where no request shares its prompt.
     """
 
     def __init__(
         self, model: DiffusionModel, pool: ActivationPool, caches: PageStore, ranks: Ranks
     ) -> None:
         self.model, self.pool, self.caches, self.ranks = model, pool, caches, ranks
-        self.first_forwards: FirstForwards | None = None
+        self.note_first: Callable[[StepBatch, SamplePart[Array], Tensor], None] | None = None
 
     def run(self, rows: SampleRows, plan: Plan, body: BodyOutputs | None = None) -> Chunked[Tensor]:
         """Compute a step chunk by chunk and return the table of its samples.
@@ -111,8 +110,8 @@ class ForwardPass:
                 for part, on_device in zip(parts, samples, strict=True):
                     yield plan.chunk_seconds.read
                     sample_rows = next(hidden)
-                    if self.first_forwards is not None:
-                        self.first_forwards.note(batch, part, sample_rows)
+                    if self.note_first is not None:
+                        self.note_first(batch, part, sample_rows)
                     found.append(self.sampled(rows, part, on_device.positions, sample_rows))
             if batch.slot_mapping.size:
                 caches.end_step()

@@ -14,7 +14,8 @@ from vllm.diffusion.engine.worker.agreement import Agreement, Interruptible
 from vllm.diffusion.engine.worker.pool_budget import activation_budget, planning_budget
 from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
 from vllm.diffusion.memory import GraphMemory, activation_pool, rates_of
-from vllm.diffusion.models.weights import order_products, quantised_sizes
+from vllm.diffusion.models.transformer import order_products
+from vllm.diffusion.models.weights import quantised_sizes
 from vllm.diffusion.parallel.groups import ConnectedGroup
 from vllm.diffusion.parallel.host_board import processes_here
 from vllm.diffusion.process import watchdog
@@ -43,7 +44,7 @@ def load_model(vllm_config: VllmConfig, load_config: LoadConfig) -> DiffusionMod
         model: DiffusionModel = get_model_loader(load_config).load_model(
             vllm_config=vllm_config, model_config=vllm_config.model_config
         )
-    order_products(model)
+    order_products(model.layers)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     logger.info(
         "model loaded: %.2f GiB of weights in %.1f s", size / 2**30, time.perf_counter() - start

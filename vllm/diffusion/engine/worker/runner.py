@@ -102,6 +102,7 @@ class DiffusionModelRunner:
         ranks = ranks or Ranks()
         self._account = PoolAccount(pool, self.pages, graph_memory, ranks)
         self._forward = ForwardPass(model, pool, self.caches, ranks)
+        self._firsts: FirstForwards | None = None  # from the first request that shares a prompt on
         self.sliced: SlicedStep | None = None  # from the first long step on
         self._log = StepLog() if is_reporting else None
         self.usage = self.idle_usage  # of the newest step whose results were handed out
@@ -213,14 +214,15 @@ class DiffusionModelRunner:
             )
         if layers and self._log is not None:
             self._log.host_layers(new.req_id, self.caches)
-        if self._forward.first_forwards is None and shares_first_forward(new.params):
-            self._forward.first_forwards = FirstForwards(self._forward, self.pages, self.canvases)
+        if self._firsts is None and shares_first_forward(new.params):
+            self._firsts = FirstForwards(self._forward, self.pages, self.canvases)
+            self._forward.note_first = self._firsts.note
         self.canvases[new.req_id] = canvas
 
     @torch.inference_mode()
     def step_known(self, new: NewCanvas) -> Outcomes:
         """Run a started request's first step from what another one computed; empty if unknown."""
-        firsts = self._forward.first_forwards
+        firsts = self._firsts
         if firsts is None or not firsts.serves(new):
             return {}
         rows = SampleRows(self._batch([new.req_id]))
@@ -232,8 +234,7 @@ class DiffusionModelRunner:
 
     def to_be_copied(self, req_ids: Iterable[str]) -> list[str]:
         """Return the requests whose keys and values others may copy with the next message."""
-        firsts = self._forward.first_forwards
-        return [] if firsts is None else firsts.to_be_copied(req_ids)
+        return [] if self._firsts is None else self._firsts.to_be_copied(req_ids)
 
     def assign(self, new_pages: Mapping[str, NewPages]) -> None:
         """Take in the pages that the scheduler hands to requests."""
@@ -254,8 +255,8 @@ class DiffusionModelRunner:
         self.canvases.pop(req_id, None)
         self.pages.release(req_id)
         self._packing = None
-        if self._forward.first_forwards is not None:
-            self._forward.first_forwards.forget(req_id)
+        if self._firsts is not None:
+            self._firsts.forget(req_id)
 
     # ---- what memory there is ----
 

@@ -76,8 +76,8 @@ def run_streamed(
                 hidden = streamed.hidden(taken, held)
                 if taken.part is None or taken.part is EMPTY_PART:
                     continue
-                if plan.layout.shards == 1 and forward.first_forwards is not None:
-                    forward.first_forwards.note(batch, taken.part, hidden)
+                if plan.layout.shards == 1 and forward.note_first is not None:
+                    forward.note_first(batch, taken.part, hidden)
                 found.append(forward.sampled(rows, taken.part, positions, hidden))
         if batch.slot_mapping.size:
             caches.end_step()
