@@ -11,27 +11,13 @@ import pytest
 import torch
 from vllm.model_executor.layers.utils import apply_penalties
 
-from tests.sampling.support import EOS, EOT, MASK, MODEL, NUM_COLUMNS
+from tests.sampling.support import EOS, EOT, MASK, MODEL, NUM_COLUMNS, GivenLogits
 from vllm.diffusion.core.scoring import Scoring
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.sampling import LogitEditor, RowGroup, sample
 
 PROMPT = [3, 4, 4, 30]
 WORDS = {"a": [3], " a": [1, 3], "bc": [6, 9], " bc": [1, 6, 9], "bcd": [6, 9, 12], " bcd": [1]}
-
-
-class Rows:
-    """A model whose hidden states are logits."""
-
-    head_matrix = None
-    vocab_start = 0
-    vocab_size = NUM_COLUMNS
-
-    def final_norm(self, x: torch.Tensor, buffers: Any = None) -> torch.Tensor:
-        return x
-
-    def compute_logits(self, hidden_states: torch.Tensor, buffers: Any = None) -> torch.Tensor:
-        return hidden_states.clone()
 
 
 def edited(
@@ -70,7 +56,7 @@ def edited(
         edits=editor.of(tokens, at),
     )
     given_logits = torch.zeros(len(rows), NUM_COLUMNS) if logits is None else logits
-    table = sample(Rows(), [(given_logits, [group])]).table[7:]
+    table = sample(GivenLogits(), [(given_logits, [group])]).table[7:]
     ids, values = table[:NUM_COLUMNS].long(), table[NUM_COLUMNS:]
     return torch.zeros(len(rows), NUM_COLUMNS).scatter_(1, ids.T, values.T.float())
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.reference import shaping
-from tests.sampling.support import EOS, EOT, MASK, MODEL
+from tests.sampling.support import EOS, EOT, MASK, MODEL, GivenLogits
 from vllm.diffusion.decoding import make_rule
 from vllm.diffusion.ops import sampling as ops_sampling
 from vllm.diffusion.request import decision, fields
@@ -64,20 +64,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
 }
 WORDS = {"a": (3,), "bc": (6, 9), " a": (1, 3), " bc": (1, 6, 9)}
-
-
-class GivenLogits:
-    """A model whose hidden states are the logits of a rank's columns."""
-
-    head_matrix = None
-    vocab_start = 0
-    vocab_size = NUM_COLUMNS
-
-    def final_norm(self, x: Tensor, buffers: Any = None) -> Tensor:
-        return x
-
-    def compute_logits(self, hidden_states: Tensor, buffers: Any = None) -> Tensor:
-        return hidden_states.clone()
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ from tests.sampling.support import (
     EOT,
     MASK,
     NUM_COLUMNS,
+    GivenLogits,
     HeadModel,
     decided,
     group,
@@ -561,16 +562,6 @@ def test_two_ranks_score_as_one(
         torch.testing.assert_close(found[1], wanted.score, rtol=1e-5, atol=1e-7)
 
 
-class RankLogits(HeadModel):
-    """A model whose hidden states are the logits of a rank's columns."""
-
-    def final_norm(self, x: Tensor, buffers: Any = None) -> Tensor:
-        return x
-
-    def compute_logits(self, hidden_states: Tensor, buffers: Any = None) -> Tensor:
-        return hidden_states.clone()
-
-
 @pytest.mark.parametrize("boundary", [20, 39])  # only the last rank has fewer columns
 @pytest.mark.parametrize(
     "asked",
@@ -597,7 +588,7 @@ def test_two_ranks_shape_as_one(
     logits = 2 * logits_of(head_model(), hidden_rows(20), part.rows)
 
     def work(columns: Tensor, start: int) -> tuple[Tensor, ...]:
-        model = RankLogits(torch.empty(0, 16), start, NUM_COLUMNS)
+        model = GivenLogits(start)
         return tuple(sample(model, [(columns, [part])]).table)
 
     wanted = work(logits, 0)
