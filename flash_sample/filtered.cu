@@ -8,9 +8,9 @@
 // columns that may be kept: each filter has a bound of its reach that costs nothing. The k-th
 // largest of the threads' own maxima is no larger than the k-th largest logit; what has less than
 // the share (1 - top_p) / num_columns of the sum lies, even all together, beyond top-p. In the list
-// the reaches are found exactly, by counts and sums of the distances' leading bits, then of the
-// next ones. A list that does not fit is not kept: the row itself is read in its place, which is
-// slower.
+// the reaches are found exactly: by counts and sums over intervals of distances, and then of each
+// distance in the one that matters; where these are many, by the bits of the distances. A list that
+// does not fit is not kept: the row itself is read in its place, which is slower.
 //
 // Numerics: distances are fp32 differences. What the filters add up are integers, and what is drawn
 // is that of the largest noised logit in fp64 (see candidates.cu): neither depends on the order in
@@ -32,6 +32,7 @@ constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kBins = 2 * kThreads;
 constexpr int kMostListed = 16384;
+constexpr int kFew = 256;              // distances that are compared each with each
 constexpr int kAtOnce = 4;             // vectors that a thread has on their way
 constexpr float kMostNoise = 23.0f;    // -log(-log U) is 22.9 at most
 constexpr float kUnit = 0x1p31f;       // of the weights that filters add up: 1
@@ -43,9 +44,16 @@ struct Listed {
   int column;
 };
 
+// The least key up to which amounts reach a target, with the amounts before it and at it.
+struct Reach {
+  uint32_t key;
+  uint64_t before;
+  uint64_t inside;
+};
+
 struct Shared {
-  uint32_t low[kBins];  // amounts of 64 bits: shared memory adds 32 at a time
-  uint32_t high[kBins];
+  uint32_t low[kBins];   // amounts of 64 bits: shared memory adds 32 at a time; or few keys
+  uint32_t high[kBins];  // and their amounts
   uint64_t of_warps[kWarps];
   float numbers[kWarps];
   int columns[kWarps];
@@ -54,6 +62,8 @@ struct Shared {
   uint64_t inside;  // and in it
   int bin;
   int num_listed;
+  int num_few;
+  Reach reach;
 };
 
 __device__ float block_max(Shared& shared, float value) {
@@ -124,45 +134,109 @@ __device__ void find_bin(Shared& shared, uint64_t target) {
   __syncthreads();
 }
 
-// The least key up to which amounts reach a target, with the amounts before it and at it.
-struct Reach {
-  uint32_t key;
-  uint64_t before;
-  uint64_t inside;
-};
+__device__ void clear_bins(Shared& shared) {
+  __syncthreads();
+  for (int bin = threadIdx.x; bin < kBins; bin += kThreads) shared.low[bin] = shared.high[bin] = 0;
+  if (threadIdx.x == 0) shared.bin = -1;
+  __syncthreads();
+}
+
+__device__ void add_to_bin(Shared& shared, uint32_t bin, uint32_t added) {
+  const uint32_t old = atomicAdd(&shared.low[bin], added);
+  if (old + added < old) atomicAdd(&shared.high[bin], 1u);
+}
 
 // Keys are the bits of numbers without a sign; kAll where the amounts do not reach `target`. `each`
-// gives numbers to what it is called with.
-template <typename Each, typename Amount>
-__device__ Reach find_reach(Shared& shared, uint64_t target, const Each& each,
-                            const Amount& amount) {
+// gives numbers to what it is called with. Where it is coarse, the key is no smaller than the exact
+// one, by the leading bits alone.
+template <bool kIsCoarse = false, typename Each, typename Amount>
+__device__ Reach find_by_bits(Shared& shared, uint64_t target, const Each& each,
+                              const Amount& amount) {
   uint32_t prefix = 0;
   int known = 31;  // bits of a key below its prefix
   __syncthreads();
   if (threadIdx.x == 0) shared.before = 0;
   for (const int left : {20, 9, 0}) {
-    __syncthreads();
-    for (int bin = threadIdx.x; bin < kBins; bin += kThreads)
-      shared.low[bin] = shared.high[bin] = 0;
-    if (threadIdx.x == 0) shared.bin = -1;
-    __syncthreads();
+    clear_bins(shared);
     const uint32_t mask = (1u << (known - left)) - 1;
     each([&](float number) {
       const uint32_t key = __float_as_uint(number);
       if (key >> known != prefix) return;
       const uint32_t added = amount(number);
-      if (added == 0) return;
-      const uint32_t bin = key >> left & mask;
-      const uint32_t old = atomicAdd(&shared.low[bin], added);
-      if (old + added < old) atomicAdd(&shared.high[bin], 1u);
+      if (added != 0) add_to_bin(shared, key >> left & mask, added);
     });
     __syncthreads();
     find_bin(shared, target);
     if (shared.bin < 0) return {kAll, 0, 0};
     prefix = prefix << (known - left) | static_cast<uint32_t>(shared.bin);
     known = left;
+    if (kIsCoarse) return {min(((prefix + 1) << left) - 1, kAll), 0, 0};
   }
   return {prefix, shared.before, shared.inside};
+}
+
+// Compares each of few numbers with each; false where there are more.
+template <typename Each, typename Amount>
+__device__ bool find_among_few(Shared& shared, uint64_t before, uint64_t target, const Each& each,
+                               const Amount& amount) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    shared.num_few = 0;
+    shared.reach = {kAll, 0, 0};
+  }
+  __syncthreads();
+  each([&](float number) {
+    const int place = atomicAdd(&shared.num_few, 1);
+    if (place >= kFew) return;
+    shared.low[place] = __float_as_uint(number);
+    shared.high[place] = amount(number);
+  });
+  __syncthreads();
+  const int count = shared.num_few;
+  if (count > kFew) return false;
+  if (static_cast<int>(threadIdx.x) < count) {
+    const uint32_t key = shared.low[threadIdx.x];
+    uint64_t inside = 0;
+    for (int i = 0; i < count; ++i) {
+      const uint32_t other = shared.low[i], added = shared.high[i];
+      if (other < key) before += added;
+      if (other == key) inside += added;
+    }
+    if (before < target && before + inside >= target) shared.reach = {key, before, inside};
+  }
+  __syncthreads();
+  return true;
+}
+
+// Finds the reach among numbers of at most `most`, by intervals of equal lengths, if those that lie
+// in one of them are few.
+template <typename Each, typename Amount>
+__device__ Reach find_reach(Shared& shared, uint64_t target, float most, const Each& each,
+                            const Amount& amount) {
+  const float scale = kBins / most;
+  const auto bin_of = [&](float number) {
+    return min(static_cast<int>(number * scale), kBins - 1);
+  };
+  if (most > 0.0f && scale > 0.0f && scale < -negative_infinity()) {
+    __syncthreads();
+    if (threadIdx.x == 0) shared.before = 0;
+    clear_bins(shared);
+    each([&](float number) {
+      const uint32_t added = amount(number);
+      if (added != 0) add_to_bin(shared, bin_of(number), added);
+    });
+    __syncthreads();
+    find_bin(shared, target);
+    const int bin = shared.bin;
+    if (bin < 0) return {kAll, 0, 0};
+    const auto inside = [&](auto use) {
+      each([&](float number) {
+        if (bin_of(number) == bin) use(number);
+      });
+    };
+    if (find_among_few(shared, shared.before, target, inside, amount)) return shared.reach;
+  }
+  return find_by_bits(shared, target, each, amount);
 }
 
 // A row of a block.
@@ -222,8 +296,8 @@ struct FilteredRow {
     };
     const bool is_aligned = reinterpret_cast<uintptr_t>(logits) % 16 == 0;
     const int num_whole = is_aligned ? params.num_columns / kWidth : 0;
-    int v = threadIdx.x;
-    for (; v + (kAtOnce - 1) * kThreads < num_whole; v += kAtOnce * kThreads) {
+    int v = threadIdx.x;  // all lanes of a warp take part in every turn
+    for (; (v | kWarpSize - 1) + (kAtOnce - 1) * kThreads < num_whole; v += kAtOnce * kThreads) {
       Vector<T, kWidth> vectors[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
@@ -236,7 +310,7 @@ struct FilteredRow {
         give(values, (v + i * kThreads) * kWidth);
       }
     }
-    for (; v * kWidth < params.num_columns; v += kThreads) {
+    for (; (v & -kWarpSize) * kWidth < params.num_columns; v += kThreads) {
       float values[kWidth];
       if (v < num_whole) {
         load(logits + v * kWidth, values);
@@ -341,12 +415,41 @@ struct FilteredRow {
     __syncthreads();
     if (threadIdx.x == 0) shared.num_listed = 0;
     __syncthreads();
-    over_kept(bound, [&](float, float logit, int column) {
-      const int place = atomicAdd(&shared.num_listed, 1);
-      if (place < capacity) list[place] = {logit, column};
+    const int lane = threadIdx.x % kWarpSize;
+    const auto is_near = [&](float logit) {
+      return logit > negative_infinity() && shift - logit <= bound;
+    };
+    over_row([&](const float (&values)[kWidth], int first) {
+      int count = 0;
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) count += is_near(values[k]);
+      if (__all_sync(kFullMask, count == 0)) return;
+      int upto = count;
+#pragma unroll
+      for (int distance = 1; distance < kWarpSize; distance *= 2) {
+        const int other = __shfl_up_sync(kFullMask, upto, distance);
+        if (lane >= distance) upto += other;
+      }
+      int place = 0;
+      if (lane == kWarpSize - 1) place = atomicAdd(&shared.num_listed, upto);
+      place = __shfl_sync(kFullMask, place, kWarpSize - 1) + upto - count;
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        if (!is_near(values[k])) continue;
+        if (place < capacity) list[place] = {values[k], first + k};
+        ++place;
+      }
     });
     __syncthreads();
     is_listed = shared.num_listed <= capacity;
+  }
+
+  // Finds the reach of amounts of what is not farther away than `bound`, which `each` gives.
+  template <typename Each, typename Amount>
+  __device__ Reach reach_of(uint64_t target, const Each& each, const Amount& amount) const {
+    const bool are_few = is_listed && shared.num_listed <= kFew;
+    if (are_few && find_among_few(shared, 0, target, each, amount)) return shared.reach;
+    return find_reach(shared, target, bound, each, amount);
   }
 
   // The distance up to which all filters keep; reads the row.
@@ -364,7 +467,8 @@ struct FilteredRow {
     const auto one = [](float) { return 1u; };
     if (has_k && top_k <= kThreads && !(has_p && params.is_top_p_first && !is_of_all)) {
       const float distance = shift - own_max;
-      const Reach own = find_reach(shared, top_k, [&](auto use) { use(distance); }, one);
+      const auto its = [&](auto use) { use(distance); };
+      const Reach own = find_by_bits<true>(shared, top_k, its, one);
       bound = fminf(bound, __uint_as_float(own.key));
     }
     if (is_of_all) {
@@ -377,7 +481,7 @@ struct FilteredRow {
       over_kept(bound, [&](float distance, float, int) { use(distance); });
     };
     if (has_k) {
-      const Reach found = find_reach(shared, top_k, each, one);
+      const Reach found = reach_of(top_k, each, one);
       reach = fminf(reach, __uint_as_float(found.key));
     }
     if (has_p) {
@@ -391,8 +495,7 @@ struct FilteredRow {
       const double limit = top_p * whole;
       const double least_sum = params.keeps_equal ? floor(limit) + 1.0 : ceil(limit);
       const uint64_t target = static_cast<uint64_t>(fmax(least_sum, 1.0));
-      const Reach found =
-          find_reach(shared, target, each, [&](float distance) { return mass(distance); });
+      const Reach found = reach_of(target, each, [&](float distance) { return mass(distance); });
       const float farthest = __uint_as_float(found.key);
       if (farthest <= reach && found.key != kAll) {
         reach = farthest;
@@ -403,7 +506,7 @@ struct FilteredRow {
               if (distance == reach) use(__int_as_float(column));
             });
           };
-          last = static_cast<int>(find_reach(shared, wanted, equals, one).key);
+          last = static_cast<int>(find_by_bits(shared, wanted, equals, one).key);
         }
       }
     }
