@@ -372,12 +372,8 @@ def _filtered(
     with torch.cuda.device(logits.device):
         parameters, kept = _row_parameters(rows)
         _native.filtered(
+            **_matrix(logits),
             rows=parameters,
-            logits=logits.data_ptr(),
-            dtype=getattr(_native, _KERNEL_DTYPES[logits.dtype]),
-            row_stride=logits.stride(0),
-            num_rows=logits.shape[0],
-            num_columns=logits.shape[1],
             min_p=_pair(filters.min_p, torch.float64, kept),
             top_k=_integers(filters.top_k, torch.int64, kept),
             top_p=_pair(filters.top_p, torch.float64, kept),
@@ -418,12 +414,8 @@ def _launch(
     with torch.cuda.device(logits.device):
         parameters, _kept = _row_parameters(rows)
         _native.candidates(
+            **_matrix(logits),
             rows=parameters,
-            logits=logits.data_ptr(),
-            dtype=getattr(_native, _KERNEL_DTYPES[logits.dtype]),
-            row_stride=logits.stride(0),
-            num_rows=logits.shape[0],
-            num_columns=logits.shape[1],
             first_column=first_column,
             score=getattr(_native, score.upper()),
             has_noise=rows.has_noise and whole is None,
@@ -435,6 +427,17 @@ def _launch(
             greedy=0 if found is None else found.greedy.data_ptr(),
             **_place(),
         )
+
+
+def _matrix(logits: Tensor) -> dict[str, Any]:
+    """Arguments that describe logits [R, V] to a kernel."""
+    return {
+        "logits": logits.data_ptr(),
+        "dtype": getattr(_native, _KERNEL_DTYPES[logits.dtype]),
+        "row_stride": logits.stride(0),
+        "num_rows": logits.shape[0],
+        "num_columns": logits.shape[1],
+    }
 
 
 def _place() -> dict[str, int]:

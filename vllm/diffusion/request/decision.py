@@ -30,7 +30,14 @@ from vllm.diffusion.guided.guides import (
 )
 from vllm.diffusion.request.algorithms import GUIDED_CACHES, NEVER, algorithms_for
 from vllm.diffusion.request.edit_values import edits_of
-from vllm.diffusion.request.fields import BY_NAME, canonical, check, named_algorithm
+from vllm.diffusion.request.fields import (
+    BY_NAME,
+    COLLECTED,
+    OF_SAMPLING,
+    canonical,
+    check,
+    named_algorithm,
+)
 from vllm.diffusion.request.lengths import DEFAULT_BLOCK, decide_lengths, with_suffix
 from vllm.diffusion.request.likelihood import (
     BESIDE_A_SCORE,
@@ -73,13 +80,6 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "repetition_detection": ((None,), "wanted none: not supported"),
     "watermarking": ((None, False), "wanted false: not supported"),
 }
-
-# Parameters that SamplingParams has as fields, and those of them in types of its own.
-_CONVERTED = ("logit_bias", "bad_words", "allowed_token_ids")
-_SHARED = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "min_tokens"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", *_CONVERTED),
-)
 
 # Parameters that cut a distribution before a draw, and their values that keep all of it.
 NO_FILTERS: dict[str, Any] = {"min_p": 0.0, "top_k": None, "top_p": None}
@@ -159,10 +159,10 @@ def asked_by(sampling: Any) -> dict[str, Any]:
         given |= {SCORE: score, **SCORED_AS}
     if spec is not None:
         given[STRUCTURED] = spec
-    for name in _SHARED:
+    for name in OF_SAMPLING:
         value = getattr(sampling, name, None)
         if value is not None and name not in given:
-            given[name] = check(BY_NAME[name], name, value) if name in _CONVERTED else value
+            given[name] = check(BY_NAME[name], name, value) if name in COLLECTED else value
     if "max_tokens" not in given:
         given["upstream_max_tokens"] = sampling.max_tokens
     given[IGNORED] = tuple(dict.fromkeys([*ignored, *inert(fields)]))

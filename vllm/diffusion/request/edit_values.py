@@ -53,8 +53,7 @@ def edits_of(
         presence_penalty=request.get("presence_penalty", 0.0),
     )
     allowed = set(found.allowed_token_ids)
-    never = {word[0] for word in found.bad_words if len(word) == 1} | set(found.end_ids)
-    if allowed and allowed <= never:
+    if allowed and allowed <= {*found.never, *found.end_ids}:
         wanted = "wanted a token that neither bad_words nor min_tokens excludes"
         raise InvalidParameterError("allowed_token_ids", sorted(allowed), wanted)
     return None if found == Edits() else found

@@ -35,6 +35,11 @@ class Edits:
     presence_penalty: float = 0.0
 
     @property
+    def never(self) -> tuple[int, ...]:
+        """Tokens that are bad words by themselves."""
+        return tuple(word[0] for word in self.bad_words if len(word) == 1)
+
+    @property
     def counts_tokens(self) -> bool:
         """Whether a logit depends on the tokens that stand there already."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)

@@ -293,14 +293,14 @@ def by_spelling(table: Iterable[Field]) -> dict[str, Field]:
 
 SPELLINGS = by_spelling(FIELDS)
 
-# Parameters that clients know from elsewhere; a name that is almost theirs may be somebody else's.
-_STANDARD = frozenset(
-    (
-        *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos"),
-        *("min_tokens", "priority", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-        *("logit_bias", "bad_words", "allowed_token_ids"),
-    )
+# Parameters that upstream's SamplingParams has as fields, and those of them in types of its own.
+COLLECTED = ("logit_bias", "bad_words", "allowed_token_ids")
+OF_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "min_tokens"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", *COLLECTED),
 )
+# Parameters that clients know from elsewhere; a name that is almost theirs may be somebody else's.
+_STANDARD = frozenset({*OF_SAMPLING, "max_tokens", "priority"})
 OWN_SPELLINGS = tuple(name for name, field in SPELLINGS.items() if field.name not in _STANDARD)
 MOST_BIAS = 100.0  # of a logit, as in OpenAI's interface
 MOST_DIGITS = 18  # of a token id

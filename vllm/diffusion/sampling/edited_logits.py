@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.edits import Edits
     from vllm.diffusion.sampling.editing import RowEdits
     from vllm.diffusion.sampling.row_group import RowGroup
+
+A = TypeVar("A")  # an array of the host, or a tensor of the device
 
 
 def edited(
@@ -52,31 +54,28 @@ def _changed(logits: torch.Tensor, groups: list[RowGroup], first_column: int) ->
     return found
 
 
-class _Columns(NamedTuple):
+class _Columns(NamedTuple, Generic[A]):
     """Changes of a request in the columns of a rank; as of `RowEdits`, and ids as columns."""
 
-    allowed: Array
-    biased: Array
-    bias: Array
-    counted: Array
-    in_prompt: Array
-    counts: Array
-    rows: Array
-    columns: Array
+    allowed: A
+    biased: A
+    bias: A
+    counted: A
+    in_prompt: A
+    counts: A
+    rows: A
+    columns: A
 
 
-def _local(edits: RowEdits, columns: range) -> _Columns:
+def _local(edits: RowEdits, columns: range) -> _Columns[Array]:
     def within(ids: Array) -> Array:
         return (ids >= columns.start) & (ids < columns.stop)
 
-    allowed = np.array(edits.edits.allowed_token_ids, dtype=np.int64)
-    bias = edits.edits.logit_bias
-    biased = np.array([token for token, _ in bias], dtype=np.int64)
-    here, counted, forbidden = within(biased), within(edits.counted), within(edits.columns)
+    biased, counted, forbidden = map(within, (edits.biased, edits.counted, edits.columns))
     return _Columns(
-        allowed[within(allowed)] - columns.start,
-        biased[here] - columns.start,
-        np.array([value for _, value in bias], dtype=np.float32)[here],
+        edits.allowed[within(edits.allowed)] - columns.start,
+        edits.biased[biased] - columns.start,
+        edits.bias[biased],
         edits.counted[counted] - columns.start,
         edits.in_prompt[counted],
         np.ascontiguousarray(edits.counts[:, counted]),
@@ -85,22 +84,21 @@ def _local(edits: RowEdits, columns: range) -> _Columns:
     )
 
 
-def _change(logits: torch.Tensor, edits: Edits, own: _Columns) -> None:
+def _change(logits: torch.Tensor, edits: Edits, own: _Columns[torch.Tensor]) -> None:
     """Change the logits [R, C] fp32 of one request."""
-    at: dict[str, torch.Tensor] = {name: getattr(own, name) for name in own._fields}
-    if at["biased"].numel():
-        logits.index_add_(1, at["biased"], at["bias"].expand(len(logits), -1))
-    if at["counted"].numel():
-        found, counts = logits.index_select(1, at["counted"]), at["counts"]
-        repeated = at["in_prompt"] | (counts > 0)
+    if own.biased.numel():
+        logits.index_add_(1, own.biased, own.bias.expand(len(logits), -1))
+    if own.counted.numel():
+        found, counts = logits.index_select(1, own.counted), own.counts
+        repeated = own.in_prompt | (counts > 0)
         penalty = edits.repetition_penalty
         penalised = torch.where(found > 0, found / penalty, found * penalty)
         found = torch.where(repeated, penalised, found)
         found = found - edits.frequency_penalty * counts
         found = found - edits.presence_penalty * (counts > 0)
-        logits.index_copy_(1, at["counted"], found)
+        logits.index_copy_(1, own.counted, found)
     if edits.allowed_token_ids:
-        kept = logits.index_select(1, at["allowed"])
-        logits.fill_(-torch.inf).index_copy_(1, at["allowed"], kept)
-    if at["rows"].numel():
-        logits.index_put_((at["rows"], at["columns"]), logits.new_full((), -torch.inf))
+        kept = logits.index_select(1, own.allowed)
+        logits.fill_(-torch.inf).index_copy_(1, own.allowed, kept)
+    if own.rows.numel():
+        logits.index_put_((own.rows, own.columns), logits.new_full((), -torch.inf))

@@ -25,6 +25,8 @@ class RowEdits(NamedTuple):
 
     Attributes:
         edits: what is asked for.
+        allowed, biased: [A], [B] int64, tokens of `allowed_token_ids` and of `logit_bias`.
+        bias: [B] float32, what is added to the logits of `biased`.
         counted: [C] int64, ascending: tokens that stand in the prompt or in the answer.
         in_prompt: [C] bool, whether they stand in the prompt.
         counts: [1, C] or [R, C] float32, how often they stand in the answer.
@@ -32,6 +34,9 @@ class RowEdits(NamedTuple):
     """
 
     edits: Edits
+    allowed: Array
+    biased: Array
+    bias: Array
     counted: Array
     in_prompt: Array
     counts: Array
@@ -61,7 +66,11 @@ class LogitEditor:
     def __init__(self, params: DiffusionParams, tokens: Array, prompt_length: int) -> None:
         if params.edits is None:
             raise ValueError("edits: wanted some, got None")
-        self._edits, self._mask_id = params.edits, params.mask_id
+        edits = self._edits = params.edits
+        self._mask_id = params.mask_id
+        self._allowed = np.array(edits.allowed_token_ids, dtype=np.int64)
+        self._biased = np.array([token for token, _ in edits.logit_bias], dtype=np.int64)
+        self._bias = np.array([value for _, value in edits.logit_bias], dtype=np.float32)
         self._start = prompt_length
         self._ends = np.array(sorted(params.stop_ids), dtype=np.int64)
         self._open = tokens == params.mask_id
@@ -76,11 +85,11 @@ class LogitEditor:
         counts = np.empty((1, 0), dtype=np.float32)
         if edits.counts_tokens:
             counted, in_prompt, counts = self._counted(tokens, positions)
-        forbidden = [(np.arange(size), token) for token in self._never]
+        forbidden = [(np.arange(size), token) for token in edits.never]
         early = (positions >= self._start) & (positions < self._start + edits.min_tokens)
         forbidden += [(early.nonzero()[0], token) for token in edits.end_ids]
         completed = list(self._completed(tokens, positions))
-        if edits.allowed_token_ids:
+        if self._allowed.size:
             completed = self._left_some(forbidden, completed, size)
         forbidden += completed
         rows = [own for own, _ in forbidden]
@@ -88,17 +97,15 @@ class LogitEditor:
         nothing = [np.empty(0, dtype=np.int64)]
         return RowEdits(
             edits,
+            self._allowed,
+            self._biased,
+            self._bias,
             counted,
             in_prompt,
             counts,
             np.concatenate(rows + nothing),
             np.concatenate(columns + nothing),
         )
-
-    @property
-    def _never(self) -> list[int]:
-        """Tokens that are bad words by themselves."""
-        return [word[0] for word in self._edits.bad_words if len(word) == 1]
 
     def _counted(self, tokens: Array, positions: Array) -> tuple[Array, Array, Array]:
         """Return tokens, whether they stand in the prompt, and how often in the answer."""
@@ -137,9 +144,8 @@ class LogitEditor:
         size: int,
     ) -> list[tuple[Array, int]]:
         """Return what completes bad words, without rows where no allowed token would be left."""
-        allowed = np.array(self._edits.allowed_token_ids)
-        is_left = np.ones((size, allowed.size), dtype=np.bool_)
+        is_left = np.ones((size, self._allowed.size), dtype=np.bool_)
         for rows, token in (*forbidden, *completed):
-            is_left[rows[:, None], allowed == token] = False
+            is_left[rows[:, None], self._allowed == token] = False
         has_some = np.logical_or.reduce(is_left, axis=1)
         return [(rows[has_some[rows]], token) for rows, token in completed]

@@ -77,7 +77,7 @@ def launch_key(group: RowGroup, logits: torch.Tensor) -> LaunchKey | None:
         is_tempered=is_categorical,
         has_greedy=scoring.greedy,
         dtype=dtype,
-        filters=kind_of(group.filters) if group.params.has_filters else None,
+        filters=kind_of(group.filters),
     )
 
 

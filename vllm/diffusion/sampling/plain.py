@@ -38,9 +38,8 @@ def sample_plain(
         vocab_size: columns of all ranks.
     """
     params, scoring, filters = group.params, group.scoring, group.filters
-    if (
-        scoring.is_categorical or filters is not None
-    ):  # works on whole rows, so ranks exchange their columns
+    # Both work on whole rows, so ranks exchange their columns.
+    if scoring.is_categorical or filters is not None:
         logits, first_column = ops.gather_columns(logits, vocab_size), 0
     columns = range(first_column, first_column + logits.shape[1])
     for token in group.forbidden:
@@ -91,9 +90,9 @@ def draw_categorical(logits: torch.Tensor, group: RowGroup) -> tuple[torch.Tenso
     """
     if group.params.temperature > 0:
         logits = logits / group.params.temperature
-    kept = logits
-    if group.filters is not None:
-        removed = ~ops.kept_columns(logits, 1.0, group.filters)
+    kept, filters = logits, group.filters
+    if filters is not None:
+        removed = ~ops.kept_columns(logits, 1.0, filters)
         kept = logits.masked_fill(removed, torch.finfo(logits.dtype).min)
     probabilities = torch.softmax(kept, dim=-1)
     if group.params.temperature > 0:
@@ -102,7 +101,7 @@ def draw_categorical(logits: torch.Tensor, group: RowGroup) -> tuple[torch.Tenso
         tokens = (probabilities.double().log() - torch.log(-torch.log(u))).argmax(dim=-1)
     else:
         tokens = probabilities.argmax(dim=-1)
-    if group.scoring.scores_all and group.filters is not None:
+    if group.scoring.scores_all and filters is not None:
         probabilities = torch.softmax(logits, dim=-1)
     return tokens, _scores(probabilities, tokens, group.scoring)
 
