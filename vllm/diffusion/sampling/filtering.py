@@ -45,9 +45,9 @@ def filters_of(params: DiffusionParams, scoring: Scoring) -> ops.Filters | None:
     )
 
 
-def kind_of(filters: ops.Filters | None) -> ops.Filters | None:
+def kind_of(filters: ops.Filters) -> ops.Filters:
     """Return filters without their numbers: what a launch cannot mix."""
-    return None if filters is None else replace(filters, min_p=0.0, top_k=0, top_p=1.0)
+    return replace(filters, min_p=0.0, top_k=0, top_p=1.0)
 
 
 def numbers_of(

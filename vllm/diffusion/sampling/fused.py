@@ -58,7 +58,7 @@ def launch_key(group: RowGroup, logits: torch.Tensor) -> LaunchKey | None:
     More is: float64, or scores that each operation rounds to a narrow dtype. Dream's draw
     on CPU stays as its reference rounds it, where probabilities that are equal in fp32 compete.
     """
-    scoring = group.scoring
+    scoring, filters = group.scoring, group.filters
     dtype = group.confidence_dtype(logits)
     is_categorical = scoring.is_categorical
     if dtype == torch.float64:
@@ -77,7 +77,7 @@ def launch_key(group: RowGroup, logits: torch.Tensor) -> LaunchKey | None:
         is_tempered=is_categorical,
         has_greedy=scoring.greedy,
         dtype=dtype,
-        filters=kind_of(group.filters),
+        filters=None if filters is None else kind_of(filters),
     )
 
 
