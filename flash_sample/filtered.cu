@@ -66,44 +66,35 @@ struct Shared {
   Reach reach;
 };
 
+// Over all threads of the block, by a function over the lanes of a warp; each has the result.
+template <typename T, typename Over>
+__device__ T over_block(T (&of_warps)[kWarps], T value, const Over& over) {
+  value = over(value);
+  __syncthreads();
+  if (threadIdx.x % kWarpSize == 0) of_warps[threadIdx.x / kWarpSize] = value;
+  __syncthreads();
+  return over(of_warps[threadIdx.x % kWarpSize]);
+}
+
 __device__ float block_max(Shared& shared, float value) {
-  value = warp_max(value);
-  __syncthreads();
-  if (threadIdx.x % kWarpSize == 0) shared.numbers[threadIdx.x / kWarpSize] = value;
-  __syncthreads();
-  return warp_max(shared.numbers[threadIdx.x % kWarpSize]);
+  return over_block(shared.numbers, value, [](float own) { return warp_max(own); });
 }
 
 __device__ float block_sum(Shared& shared, float value) {
-  value = warp_sum(value);
-  __syncthreads();
-  if (threadIdx.x % kWarpSize == 0) shared.numbers[threadIdx.x / kWarpSize] = value;
-  __syncthreads();
-  return warp_sum(shared.numbers[threadIdx.x % kWarpSize]);
+  return over_block(shared.numbers, value, [](float own) { return warp_sum(own); });
 }
 
 __device__ uint64_t block_sum(Shared& shared, uint64_t value) {
-  value = over_warp(value, Sum());
-  __syncthreads();
-  if (threadIdx.x % kWarpSize == 0) shared.of_warps[threadIdx.x / kWarpSize] = value;
-  __syncthreads();
-  return over_warp(shared.of_warps[threadIdx.x % kWarpSize], Sum());
+  return over_block(shared.of_warps, value, [](uint64_t own) { return over_warp(own, Sum()); });
 }
 
 __device__ int block_min(Shared& shared, int value) {
-  value = __reduce_min_sync(kFullMask, value);
-  __syncthreads();
-  if (threadIdx.x % kWarpSize == 0) shared.columns[threadIdx.x / kWarpSize] = value;
-  __syncthreads();
-  return __reduce_min_sync(kFullMask, shared.columns[threadIdx.x % kWarpSize]);
+  return over_block(shared.columns, value,
+                    [](int own) { return __reduce_min_sync(kFullMask, own); });
 }
 
 __device__ Draw block_best(Shared& shared, const Noise& noise, Draw draw) {
-  draw = warp_best(noise, draw, 0);
-  __syncthreads();
-  if (threadIdx.x % kWarpSize == 0) shared.draws[threadIdx.x / kWarpSize] = draw;
-  __syncthreads();
-  return warp_best(noise, shared.draws[threadIdx.x % kWarpSize], 0);
+  return over_block(shared.draws, draw, [&](const Draw& own) { return warp_best(noise, own, 0); });
 }
 
 // Finds the bin with which the amounts reach `target`, counted from shared.before on; -1: none.
@@ -114,12 +105,7 @@ __device__ void find_bin(Shared& shared, uint64_t target) {
   };
   const int bin = 2 * threadIdx.x;
   const uint64_t first = amount(bin), both = first + amount(bin + 1);
-  uint64_t upto = both;  // of the warp's bins
-#pragma unroll
-  for (int distance = 1; distance < kWarpSize; distance *= 2) {
-    const uint64_t other = __shfl_up_sync(kFullMask, upto, distance);
-    if (lane >= distance) upto += other;
-  }
+  const uint64_t upto = sum_upto_lane(both);  // of the warp's bins
   if (lane == kWarpSize - 1) shared.of_warps[warp] = upto;
   const uint64_t start = shared.before;
   __syncthreads();
@@ -424,12 +410,7 @@ struct FilteredRow {
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) count += is_near(values[k]);
       if (__all_sync(kFullMask, count == 0)) return;
-      int upto = count;
-#pragma unroll
-      for (int distance = 1; distance < kWarpSize; distance *= 2) {
-        const int other = __shfl_up_sync(kFullMask, upto, distance);
-        if (lane >= distance) upto += other;
-      }
+      const int upto = sum_upto_lane(count);
       int place = 0;
       if (lane == kWarpSize - 1) place = atomicAdd(&shared.num_listed, upto);
       place = __shfl_sync(kFullMask, place, kWarpSize - 1) + upto - count;

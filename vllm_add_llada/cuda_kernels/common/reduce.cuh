@@ -38,6 +38,18 @@ __device__ T over_lanes(T value, Count num_lanes, Combine combine) {
   return value;
 }
 
+// The sum over the lanes of a warp up to this one.
+template <typename T>
+__device__ T sum_upto_lane(T value) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const T other = __shfl_up_sync(kFullMask, value, distance);
+    if (lane >= distance) value += other;
+  }
+  return value;
+}
+
 // Over what the warps of a block have left in `of_warps`, sums or what is not negative.
 template <typename T, typename Combine>
 __device__ T over_warps(const T (&of_warps)[32], Combine combine) {

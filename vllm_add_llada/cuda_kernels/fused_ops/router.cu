@@ -346,12 +346,7 @@ __device__ void list_rows(Shared<kExperts>& shared, const KernelParams& params, 
       total += count;
     }
   }
-  int end = total;  // of the expert's rows, among those of the warp's experts
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const int more = __shfl_up_sync(kFullMask, end, offset);
-    if (lane >= offset) end += more;
-  }
+  int end = sum_upto_lane(total);  // of the expert's rows, among those of the warp's experts
   if (lane == 31) shared.warp_totals[warp] = end;
   __syncthreads();
   if (expert >= kExperts) return;
