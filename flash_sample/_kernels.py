@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of the compiled kernels."""
+"""Launches of the compiled kernels; arguments have been checked and lie on a GPU."""
 
 import warnings
+from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -9,33 +10,124 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rows import Rows, Sampled, Score
+from . import reference
+from .filters import Filters
+from .rows import RECORD_FIELDS, Rows, Sampled, Score
 
-_native: ModuleType | None
+native: ModuleType | None
 try:
-    _native = import_module("._flash_sample", __package__)
+    native = import_module("._flash_sample", __package__)
 except ModuleNotFoundError:
-    _native = None
+    native = None
 except ImportError as error:
     warnings.warn(f"flash_sample: the compiled module does not load: {error}", stacklevel=2)
-    _native = None
+    native = None
 
-_KERNEL_DTYPES = {
+DTYPES = {
     torch.float32: "FLOAT32",
     torch.float16: "FLOAT16",
     torch.bfloat16: "BFLOAT16",
 }
 
+# An epsilon changes the entropy by at most V * epsilon nats. Up to this bound, which is what fp32
+# sums over a vocabulary are good to, the kernel leaves it out: it costs another read of the logits.
+_NEGLIGIBLE_NATS = 2e-5
+
 
 def is_built() -> bool:
     """Whether the compiled module is there; without it CUDA tensors run the reference."""
-    return _native is not None
+    return native is not None
+
+
+def candidates(logits: Tensor, rows: Rows, score: Score) -> Sampled:
+    """Sample each row, as `flash_sample.candidates`."""
+    found = _empty_candidates(len(logits), logits.device)
+    if rows.filters is not None:
+        return _filtered(logits, rows, rows.filters, score, found)
+    if score == "entropy" and _epsilon_counts(rows.epsilon, logits.shape[1]):
+        whole = logits.new_empty(len(logits), RECORD_FIELDS, dtype=torch.float64)
+        _launch(logits, rows, score, record=whole, found=found)
+        _launch(logits, rows, score, whole=whole, share=found.score)
+    else:
+        _launch(logits, rows, score, found=found)
+    return found
+
+
+def partial(logits: Tensor, rows: Rows, score: Score, *, first_column: int, out: Tensor) -> None:
+    """Write the records of a slice of the columns to `out`, as `flash_sample.partial`."""
+    _launch(logits, rows, score, first_column=first_column, record=out)
+
+
+def merge(records: Tensor, rows: Rows, score: Score) -> Sampled:
+    """Merge the records of slices, as `flash_sample.merge`."""
+    found = _empty_candidates(records.shape[1], records.device)
+    _merge(records, rows, score, found=found)
+    return found
+
+
+def entropy_share(logits: Tensor, records: Tensor, rows: Rows, *, first_column: int) -> Tensor:
+    """Compute the share of a slice in each row's entropy, as `flash_sample.entropy_share`."""
+    whole = torch.empty_like(records[0])
+    share = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    _merge(records, rows, "entropy", record=whole)
+    _launch(logits, rows, "entropy", first_column=first_column, whole=whole, share=share)
+    return share
+
+
+def uniform(rows: Rows, positions: Tensor, first_column: int, num_columns: int) -> Tensor:
+    """Make the uniform numbers [R, num_columns] fp64 of some columns, with the keys of rows."""
+    assert native is not None
+    numbers = torch.empty(len(positions), num_columns, dtype=torch.float64, device=positions.device)
+    with torch.cuda.device(positions.device):
+        parameters, _kept = _row_parameters(rows)
+        native.uniform(
+            rows=parameters,
+            num_rows=len(positions),
+            first_column=first_column,
+            num_columns=num_columns,
+            numbers=numbers.data_ptr(),
+            **_place(),
+        )
+    return numbers
 
 
 def _empty_candidates(num_rows: int, device: torch.device) -> Sampled:
     token = torch.empty(num_rows, dtype=torch.int64, device=device)
     score = torch.empty(num_rows, dtype=torch.float32, device=device)
     return Sampled(token, score, torch.empty_like(token))
+
+
+def _filtered(
+    logits: Tensor, rows: Rows, filters: Filters, score: Score, found: Sampled
+) -> Sampled:
+    """Sample rows with filters into `found`; a score may want a launch of its own."""
+    is_exact = score == "entropy" and _epsilon_counts(rows.epsilon, logits.shape[1])
+    is_apart = not filters.are_scored and (is_exact or score == "margin")
+    if filters.are_scored and is_exact:
+        return reference.candidates(logits, rows, score)
+    assert native is not None
+    with torch.cuda.device(logits.device):
+        parameters, kept = _row_parameters(rows)
+        native.filtered(
+            **_matrix(logits),
+            rows=parameters,
+            min_p=_pair(filters.min_p, torch.float64, kept),
+            top_k=_integers(filters.top_k, torch.int64, kept),
+            top_p=_pair(filters.top_p, torch.float64, kept),
+            is_top_p_first=filters.is_top_p_first,
+            keeps_equal=filters.keeps_equal,
+            has_noise=rows.has_noise,
+            are_scored=filters.are_scored,
+            score=getattr(native, score.upper()),
+            token=found.token.data_ptr(),
+            value=found.score.data_ptr(),
+            greedy=found.greedy.data_ptr(),
+            **_place(),
+        )
+    if is_apart:
+        whole = replace(rows, filters=None, positions=None)
+        return found._replace(score=candidates(logits, whole, score).score)
+    return found
 
 
 def _launch(
@@ -49,21 +141,42 @@ def _launch(
     record: Tensor | None = None,
     found: Sampled | None = None,
 ) -> None:
-    assert _native is not None
+    assert native is not None
     with torch.cuda.device(logits.device):
         parameters, _kept = _row_parameters(rows)
-        _native.candidates(
+        native.candidates(
             **_matrix(logits),
             rows=parameters,
             first_column=first_column,
-            score=getattr(_native, score.upper()),
+            score=getattr(native, score.upper()),
             has_noise=rows.has_noise and whole is None,
             whole=_address(whole),
             share=_address(share),
             record=_address(record),
-            token=0 if found is None else found.token.data_ptr(),
-            value=0 if found is None else found.score.data_ptr(),
-            greedy=0 if found is None else found.greedy.data_ptr(),
+            **_results(found),
+            **_place(),
+        )
+
+
+def _merge(
+    records: Tensor,
+    rows: Rows,
+    score: Score,
+    *,
+    record: Tensor | None = None,
+    found: Sampled | None = None,
+) -> None:
+    assert native is not None
+    with torch.cuda.device(records.device):
+        parameters, _kept = _row_parameters(rows)
+        native.merge(
+            rows=parameters,
+            records=records.data_ptr(),
+            num_slices=len(records),
+            num_rows=records.shape[1],
+            score=getattr(native, score.upper()),
+            record=_address(record),
+            **_results(found),
             **_place(),
         )
 
@@ -72,11 +185,19 @@ def _matrix(logits: Tensor) -> dict[str, Any]:
     """Arguments that describe logits [R, V] to a kernel."""
     return {
         "logits": logits.data_ptr(),
-        "dtype": getattr(_native, _KERNEL_DTYPES[logits.dtype]),
+        "dtype": getattr(native, DTYPES[logits.dtype]),
         "row_stride": logits.stride(0),
         "num_rows": logits.shape[0],
         "num_columns": logits.shape[1],
     }
+
+
+def _results(found: Sampled | None) -> dict[str, int]:
+    """Arguments that say where a launch writes its results; None for nowhere."""
+    if found is None:
+        return {"token": 0, "value": 0, "greedy": 0}
+    token, score, greedy = found
+    return {"token": token.data_ptr(), "value": score.data_ptr(), "greedy": greedy.data_ptr()}
 
 
 def _place() -> dict[str, int]:
@@ -123,3 +244,7 @@ def _integers(value: int | Tensor, dtype: torch.dtype, kept: list[Tensor]) -> tu
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def _epsilon_counts(epsilon: float | Tensor, num_columns: int) -> bool:
+    return isinstance(epsilon, Tensor) or num_columns * epsilon > _NEGLIGIBLE_NATS

@@ -1,29 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public operations: check the arguments, then launch the kernel or run the reference."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from . import philox, reference
-from ._kernels import (
-    _KERNEL_DTYPES,
-    _empty_candidates,
-    _integers,
-    _launch,
-    _matrix,
-    _native,
-    _pair,
-    _place,
-    _row_parameters,
-)
+from . import _kernels, philox, reference
 from .filters import Filters, kept_by
-from .rows import MAX_COLUMNS, RECORD_FIELDS, Rows, Sampled, Score
-
-# An epsilon changes the entropy by at most V * epsilon nats. Up to this bound, which is what fp32
-# sums over a vocabulary are good to, the kernel leaves it out: it costs another read of the logits.
-_NEGLIGIBLE_NATS = 2e-5
+from .rows import MAX_COLUMNS, Rows, Sampled, Score
 
 
 def candidates(logits: Tensor, rows: Rows, score: Score = "confidence") -> Sampled:
@@ -46,7 +29,7 @@ def candidates(logits: Tensor, rows: Rows, score: Score = "confidence") -> Sampl
         ValueError: The logits or a parameter of the rows are not as above. Values of tensors on a
             GPU are not checked.
     """
-    return _candidates("candidates", logits, rows, score)
+    return checked_candidates("candidates", logits, rows, score)
 
 
 def kept_columns(logits: Tensor, temperature: float | Tensor, filters: Filters) -> Tensor:
@@ -64,9 +47,9 @@ def kept_columns(logits: Tensor, temperature: float | Tensor, filters: Filters) 
         ValueError: An argument is not as above.
     """
     name = "kept_columns"
-    _check_logits(name, logits)
+    check_logits(name, logits)
     rows = Rows(temperature=temperature, filters=filters)
-    _check_parameters(name, rows, len(logits), logits.device)
+    check_parameters(name, rows, len(logits), logits.device)
     return kept_by(reference.computed(logits), temperature, filters)
 
 
@@ -82,88 +65,32 @@ def uniform(
     Column 0 alone gives the scores of random remasking.
     """
     first, end = (0, columns) if isinstance(columns, int) else columns
-    if _native is None or not positions.is_cuda or not 0 <= first <= end:
+    if _kernels.native is None or not positions.is_cuda or not 0 <= first <= end:
         return philox.uniform(seed, purpose, step, positions, columns)
-    name = "uniform"
     rows = Rows(seed=seed, step=step, positions=positions, purpose=purpose)
-    _check_parameters(name, rows, len(positions), positions.device)
-    numbers = torch.empty(len(positions), end - first, dtype=torch.float64, device=positions.device)
-    with torch.cuda.device(positions.device):
-        parameters, _kept = _row_parameters(rows)
-        _native.uniform(
-            rows=parameters,
-            num_rows=len(positions),
-            first_column=first,
-            num_columns=end - first,
-            numbers=numbers.data_ptr(),
-            **_place(),
-        )
-    return numbers
+    check_parameters("uniform", rows, len(positions), positions.device)
+    return _kernels.uniform(rows, positions, first, end - first)
 
 
-def _candidates(name: str, logits: Tensor, rows: Rows, score: Score) -> Sampled:
-    _check_logits(name, logits)
-    _check_parameters(name, rows, len(logits), logits.device)
+def checked_candidates(name: str, logits: Tensor, rows: Rows, score: Score) -> Sampled:
+    """Check the arguments of an operation, whose name errors begin with, and sample each row."""
+    check_logits(name, logits)
+    check_parameters(name, rows, len(logits), logits.device)
     if score not in ("confidence", "entropy", "margin"):
         raise ValueError(f"{name}: score must be confidence, entropy or margin, got {score!r}")
-    if not _has_kernel(logits):
+    if not has_kernel(logits):
         return reference.candidates(logits, rows, score)
-    found = _empty_candidates(len(logits), logits.device)
-    if rows.filters is not None:
-        return _filtered(logits, rows, rows.filters, score, found)
-    if score == "entropy" and _epsilon_counts(rows.epsilon, logits.shape[1]):
-        whole = logits.new_empty(len(logits), RECORD_FIELDS, dtype=torch.float64)
-        _launch(logits, rows, score, record=whole, found=found)
-        _launch(logits, rows, score, whole=whole, share=found.score)
-    else:
-        _launch(logits, rows, score, found=found)
-    return found
+    return _kernels.candidates(logits, rows, score)
 
 
-def _filtered(
-    logits: Tensor, rows: Rows, filters: Filters, score: Score, found: Sampled
-) -> Sampled:
-    """Sample rows with filters into `found`; a score may want a launch of its own."""
-    is_exact = score == "entropy" and _epsilon_counts(rows.epsilon, logits.shape[1])
-    is_apart = not filters.are_scored and (is_exact or score == "margin")
-    if filters.are_scored and is_exact:
-        return reference.candidates(logits, rows, score)
-    assert _native is not None
-    with torch.cuda.device(logits.device):
-        parameters, kept = _row_parameters(rows)
-        _native.filtered(
-            **_matrix(logits),
-            rows=parameters,
-            min_p=_pair(filters.min_p, torch.float64, kept),
-            top_k=_integers(filters.top_k, torch.int64, kept),
-            top_p=_pair(filters.top_p, torch.float64, kept),
-            is_top_p_first=filters.is_top_p_first,
-            keeps_equal=filters.keeps_equal,
-            has_noise=rows.has_noise,
-            are_scored=filters.are_scored,
-            score=getattr(_native, score.upper()),
-            token=found.token.data_ptr(),
-            value=found.score.data_ptr(),
-            greedy=found.greedy.data_ptr(),
-            **_place(),
-        )
-    if is_apart:
-        whole = replace(rows, filters=None, positions=None)
-        return found._replace(score=_candidates("candidates", logits, whole, score).score)
-    return found
+def has_kernel(logits: Tensor) -> bool:
+    """Whether a compiled kernel serves such logits; else the reference does."""
+    return logits.is_cuda and _kernels.native is not None and logits.dtype in _kernels.DTYPES
 
 
-def _epsilon_counts(epsilon: float | Tensor, num_columns: int) -> bool:
-    return isinstance(epsilon, Tensor) or num_columns * epsilon > _NEGLIGIBLE_NATS
-
-
-def _has_kernel(logits: Tensor) -> bool:
-    return _native is not None and logits.is_cuda and logits.dtype in _KERNEL_DTYPES
-
-
-def _check_logits(name: str, logits: Tensor) -> None:
+def check_logits(name: str, logits: Tensor) -> None:
     """Check that logits are [R, V] floating with contiguous columns, V at least 1 (and int32)."""
-    is_floating = logits.dtype in _KERNEL_DTYPES or logits.dtype == torch.float64
+    is_floating = logits.dtype in _kernels.DTYPES or logits.dtype == torch.float64
     if logits.dim() != 2 or not is_floating or not 1 <= logits.shape[1] < 2**31:
         raise ValueError(
             f"{name}: logits must be [R, V] bf16, fp16, fp32 or fp64 with V >= 1, "
@@ -175,7 +102,8 @@ def _check_logits(name: str, logits: Tensor) -> None:
         )
 
 
-def _check_parameters(name: str, rows: Rows, num_rows: int, device: torch.device) -> None:
+def check_parameters(name: str, rows: Rows, num_rows: int, device: torch.device) -> None:
+    """Check the parameters of rows: shapes, dtypes and devices; on a CPU their values, too."""
     if len(rows.columns) > MAX_COLUMNS:
         raise ValueError(
             f"{name}: columns must hold at most {MAX_COLUMNS} columns, got {len(rows.columns)}"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ._ops import _candidates, _check_logits
+from ._ops import check_logits, checked_candidates
 from .philox import TOKEN_NOISE
 from .rows import MAX_COLUMNS, Rows
 
@@ -31,10 +31,10 @@ def low_confidence(logits: Tensor, *, excluded: Sequence[int] = ()) -> tuple[Ten
         ValueError: The logits are not as above, or ``excluded`` is too long or out of range.
     """
     name = "low_confidence"
-    _check_logits(name, logits)
+    check_logits(name, logits)
     _check_excluded(name, excluded, logits.shape[1])
     rows = Rows(columns=tuple(excluded), excluded=(1 << len(excluded)) - 1)
-    return _candidates(name, logits, rows, "confidence")[:2]
+    return checked_candidates(name, logits, rows, "confidence")[:2]
 
 
 def entropy(logits: Tensor, *, epsilon: float | Tensor = 1e-10) -> tuple[Tensor, Tensor]:
@@ -51,7 +51,7 @@ def entropy(logits: Tensor, *, epsilon: float | Tensor = 1e-10) -> tuple[Tensor,
     Raises:
         ValueError: The logits are not as above, or ``epsilon`` is not positive.
     """
-    return _candidates("entropy", logits, Rows(epsilon=epsilon), "entropy")[:2]
+    return checked_candidates("entropy", logits, Rows(epsilon=epsilon), "entropy")[:2]
 
 
 def entropy_witht(
@@ -89,7 +89,7 @@ def entropy_witht(
     rows = Rows(
         temperature, seed, step, positions, purpose=purpose, is_tempered=True, epsilon=epsilon
     )
-    return _candidates("entropy_witht", logits, rows, "entropy")[:2]
+    return checked_candidates("entropy_witht", logits, rows, "entropy")[:2]
 
 
 def margin(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,7 +105,7 @@ def margin(logits: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: The logits are not as above.
     """
-    return _candidates("margin", logits, Rows(), "margin")[:2]
+    return checked_candidates("margin", logits, Rows(), "margin")[:2]
 
 
 def _check_excluded(name: str, excluded: Sequence[int], num_columns: int) -> None:

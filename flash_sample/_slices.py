@@ -4,9 +4,9 @@
 import torch
 from torch import Tensor
 
-from . import slices_reference
-from ._kernels import _empty_candidates, _launch, _native, _place, _row_parameters
-from ._ops import _check_logits, _check_parameters, _has_kernel
+from . import _kernels
+from . import slices_reference as reference
+from ._ops import check_logits, check_parameters, has_kernel
 from .rows import RECORD_FIELDS, Rows, Sampled, Score
 
 
@@ -36,19 +36,19 @@ def partial(
         ValueError: An argument is not as above.
     """
     name = "partial"
-    _check_logits(name, logits)
+    check_logits(name, logits)
     if first_column < 0:
         raise ValueError(f"{name}: first_column must be >= 0, got {first_column}")
     if rows.filters is not None:
         raise ValueError(f"{name}: filters must be None: they need whole rows")
-    _check_parameters(name, rows, len(logits), logits.device)
+    check_parameters(name, rows, len(logits), logits.device)
     if out is None:
         out = torch.empty(len(logits), RECORD_FIELDS, dtype=torch.float64, device=logits.device)
     _check_records(name, "out", out, (len(logits), RECORD_FIELDS))
-    if _has_kernel(logits):
-        _launch(logits, rows, score, first_column=first_column, record=out)
+    if has_kernel(logits):
+        _kernels.partial(logits, rows, score, first_column=first_column, out=out)
     else:
-        out.copy_(slices_reference.partial(logits, rows, score, first_column=first_column))
+        out.copy_(reference.partial(logits, rows, score, first_column=first_column))
     return out
 
 
@@ -70,25 +70,10 @@ def merge(records: Tensor, rows: Rows, score: Score = "confidence") -> Sampled:
         raise ValueError(f"{name}: records must be [P, R, 8], got {list(records.shape)}")
     num_slices, num_rows, _ = records.shape
     _check_records(name, "records", records, (max(num_slices, 1), num_rows, RECORD_FIELDS))
-    _check_parameters(name, rows, num_rows, records.device)
-    if _native is None or not records.is_cuda:
-        return slices_reference.merge(records, rows, score)
-    found = _empty_candidates(num_rows, records.device)
-    with torch.cuda.device(records.device):
-        parameters, _kept = _row_parameters(rows)
-        _native.merge(
-            rows=parameters,
-            records=records.data_ptr(),
-            num_slices=num_slices,
-            num_rows=num_rows,
-            score=getattr(_native, score.upper()),
-            record=0,
-            token=found.token.data_ptr(),
-            value=found.score.data_ptr(),
-            greedy=found.greedy.data_ptr(),
-            **_place(),
-        )
-    return found
+    check_parameters(name, rows, num_rows, records.device)
+    if _kernels.native is None or not records.is_cuda:
+        return reference.merge(records, rows, score)
+    return _kernels.merge(records, rows, score)
 
 
 def entropy_share(logits: Tensor, records: Tensor, rows: Rows, *, first_column: int = 0) -> Tensor:
@@ -107,34 +92,16 @@ def entropy_share(logits: Tensor, records: Tensor, rows: Rows, *, first_column: 
         ValueError: An argument is not as above.
     """
     name = "entropy_share"
-    _check_logits(name, logits)
-    _check_parameters(name, rows, len(logits), logits.device)
+    check_logits(name, logits)
+    check_parameters(name, rows, len(logits), logits.device)
     if records.dim() != 3:
         raise ValueError(f"{name}: records must be [P, R, 8], got {list(records.shape)}")
     num_slices = max(records.shape[0], 1)
     _check_records(name, "records", records, (num_slices, len(logits), RECORD_FIELDS))
-    if not _has_kernel(logits):
-        whole = slices_reference.join(records, rows)
-        return slices_reference.entropy_share(logits, whole, rows, first_column=first_column)
-    assert _native is not None
-    whole = torch.empty_like(records[0])
-    share = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    with torch.cuda.device(records.device):
-        parameters, _kept = _row_parameters(rows)
-        _native.merge(
-            rows=parameters,
-            records=records.data_ptr(),
-            num_slices=num_slices,
-            num_rows=len(logits),
-            score=_native.ENTROPY,
-            record=whole.data_ptr(),
-            token=0,
-            value=0,
-            greedy=0,
-            **_place(),
-        )
-    _launch(logits, rows, "entropy", first_column=first_column, whole=whole, share=share)
-    return share
+    if has_kernel(logits):
+        return _kernels.entropy_share(logits, records, rows, first_column=first_column)
+    whole = reference.join(records, rows)
+    return reference.entropy_share(logits, whole, rows, first_column=first_column)
 
 
 def _check_records(name: str, argument: str, records: Tensor, shape: tuple[int, ...]) -> None:

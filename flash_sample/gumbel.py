@@ -20,50 +20,31 @@ class Best(NamedTuple):
     column: Tensor  # [R] int64, counted over the whole vocabulary
 
 
-def gumbel_best(
-    logits: Tensor,
-    temperature: float | Tensor,
-    seed: int | Tensor,
-    step: int | Tensor,
-    positions: Tensor,
-    *,
-    purpose: int,
-    first_column: int = 0,
-) -> Best:
+def noised_best(values: Tensor, rows: Rows, first_column: int) -> Best:
     """Find the column with the largest ``logit - temperature * log(-log U)``: a softmax draw.
 
     Args:
-        logits: [R, V], the columns from ``first_column`` on.
-        temperature: Float, or [R]; 0 takes the largest logit.
-        seed, step, positions, purpose: Keys of the noise of each row, as for `philox.uniform`.
-        first_column: Column of the whole vocabulary that ``logits`` starts with.
+        values: [R, V] logits, the columns from ``first_column`` on.
+        rows: Temperature of each row (0 takes the largest logit), and the keys of its noise.
+        first_column: Column of the whole vocabulary that ``values`` starts with.
 
     Returns:
         The best noised logit (fp64) and its column.
     """
-    scale = temperature[:, None].double() if isinstance(temperature, Tensor) else temperature
+    assert rows.positions is not None
+    scale = rows.temperature
+    if isinstance(scale, Tensor):
+        scale = scale[:, None].double()
     tiles = []
-    for start in range(0, logits.shape[1], _NOISE_TILE_COLUMNS):
-        tile = logits[:, start : start + _NOISE_TILE_COLUMNS].double()
+    for start in range(0, values.shape[1], _NOISE_TILE_COLUMNS):
+        tile = values[:, start : start + _NOISE_TILE_COLUMNS].double()
         first = first_column + start
-        noise = uniform(seed, purpose, step, positions, (first, first + tile.shape[1]))
+        columns = first, first + tile.shape[1]
+        noise = uniform(rows.seed, rows.purpose, rows.step, rows.positions, columns)
         score = tile - scale * torch.log(-torch.log(noise))
         column = score.argmax(dim=-1)
         tiles.append(Best(score.gather(-1, column[:, None]).squeeze(-1), column + first))
     return _best_of(tiles)
-
-
-def _noised_best(values: Tensor, rows: Rows, first_column: int) -> Best:
-    assert rows.positions is not None
-    return gumbel_best(
-        values,
-        rows.temperature,
-        rows.seed,
-        rows.step,
-        rows.positions,
-        purpose=rows.purpose,
-        first_column=first_column,
-    )
 
 
 def _best_of(slices: Sequence[Best]) -> Best:

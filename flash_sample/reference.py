@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .filters import kept_by
-from .gumbel import _noised_best
+from .gumbel import noised_best
 from .rows import Rows, Sampled, Score
 
 
@@ -23,23 +23,23 @@ def candidates(logits: Tensor, rows: Rows, score: Score) -> Sampled:
     Without noise and special columns, the confidence is bit for bit ``softmax(logits.float())``
     gathered at ``argmax(logits)``, as the LLaDA reference generate loop takes it.
     """
-    values = _masked(computed(logits), rows.columns, rows.forbidden, 0)
+    values = masked(computed(logits), rows.columns, rows.forbidden, 0)
     greedy = token = values.argmax(dim=-1)
     removed = None
     if rows.filters is not None:
         removed = ~kept_by(values, rows.temperature, rows.filters)
     if rows.has_noise:
         drawn = values if removed is None else values.masked_fill(removed, -torch.inf)
-        token = _noised_best(drawn, rows, 0).column
-    kept = _masked(values, rows.columns, rows.excluded, 0)
+        token = noised_best(drawn, rows, 0).column
+    kept = masked(values, rows.columns, rows.excluded, 0)
     if removed is not None and rows.filters is not None and rows.filters.are_scored:
         kept = kept.masked_fill(removed, -torch.inf)
     is_empty = kept.amax(dim=-1) == -torch.inf
     if rows.is_tempered:
-        kept = _tempered(kept, kept.amax(dim=-1), rows)
+        kept = tempered(kept, kept.amax(dim=-1), rows)
     probabilities = torch.softmax(kept, dim=-1)
     if score == "entropy":
-        found = _entropy(probabilities, rows.epsilon).masked_fill(is_empty, torch.inf)
+        found = entropy(probabilities, rows.epsilon).masked_fill(is_empty, torch.inf)
     elif score == "margin":
         best = probabilities.topk(min(2, probabilities.shape[1]), dim=-1).values
         found = best[:, 0] - best[:, 1] if best.shape[1] == 2 else best[:, 0]
@@ -54,22 +54,20 @@ def computed(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _entropy(probabilities: Tensor, epsilon: float | Tensor) -> Tensor:
+def entropy(probabilities: Tensor, epsilon: float | Tensor) -> Tensor:
     if isinstance(epsilon, Tensor):
         epsilon = epsilon[:, None]
     return -(probabilities * torch.log(probabilities + epsilon)).sum(dim=-1)
 
 
-def _bit(mask: int | Tensor, index: int, device: torch.device) -> Tensor:
+def bit(mask: int | Tensor, index: int, device: torch.device) -> Tensor:
     """Whether a bit is set: [R] bool, or [1]."""
     if isinstance(mask, Tensor):
         return (mask >> index & 1).bool()
     return torch.tensor([bool(mask >> index & 1)], device=device)
 
 
-def _masked(
-    values: Tensor, columns: Sequence[int], mask: int | Tensor, first_column: int
-) -> Tensor:
+def masked(values: Tensor, columns: Sequence[int], mask: int | Tensor, first_column: int) -> Tensor:
     """Copy with -inf in those of ``columns`` whose bit is set, if any lies in this slice."""
     if isinstance(mask, int) and mask == 0:
         return values
@@ -79,11 +77,11 @@ def _masked(
         if not 0 <= local < values.shape[1] or (isinstance(mask, int) and not mask >> i & 1):
             continue
         found = values.clone() if found is values else found
-        found[:, local] = found[:, local].masked_fill(_bit(mask, i, values.device), -torch.inf)
+        found[:, local] = found[:, local].masked_fill(bit(mask, i, values.device), -torch.inf)
     return found
 
 
-def _tempered(values: Tensor, maximum: Tensor, rows: Rows) -> Tensor:
+def tempered(values: Tensor, maximum: Tensor, rows: Rows) -> Tensor:
     """Return ``(values - maximum) / softmax temperature`` by rows; -inf stays -inf, never NaN.
 
     The maximum is subtracted first: a tiny temperature would otherwise turn finite logits infinite.

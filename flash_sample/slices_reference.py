@@ -15,8 +15,8 @@ except for the entropy's epsilon: where it matters, a second pass over each slic
 import torch
 from torch import Tensor
 
-from .gumbel import Best, _noised_best
-from .reference import _bit, _entropy, _masked, _tempered, computed
+from .gumbel import Best, noised_best
+from .reference import bit, computed, entropy, masked, tempered
 from .rows import (
     COLUMN,
     MAXIMUM,
@@ -34,10 +34,10 @@ from .rows import (
 
 def partial(logits: Tensor, rows: Rows, score: Score, *, first_column: int = 0) -> Tensor:
     """Reduce a slice of the columns to a record, float64 [R, 8]; see `flash_sample.partial`."""
-    values = _masked(computed(logits), rows.columns, rows.forbidden, first_column)
+    values = masked(computed(logits), rows.columns, rows.forbidden, first_column)
     column = values.argmax(dim=-1)
     maximum = values.gather(-1, column[:, None]).squeeze(-1)
-    shifted = _tempered(_masked(values, rows.columns, rows.excluded, first_column), maximum, rows)
+    shifted = tempered(masked(values, rows.columns, rows.excluded, first_column), maximum, rows)
     exponentials = shifted.double().exp()  # of entropies near 0, fp32 sums would leave little
     record = torch.zeros(len(logits), 8, dtype=torch.float64, device=logits.device)
     record[:, MAXIMUM] = maximum.double()
@@ -51,7 +51,7 @@ def partial(logits: Tensor, rows: Rows, score: Score, *, first_column: int = 0) 
         record[:, SECOND] = values.topk(2, dim=-1).values[:, 1].double()
     best = Best(record[:, MAXIMUM], column + first_column)
     if rows.has_noise:
-        best = _noised_best(values, rows, first_column)
+        best = noised_best(values, rows, first_column)
     record[:, NOISED] = best.score
     record[:, TOKEN] = best.column.double()
     chosen = values.gather(-1, (best.column - first_column)[:, None]).squeeze(-1)
@@ -67,7 +67,7 @@ def join(records: Tensor, rows: Rows) -> Tensor:
     is_best = records[:, :, NOISED] == noised
     token = _lowest(records[:, :, TOKEN], is_best)
     is_best = is_best & (records[:, :, TOKEN] == token)
-    distance = _tempered(records[:, :, MAXIMUM].T, maximum, rows).T
+    distance = tempered(records[:, :, MAXIMUM].T, maximum, rows).T
     weight = distance.exp()
     sums = records[:, :, SUM_EXP]
     moved = records[:, :, WEIGHTED] + sums * distance.clamp_min(-1e4)
@@ -102,13 +102,13 @@ def merge(records: Tensor, rows: Rows, score: Score) -> Sampled:
         found = (total.log() - whole[:, WEIGHTED] / total).masked_fill(is_empty, torch.inf)
     else:
         other = whole[:, SECOND if score == "margin" else TOKEN_LOGIT]
-        relative = _tempered(other[:, None], maximum, rows).squeeze(-1).exp()
+        relative = tempered(other[:, None], maximum, rows).squeeze(-1).exp()
         found = ((1 - relative if score == "margin" else relative) / total).masked_fill(
             is_empty, 0.0
         )
     if score == "confidence":
         for i, column in enumerate(rows.columns):
-            is_excluded = _bit(rows.excluded, i, token.device)
+            is_excluded = bit(rows.excluded, i, token.device)
             found = found.masked_fill(is_excluded & (token == column), 0.0)
     return Sampled(token, found.float(), whole[:, COLUMN].long())
 
@@ -124,11 +124,11 @@ def entropy_share(logits: Tensor, whole: Tensor, rows: Rows, *, first_column: in
         rows: Parameters with which the records were made.
         first_column: Column of the whole vocabulary that ``logits`` starts with.
     """
-    values = _masked(computed(logits), rows.columns, rows.forbidden, first_column)
-    kept = _masked(values, rows.columns, rows.excluded, first_column)
+    values = masked(computed(logits), rows.columns, rows.forbidden, first_column)
+    kept = masked(values, rows.columns, rows.excluded, first_column)
     maximum, total = (whole[:, field].to(values.dtype) for field in (MAXIMUM, SUM_EXP))
-    probabilities = _tempered(kept, maximum, rows).exp() / total[:, None]
-    share = _entropy(probabilities, rows.epsilon)
+    probabilities = tempered(kept, maximum, rows).exp() / total[:, None]
+    share = entropy(probabilities, rows.epsilon)
     return share.masked_fill((maximum == -torch.inf) | (total == 0), torch.inf)
 
 
