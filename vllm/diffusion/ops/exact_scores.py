@@ -22,8 +22,6 @@ def most_likely(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the token with the largest noisy logit, and its noise-free probability.
 
-    Written in PyTorch, for what `candidates` does not do: float64, and noise given as numbers.
-
     Args:
         logits: [R, C] noise-free logits of this rank's columns.
         noisy: [R, C] logits that choose the token; `logits` itself when there is no noise.
