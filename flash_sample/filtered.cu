@@ -6,8 +6,9 @@
 // top-p, of what lies just there, the lowest columns. So nothing is sorted. A block takes a row. It
 // reads the row for the largest logit and for the sums over all of it, and then for a list of the
 // columns that may be kept: each filter has a bound of its reach that costs nothing. The k-th
-// largest of the threads' own maxima is no larger than the k-th largest logit; what has less than
-// the share (1 - top_p) / num_columns of the sum lies, even all together, beyond top-p. In the list
+// largest of the threads' own maxima is no larger than the k-th largest logit. Weights smaller than
+// b sum up to no more than sqrt(b) times the sum of the square roots of all; where that is the
+// share 1 - top_p of the weights' own sum, they lie, even all together, beyond top-p. In the list
 // the reaches are found exactly: by counts and sums over intervals of distances, and then of each
 // distance in the one that matters; where these are many, by the bits of the distances. A list that
 // does not fit is not kept: the row itself is read in its place, which is slower.
@@ -242,6 +243,7 @@ struct FilteredRow {
   int greedy;
   float own_max;       // of the thread
   float total;         // of the weights of the whole row at the temperature
+  float roots;         // of their square roots
   float sum;           // what scores add up
   float weighted;      // of exponents too, for the entropy
   float bound;         // nothing farther away is kept
@@ -273,6 +275,7 @@ struct FilteredRow {
     const auto give = [&](float (&values)[kWidth], int first) {
       for (int mask = row.forbidden; mask != 0; mask &= mask - 1) {
         const int64_t column = params.rows.columns.ids[__ffs(mask) - 1] - first;
+        if (column < 0 || column >= kWidth) continue;
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) {
           if (column == k) values[k] = negative_infinity();
@@ -348,7 +351,7 @@ struct FilteredRow {
   __device__ void read(bool wants_total) {
     const bool is_entropy = params.score == Score::kEntropy;
     own_max = negative_infinity();
-    total = sum = weighted = 0.0f;
+    total = roots = sum = weighted = 0.0f;
     int column = INT_MAX;
     over_row([&](const float (&values)[kWidth], int first) {
       const float maximum = top(values);
@@ -362,7 +365,11 @@ struct FilteredRow {
       const float base = exp_shift(own_max);
       if (wants_total) {
 #pragma unroll
-        for (int k = 0; k < kWidth; ++k) total += exp2_approx((values[k] - base) * mass_scale);
+        for (int k = 0; k < kWidth; ++k) {
+          const float root = exp2_approx((values[k] - base) * (0.5f * mass_scale));
+          roots += root;
+          total += root * root;
+        }
       }
       if (params.are_scored) return;
 #pragma unroll
@@ -381,6 +388,7 @@ struct FilteredRow {
     rescale(maximum);
     own_max = mine;
     total = block_sum(shared, total);
+    roots = block_sum(shared, roots);
     sum = block_sum(shared, sum);
     weighted = block_sum(shared, weighted);
   }
@@ -388,7 +396,9 @@ struct FilteredRow {
   // Makes the thread's sums relative to a larger logit.
   __device__ void rescale(float maximum) {
     if (own_max > negative_infinity()) {
-      total *= exp2_approx((own_max - maximum) * mass_scale);
+      const float root = exp2_approx((own_max - maximum) * (0.5f * mass_scale));
+      roots *= root;
+      total *= root * root;
       const float t = (own_max - maximum) * row.scale, weight = exp2_approx(t);
       weighted = weighted * weight + sum * weigh(weight, t);
       sum *= weight;
@@ -453,8 +463,8 @@ struct FilteredRow {
       bound = fminf(bound, __uint_as_float(own.key));
     }
     if (is_of_all) {
-      const float share = static_cast<float>(1.0 - top_p) * total / params.num_columns;
-      bound = fminf(bound, (0.01f - log2f(share)) / mass_scale);
+      const float least_root = static_cast<float>(1.0 - top_p) * total / roots;
+      bound = fminf(bound, (0.01f - 2.0f * log2f(least_root)) / mass_scale);
     }
     collect();
     float reach = bound;
@@ -487,7 +497,9 @@ struct FilteredRow {
               if (distance == reach) use(__int_as_float(column));
             });
           };
-          last = static_cast<int>(find_by_bits(shared, wanted, equals, one).key);
+          const bool are_few = find_among_few(shared, 0, wanted, equals, one);
+          last = static_cast<int>(are_few ? shared.reach.key
+                                          : find_by_bits(shared, wanted, equals, one).key);
         }
       }
     }
