@@ -119,9 +119,7 @@ def _filtered(
             has_noise=rows.has_noise,
             are_scored=filters.are_scored,
             score=getattr(native, score.upper()),
-            token=found.token.data_ptr(),
-            value=found.score.data_ptr(),
-            greedy=found.greedy.data_ptr(),
+            **_results(found),
             **_place(),
         )
     if is_apart:
