@@ -121,7 +121,7 @@ def _steps(
             longest = min(room, model.max_model_len)
             if longest > below:
                 yield [_request(model, "warm-up", longest, cache)]
-                if below < 2 * ENDED_ROWS < 2 * longest:  # the last layer runs on the samples alone
+                if below <= ENDED_ROWS < longest:  # where the last layer runs on samples alone
                     yield [_request(model, "warm-up", longest, cache, num_sampled=1)]
             shared = min(room, row_budget)
             number = max(2, ceil(shared / model.max_model_len))
