@@ -35,11 +35,11 @@ def kernel_calls(
     for temperature in (0.0, 1.0):
         for kind, edges in ((dtype, _EDGES), (torch.float32, _EDGES[:1])):
             for num_edges in edges:
-                language = any_tokens(vocab_size, num_edges)
+                language = language_of(vocab_size, num_edges)
                 yield functools.partial(_choose, language, temperature, kind, device)
 
 
-def any_tokens(vocab_size: int, num_edges: int) -> Language:
+def language_of(vocab_size: int, num_edges: int) -> Language:
     """Make the language of all strings; its last token ends them.
 
     Args:
