@@ -237,29 +237,20 @@ def test_the_folders_of_models_are_read_once(monkeypatch: pytest.MonkeyPatch) ->
 # ---- bytecode ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("has_bytecode", "may_write", "is_server", "prefix", "is_kept"),
-    [
-        (False, False, True, None, True),
-        (True, False, True, None, False),
-        (False, True, True, None, False),
-        (False, False, False, None, False),
-        (False, False, True, "the user's", False),
-    ],
-    ids=["none", "has some", "will have some", "no server", "elsewhere"],
-)
+@pytest.mark.parametrize("is_server", [True, False])
+@pytest.mark.parametrize("prefix", [None, "the user's"])
+@pytest.mark.parametrize("may_write", [True, False])
+@pytest.mark.parametrize("has_bytecode", [True, False])
 def test_a_server_keeps_bytecode_where_nothing_else_does(
     has_bytecode: bool,
     may_write: bool,
-    is_server: bool,
     prefix: str | None,
-    is_kept: bool,
+    is_server: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    package = tmp_path / "site" / "torch" / "__init__.py"
-    cached = package.parent / "__pycache__" / "__init__.pyc"
-    cached.parent.mkdir(parents=True)
+    package, cached, folder = (tmp_path / name for name in ("site/init.py", "site/pyc", "bytecode"))
+    (tmp_path / "site").mkdir()
     if has_bytecode:
         cached.touch()
     spec = mock.Mock(origin=str(package), cached=str(cached))
@@ -267,14 +258,12 @@ def test_a_server_keeps_bytecode_where_nothing_else_does(
     monkeypatch.setattr(sys, "dont_write_bytecode", not may_write)
     monkeypatch.setattr(sys, "pycache_prefix", prefix)
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", "")
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     environment.keep_bytecode(is_server=is_server)
-    folder = str(tmp_path / "cache" / "bytecode")
-    assert (sys.pycache_prefix, sys.dont_write_bytecode) == (
-        (folder, False) if is_kept else (prefix, not may_write)
-    )
-    assert os.environ["PYTHONPYCACHEPREFIX"] == (folder if is_kept else "")
-    if is_kept:  # the engine's process inherits the folder, and Python's options
-        monkeypatch.setattr(sys, "dont_write_bytecode", True)
-        environment.keep_bytecode(is_server=False)
-        assert not sys.dont_write_bytecode
+    if has_bytecode or may_write or prefix or not is_server:
+        assert (sys.pycache_prefix, sys.dont_write_bytecode) == (prefix, not may_write)
+        return
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # as in the engine's process
+    environment.keep_bytecode(is_server=False)
+    assert (sys.pycache_prefix, sys.dont_write_bytecode) == (str(folder), False)
+    assert os.environ["PYTHONPYCACHEPREFIX"] == str(folder)

@@ -73,9 +73,11 @@ def workload(engine: Engine) -> Iterator[list[Ask]]:
                 extra = {**BLOCKS, **rule, "cache": cache, "seed": 1}
                 sampling = {"temperature": temperature}
                 yield [Ask(random_prompt(length), extra, sampling) for _ in range(count)]
-    for length in () if is_block_causal else (20, 900):
-        asked = {**BLOCKS, **steps, "cfg_scale": 1.0}
-        yield [Ask(random_prompt(length), asked), Ask(random_prompt(length), asked)]
+    if not is_block_causal:
+        yield [
+            Ask(random_prompt(length), {**BLOCKS, **steps, "cfg_scale": 1.0})
+            for length in (20, 900)
+        ]
 
 
 @pytest.mark.parametrize(("family", "budget"), [("llada", 2048), ("llada2", 300)])
