@@ -8,19 +8,10 @@ vocabulary: ranks, or tiles that are never stored together.
 Importing never fails: without the compiled module (`is_built`) everything runs in PyTorch.
 """
 
-from ._ops import (
-    candidates,
-    entropy,
-    entropy_share,
-    entropy_witht,
-    is_built,
-    kept_columns,
-    low_confidence,
-    margin,
-    merge,
-    partial,
-    uniform,
-)
+from ._kernels import is_built
+from ._ops import candidates, kept_columns, uniform
+from ._scores import entropy, entropy_witht, low_confidence, margin
+from ._slices import entropy_share, merge, partial
 from .filters import Filters
 from .rows import RECORD_FIELDS, Rows, Sampled, Score
 

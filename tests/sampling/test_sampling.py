@@ -31,6 +31,7 @@ from tests.sampling.support import (
 from vllm.diffusion import ops
 from vllm.diffusion.core.scoring import Scoring
 from vllm.diffusion.decoding.dream import SCORINGS
+from vllm.diffusion.ops import exact_scores
 from vllm.diffusion.ops import sampling as ops_sampling
 from vllm.diffusion.sampling import (
     LogitEditor,
@@ -420,7 +421,8 @@ def on_two_ranks(
         return work(columns, start)
 
     monkeypatch.setattr(ops_sampling, "get_tensor_model_parallel_world_size", lambda: 2)
-    monkeypatch.setattr(ops_sampling, "tensor_parallel", lambda: SimpleNamespace(gather=gather))
+    for module in (ops_sampling, exact_scores):
+        monkeypatch.setattr(module, "tensor_parallel", lambda: SimpleNamespace(gather=gather))
     widest = max(boundary, logits.shape[1] - boundary)
     monkeypatch.setattr(ops_sampling, "pad_vocab_size", lambda _: 2 * widest)
     with ThreadPoolExecutor(2) as pool:

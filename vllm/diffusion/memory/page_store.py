@@ -41,7 +41,9 @@ class PageStore:
         pool: source of the memory.
 
     Attributes:
+        device: where the buffer lies.
         num_pages: pages of the buffer.
+        reserved_bytes: bytes of the buffer.
         free: pages that nobody has; the next to be given is the last.
         host_layers: layers whose keys and values lie in host memory.
         generation: number of times that the pages have moved; addresses and slots of an older one
@@ -63,9 +65,10 @@ class PageStore:
         self._host: HostLayers | None = None
         self._row_shape, self._dtype, self._pool = (num_kv_heads, head_dim), dtype, pool
         self._row_bytes = num_kv_heads * head_dim * dtype.itemsize
-        self.num_pages, self.most_entries, self.generation = 0, 0, 0
+        self.num_pages, self.reserved_bytes, self.most_entries, self.generation = 0, 0, 0, 0
         self.free: list[int] = []
         self._rows = self._new_rows(0)
+        self.device = self._rows.device
         self.table = PageTable(torch.empty(0, dtype=torch.int32, device=self.device), PAGE_SIZE)
 
     # ---- what a step reads and writes ----
@@ -82,13 +85,13 @@ class PageStore:
         return self._rows_of(layer)[PAGE_SIZE:]
 
     def begin_step(self, slots: Array, *, reads: bool) -> None:
-        """Begin a forward, which visits the layers in order.
+        """Begin a forward that writes keys and values, and visits the layers in order.
 
         Args:
             slots: [W] int64, rows that it writes; negative for none.
             reads: whether it reads rows that it does not write.
         """
-        if self._host is not None and slots.size:
+        if self._host is not None:
             self._host.begin(slots, reads=reads)
 
     def turn_to(self, layer: int) -> None:
@@ -100,10 +103,6 @@ class PageStore:
         """End the forward, which uses no layer any more."""
         if self._host is not None:
             self._host.leave()
-
-    @property
-    def device(self) -> torch.device:
-        return self._rows.device
 
     def _rows_of(self, layer: int) -> torch.Tensor:
         """Rows of a layer, or of the place where it visits the device."""
@@ -124,11 +123,6 @@ class PageStore:
     def num_bytes(self) -> int:
         """Bytes of the pages that somebody has; in a fixed store, of all pages."""
         return (self.num_pages - len(self.free)) * self.page_bytes
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes of the buffer."""
-        return self.num_pages * self.page_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -153,6 +147,7 @@ class PageStore:
             targets[:, target].copy_(sources[:, source])
         self.free = list(range(len(used), count))[::-1]
         self.num_pages, self.most_entries, self._rows = count, count, rows
+        self.reserved_bytes = count * self.page_bytes
         self.generation += 1
 
     def copy(self, sources: Iterable[int], targets: Iterable[int]) -> None:

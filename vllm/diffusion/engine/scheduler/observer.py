@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observation of steps and requests: metrics for the server, lines for the log."""
+"""Observation of steps and requests: metrics for the server, where statistics are read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from vllm.diffusion import metrics
 from vllm.diffusion.engine.scheduler.request_state import seconds_since_arrival
 from vllm.diffusion.request.lengths import forwards_saved
-from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import RequestStatus
@@ -25,21 +24,14 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.scheduler.request_state import RequestState
     from vllm.v1.request import Request
 
-logger = init_logger(__name__)
-
 STATISTICS_S = 0.1  # between two messages that tell of nothing but statistics
 ANSWERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 class Observer:
-    """Records events, and hands them out as upstream's statistics.
+    """Records events, and hands them out as upstream's statistics."""
 
-    Args:
-        enabled: whether statistics are read; else nothing is kept.
-    """
-
-    def __init__(self, *, enabled: bool) -> None:
-        self._enabled = enabled
+    def __init__(self) -> None:
         self._seen = metrics.Observations()
         self._last_report = 0.0  # time.monotonic() of the newest results
         self._last_statistics = 0.0  # the same clock, when statistics were sent
@@ -49,29 +41,21 @@ class Observer:
     # ---- requests ----
 
     def arrived(self, request: Request) -> None:
-        if self._enabled:
-            request.record_event(EngineCoreEventType.QUEUED)
+        request.record_event(EngineCoreEventType.QUEUED)
 
-    def refused(self, request: Request, message: str, reason: str) -> None:
+    def refused(self, reason: str) -> None:
         """Record that a request is not served to its end; `reason` is the metric's label."""
-        logger.warning("request %s refused: %s", request.request_id, message)
-        if self._enabled:
-            self._seen.count(metrics.REQUESTS_REFUSED, label=reason)
+        self._seen.count(metrics.REQUESTS_REFUSED, label=reason)
 
-    def timed_out(self, request: Request, message: str) -> None:
-        logger.info("request %s: %s", request.request_id, message)
-        if self._enabled:
-            self._seen.count(metrics.REQUESTS_TIMED_OUT)
+    def timed_out(self) -> None:
+        self._seen.count(metrics.REQUESTS_TIMED_OUT)
 
     def started(self, request: Request) -> None:
-        if self._enabled:
-            self._seen.observe(metrics.QUEUE_TIME, seconds_since_arrival(request))
-            request.record_event(EngineCoreEventType.SCHEDULED)
+        self._seen.observe(metrics.QUEUE_TIME, seconds_since_arrival(request))
+        request.record_event(EngineCoreEventType.SCHEDULED)
 
     def progressed(self, item: RequestState, result: StepResult) -> None:
         """Record a step's result of `item`; must be called before `item` takes it in."""
-        if not self._enabled:
-            return
         self._seen.count(metrics.FORWARDS, result.num_forwards - item.num_forwards)
         self._seen.count(metrics.COMMITTED_TOKENS, result.num_committed - item.num_committed)
         if result.num_committed and not item.num_committed:
@@ -80,7 +64,7 @@ class Observer:
 
     def ended(self, item: RequestState) -> None:
         """Record that a request has stopped running, for whatever reason."""
-        if not self._enabled or not item.num_forwards:
+        if not item.num_forwards:
             return
         self._seen.observe(metrics.TOKENS_PER_FORWARD, item.num_committed / item.num_forwards)
         if item.request.status in ANSWERED:
@@ -90,8 +74,6 @@ class Observer:
     # ---- steps ----
 
     def stepped(self, step: DiffusionSchedulerOutput, done: DiffusionRunnerOutput) -> None:
-        if not self._enabled:
-            return
         if done.usage is not None:
             self.peak_bytes = max(self.peak_bytes, done.usage.peak_bytes)
             self._seen.observe(metrics.POOL_BUDGET, done.usage.budget_bytes)
@@ -119,17 +101,13 @@ class Observer:
         """
         return time.monotonic() - self._last_statistics >= STATISTICS_S
 
-    def statistics(
-        self, num_running: int, waiting: Collection[RequestState]
-    ) -> SchedulerStats | None:
-        """Return everything recorded since the last call; None if nobody reads it.
+    def statistics(self, num_running: int, waiting: Collection[RequestState]) -> SchedulerStats:
+        """Return everything recorded since the last call.
 
         Args:
             num_running: number of running requests.
             waiting: the waiting requests, in order.
         """
-        if not self._enabled:
-            return None
         self._last_statistics = now = time.monotonic()
         stats = SchedulerStats(num_running_reqs=num_running, num_waiting_reqs=len(waiting))
         is_due = now - self._last_waiting >= STATISTICS_S if waiting else self._last_waiting > 0

@@ -88,9 +88,9 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         self._outbox = outputs.Outbox(lists_finished=include_finished_set)
         self._next_deadline = math.inf  # time.monotonic() before which no request is late
         self._heard_at = 0.0  # time.monotonic() of the newest results
-        self._observer = Observer(enabled=log_stats)
         self._finished_req_ids: set[str] = set()
         # Guests.
+        self._observer = Observer() if log_stats else None
         settings = settings_of(vllm_config)
         logger.info("long requests: %s", settings.sharing)
         self.slicing = Slicing(settings) if settings.longest_pause_ms else None
@@ -105,7 +105,8 @@ class DiffusionScheduler(CanvasSchedulerInterface):
 
     def add_request(self, request: Request) -> None:
         """Queue a request, with the decision that it brings; a failure ends it with an error."""
-        self._observer.arrived(request)
+        if self._observer is not None:
+            self._observer.arrived(request)
         try:
             item = RequestState.of(request, self._model)
             item.gates = tuple(gate for gate in self._gates if gate.arrived(item))
@@ -119,7 +120,9 @@ class DiffusionScheduler(CanvasSchedulerInterface):
 
     def _refuse(self, request: Request, message: str, reason: str) -> None:
         """End a request with an error, which its client gets with the results of the next step."""
-        self._observer.refused(request, message, reason)
+        logger.warning("request %s refused: %s", request.request_id, message)
+        if self._observer is not None:
+            self._observer.refused(reason)
         self._end(request, RequestStatus.FINISHED_ERROR)
         self._outbox.put(request, outputs.refusal(request, message))
 
@@ -135,7 +138,9 @@ class DiffusionScheduler(CanvasSchedulerInterface):
                 continue
             where = "running" if item.started else "queued"
             message = f"timeout: not complete {item.params.timeout_s:g} s after arrival ({where})"
-            self._observer.timed_out(item.request, message)
+            logger.info("request %s: %s", item.req_id, message)
+            if self._observer is not None:
+                self._observer.timed_out()
             self.finish_requests(item.req_id, RequestStatus.FINISHED_ABORTED)
             self._outbox.put(item.request, outputs.timeout(item, message))
 
@@ -159,7 +164,8 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         if item is not None:
             item.leave()
             self._finished_req_ids.add(request.request_id)
-            self._observer.ended(item)
+            if self._observer is not None:
+                self._observer.ended(item)
         self._outbox.note_end(request)
 
     # ---- one step ----
@@ -209,7 +215,8 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             admitted.append(item.start())
             if slicing is not None:
                 slicing.started(item, admission)
-            self._observer.started(item.request)
+            if self._observer is not None:
+                self._observer.started(item.request)
         return admitted
 
     def _divide(self, launched: set[str]) -> tuple[dict[str, int], Slice | None, list[str]]:
@@ -248,7 +255,8 @@ class DiffusionScheduler(CanvasSchedulerInterface):
     ) -> dict[int, EngineCoreOutputs]:
         """Take in the results of a step, and return what clients hear of it."""
         done = model_runner_output
-        self._observer.stepped(scheduler_output, done)
+        if self._observer is not None:
+            self._observer.stepped(scheduler_output, done)
         self._learn(done)
         self._launched = done.launched
         for req_id, result in done.results.items():
@@ -256,9 +264,8 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             if item is not None:  # else it was aborted while the step ran
                 self._outbox.put(item.request, *self._advance(item, result, done.usage))
         to_the_end(self._running, done.results)
-        is_idle = not self._running and not self._waiting.requests
-        is_due = not self._outbox.is_empty or is_idle or self._observer.are_statistics_due()
-        return self._outbox.take(self.make_stats() if is_due else None)
+        is_told = not self._outbox.is_empty or not (self._running or self._waiting.requests)
+        return self._outbox.take(self.make_stats(only_if_due=not is_told))
 
     def _learn(self, done: DiffusionRunnerOutput) -> None:
         """Take in how large the memory is, what the step took of it, and how long slices took."""
@@ -281,10 +288,10 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         """Take in a request's result and return the outputs for its client."""
         request = item.request
         if result.error is not None:
-            self._observer.refused(request, result.error, reason="engine")
-            self._end(request, RequestStatus.FINISHED_ERROR)
-            return [outputs.refusal(request, result.error)]
-        self._observer.progressed(item, result)
+            self._refuse(request, result.error, reason="engine")
+            return []
+        if self._observer is not None:
+            self._observer.progressed(item, result)
         new_token_ids = item.advance(result, usage)
         if request.is_finished():
             self._end(request, request.status)
@@ -306,9 +313,12 @@ class DiffusionScheduler(CanvasSchedulerInterface):
     def get_request_counts(self) -> tuple[int, int]:
         return len(self._running), len(self._waiting.requests)
 
-    def make_stats(self) -> SchedulerStats | None:
-        stats = self._observer.statistics(len(self._running), self._waiting.requests)
-        if stats is not None and self.paging is not None:
+    def make_stats(self, *, only_if_due: bool = False) -> SchedulerStats | None:
+        observer = self._observer
+        if observer is None or (only_if_due and not observer.are_statistics_due()):
+            return None
+        stats = observer.statistics(len(self._running), self._waiting.requests)
+        if self.paging is not None:
             self.paging.put_into(stats)
         return stats
 

@@ -103,7 +103,8 @@ class ForwardPass:
                 attend_chunks = [[chunk] for chunk in chunks(batch.num_rows, plan.rows.attend)]
                 given = batch.inputs(attend_chunks), parts
                 inputs, samples = ops.to_device(given, caches.device)
-                caches.begin_step(batch.slot_mapping, reads=batch.reads_kept)
+                if batch.slot_mapping.size:
+                    caches.begin_step(batch.slot_mapping, reads=batch.reads_kept)
                 body = yield from run_body(model, inputs, plan, pool, pool, caches)
             found = []
             with closing(run_last_layer(model, body, samples, pool, caches)) as hidden:

@@ -27,10 +27,13 @@ class Windows(ABC):
     Attributes:
         kept: positions from 0 whose keys and values are kept.
         unit: granularity, in rows, at which a forward can be cut; None if it cannot be cut.
+        least_committed: `computed` has no effect below this number of committed positions; callers
+            may skip it.
     """
 
     kept: int = 0
     unit: int | None = None
+    least_committed: int = ALL_ROWS
 
     @abstractmethod
     def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:
@@ -44,14 +47,6 @@ class Windows(ABC):
             room: rows that it may have, at least a unit; ignored where it cannot be cut.
         """
 
-    @property
-    def least_committed(self) -> int:
-        """`computed` has no effect below this number of committed positions.
-
-        Callers may skip it.
-        """
-        return ALL_ROWS
-
     def computed(self, forward: Forward, committed: int) -> None:  # noqa: B027 (most keep nothing)
         """Take in that a forward is over.
 
@@ -59,6 +54,10 @@ class Windows(ABC):
             forward: the forward, as returned by `next`.
             committed: positions from 0 whose tokens in it never change again.
         """
+
+    def keep(self, num_kept: int) -> None:
+        """Set the number of positions from 0 whose keys and values are kept."""
+        self.kept = num_kept
 
 
 class Whole(Windows):
@@ -106,20 +105,15 @@ class Frozen(Windows):
     """
 
     def __init__(self, prompt_length: int, length: int, logit_shift: int) -> None:
-        self.kept = length
-        self._prompt_length = prompt_length
+        self.kept, self.least_committed = length, prompt_length
         self._canvas_start = max(prompt_length - logit_shift, 0)
         self._start = 0  # of the next forward
 
     def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:
         return Forward(range(self._start, self.kept), self.kept)
 
-    @property
-    def least_committed(self) -> int:
-        return self._prompt_length
-
     def computed(self, forward: Forward, committed: int) -> None:
-        if committed >= self._prompt_length:
+        if committed >= self.least_committed:
             self._start = self._canvas_start
 
 
@@ -137,12 +131,8 @@ class Exact(Windows):
 
     def __init__(self, visibility: BlockCausal, *, fuses: bool) -> None:
         self._visibility = visibility
-        self.unit = visibility.block_length
+        self.unit = self.least_committed = visibility.block_length
         self._fuses = fuses
-
-    @property
-    def least_committed(self) -> int:
-        return self.kept + self._visibility.block_length
 
     def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:
         (start, end), kept = rows, self.kept
@@ -154,7 +144,11 @@ class Exact(Windows):
 
     def computed(self, forward: Forward, committed: int) -> None:
         ended = Forward(forward.window, forward.kept, committed)
-        self.kept = max(self.kept, self._visibility.final(ended).stop)
+        self.keep(max(self.kept, self._visibility.final(ended).stop))
+
+    def keep(self, num_kept: int) -> None:
+        self.kept = num_kept
+        self.least_committed = num_kept + self._visibility.block_length
 
 
 def windows_of(

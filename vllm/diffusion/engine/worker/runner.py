@@ -272,7 +272,8 @@ class DiffusionModelRunner:
     @property
     def idle_usage(self) -> StepUsage:
         """Memory report without a step."""
-        kept = self.caches.num_bytes, self.caches.host_bytes
+        caches = self.caches
+        kept = (caches.num_bytes, caches.host_bytes) if caches.num_pages else (0, 0)
         return StepUsage(self.budget_bytes, self.planner.rates, *kept)
 
 

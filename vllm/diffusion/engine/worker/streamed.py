@@ -66,7 +66,8 @@ def run_streamed(
         dealt = tuple((r.given, r.positions) for r in rounds)
         given = batch.inputs(attend_chunks, division.own), dealt
         inputs, samples = ops.to_device(given, caches.device)
-        caches.begin_step(batch.slot_mapping, reads=batch.reads_kept)
+        if batch.slot_mapping.size:
+            caches.begin_step(batch.slot_mapping, reads=batch.reads_kept)
         streamed = StreamedForward(forward.model, plan, inputs, division, cuts, pool, host, caches)
         yield from streamed.run()
         found = []

@@ -194,5 +194,5 @@ class ForwardWindow:
         self.cache = cache
         self.reset()
         if num_kept is not None:
-            self._windows.kept = num_kept
+            self._windows.keep(num_kept)
             self._under_way = None  # what is under way writes to pages of the past

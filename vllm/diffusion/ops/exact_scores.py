@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Probabilities of tokens in PyTorch, at any precision and over one or several ranks.
+
+Kernels do neither float64, nor noise that is given as numbers, nor tokens that are named.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm.diffusion.ops.collectives import tensor_parallel
+
+
+def most_likely(
+    logits: torch.Tensor,
+    noisy: torch.Tensor,
+    *,
+    first_column: int,
+    whole_rows: bool,
+    excluded: tuple[int, ...],
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the token with the largest noisy logit, and its noise-free probability.
+
+    Args:
+        logits: [R, C] noise-free logits of this rank's columns.
+        noisy: [R, C] logits that choose the token; `logits` itself when there is no noise.
+        first_column: token id of the first column.
+        whole_rows: whether the columns are those of all ranks.
+        excluded: token ids whose probability is zero although they may be chosen.
+        dtype: precision of the softmax.
+
+    Returns:
+        token [R] int64 (the lowest id among equals) and probability [R] in `dtype`.
+    """
+    local = _local_columns(excluded, first_column, logits.shape[1])
+    if not whole_rows:
+        return _most_likely_sharded(logits, noisy, first_column, local, dtype)
+    token = noisy.argmax(dim=-1)
+    probabilities = torch.softmax(_without(logits, local).to(dtype), dim=-1)
+    return token, probabilities.gather(1, token[:, None])[:, 0].nan_to_num(0.0)
+
+
+def negative_entropy(
+    logits: torch.Tensor,
+    *,
+    epsilon: float,
+    first_column: int,
+    whole_rows: bool,
+    excluded: tuple[int, ...],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return sum p log(p + epsilon) of every row, [R] in `dtype`; arguments as `most_likely`."""
+    kept = _without(logits, _local_columns(excluded, first_column, logits.shape[1])).to(dtype)
+    if whole_rows:
+        p = torch.softmax(kept, dim=-1)
+        return (p * torch.log(p + epsilon)).sum(dim=-1)
+    top, total = _whole_softmax(kept.double())
+    p = torch.exp(kept.double() - top) / total
+    share = (p * torch.log(p + epsilon)).sum(dim=-1)
+    return tensor_parallel().gather(share).sum(dim=0).to(dtype)
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, *, first_column: int, vocab_size: int
+) -> torch.Tensor:
+    """Return log probabilities [R, k] float64 of `token_ids` [R, k] int64 in rows of logits.
+
+    Args:
+        logits: [R, C] logits of this rank's columns.
+        token_ids: ids below `vocab_size`.
+        first_column: token id of the first column.
+        vocab_size: columns of all ranks; only 2 + k numbers a row cross the ranks.
+    """
+    kept, num_columns = logits.double(), logits.shape[1]
+    columns = token_ids - first_column
+    is_here = (columns >= 0) & (columns < num_columns)
+    found = kept.gather(1, columns.clamp(0, num_columns - 1)).masked_fill(~is_here, -torch.inf)
+    if num_columns == vocab_size:
+        return found - torch.logsumexp(kept, dim=-1, keepdim=True)
+    top, total = _whole_softmax(kept)
+    return tensor_parallel().gather(found).amax(dim=0) - top - total.log()
+
+
+def _local_columns(tokens: tuple[int, ...], first: int, count: int) -> tuple[int, ...]:
+    return tuple(token - first for token in tokens if first <= token < first + count)
+
+
+def _without(logits: torch.Tensor, columns: tuple[int, ...]) -> torch.Tensor:
+    if not columns:
+        return logits
+    logits = logits.clone()
+    for column in columns:  # a list as an index would make the host wait for the device
+        logits[:, column] = -torch.inf
+    return logits
+
+
+def _whole_softmax(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return maximum and sum of exp [R, 1] over all ranks' columns, from this rank's [R, C]."""
+    top = kept.amax(dim=-1, keepdim=True)
+    total = torch.exp(kept - top).sum(dim=-1, keepdim=True).nan_to_num(0.0)
+    tops, totals = tensor_parallel().gather(torch.stack([top, total])).unbind(dim=1)
+    whole = tops.amax(dim=0)
+    return whole, (totals * torch.exp(tops - whole)).sum(dim=0)
+
+
+def _most_likely_sharded(
+    logits: torch.Tensor,
+    noisy: torch.Tensor,
+    first_column: int,
+    excluded: tuple[int, ...],
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose over several ranks.
+
+    Five numbers per row cross the ranks: noisy maximum, token and its logit, maximum, sum.
+    """
+    best, token = noisy.double().max(dim=-1)
+    kept = _without(logits, excluded).double()
+    chosen = kept.gather(1, token[:, None])[:, 0]
+    mine = torch.stack([best, (token + first_column).double(), chosen], dim=-1)
+    ranks = tensor_parallel().gather(mine).transpose(0, 1)
+    winner = ranks[:, :, 0].argmax(dim=-1, keepdim=True)  # first rank among equals: lowest id
+    token = ranks[:, :, 1].gather(1, winner)[:, 0].long()
+    chosen = ranks[:, :, 2].gather(1, winner)[:, 0]
+    top, total = _whole_softmax(kept)
+    probability = torch.exp(chosen - top[:, 0]) / total[:, 0]
+    return token, probability.nan_to_num(0.0).to(dtype)
