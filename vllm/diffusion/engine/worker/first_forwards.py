@@ -114,7 +114,7 @@ class FirstForwards:
 
 def is_shared(canvas: Canvas) -> bool:
     """Whether the next forward is the first one, and equal for all requests of its prompt."""
-    return canvas.num_forwards == 0 and shares_first_forward(canvas.params)
+    return canvas.num_steps == 0 and shares_first_forward(canvas.params)
 
 
 def is_copied(canvas: Canvas) -> bool:

@@ -91,7 +91,7 @@ class SampleRows:
                 RowGroup(
                     params=canvas.params,
                     scoring=canvas.rule.scoring,
-                    step=canvas.num_forwards,
+                    step=canvas.num_steps,
                     forbid_mask=canvas.rule.forbid_mask,
                     rows=rows,
                     unconditional_rows=unconditional,

@@ -296,6 +296,7 @@ class StepLoop:
         canvas = self._runner.canvases.get(req_id)
         return StepResult(
             new_token_ids=[],
+            num_steps=0 if canvas is None else canvas.num_steps,
             num_forwards=0 if canvas is None else canvas.num_forwards,
             num_committed=0,
             error=f"{type(error).__name__}: {error}",
