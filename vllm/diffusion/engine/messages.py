@@ -79,6 +79,7 @@ class StepResult:
         new_token_ids: tokens that became part of the finished prefix of the canvas.
         num_steps: steps of the request so far: forwards of the loop that takes one at a time.
         num_forwards: forwards of the request so far; one may serve several steps.
+        num_drafted: states that were guessed, and evaluated beside a step's own, so far.
         num_committed: canvas positions committed so far.
         next_rows: rows of its next forward; 0 where it has none.
         infilled: tokens that replaced mask tokens of the prompt so far, by position.
@@ -96,6 +97,7 @@ class StepResult:
     num_forwards: int
     num_committed: int
     next_rows: int = 0
+    num_drafted: int = 0
     infilled: dict[int, int] = field(default_factory=dict)
     error: str | None = None
     logprobs: LogprobsLists | None = None

@@ -144,6 +144,8 @@ def _report(item: RequestState) -> dict[str, Any]:
         "steps": item.params.steps,
         "num_steps": item.num_steps,
         "num_forwards": item.num_forwards,
+        "states_drafted": item.num_drafted,
+        "states_accepted": item.num_steps - item.num_forwards,
         "num_forwards_saved": item.num_forwards_saved,
         "num_committed": item.num_committed,
         "num_end_tokens": _num_end_tokens(item),

@@ -50,6 +50,7 @@ class Canvas:
         num_steps: steps so far: forwards of the loop that takes one at a time. It numbers a step's
             random numbers.
         num_accepted: those of them whose forward was that of an earlier one.
+        num_drafted: states that were guessed, and evaluated beside a step's own.
         is_complete: all of the answer is final.
     """
 
@@ -80,7 +81,7 @@ class Canvas:
         self._work: ForwardTarget | None = None  # begun and not committed
         self._is_for_rule = True  # the forward under way
         self._is_over = False  # the rule has nothing left to fill
-        self.num_steps = self.num_accepted = 0
+        self.num_steps = self.num_accepted = self.num_drafted = 0
         self.is_complete = False
 
     def _masked_row(self, prompt: list[int], params: DiffusionParams) -> Array:
@@ -108,11 +109,15 @@ class Canvas:
             for joint in guest.joints(self.tokens, work, self.rule.scoring, self.num_steps)
         ]
 
-    def edits(self, positions: Array) -> RowEdits | None:
-        """Changes of the logits at canvas positions [R] that the request asks for, if any."""
+    def edits(self, positions: Array, tokens: Array | None = None) -> RowEdits | None:
+        """Changes of the logits at canvas positions [R] that the request asks for, if any.
+
+        `tokens` [T] are those that count, by default its own.
+        """
         if self._editor is None:
             return None
-        return self._editor.of(self.tokens, positions + self.prompt_length)
+        row = self.tokens if tokens is None else tokens
+        return self._editor.of(row, positions + self.prompt_length)
 
     @property
     def adjust_logits(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
@@ -121,10 +126,14 @@ class Canvas:
 
     @property
     def sequences(self) -> tuple[Array, ...]:
-        """Tokens [T] of each sequence; the unconditional one masks all that was known at first."""
+        """Tokens [T] of each sequence."""
+        return self.sequences_of(self.tokens)
+
+    def sequences_of(self, tokens: Array) -> tuple[Array, ...]:
+        """Rows [T] to compute for a row of tokens; the unconditional one masks what was known."""
         if self.window.num_sequences == 1:
-            return (self.tokens,)
-        return self.tokens, np.where(self._known, self.params.mask_id, self.tokens)
+            return (tokens,)
+        return tokens, np.where(self._known, self.params.mask_id, tokens)
 
     @property
     def next_rows(self) -> int:
@@ -200,14 +209,22 @@ class Canvas:
                 guest.fill(start, token)
         return work
 
-    def draws(self, positions: Array) -> Array | None:
-        """Uniform random numbers [R] for the next commit's positions; None if the rule has none."""
+    def draws(self, positions: Array, step: int | None = None) -> Array | None:
+        """Uniform random numbers [R] for a commit's positions, by default the next commit's.
+
+        None if the rule has none.
+        """
         purpose = self.rule.draw_purpose
-        if purpose is None or self.params.seed is None:
+        return None if purpose is None else self.uniform(purpose, positions, step)
+
+    def uniform(self, purpose: int, positions: Array, step: int | None = None) -> Array | None:
+        """Uniform random numbers [R] of a step for one purpose; None without a seed."""
+        if self.params.seed is None:
             return None
         on_canvas = torch.from_numpy(positions - self.prompt_length)
-        seed, step = self.params.seed, self.num_steps
-        drawn: Array = ops.philox_uniform(seed, purpose, step, on_canvas, range(1))[:, 0].numpy()
+        step = self.num_steps if step is None else step
+        numbers = ops.philox_uniform(self.params.seed, purpose, step, on_canvas, range(1))
+        drawn: Array = numbers[:, 0].numpy()
         return drawn
 
     @property
@@ -301,6 +318,7 @@ class Canvas:
             new_token_ids=newest,
             num_steps=self.num_steps,
             num_forwards=self.num_forwards,
+            num_drafted=self.num_drafted,
             num_committed=num_committed,
             next_rows=0 if self.is_complete else self.next_rows,
             infilled=self._infilled() if self._prompt_holes.size else {},
