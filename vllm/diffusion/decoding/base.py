@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 
@@ -117,6 +118,13 @@ class DecodingRule(ABC):
         self.forbid_mask = False
         self._mask = np.array(params.mask_id)  # comparing arrays with a number costs twice as much
         self._takes_all = False
+
+    def fork(self) -> Self:
+        """Return an independent copy, which may go on with other tokens.
+
+        Rules with state on a device have none.
+        """
+        return copy.copy(self)
 
     @abstractmethod
     def prepare(self, tokens: Array) -> ForwardTarget | None:

@@ -95,6 +95,7 @@ class DiffusionParams(AlgorithmParams):
     `num_answers` is the number of requests with this prompt whose parameters differ in the seed
     alone. `guide` is the language of the answer, if it has one; `edits` are the changes of logits
     that it asks for, if any. `suffix_ids` stand on the canvas, right behind the longest answer.
+    `num_speculative_states` is the number of states that may be guessed for a forward.
     """
 
     algorithm: str
@@ -134,6 +135,7 @@ class DiffusionParams(AlgorithmParams):
     guide: Guide | None = None
     edits: Edits | None = None
     suffix_ids: tuple[int, ...] = ()
+    num_speculative_states: int = 0
 
     @property
     def num_logprobs(self) -> int | None:
