@@ -143,7 +143,8 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     but wait their turn. `long` names those of which no step is launched as a whole any more, and
     `next_slice` the one of them that continues in this step. `finished_req_ids` names those whose
     canvas is no longer needed; `scheduled_at` is `time.monotonic()`. `new_pages` holds, by request,
-    pages that the scheduler hands out; workers take them in before the step.
+    pages that the scheduler hands out; workers take them in before the step. With `drains` nothing
+    new is launched, only a step under way is collected.
     """
 
     admitted: list[NewCanvas] = field(default_factory=list)
@@ -151,6 +152,7 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     scheduled_at: float = 0.0
     next_slice: Slice | None = None
     long: list[str] = field(default_factory=list)
+    drains: bool = False
 
 
 @dataclass
