@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.client import PUZZLE, Client
+from tests.server.client import GENERATE, PUZZLE, ROUTES, Client, body_for
 from tests.server.process import MODEL_NAME, PATIENCE_S, SERVER, ServerProcess, healthy
 
 SLOW = {"gen_length": 512, "steps": 512, "block_length": 32, "ignore_eos": True, "seed": 3}
@@ -67,3 +67,24 @@ def test_a_pause_ends_what_runs_while_somebody_waits(
             waiting.result(0.3)
         assert trained.http.post("/resume").status_code == 200
         assert waiting.result(PATIENCE_S)["finish_reason"][0] != "abort"
+
+
+DRAWN = {"return_trajectory": True, "temperature": 1.0, "seed": 7, "n": 2}
+SHORT = {"gen_length": 16, "block_length": 8, "steps": 8, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_every_choice_has_its_trajectory(client: Client, route: str, is_stream: bool) -> None:
+    body = body_for(route, **SHORT, **DRAWN)
+    answer = client.events(route, body)[-1] if is_stream else client.answer(route, body)
+    own = answer if route == GENERATE else answer["diffusion"]
+    found = own["trajectory" if route == GENERATE else "trajectories"]
+    assert [trajectory["seed"] for trajectory in found] == [7, 8]
+    for trajectory in found:
+        assert sorted(trajectory["commit_steps"]) == [1 + i // 2 for i in range(16)]
+        assert all(logprob < 0 for logprob in trajectory["logprobs"])
+        assert trajectory["weight_version"] == "default"
+    assert "trajectories" not in answer["diffusion"] or route != GENERATE
+    plain = client.answer(route, body_for(route, **SHORT))
+    assert "trajectory" not in plain and "trajectories" not in plain["diffusion"]

@@ -10,6 +10,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 if TYPE_CHECKING:
+    from vllm.diffusion.core.trajectory import Trajectory
     from vllm.diffusion.engine.slices import PausedStep, Slice, SliceTiming
     from vllm.diffusion.memory import Rates
     from vllm.diffusion.request.likelihood import TokenScores
@@ -88,6 +89,7 @@ class StepResult:
         num_kept: positions from 0 whose keys and values are kept; its next forward begins there.
         is_closed: the answer fills its room with a whole string of its language, which no text
             could continue.
+        trajectory: how the answer came about, for requests that ask, once it may be complete.
     """
 
     new_token_ids: list[int]
@@ -101,6 +103,7 @@ class StepResult:
     scores: TokenScores | None = None
     num_kept: int = 0
     is_closed: bool = False
+    trajectory: Trajectory | None = None
 
 
 @dataclass(frozen=True)
