@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from vllm.diffusion import __version__
 from vllm.diffusion.config import check_settings, server_settings
 from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.process.log_filter import is_loss
 from vllm.diffusion.request import families
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 from vllm.exceptions import VLLMValidationError
@@ -71,6 +72,10 @@ def errors_in_one_line(args: Namespace) -> Iterator[None]:
             raise  # our own mistake; the others are parser names that upstream lacks
         logger.debug("the server ended", exc_info=True)
         raise SystemExit(f"error: {one_line(error, args)}") from None
+    except RuntimeError as error:
+        if not is_loss(error):
+            raise
+        raise SystemExit(f"error: {error} The server ends.") from None
 
 
 def add_arguments(parser: ArgumentParser) -> None:
