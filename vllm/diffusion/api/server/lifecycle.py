@@ -40,7 +40,19 @@ LOST = "an engine of the server is gone; try again later or elsewhere"
 _ANSWER_S = 1.0  # a probe's patience with an engine that is inside a step
 _FLUSH_S = 2.0  # for the last errors to reach their clients
 _WAKE_S = 0.5  # between polls of an engine that is ending
+_status = 0
 _END_S = 4.0  # until a server that lost an engine ends, whatever holds it up
+
+
+def fail() -> None:
+    """Let this process end with a status that is not 0, once its server has ended."""
+    global _status
+    _status = 1
+
+
+def status() -> int:
+    """Return the status with which this process is to end."""
+    return _status
 
 
 class Lifecycle:
@@ -114,15 +126,15 @@ class Lifecycle:
 
     def _shut_down(self, timeout: float | None = None) -> None:
         """Drain and stop; upstream calls it in a thread on a signal, and again at the very end."""
-        is_lost = self._is_lost or (self._engine.errored and not self._is_draining)
-        is_first = multiprocessing.parent_process() is None  # else upstream's first process fails
+        if self._engine.errored and not self._is_draining:
+            self._is_lost = True
         drains = not self._is_draining and not self._is_on_loop()
         self._is_draining = True
         if not drains:
             self._stop_engine(timeout=timeout)
-            if is_lost and is_first and self._is_on_loop():
+            if self._is_lost:
                 self._cut.cancel()
-                raise SystemExit(1)
+                fail()
             return
         asyncio.run_coroutine_threadsafe(self._drain(timeout or 0.0), self._loop).result()
         waking = asyncio.run_coroutine_threadsafe(self._keep_awake(), self._loop)
