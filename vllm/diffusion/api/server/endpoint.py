@@ -105,6 +105,12 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 
 
+@router.post(  # routers rewrite bodies of /generate by a form that they know; here none does
+    "/v1/generate",
+    dependencies=[Depends(validate_json_request)],
+    response_model=None,
+    include_in_schema=False,
+)
 @router.post(
     "/generate",
     dependencies=[Depends(validate_json_request)],

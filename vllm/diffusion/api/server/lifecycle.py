@@ -126,8 +126,9 @@ class Lifecycle:
 
     def _shut_down(self, timeout: float | None = None) -> None:
         """Drain and stop; upstream calls it in a thread on a signal, and again at the very end."""
-        if self._engine.errored and not self._is_draining:
-            self._is_lost = True
+        if self._engine.errored and not (self._is_draining or self._is_lost):
+            self._is_lost = True  # on another host, or by an error that it has told
+            logger.error("an engine is gone: the server ends with status 1")
         drains = not self._is_draining and not self._is_on_loop()
         self._is_draining = True
         if not drains:
