@@ -10,6 +10,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 if TYPE_CHECKING:
+    from vllm.diffusion.core.trajectory import Trajectory
     from vllm.diffusion.engine.slices import PausedStep, Slice, SliceTiming
     from vllm.diffusion.memory import Rates
     from vllm.diffusion.request.likelihood import TokenScores
@@ -57,7 +58,7 @@ class CanvasView:
     """The canvas of N positions after a forward, packed: it crosses processes in every step.
 
     Attributes:
-        step: number of the forward, from 1.
+        step: number of the step, from 1.
         token_ids: N int32, little-endian: the committed token, else the newest proposal, else the
             mask token.
         committed: N bytes, 1 where the token is committed.
@@ -77,7 +78,9 @@ class StepResult:
 
     Attributes:
         new_token_ids: tokens that became part of the finished prefix of the canvas.
-        num_forwards: forwards of the request so far.
+        num_steps: steps of the request so far: forwards of the loop that takes one at a time.
+        num_forwards: forwards of the request so far; one may serve several steps.
+        num_drafted: states that were guessed, and evaluated beside a step's own, so far.
         num_committed: canvas positions committed so far.
         next_rows: rows of its next forward; 0 where it has none.
         infilled: tokens that replaced mask tokens of the prompt so far, by position.
@@ -88,12 +91,15 @@ class StepResult:
         num_kept: positions from 0 whose keys and values are kept; its next forward begins there.
         is_closed: the answer fills its room with a whole string of its language, which no text
             could continue.
+        trajectory: how the answer came about, for requests that ask, once it may be complete.
     """
 
     new_token_ids: list[int]
+    num_steps: int
     num_forwards: int
     num_committed: int
     next_rows: int = 0
+    num_drafted: int = 0
     infilled: dict[int, int] = field(default_factory=dict)
     error: str | None = None
     logprobs: LogprobsLists | None = None
@@ -101,6 +107,7 @@ class StepResult:
     scores: TokenScores | None = None
     num_kept: int = 0
     is_closed: bool = False
+    trajectory: Trajectory | None = None
 
 
 @dataclass(frozen=True)
@@ -143,7 +150,8 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     but wait their turn. `long` names those of which no step is launched as a whole any more, and
     `next_slice` the one of them that continues in this step. `finished_req_ids` names those whose
     canvas is no longer needed; `scheduled_at` is `time.monotonic()`. `new_pages` holds, by request,
-    pages that the scheduler hands out; workers take them in before the step.
+    pages that the scheduler hands out; workers take them in before the step. With `drains` nothing
+    new is launched, only a step under way is collected.
     """
 
     admitted: list[NewCanvas] = field(default_factory=list)
@@ -151,6 +159,7 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     scheduled_at: float = 0.0
     next_slice: Slice | None = None
     long: list[str] = field(default_factory=list)
+    drains: bool = False
 
 
 @dataclass

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.algorithms import Algorithm
     from vllm.diffusion.request.families import Family
 
+MOST_STATES = 15  # that are guessed for a forward
 REMASKING: tuple[str, ...] = ("low_confidence", "random")
 _RECORDS = (*ALGORITHMS.values(), *BLOCK_ALGORITHMS.values())
 CACHES = tuple(dict.fromkeys(cache for a in _RECORDS for cache in a.caches))
@@ -256,11 +257,42 @@ FIELDS: tuple[Field, ...] = (
         default=False,
     ),
     Field(
+        "return_trajectory",
+        bool,
+        "return which step committed which token, and its log probability then",
+        default=False,
+    ),
+    Field(
+        "return_entropy",
+        bool,
+        "beside return_trajectory: also the entropy of the distribution at each commit",
+        default=False,
+    ),
+    Field(
+        "complete_blocks",
+        bool,
+        "an answer ends when the block of its last token is filled; what follows that token is in "
+        "the trajectory alone",
+        default=False,
+    ),
+    Field(
         "force_single_batch",
         bool,
         "run the request alone in its steps",
         default=False,
         server_wide=True,
+    ),
+    Field(
+        "num_speculative_states",
+        int,
+        "states of the answer that may be guessed and evaluated beside the next one in a forward; "
+        "guesses that come true save forwards, and the answer is the same; 0 guesses none",
+        default=0,
+        minimum=0,
+        maximum=MOST_STATES,
+        neutral=(0,),
+        server_wide=True,
+        **users(lambda a: a.speculates is not None),
     ),
     # Its place among others.
     Field(

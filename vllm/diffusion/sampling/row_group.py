@@ -46,7 +46,7 @@ class RowGroup:
     Attributes:
         params: the request's parameters, seed included.
         scoring: scores that its decoding rule needs.
-        step: number of the request's forward, from 0.
+        step: number of the request's step, from 0.
         forbid_mask: the mask token must not be proposed.
         rows: R consecutive rows of the hidden states, which predict the masked positions.
         unconditional_rows: rows of these positions in the prompt-masked sequence, with guidance.
@@ -78,7 +78,7 @@ class RowGroup:
     @property
     def has_extras(self) -> bool:
         """Whether more than candidates is wanted of the logits."""
-        wants_logprobs = self.params.num_logprobs is not None or self.token_ids is not None
+        wants_logprobs = self.params.has_extras or self.token_ids is not None
         return self.adjust is not None or wants_logprobs
 
     @property

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from vllm.diffusion.request.lengths import forwards_saved
+from vllm.diffusion.engine.scheduler.trajectories import trajectory_of
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 if TYPE_CHECKING:
@@ -131,6 +131,8 @@ def _side_channel(item: RequestState, result: StepResult) -> dict[str, Any] | No
     if item.request.is_finished() or item.request.sampling_params.stop:
         fields |= _report(item)
         fields |= {"infilled": result.infilled} if result.infilled else {}
+        if result.trajectory is not None:
+            fields["trajectory"] = trajectory_of(item, result.trajectory)
     if result.canvas is not None:
         fields["canvas"] = vars(result.canvas)
     if result.scores is not None:
@@ -143,8 +145,11 @@ def _report(item: RequestState) -> dict[str, Any]:
     ran = time.monotonic() - item.started if item.started else 0.0
     return {
         "steps": item.params.steps,
+        "num_steps": item.num_steps,
         "num_forwards": item.num_forwards,
-        "num_forwards_saved": forwards_saved(item.params, item.num_forwards, item.num_committed),
+        "states_drafted": item.num_drafted,
+        "states_accepted": item.num_steps - item.num_forwards,
+        "num_forwards_saved": item.num_forwards_saved,
         "num_committed": item.num_committed,
         "num_end_tokens": _num_end_tokens(item),
         "queue_ms": round(1000 * max(waited - ran, 0.0), 3),

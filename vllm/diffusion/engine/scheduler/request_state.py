@@ -13,6 +13,7 @@ from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.engine.planning import demand_of
 from vllm.diffusion.request.decision import decision_of
+from vllm.diffusion.request.lengths import forwards_saved
 from vllm.diffusion.request.params import DRAWN_SEED_BITS
 from vllm.v1.request import RequestStatus
 
@@ -60,6 +61,7 @@ class RequestState:
         num_pages: pages that it has, where the scheduler hands them out.
         prompt_of: the request that has computed what its first forward begins with.
         largest: usage of its step with the highest peak.
+        weight_version: label of the weights that compute it; None if it was another one before.
     """
 
     request: Request
@@ -73,10 +75,13 @@ class RequestState:
     next_rows: int = field(init=False)
     num_kept: int = 0
     num_pages: int = 0
+    num_steps: int = 0
     num_forwards: int = 0
+    num_drafted: int = 0
     num_committed: int = 0
     prompt_of: str | None = None
     largest: StepUsage | None = None
+    weight_version: str | None = "default"
 
     def __post_init__(self) -> None:
         self.next_rows = self.demand.first_rows
@@ -96,6 +101,8 @@ class RequestState:
         if decided.priority is None:
             decided = replace(decided, priority=request.priority)
         item = cls(request, decided, demand_of(decided, request.num_prompt_tokens))
+        if decided.return_trajectory and request.sampling_params.stop:
+            item.params = replace(decided, has_stop_strings=True)
         if decided.timeout_s is not None:
             left_s = decided.timeout_s - seconds_since_arrival(request)
             item.deadline = time.monotonic() + left_s
@@ -152,7 +159,8 @@ class RequestState:
             The new final tokens that belong to the answer.
         """
         self.next_rows, self.num_kept = result.next_rows, result.num_kept
-        self.num_forwards, self.num_committed = result.num_forwards, result.num_committed
+        self.num_steps, self.num_forwards = result.num_steps, result.num_forwards
+        self.num_drafted, self.num_committed = result.num_drafted, result.num_committed
         if usage is not None and (
             self.largest is None or usage.peak_bytes > self.largest.peak_bytes
         ):
@@ -161,6 +169,12 @@ class RequestState:
         for gate in self.gates:
             gate.advanced(self)
         return new
+
+    @property
+    def num_forwards_saved(self) -> int:
+        """Forwards that it did without: those of steps that were not run, or shared one."""
+        unneeded = forwards_saved(self.params, self.num_steps, self.num_committed)
+        return unneeded + self.num_steps - self.num_forwards
 
     def leave(self) -> None:
         """Tell the gates that the request is over, whether it has started or not."""
