@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two replicas on Ray Serve, and one that is killed; where Ray is installed, which CI does not."""
 
-import importlib.util
+import importlib
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,6 @@ from tests.server.client import ANSWER, GENERATE, PUZZLE, Client
 from tests.server.process import PATIENCE_S, free_port, named
 
 ray = pytest.importorskip("ray", reason="wants ray[serve]")
-APP = ROOT / "docs" / "examples" / "deploy" / "ray_serve.py"
 REPLICA = "ServeReplica"
 
 pytestmark = pytest.mark.slow
@@ -24,14 +23,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def http(model_dir: Path) -> Iterator[httpx.Client]:
-    from ray import cloudpickle, serve
+    from ray import serve
 
-    spec = importlib.util.spec_from_file_location("ray_serve", APP)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    cloudpickle.register_pickle_by_value(module)
+    app = importlib.import_module("docs.examples.deploy.ray_serve")
     port = free_port()
     ray.init(
         "local",
@@ -40,7 +34,7 @@ def http(model_dir: Path) -> Iterator[httpx.Client]:
         runtime_env={"env_vars": {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}},
     )
     serve.start(http_options={"port": port})
-    server = module.Mosaic.options(autoscaling_config=None, num_replicas=2)
+    server = app.Mosaic.options(autoscaling_config=None, num_replicas=2)
     serve.run(server.bind(str(model_dir), "--no-page"))
     url = f"http://127.0.0.1:{port}"
     with httpx.Client(base_url=url, timeout=PATIENCE_S, trust_env=False) as client:
