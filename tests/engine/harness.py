@@ -5,7 +5,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -56,6 +56,11 @@ class Answer:
     @property
     def num_forwards(self) -> int | None:
         return self.report.get("num_forwards")
+
+    @property
+    def num_steps(self) -> int | None:
+        """Forwards of a loop that takes one step at a time; fewer may serve them."""
+        return self.report.get("num_steps")
 
 
 class Engine:
@@ -247,6 +252,11 @@ def clear_cases(
     return asks, [wanted for (_, wanted), _ in cases]
 
 
+def speculating(asks: Iterable[Ask], most: int) -> list[Ask]:
+    """The same requests, with so many guesses a forward."""
+    return [Ask(a.prompt, {**a.extra, "num_speculative_states": most}, a.sampling) for a in asks]
+
+
 def record(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., Any]
 ) -> list[Any]:
@@ -278,11 +288,11 @@ def assert_parity(
 
 
 def assert_alike(answer: Answer, wanted: Run) -> None:
-    """The answer is the reference's canvas, with as many forwards."""
+    """The answer is the reference's canvas, with a step for each of its forwards."""
     both = zip(answer.token_ids, wanted.ids, wanted.decided_at, strict=False)
     differ = [step for found, token, step in both if found != token]
     assert answer.token_ids == wanted.ids, f"first difference at forward {min(differ, default=0)}"
-    assert answer.num_forwards == wanted.num_forwards
+    assert answer.num_steps == wanted.num_forwards
     assert answer.finish_reason == "length"
 
 
@@ -294,7 +304,7 @@ def refusal_error() -> Any:
 
 
 def assert_decoded(answers: Sequence[Answer], wanted: Sequence[Run]) -> None:
-    found = [(a.token_ids, a.num_forwards, a.finish_reason) for a in answers]
+    found = [(a.token_ids, a.num_steps, a.finish_reason) for a in answers]
     assert found == [(w.ids, w.num_forwards, "length") for w in wanted]
 
 

@@ -27,9 +27,11 @@ from tests.engine.harness import (
     clear_case,
     clear_cases,
     running,
+    speculating,
 )
 from tests.reference import golden
 from tests.reference.models import load_reference
+from vllm.diffusion.request.algorithms import ALGORITHMS
 
 CASES = ("mha", "dream", "moe")
 
@@ -184,6 +186,24 @@ def test_a_batch_of_everything(pair: Pair) -> None:
     assert [(a.token_ids, a.num_forwards) for a in answers] == canvases
     assert engine.is_idle()
     assert engine.runner.caches.num_bytes == 0
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "ahead"])
+def test_guesses_change_nothing(pair: Pair, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight requests at a time, with more guesses or fewer: tokens and steps are the loop's."""
+    case, engine, model = pair
+    monkeypatch.setattr(engine.loop, "runs_ahead", ahead)
+    cases = [c for c in EVERYTHING[ahead::2] if ALGORITHMS[c["algorithm"]].speculates]
+    asks, wanted = clear_cases(model, [(PROMPT_LENGTH, asked) for asked in cases])
+    asks = speculating(asks, {"mha": 7, "dream": 3, "moe": 1}[case])
+    saved = 0
+    for start in range(0, len(asks), 8):
+        answers = engine.ask(*asks[start : start + 8])
+        for answer, run in zip(answers, wanted[start:], strict=False):
+            assert_alike(answer, run)
+            saved += answer.report["num_steps"] - answer.report["num_forwards"]
+    assert saved > len(asks) / 2
+    assert engine.is_idle()
 
 
 def test_random_entropies(pair: Pair) -> None:

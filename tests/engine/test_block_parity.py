@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, random_prompt
-from tests.engine.harness import Answer, Ask, Engine, running
+from tests.engine.harness import Answer, Ask, Engine, running, speculating
 from tests.reference import block_loops, golden
 from tests.reference.models import load_reference
+from vllm.diffusion.request.algorithms import BLOCK_ALGORITHMS
 
 STOP_IDS = frozenset({EOS_ID, EOT_ID})
 ROW_BUDGET = 56
@@ -179,10 +180,10 @@ def same(answers: Sequence[Answer], wanted: Sequence[Wanted]) -> None:
     """The loops decode the last block to its end, the engine as far as the answer reaches."""
     assert [answer.token_ids for answer in answers] == [case.answer for case in wanted]
     for answer, (ask, tokens, num_forwards) in zip(answers, wanted, strict=True):
-        assert answer.num_forwards is not None
-        assert answer.num_forwards <= num_forwards
+        assert answer.num_steps is not None
+        assert answer.num_steps <= num_forwards
         if (len(ask.prompt) + len(tokens)) % ask.extra["block_length"] == 0:
-            assert answer.num_forwards == num_forwards
+            assert answer.num_steps == num_forwards
 
 
 def with_cache(wanted: Sequence[Wanted], cache: str) -> list[Ask]:
@@ -210,3 +211,22 @@ def test_in_mixed_batches(
     asks = [*with_cache(wanted, "exact"), *with_cache(wanted, "none")[::2]]
     same(engine.ask(*asks), [*wanted, *wanted[::2]])
     assert engine.is_idle()
+
+
+@pytest.mark.parametrize("most", [1, 3, 7])
+def test_guesses_change_nothing(
+    served: tuple[Engine, list[Wanted]], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where requests are preempted, as there are few pages, and prompts come in parts."""
+    engine, wanted = served
+    monkeypatch.setattr(engine.runner.planner, "row_budget", 10 * ROW_BUDGET)
+    guessed = [w for w in wanted if BLOCK_ALGORITHMS[w.ask.extra["algorithm"]].speculates]
+    for ahead in (False, True) if guessed else ():
+        monkeypatch.setattr(engine.loop, "runs_ahead", ahead)
+        asks = [*with_cache(guessed, "exact"), *with_cache(guessed, "none")]
+        asks = speculating(asks, most)
+        same(engine.ask(*asks), [*guessed, *guessed])
+        alone = [engine.ask(ask)[0] for ask in asks]
+        same(alone, [*guessed, *guessed])
+        assert any(a.report["num_forwards"] < a.report["num_steps"] for a in alone)
+        assert engine.is_idle()

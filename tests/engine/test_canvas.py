@@ -111,6 +111,18 @@ def test_a_report_tells_what_the_commit_left_whatever_is_filled_before_it() -> N
     assert list(report.canvas.committed) == [1] * 4 + [0] * 12
 
 
+def test_a_report_tells_of_all_commits_since_the_one_before() -> None:
+    made, found = canvas(LLADA, block_length=1, steps=16, stream_canvas=True), []
+    for count in (1, 3, 0, 2):
+        for _ in range(count):
+            positions = made.begin().eligible
+            made.commit(Candidates(positions, 20 + positions, np.full(positions.size, 0.5)))
+        found.append(made.report())
+    assert [result.new_token_ids for result in found] == [[28], [29, 30, 31], [], [32, 33]]
+    assert [result.num_steps for result in found] == [1, 4, 4, 6]
+    assert [result.canvas and result.canvas.step for result in found] == [1, 4, 4, 6]
+
+
 def test_a_token_keeps_the_probability_with_which_it_was_committed() -> None:
     """Also where a rule that edits asks for another one and leaves it."""
     made = canvas(SDAR, algorithm="joint_threshold", stream_canvas=True, editing_threshold=0.8)

@@ -25,6 +25,7 @@ from tests.engine.harness import (
     refusal_error,
     running,
     shrink,
+    speculating,
     start,
     tokens,
 )
@@ -94,6 +95,9 @@ def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
         with pytest.raises(refusal_error(), match="gen_length"):
             engine.ask(Ask(asks[0].prompt, {"gen_length": 300}))
         assert_decoded(engine.ask(asks[3]), wanted[3:4])
+        guessed = engine.ask(*speculating(asks, 3))
+        assert_decoded(guessed, wanted)
+        assert any(answer.report["states_accepted"] for answer in guessed)
         engine.llm.collective_rpc(shrink_rank)
         chunked = engine.ask(*asks)
         assert_decoded(chunked, wanted)
@@ -107,7 +111,8 @@ def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
         broken = engine.ask(*few)
         assert ["RankError" in answer.report["error"] for answer in broken] == [True] * len(few)
         engine.llm.collective_rpc(fail_once, args=("memory",))
-        assert_decoded(engine.ask(*few), wanted)  # all ranks try the same step again
+        # All ranks try the same step again, without guesses.
+        assert_decoded(engine.ask(*speculating(few, 2)), wanted)
         engine.llm.collective_rpc(break_rule)
         first, *others = engine.ask(*few)
         assert "the rule broke" in first.report["error"]
@@ -133,7 +138,7 @@ def test_ranks_take_the_same_turns(tmp_path: Path) -> None:
         assert_decoded(engine.ask(as_request(own, **guided)), [frozen])
         alone = [engine.ask(ask)[0].token_ids for ask in kept]
         for _ in range(2):
-            *cached, last = engine.ask(*kept, whole)
+            *cached, last = engine.ask(*speculating([*kept, whole], 2))
             assert [answer.token_ids for answer in cached] == alone
             assert_decoded([last], [wanted])
             engine.llm.collective_rpc(run_ahead)

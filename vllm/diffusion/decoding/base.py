@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 
@@ -110,9 +111,8 @@ class DecodingRule(ABC):
     draw_purpose: int | None = None  # of Candidates.draws
     token_ids: Array | None = None  # [R, k] int64, whose log probabilities are wanted, by candidate
     scores: TokenScores | None = None  # the answer of a rule that reads and does not commit
-    sized_blocks: list[tuple[int, int]] | None = (
-        None  # half-open, in rules that choose where they end
-    )
+    # Blocks begun so far, half-open, in rules that choose where they end.
+    sized_blocks: tuple[tuple[int, int], ...] | None = None
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         self.params = params
@@ -120,6 +120,13 @@ class DecodingRule(ABC):
         self.forbid_mask = self.forbade_mask = False  # in the next forward, and in the last one
         self._mask = np.array(params.mask_id)  # comparing arrays with a number costs twice as much
         self._takes_all = False
+
+    def fork(self) -> Self:
+        """Return an independent copy, which may go on with other tokens.
+
+        Rules with state on a device have none.
+        """
+        return copy.copy(self)
 
     @abstractmethod
     def prepare(self, tokens: Array) -> ForwardTarget | None:

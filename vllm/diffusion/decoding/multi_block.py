@@ -6,8 +6,9 @@ The reference differs between LLaDA and Dream; families that shift their logits 
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -97,6 +98,11 @@ class MultiBlock(PipelinedRule):
         self._forced: int | None = None
         self._cache = DelayedCache(params) if params.cache == "delayed" else None
         self.start_block().is_full = params.decoded_token_threshold <= 1
+
+    def fork(self) -> Self:
+        other = super().fork()
+        other._cache = copy.copy(self._cache)
+        return other
 
     def prepare(self, tokens: Array) -> ForwardTarget | None:
         self._forced = None

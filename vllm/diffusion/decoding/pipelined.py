@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from vllm.diffusion.core.scoring import Scoring
 from vllm.diffusion.decoding.base import Candidates, DecodingRule, ForwardTarget, most_certain_first
@@ -60,6 +60,13 @@ class PipelinedRule(DecodingRule):
         self.step = 0  # number of the forward, from 1
         self._length = prompt_length + params.gen_length
         self._first_full: Block | None = None  # with masked positions
+
+    def fork(self) -> Self:
+        other = super().fork()
+        other.blocks = [replace(block) for block in self.blocks]
+        if self._first_full is not None:
+            other._first_full = other.blocks[self.blocks.index(self._first_full)]
+        return other
 
     def prepare(self, tokens: Array) -> ForwardTarget | None:
         masked = tokens == self.params.mask_id

@@ -58,7 +58,7 @@ class CanvasView:
     """The canvas of N positions after a forward, packed: it crosses processes in every step.
 
     Attributes:
-        step: number of the forward, from 1.
+        step: number of the step, from 1.
         token_ids: N int32, little-endian: the committed token, else the newest proposal, else the
             mask token.
         committed: N bytes, 1 where the token is committed.
@@ -78,7 +78,9 @@ class StepResult:
 
     Attributes:
         new_token_ids: tokens that became part of the finished prefix of the canvas.
-        num_forwards: forwards of the request so far.
+        num_steps: steps of the request so far: forwards of the loop that takes one at a time.
+        num_forwards: forwards of the request so far; one may serve several steps.
+        num_drafted: states that were guessed, and evaluated beside a step's own, so far.
         num_committed: canvas positions committed so far.
         next_rows: rows of its next forward; 0 where it has none.
         infilled: tokens that replaced mask tokens of the prompt so far, by position.
@@ -93,9 +95,11 @@ class StepResult:
     """
 
     new_token_ids: list[int]
+    num_steps: int
     num_forwards: int
     num_committed: int
     next_rows: int = 0
+    num_drafted: int = 0
     infilled: dict[int, int] = field(default_factory=dict)
     error: str | None = None
     logprobs: LogprobsLists | None = None

@@ -54,6 +54,9 @@ class Algorithm:
         ends_short: whether the last block may be shorter than the others.
         reads_row_before: in block-causal families: whether it is for those that shift their logits,
             whose block begins with a token that the row before it predicts.
+        speculates: how its next states are guessed: one from another, as the number of positions
+            that a step commits does not depend on scores ("chain"), or several of each, by that
+            number ("fan"); None where its state is not the rule's alone.
     """
 
     name: str
@@ -71,6 +74,7 @@ class Algorithm:
     draws: bool = True
     ends_short: bool = False
     reads_row_before: bool = False
+    speculates: Literal["chain", "fan"] | None = "fan"
 
     @property
     def is_block_causal(self) -> bool:
@@ -99,6 +103,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             source=1,
             pace="steps",
             random_scores="all",
+            speculates="chain",
         ),
         Algorithm(
             "threshold",
@@ -186,6 +191,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             "their position in the steps before",
             source=6,
             parameters=("threshold",),
+            speculates=None,
         ),
         Algorithm(
             "dream",
@@ -198,6 +204,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             pace="steps",
             parameters=("alg", "alg_temp", "eps"),
             caches=("none", "frozen"),
+            speculates="chain",
         ),
         Algorithm(
             "adablock",
@@ -237,6 +244,7 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
             pace="steps",
             parameters=("steps_per_block",),
             caches=_KEPT_BLOCKS,
+            speculates="chain",
         ),
         Algorithm(
             "sequential",
@@ -247,6 +255,7 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
             pace="steps",
             parameters=("steps_per_block",),
             caches=_KEPT_BLOCKS,
+            speculates="chain",
         ),
         Algorithm(
             "entropy_bounded",
@@ -278,6 +287,7 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
             ),
             defaults={"threshold": 0.95},
             caches=_KEPT_BLOCKS,
+            speculates=None,
         ),
         Algorithm(
             "hierarchy_block",

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.algorithms import Algorithm
     from vllm.diffusion.request.families import Family
 
+MOST_STATES = 15  # that are guessed for a forward
 REMASKING: tuple[str, ...] = ("low_confidence", "random")
 _RECORDS = (*ALGORITHMS.values(), *BLOCK_ALGORITHMS.values())
 CACHES = tuple(dict.fromkeys(cache for a in _RECORDS for cache in a.caches))
@@ -280,6 +281,18 @@ FIELDS: tuple[Field, ...] = (
         "run the request alone in its steps",
         default=False,
         server_wide=True,
+    ),
+    Field(
+        "num_speculative_states",
+        int,
+        "states of the answer that may be guessed and evaluated beside the next one in a forward; "
+        "guesses that come true save forwards, and the answer is the same; 0 guesses none",
+        default=0,
+        minimum=0,
+        maximum=MOST_STATES,
+        neutral=(0,),
+        server_wide=True,
+        **users(lambda a: a.speculates is not None),
     ),
     # Its place among others.
     Field(

@@ -96,6 +96,7 @@ class DiffusionParams(AlgorithmParams):
     alone. `guide` is the language of the answer, if it has one; `edits` are the changes of logits
     that it asks for, if any. `suffix_ids` stand on the canvas, right behind the longest answer.
     `has_stop_strings` says that any step's tokens may be the last ones.
+    `num_speculative_states` is the number of states that may be guessed for a forward.
     """
 
     algorithm: str
@@ -138,6 +139,7 @@ class DiffusionParams(AlgorithmParams):
     guide: Guide | None = None
     edits: Edits | None = None
     suffix_ids: tuple[int, ...] = ()
+    num_speculative_states: int = 0
     has_stop_strings: bool = False
 
     @property

@@ -46,7 +46,7 @@ class RowGroup:
     Attributes:
         params: the request's parameters, seed included.
         scoring: scores that its decoding rule needs.
-        step: number of the request's forward, from 0.
+        step: number of the request's step, from 0.
         forbid_mask: the mask token must not be proposed.
         rows: R consecutive rows of the hidden states, which predict the masked positions.
         unconditional_rows: rows of these positions in the prompt-masked sequence, with guidance.

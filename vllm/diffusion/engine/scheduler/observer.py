@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from vllm.diffusion import metrics
 from vllm.diffusion.engine.scheduler.request_state import seconds_since_arrival
-from vllm.diffusion.request.lengths import forwards_saved
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import RequestStatus
@@ -68,8 +67,7 @@ class Observer:
             return
         self._seen.observe(metrics.TOKENS_PER_FORWARD, item.num_committed / item.num_forwards)
         if item.request.status in ANSWERED:
-            saved = forwards_saved(item.params, item.num_forwards, item.num_committed)
-            self._seen.count(metrics.FORWARDS_SAVED, saved)
+            self._seen.count(metrics.FORWARDS_SAVED, item.num_forwards_saved)
 
     # ---- steps ----
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from vllm.diffusion.engine.scheduler.trajectories import trajectory_of
-from vllm.diffusion.request.lengths import forwards_saved
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 if TYPE_CHECKING:
@@ -146,8 +145,11 @@ def _report(item: RequestState) -> dict[str, Any]:
     ran = time.monotonic() - item.started if item.started else 0.0
     return {
         "steps": item.params.steps,
+        "num_steps": item.num_steps,
         "num_forwards": item.num_forwards,
-        "num_forwards_saved": forwards_saved(item.params, item.num_forwards, item.num_committed),
+        "states_drafted": item.num_drafted,
+        "states_accepted": item.num_steps - item.num_forwards,
+        "num_forwards_saved": item.num_forwards_saved,
         "num_committed": item.num_committed,
         "num_end_tokens": _num_end_tokens(item),
         "queue_ms": round(1000 * max(waited - ran, 0.0), 3),

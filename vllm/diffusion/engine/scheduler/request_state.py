@@ -13,6 +13,7 @@ from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.engine.planning import demand_of
 from vllm.diffusion.request.decision import decision_of
+from vllm.diffusion.request.lengths import forwards_saved
 from vllm.diffusion.request.params import DRAWN_SEED_BITS
 from vllm.v1.request import RequestStatus
 
@@ -74,7 +75,9 @@ class RequestState:
     next_rows: int = field(init=False)
     num_kept: int = 0
     num_pages: int = 0
+    num_steps: int = 0
     num_forwards: int = 0
+    num_drafted: int = 0
     num_committed: int = 0
     prompt_of: str | None = None
     largest: StepUsage | None = None
@@ -156,7 +159,8 @@ class RequestState:
             The new final tokens that belong to the answer.
         """
         self.next_rows, self.num_kept = result.next_rows, result.num_kept
-        self.num_forwards, self.num_committed = result.num_forwards, result.num_committed
+        self.num_steps, self.num_forwards = result.num_steps, result.num_forwards
+        self.num_drafted, self.num_committed = result.num_drafted, result.num_committed
         if usage is not None and (
             self.largest is None or usage.peak_bytes > self.largest.peak_bytes
         ):
@@ -165,6 +169,12 @@ class RequestState:
         for gate in self.gates:
             gate.advanced(self)
         return new
+
+    @property
+    def num_forwards_saved(self) -> int:
+        """Forwards that it did without: those of steps that were not run, or shared one."""
+        unneeded = forwards_saved(self.params, self.num_steps, self.num_committed)
+        return unneeded + self.num_steps - self.num_forwards
 
     def leave(self) -> None:
         """Tell the gates that the request is over, whether it has started or not."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.core.spans import PageTable
     from vllm.diffusion.decoding import ForwardTarget
-    from vllm.diffusion.engine.worker.canvas import Canvas
+    from vllm.diffusion.engine.worker.branches import Packed
     from vllm.diffusion.engine.worker.window import Window
     from vllm.diffusion.ops import Array
 
@@ -57,7 +57,7 @@ class Packing:
     positions, then of windows of some, which read kept keys. Columns are [S] int64.
 
     Attributes:
-        canvases: the requests, in the order of their rows.
+        canvases: the requests, and guesses of their states, in the order of their rows.
         windows: per request, the positions that are computed.
         pages: where the store has the keys and values that are kept.
         positions: [T] int64, from 0 in every sequence.
@@ -72,7 +72,7 @@ class Packing:
         num_own: sequences that read keys of this step; those behind them read kept ones.
     """
 
-    canvases: tuple[Canvas, ...]
+    canvases: tuple[Packed, ...]
     windows: tuple[Window, ...]
     pages: PageTable
     positions: Array
@@ -130,7 +130,7 @@ class StepBatch:
     logit_shift: int
 
     @property
-    def canvases(self) -> tuple[Canvas, ...]:
+    def canvases(self) -> tuple[Packed, ...]:
         return self.packing.canvases
 
     @property
@@ -205,7 +205,7 @@ class StepBatch:
 
 
 def build_batch(
-    canvases: Iterable[Canvas],
+    canvases: Iterable[Packed],
     logit_shift: int,
     pages: PageTable,
     before: Packing | None = None,
@@ -232,13 +232,13 @@ def build_batch(
     return StepBatch(np.concatenate(rows), works, before, logit_shift)
 
 
-def _kind(forward: tuple[Canvas, ForwardTarget, Window]) -> int:
+def _kind(forward: tuple[Packed, ForwardTarget, Window]) -> int:
     """Sort key of a request's rows: first what keeps nothing, last what reads the store."""
     canvas, _, window = forward
     return (canvas.window.cache is not None) + window.reads_kept
 
 
-def _pack(canvases: tuple[Canvas, ...], windows: tuple[Window, ...], pages: PageTable) -> Packing:
+def _pack(canvases: tuple[Packed, ...], windows: tuple[Window, ...], pages: PageTable) -> Packing:
     """Lay out the rows of these requests one after the other, in this order, without padding."""
     slots, kept_starts, numbers = [_NO_SLOTS], [], list[int]()
     for canvas, window in zip(canvases, windows, strict=True):

@@ -47,7 +47,10 @@ class Canvas:
         rule: its decoding rule, with its state.
         window: what its next forward computes, and the keys and values that it keeps.
         wants_logprobs: log probabilities are wanted of proposed tokens, or of tokens to be scored.
-        num_forwards: forwards so far.
+        num_steps: steps so far: forwards of the loop that takes one at a time. It numbers a step's
+            random numbers.
+        num_accepted: those of them whose forward was that of an earlier one.
+        num_drafted: states that were guessed, and evaluated beside a step's own.
         is_complete: all of the answer is final.
     """
 
@@ -71,12 +74,12 @@ class Canvas:
         self._guests = guests_of(self.params, self.tokens, self.prompt_length, self.rule)
         self._num_final = 0  # canvas positions from 0
         self._next_news = 0  # with fewer positions settled a commit makes nothing final
-        self._newest: list[int] = []  # tokens that the newest commit made final
+        self._newest: list[int] = []  # tokens that became final since the newest report
         self._num_committed: int | None = None  # see `_look`
         self._work: ForwardTarget | None = None  # begun and not committed
         self._is_for_rule = True  # the forward under way
         self._is_over = False  # the rule has nothing left to fill
-        self.num_forwards = 0
+        self.num_steps = self.num_accepted = self.num_drafted = 0
         self.is_complete = False
 
     def _masked_row(self, prompt: list[int], params: DiffusionParams) -> Array:
@@ -101,14 +104,18 @@ class Canvas:
         return [
             joint
             for guest in self._guests
-            for joint in guest.joints(self.tokens, work, self.rule.scoring, self.num_forwards)
+            for joint in guest.joints(self.tokens, work, self.rule.scoring, self.num_steps)
         ]
 
-    def edits(self, positions: Array) -> RowEdits | None:
-        """Changes of the logits at canvas positions [R] that the request asks for, if any."""
+    def edits(self, positions: Array, tokens: Array | None = None) -> RowEdits | None:
+        """Changes of the logits at canvas positions [R] that the request asks for, if any.
+
+        `tokens` [T] are those that count, by default its own.
+        """
         if self._editor is None:
             return None
-        return self._editor.of(self.tokens, positions + self.prompt_length)
+        row = self.tokens if tokens is None else tokens
+        return self._editor.of(row, positions + self.prompt_length)
 
     @property
     def adjust_logits(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
@@ -117,10 +124,14 @@ class Canvas:
 
     @property
     def sequences(self) -> tuple[Array, ...]:
-        """Tokens [T] of each sequence; the unconditional one masks all that was known at first."""
+        """Tokens [T] of each sequence."""
+        return self.sequences_of(self.tokens)
+
+    def sequences_of(self, tokens: Array) -> tuple[Array, ...]:
+        """Rows [T] to compute for a row of tokens; the unconditional one masks what was known."""
         if self.window.num_sequences == 1:
-            return (self.tokens,)
-        return self.tokens, np.where(self._known, self.params.mask_id, self.tokens)
+            return (tokens,)
+        return tokens, np.where(self._known, self.params.mask_id, tokens)
 
     @property
     def next_rows(self) -> int:
@@ -142,6 +153,11 @@ class Canvas:
             rows = self.next_rows  # which begins it, or says what counts where the rule fails
             return self.window.next_size(rows)
         return self.window.size
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards so far; one may serve several steps."""
+        return self.num_steps - self.num_accepted
 
     @property
     def has_made_one_forward(self) -> bool:
@@ -191,14 +207,22 @@ class Canvas:
                 guest.fill(start, token)
         return work
 
-    def draws(self, positions: Array) -> Array | None:
-        """Uniform random numbers [R] for the next commit's positions; None if the rule has none."""
+    def draws(self, positions: Array, step: int | None = None) -> Array | None:
+        """Uniform random numbers [R] for a commit's positions, by default the next commit's.
+
+        None if the rule has none.
+        """
         purpose = self.rule.draw_purpose
-        if purpose is None or self.params.seed is None:
+        return None if purpose is None else self.uniform(purpose, positions, step)
+
+    def uniform(self, purpose: int, positions: Array, step: int | None = None) -> Array | None:
+        """Uniform random numbers [R] of a step for one purpose; None without a seed."""
+        if self.params.seed is None:
             return None
         on_canvas = torch.from_numpy(positions - self.prompt_length)
-        seed, step = self.params.seed, self.num_forwards
-        drawn: Array = ops.philox_uniform(seed, purpose, step, on_canvas, range(1))[:, 0].numpy()
+        step = self.num_steps if step is None else step
+        numbers = ops.philox_uniform(self.params.seed, purpose, step, on_canvas, range(1))
+        drawn: Array = numbers[:, 0].numpy()
         return drawn
 
     @property
@@ -222,7 +246,7 @@ class Canvas:
             written = self._write(self._chosen(found))
         num_settled = self.rule.settled(self.tokens) if work is None else work.rows[0]
         forward, self._is_for_rule = self.window.end(), True
-        self._num_committed, self._newest = None, []
+        self._num_committed = None
         if num_settled < self._next_news:
             return  # most often no block was finished
         if forward is not None and num_settled >= self.window.least_committed:
@@ -234,22 +258,23 @@ class Canvas:
             # The answer does not end before its prompt is whole, unless the rule leaves it so.
             if self._is_over or self._first_hole == self.length:
                 self._num_final = max(start, end)
-            self._newest = self._canvas[start : self._num_final].tolist()
             self._end_answer(start)
         if self._canvas.size:
             following = self.prompt_length + self._num_final + 1
             self._next_news = min(self.window.least_committed, following)
 
     def _end_answer(self, start: int) -> None:
-        """Note whether the newest tokens end the answer, `start` of which were final before.
+        """Take in the tokens that are final now, `start` of which were before; do they end it?
 
         Where a guest waits for more, the last of them is not final yet.
         """
-        end = self.params.answer_end(self._newest, start)
+        newest = self._canvas[start : self._num_final].tolist()
+        end = self.params.answer_end(newest, start)
         if end is not None and self._guests and not self._is_over:
             stop = start + end
             if not all(guest.may_end(self.tokens, stop) for guest in self._guests):
-                self._num_final, self._newest, end = stop - 1, self._newest[: end - 1], None
+                self._num_final, newest, end = stop - 1, newest[: end - 1], None
+        self._newest += newest
         self.is_complete = end is not None
 
     def use_weights(self, generation: int) -> None:
@@ -276,7 +301,7 @@ class Canvas:
         """Write tokens and return their positions [K]."""
         self._work = None
         self.tokens[commit.positions] = commit.tokens
-        self.num_forwards += 1
+        self.num_steps += 1
         return commit.positions
 
     @property
@@ -294,18 +319,21 @@ class Canvas:
             num_given = self.params.gen_length - self.params.num_open
             self._num_committed = self._canvas.size - num_masked - num_given
             for guest in self._guests:
-                guest.look(self.tokens, self.num_forwards)
+                guest.look(self.tokens, self.num_steps)
         return self._num_committed
 
     def report(self) -> StepResult:
-        """Return what clients see of the newest commit."""
+        """Return what clients see of the commits since the newest report."""
         num_committed, more = self.num_committed, dict[str, Any]()
-        final = range(self._num_final - len(self._newest), self._num_final)
+        newest, self._newest = self._newest, []
+        final = range(self._num_final - len(newest), self._num_final)
         for guest in self._guests:
             more |= guest.report(self.tokens, final, is_complete=self.is_complete)
         return StepResult(
-            new_token_ids=self._newest,
+            new_token_ids=newest,
+            num_steps=self.num_steps,
             num_forwards=self.num_forwards,
+            num_drafted=self.num_drafted,
             num_committed=num_committed,
             next_rows=0 if self.is_complete else self.next_rows,
             infilled=self._infilled() if self._prompt_holes.size else {},

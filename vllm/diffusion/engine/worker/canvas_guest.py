@@ -39,7 +39,7 @@ class CanvasGuest:
         """Take in which weights compute the next forward."""
 
     def look(self, tokens: Array, step: int) -> None:
-        """Take in the sequence as it is after forward number `step`, from 1."""
+        """Take in the sequence as it is after step number `step`, from 1."""
 
     def report(self, tokens: Array, final: range, *, is_complete: bool) -> dict[str, Any]:
         """Return fields of `StepResult`; canvas positions `final` became final with the commit."""

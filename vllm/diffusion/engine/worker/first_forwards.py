@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.engine.messages import NewCanvas
     from vllm.diffusion.engine.worker.batch import StepBatch
+    from vllm.diffusion.engine.worker.branches import Packed
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.forward import ForwardPass
     from vllm.diffusion.engine.worker.sample_rows import SamplePart, SampleRows
@@ -112,9 +113,9 @@ class FirstForwards:
         self._known.pop(req_id, None)
 
 
-def is_shared(canvas: Canvas) -> bool:
+def is_shared(canvas: Packed) -> bool:
     """Whether the next forward is the first one, and equal for all requests of its prompt."""
-    return canvas.num_forwards == 0 and shares_first_forward(canvas.params)
+    return canvas.num_steps == 0 and shares_first_forward(canvas.params)
 
 
 def is_copied(canvas: Canvas) -> bool:

@@ -18,6 +18,7 @@ from vllm.diffusion import ops
 from vllm.diffusion.engine.messages import StepUsage
 from vllm.diffusion.engine.worker.agreement import Agreement
 from vllm.diffusion.engine.worker.batch import build_batch
+from vllm.diffusion.engine.worker.branches import Speculation
 from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.engine.worker.first_forwards import FirstForwards, shares_first_forward
 from vllm.diffusion.engine.worker.forward import ForwardPass, run_to_end
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.messages import NewCanvas, NewPages
     from vllm.diffusion.engine.slices import Slice
     from vllm.diffusion.engine.worker.batch import Packing, StepBatch
+    from vllm.diffusion.engine.worker.branches import Packed
     from vllm.diffusion.engine.worker.forward import BodyOutputs, Chunked
     from vllm.diffusion.memory import ActivationPool, GraphMemory, Plan, Planner
     from vllm.diffusion.models.base import DiffusionModel
@@ -100,10 +102,11 @@ class DiffusionModelRunner:
             )
         self.canvases: dict[str, Canvas] = {}
         self.generation = 0  # of the weights: how often they have changed
-        ranks = ranks or Ranks()
+        ranks = self._ranks = ranks or Ranks()
         self._account = PoolAccount(pool, self.pages, graph_memory, ranks)
         self._forward = ForwardPass(model, pool, self.caches, ranks)
         self._firsts: FirstForwards | None = None  # from the first request that shares a prompt on
+        self._speculation: Speculation | None = None  # from the first request that asks for it on
         self.sliced: SlicedStep | None = None  # from the first long step on
         self._log = StepLog() if is_reporting else None
         self.usage = self.idle_usage  # of the newest step whose results were handed out
@@ -117,7 +120,13 @@ class DiffusionModelRunner:
     def launch(self, req_ids: list[str]) -> Step:
         """Give the device one denoise step of the named requests, without waiting for a GPU."""
         started = time.perf_counter()
-        batch, plan, planner_us = self._planned(req_ids)
+        canvases = [self.canvases[req_id] for req_id in req_ids]
+        packed: Sequence[Packed] = canvases
+        if self._speculation is not None:
+            packed = self._speculation.with_branches(canvases, self.planner.row_budget)
+        batch, plan, planner_us = self._planned(packed)
+        if len(packed) > len(canvases) and not self._serves_guesses(batch, plan):
+            batch, plan, planner_us = self._planned(canvases)
         self.pool.reset_peak(looks_often=not plan.is_whole(batch.num_rows))
         rows = SampleRows(batch)
         body = None if self.graphs is None else self.graphs.run(batch, plan)
@@ -138,11 +147,13 @@ class DiffusionModelRunner:
     def collect(self, step: Step) -> Outcomes:
         """Commit what a step found; requests that have gone meanwhile are left out."""
         found = step.rows.found(step.samples)
-        outcomes = {
-            canvas.req_id: _commit(canvas, own)
-            for canvas, own in zip(step.batch.canvases, found, strict=True)
-            if self.canvases.get(canvas.req_id) is canvas
-        }
+        outcomes = {}
+        for packed, own in zip(step.batch.canvases, found, strict=True):
+            canvas = self.canvases.get(packed.req_id)
+            if canvas is packed:
+                outcomes[canvas.req_id] = _commit(canvas, own)
+        if self._speculation is not None:
+            self._speculation.accept(step.rows, step.samples.host.numpy(), found, outcomes)
         self._over.append((step, time.perf_counter()))
         return outcomes
 
@@ -165,7 +176,7 @@ class DiffusionModelRunner:
             )
         if not self.sliced.is_of(self.canvases[asked.req_id]):
             self.sliced.drop()
-            self.sliced.begin(*self._planned([asked.req_id], asked.seconds))
+            self.sliced.begin(*self._planned([self.canvases[asked.req_id]], asked.seconds))
         return self.sliced.run(asked)
 
     def drop_slices(self) -> bool:
@@ -173,18 +184,26 @@ class DiffusionModelRunner:
         return self.sliced is not None and self.sliced.drop()
 
     def _planned(
-        self, req_ids: Sequence[str], longest_chunk_s: float = math.inf
+        self, canvases: Sequence[Packed], longest_chunk_s: float = math.inf
     ) -> tuple[StepBatch, Plan, float]:
         """Build and plan a step; also return the microseconds that planning took."""
         generation = self.caches.generation
-        batch = self._batch(req_ids)
+        batch = self._batch(canvases)
         plan, planner_us = self._plan(batch, longest_chunk_s)
         if self.caches.generation != generation:  # kept keys have moved to make room for it
-            batch = self._batch(req_ids)
+            batch = self._batch(canvases)
         return batch, plan, planner_us
 
-    def _batch(self, req_ids: Sequence[str]) -> StepBatch:
-        canvases = [self.canvases[req_id] for req_id in req_ids]
+    def _serves_guesses(self, batch: StepBatch, plan: Plan) -> bool:
+        """Whether guesses cost a step nothing but their rows: it is whole, and one graph's."""
+        has_graph = self.graphs is None or self.graphs.buckets.find(batch) is not None
+        return has_graph and plan.is_whole(batch.num_rows)
+
+    def drop_guesses(self) -> bool:
+        """Guess no states in the next step; whether there may have been some in the last one."""
+        return self._speculation is not None and self._speculation.forget_sources()
+
+    def _batch(self, canvases: Sequence[Packed]) -> StepBatch:
         shift, pages = self.model.family.logit_shift, self.caches.table
         batch = build_batch(canvases, shift, pages, self._packing)
         self._packing = batch.packing
@@ -220,6 +239,14 @@ class DiffusionModelRunner:
             self._firsts = FirstForwards(self._forward, self.pages, self.canvases)
             self._forward.note_first = self._firsts.note
         self.canvases[new.req_id] = canvas
+        if new.params.num_speculative_states and self._ranks.sequence.size == 1:
+            self._speculate(canvas)
+
+    def _speculate(self, canvas: Canvas) -> None:
+        """Guess states of a request, if it takes part in that."""
+        if self._speculation is None:
+            self._speculation = Speculation(self.canvases)
+        self._speculation.start(canvas)
 
     @torch.inference_mode()
     def step_known(self, new: NewCanvas) -> Outcomes:
@@ -227,7 +254,7 @@ class DiffusionModelRunner:
         firsts = self._firsts
         if firsts is None or not firsts.serves(new):
             return {}
-        rows = SampleRows(self._batch([new.req_id]))
+        rows = SampleRows(self._batch([self.canvases[new.req_id]]))
         sampled = firsts.sampled(rows, new)
         if sampled is None:
             return {}
@@ -257,6 +284,8 @@ class DiffusionModelRunner:
         self.canvases.pop(req_id, None)
         self.pages.release(req_id)
         self._packing = None
+        if self._speculation is not None:
+            self._speculation.forget(req_id)
         if self._firsts is not None:
             self._firsts.forget(req_id)
 

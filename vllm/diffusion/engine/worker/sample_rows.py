@@ -91,7 +91,7 @@ class SampleRows:
                 RowGroup(
                     params=canvas.params,
                     scoring=canvas.rule.scoring,
-                    step=canvas.num_forwards,
+                    step=canvas.num_steps,
                     forbid_mask=canvas.rule.forbid_mask,
                     rows=rows,
                     unconditional_rows=unconditional,
@@ -155,6 +155,22 @@ class SampleRows:
                 choices, awaited, strict=True
             )
         ]
+
+    def candidates(self, samples: Array, number: int) -> Candidates:
+        """Return the candidates of one request, by its index in the batch, also of a joint choice.
+
+        Without log probabilities; `samples` is the table of all samples, on the host.
+        """
+        end = int(self._ends[number])
+        work = self.batch.works[number]
+        table = samples[:3, end - work.eligible.size : end]
+        tokens, greedy = table[0].astype(np.int64), table[2].astype(np.int64)
+        return Candidates(work.eligible, tokens, table[1], greedy)
+
+    @cached_property
+    def _ends(self) -> Array:
+        """Columns of the table behind those of each request."""
+        return np.cumsum([work.eligible.size for work in self.batch.works])
 
 
 class _PartBuilder:

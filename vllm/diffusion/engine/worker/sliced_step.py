@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.engine.slices import Slice
     from vllm.diffusion.engine.worker.batch import StepBatch
+    from vllm.diffusion.engine.worker.branches import Packed
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.forward import Chunked
     from vllm.diffusion.engine.worker.step_memory import PoolAccount
@@ -132,7 +133,7 @@ class SlicedStep:
             return False
         return paused.kept_at == self._generation_of(canvas)
 
-    def _generation_of(self, canvas: Canvas) -> int | None:
+    def _generation_of(self, canvas: Packed) -> int | None:
         return None if canvas.window.cache is None else self._caches.generation
 
     def begin(self, batch: StepBatch, plan: Plan, planner_us: float) -> None:

@@ -218,8 +218,9 @@ class StepLoop:
     def _launch(self, rows: Mapping[str, int]) -> LaunchResult:
         """Launch a step with these rows a request.
 
-        Where memory runs out, what other steps have left behind is released, then what a paused
-        step holds, then the requests that take most are left out, each time with another try.
+        Where memory runs out, guesses are left out, then what other steps have left behind is
+        released, then what a paused step holds, then the requests that take most are left out, each
+        time with another try.
         """
         failures: dict[str, Exception] = {}
         ready = [req_id for req_id in rows if self._is_ready(req_id, failures, rows[req_id])]
@@ -231,6 +232,8 @@ class StepLoop:
                 return LaunchResult(step, failures)
             if not isinstance(failure, OUT_OF_MEMORY):
                 return LaunchResult(None, failures | dict.fromkeys(ready, failure))
+            if self._runner.drop_guesses():
+                continue
             if has_trimmed and not self._runner.drop_slices():
                 largest = self._largest(ready)
                 failures[largest] = failure
@@ -303,6 +306,7 @@ class StepLoop:
         canvas = self._runner.canvases.get(req_id)
         return StepResult(
             new_token_ids=[],
+            num_steps=0 if canvas is None else canvas.num_steps,
             num_forwards=0 if canvas is None else canvas.num_forwards,
             num_committed=0,
             error=f"{type(error).__name__}: {error}",

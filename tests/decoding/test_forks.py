@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of a rule that go on with guesses: the rule itself decides as if there were none."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.decoding.support import EOS, MASK, MODEL, SHIFTED, candidates
+from vllm.diffusion.decoding import DecodingRule, ForwardTarget, make_rule
+from vllm.diffusion.decoding.base import Array
+from vllm.diffusion.request import decision, fields
+from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, Algorithm
+from vllm.diffusion.request.families import FAST_DLLM, SDAR, Family
+
+PROMPT = [*range(1, 9)]
+
+
+def see(rule: DecodingRule, tokens: Array, work: ForwardTarget, chance: random.Random) -> list[int]:
+    """One forward of a model that knows nothing; the positions that are committed."""
+    positions = work.eligible.tolist()
+    found = [MASK if not rule.forbid_mask and chance.random() < 0.1 else 5 for _ in positions]
+    found = [EOS if chance.random() < 0.05 else token for token in found]
+    numbers = np.array([[chance.random() for _ in positions] for _ in range(2)])
+    greedy = np.array(found, dtype=np.int64)
+    scores = (numbers[0] - 0.5).tolist()
+    commit = rule.decide(candidates(positions, scores, found, greedy=greedy, draws=numbers[1]))
+    tokens[commit.positions] = commit.tokens
+    return [*commit.positions.tolist(), *commit.tokens.tolist()]
+
+
+def decode(rule: DecodingRule, *, forks: bool) -> list[list[int]]:
+    """What every forward commits; with `forks`, copies go astray before each of them."""
+    chance, other = random.Random(3), random.Random(4)
+    tokens, committed = np.array([*PROMPT, *[MASK] * 32]), list[list[int]]()
+    while (work := rule.prepare(tokens)) is not None and len(committed) < 300:
+        if work.fill is not None:
+            tokens[work.fill[0] :] = work.fill[1]
+        for _ in range(3 * forks):
+            astray, row, next_work = rule.fork(), tokens.copy(), work
+            while next_work is not None and other.random() < 0.8:
+                see(astray, row, next_work, other)
+                next_work = astray.prepare(row)
+        committed.append(see(rule, tokens, work, chance) if work.eligible.size else [])
+        rule.settled(tokens)
+    return committed
+
+
+def case(algorithm: Algorithm, family: Family, asked: dict[str, Any]) -> Any:
+    name = "-".join([family.name, algorithm.name, *map(str, asked.values())])
+    return pytest.param(algorithm, family, asked, id=name)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "family", "asked"),
+    [
+        *(
+            case(a, family, {})
+            for a in ALGORITHMS.values()
+            for family in (MODEL.family, SHIFTED.family)
+        ),
+        *(case(a, SDAR, {}) for a in BLOCK_ALGORITHMS.values() if not a.reads_row_before),
+        case(BLOCK_ALGORITHMS["hierarchy_block"], FAST_DLLM, {"sub_block_length": 2}),
+        case(ALGORITHMS["multi_block"], MODEL.family, {"cache": "delayed", "cache_delay_iter": 1}),
+        case(ALGORITHMS["multi_block"], MODEL.family, {"early_stop": True}),
+        case(ALGORITHMS["dream"], SHIFTED.family, {"alg": "origin"}),
+        case(ALGORITHMS["dream"], SHIFTED.family, {"alg": "entropy", "alg_temp": 0.5}),
+        case(ALGORITHMS["semi_ar"], MODEL.family, {"cache": "dual"}),
+    ],
+)
+def test_forks_change_nothing_of_their_rule(
+    algorithm: Algorithm, family: Family, asked: dict[str, Any]
+) -> None:
+    asked = {"algorithm": algorithm.name, "gen_length": 32, **asked}
+    if algorithm.blocks != "none":
+        asked["block_length"] = 8
+    if "threshold" in algorithm.parameters:
+        asked["threshold"] = 0.4
+    params = decision.decide(fields.canonical(asked), replace(MODEL, family=family), PROMPT)
+    alone, forked = (decode(make_rule(params, len(PROMPT)), forks=f) for f in (False, True))
+    assert len(alone) > 3
+    assert forked == alone

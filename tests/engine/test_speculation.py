@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guesses beside a step: right ones save forwards, wrong ones change nothing."""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import random_prompt
+from tests.engine.harness import (
+    BLOCKS,
+    Ask,
+    Engine,
+    as_request,
+    clear_case,
+    record,
+    refusal_error,
+    running,
+    speculating,
+    to_answer,
+)
+from tests.reference.models import LLaDAReference
+from vllm.diffusion.core.errors import ActivationBudgetError
+from vllm.diffusion.decoding.drafting import Drafter, State
+
+ONE_BY_ONE: dict[str, Any] = {"gen_length": 32, "block_length": 32, "steps": 32}
+THRESHOLD: dict[str, Any] = {"gen_length": 32, "block_length": 16, "threshold": 0.3}
+Draft = Callable[[Drafter, State, Any, int], list[State]]
+
+
+class Recorded:
+    """The states that a request goes through without guesses, as an oracle of those to come."""
+
+    def __init__(self, engine: Engine, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.states = list[State]()
+        with monkeypatch.context() as recording:
+            record(recording, engine.runner, "launch", self._note)
+            (self.answer,) = engine.ask(ask)
+
+    def _note(self, step: Any, _: list[str]) -> None:
+        (canvas,) = step.batch.canvases
+        work, _ = canvas.next_forward()
+        self.states.append(State(0, canvas.tokens.copy(), canvas.rule.fork(), work))
+
+    def draft(self, drafter: Drafter, certain: State, source: Any, most: int) -> list[State]:
+        """The states that follow, as far as their forwards are of the same kind."""
+        here = next(
+            i
+            for i, state in enumerate(self.states)
+            if (state.tokens == certain.tokens).all()
+            and state.work.eligible.tolist() == certain.work.eligible.tolist()
+        )
+        found = []
+        for depth, state in enumerate(self.states[here + 1 : here + 1 + most], 1):
+            if state.work.rows != certain.work.rows:
+                break
+            found.append(state._replace(depth=depth))
+        return found
+
+
+@pytest.fixture
+def drafts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Draft], None]]:
+    """Sets how states are guessed."""
+    yield lambda draft: monkeypatch.setattr(Drafter, "draft", draft)
+
+
+def wrong_token(state: State, chance: random.Random) -> State:
+    tokens = state.tokens.copy()
+    position = chance.randrange(20, 52)
+    tokens[position] = (tokens[position] + 1) % 200
+    return state._replace(tokens=tokens)
+
+
+def wrong_position(state: State, chance: random.Random) -> State:
+    """One committed position is open, and one that is open is not wanted."""
+    eligible = state.work.eligible
+    return state._replace(
+        work=state.work._replace(eligible=eligible[1:] if len(eligible) > 1 else eligible - 1)
+    )
+
+
+def wrong_depth(state: State, chance: random.Random) -> State:
+    return state._replace(depth=state.depth + 1)
+
+
+def other_rule(state: State, chance: random.Random) -> State:
+    rule = state.rule.fork()
+    rule.forbid_mask = not rule.forbid_mask
+    return state._replace(rule=rule)
+
+
+WRONG = [wrong_token, wrong_position, wrong_depth, other_rule]
+
+
+@pytest.mark.parametrize("asked", [ONE_BY_ONE, BLOCKS, THRESHOLD], ids=["1", "2", "threshold"])
+def test_an_oracle_saves_forwards(
+    engine: Engine,
+    model: LLaDAReference,
+    asked: dict[str, Any],
+    drafts: Callable[[Draft], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ask = as_request(clear_case(model, 20, **asked)[0], **asked)
+    recorded = Recorded(engine, ask, monkeypatch)
+    drafts(lambda *given: recorded.draft(*given))
+    steps = recorded.answer.num_steps or 0
+    for most in (1, 3, 7):
+        (answer,) = engine.ask(*speculating([ask], most))
+        assert (answer.token_ids, answer.num_steps) == (recorded.answer.token_ids, steps)
+        # The first forward has no guesses beside it, as nothing is known.
+        assert answer.num_forwards == 1 + -(-(steps - 1) // (most + 1))
+
+
+@pytest.mark.parametrize("spoil", WRONG)
+@pytest.mark.parametrize("asked", [ONE_BY_ONE, THRESHOLD], ids=["semi_ar", "threshold"])
+def test_wrong_guesses_change_nothing(
+    engine: Engine,
+    model: LLaDAReference,
+    asked: dict[str, Any],
+    spoil: Callable[[State, random.Random], State],
+    drafts: Callable[[Draft], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ask = as_request(clear_case(model, 20, **asked)[0], **asked)
+    recorded, chance = Recorded(engine, ask, monkeypatch), random.Random(5)
+
+    def draft(*given: Any) -> list[State]:
+        return [spoil(state, chance) for state in recorded.draft(*given)]
+
+    drafts(draft)
+    (answer,) = engine.ask(*speculating([ask], 3))
+    assert answer.token_ids == recorded.answer.token_ids
+    assert answer.num_steps == answer.num_forwards == recorded.answer.num_steps
+    assert answer.report["states_drafted"] > 0
+
+
+TOGETHER: dict[str, dict[str, Any]] = {
+    "stop token": {"ignore_eos": False},
+    "max_tokens": {"max_tokens": 20},
+    "log probabilities": {},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5},
+    "biases": {"logit_bias": {"7": 3.0, "9": -100.0}},
+    "guidance": {"cfg_scale": 0.2},
+    "random scores": {"remasking": "random", "seed": 3},
+    "suffix": {"suffix_ids": [5, 6, 7]},
+    "late end-of-sequence": {"confidence_eos_eot_inf": True},
+}
+
+
+@pytest.mark.parametrize("more", TOGETHER.values(), ids=TOGETHER.keys())
+def test_what_a_request_asks_for_stays(
+    engine: Engine, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = 0
+    for asked, ahead in ((BLOCKS, True), (THRESHOLD, False)):
+        monkeypatch.setattr(engine.loop, "runs_ahead", ahead)
+        extra = {**asked, "ignore_eos": True, **more}
+        sampling = {} if more else {"logprobs": 2}
+        asks = [Ask(random_prompt(20, n), extra, sampling) for n in range(4)]
+        plain, guessed = engine.outputs(*asks), engine.outputs(*speculating(asks, 5))
+        for one, other in zip(plain, guessed, strict=True):
+            wanted, found = to_answer(one), to_answer(other)
+            assert (found.token_ids, found.num_steps) == (wanted.token_ids, wanted.num_steps)
+            assert found.finish_reason == wanted.finish_reason
+            assert found_logprobs(other) == pytest.approx(found_logprobs(one), abs=1e-5)
+            saved += found.report["states_accepted"]
+    assert saved > 0
+    assert engine.is_idle()
+
+
+def found_logprobs(output: Any) -> list[float]:
+    positions = output.outputs[0].logprobs or []
+    return [p.logprob for position in positions for p in position.values()]
+
+
+def test_a_model_that_predicts_the_mask(checkpoint: Callable[[str], Path]) -> None:
+    asked = [BLOCKS, THRESHOLD, {**BLOCKS, "steps": 32}, {"algorithm": "dream", "gen_length": 32}]
+    with running(checkpoint("predicts_mask")) as engine:
+        asks = [as_request(random_prompt(20, n), **a, seed=1) for a in asked for n in range(2)]
+        plain, guessed = engine.ask(*asks), engine.ask(*speculating(asks, 5))
+    assert [(a.token_ids, a.num_steps) for a in guessed] == [
+        (a.token_ids, a.num_forwards) for a in plain
+    ]
+
+
+def test_who_takes_no_part(engine: Engine) -> None:
+    """Nobody is refused for a server's default; who asks for it hears why it cannot be."""
+    (guided,) = engine.ask(
+        Ask([1, 2, 3], {"structured_outputs": {"regex": "[ab]{3}"}, "num_speculative_states": 3})
+    )
+    assert guided.report["states_drafted"] == 0
+    with pytest.raises(refusal_error(), match="num_speculative_states: given 3; algorithm credit"):
+        engine.ask(Ask([1, 2, 3], {"algorithm": "credit", "num_speculative_states": 3}))
+    with pytest.raises(refusal_error(), match="num_speculative_states: given 16"):
+        engine.ask(Ask([1, 2, 3], {"num_speculative_states": 16}))
+
+
+def test_memory_that_runs_out_costs_guesses_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = as_request(random_prompt(20, 3), **BLOCKS)
+    (plain,) = engine.ask(ask)
+    plan = engine.runner.planner.plan_alike
+
+    def least(shape: Any, *more: Any) -> Any:
+        if shape.rows > 52:
+            raise ActivationBudgetError(shape.rows, 1, 1, 1)
+        return plan(shape, *more)
+
+    monkeypatch.setattr(engine.runner.planner, "plan_alike", least)
+    (answer,) = engine.ask(*speculating([ask], 3))
+    assert answer.token_ids == plain.token_ids
+    assert answer.report["states_drafted"] == 0
