@@ -100,13 +100,16 @@ class Fp8Method(StreamedMethod[Fp8Scheme]):
         if self._scheme.has_input_scale:
             fixed = torch.zeros(1, dtype=torch.float32)
 
-            def put_largest(rows: slice, part: Tensor) -> None:
-                fixed.copy_(torch.maximum(fixed, part.to(fixed)))  # of those that share rows
+            def put_largest(rows: slice, part: Tensor) -> None:  # of those that share rows
+                if largest.begins_anew:
+                    largest.begins_anew = False
+                    fixed.zero_()
+                fixed.copy_(torch.maximum(fixed, part.to(fixed)))
 
-            scale = StreamedParameter(
+            largest = StreamedParameter(
                 data=fixed, loader=loader, take_part=put_largest, is_per_column=False
             )
-            layer.register_parameter("input_scale", scale)
+            layer.register_parameter("input_scale", largest)
 
 
 class Fp8HeadMethod(Fp8Method):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -281,6 +282,15 @@ class Canvas:
         """Take in which weights compute the next forward."""
         for guest in self._guests:
             guest.use_weights(generation)
+
+    def forget(self) -> None:
+        """Let the next forward compute all positions; what is committed stays."""
+        self.window.forget()
+        self._next_news = 0
+        if self.params.cache in ("none", "exact", "frozen") or self.is_complete:
+            return
+        with suppress(Exception):  # its rule fails, which is told when the forward is launched
+            self._is_for(self.begin()._replace(rows=(0, self.length)))
 
     @property
     def _first_hole(self) -> int:

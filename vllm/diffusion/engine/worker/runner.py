@@ -16,7 +16,7 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.engine.messages import StepUsage
-from vllm.diffusion.engine.worker.agreement import Agreement
+from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY, Agreement
 from vllm.diffusion.engine.worker.batch import build_batch
 from vllm.diffusion.engine.worker.branches import Speculation
 from vllm.diffusion.engine.worker.canvas import Canvas
@@ -260,6 +260,31 @@ class DiffusionModelRunner:
             return {}
         (found,) = rows.found(ops.HostCopy(sampled))
         return {new.req_id: _commit(self.canvases[new.req_id], found)}
+
+    def renew(self) -> Outcomes:
+        """Take in that the weights have changed: nothing that they computed is used any more.
+
+        Returns:
+            why requests cannot go on, by request: that read another one's prompt, and for whose own
+            there is no memory.
+        """
+        self.generation = self.model.weight_generation
+        self.drop_slices()
+        self.drop_guesses()
+        if self._firsts is not None:
+            self._firsts.forget_all()
+        self._packing = None
+        failures: Outcomes = {}
+        for req_id, canvas in self.canvases.items():
+            window = canvas.window
+            try:
+                if window.reads_prompt:
+                    window.cache = self.pages.allocate(req_id, window.num_places)
+            except OUT_OF_MEMORY as error:
+                failures[req_id] = error.with_traceback(None)
+            canvas.forget()
+            canvas.use_weights(self.generation)
+        return failures
 
     def to_be_copied(self, req_ids: Iterable[str]) -> list[str]:
         """Return the requests whose keys and values others may copy with the next message."""
