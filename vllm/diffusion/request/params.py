@@ -95,8 +95,8 @@ class DiffusionParams(AlgorithmParams):
     `num_answers` is the number of requests with this prompt whose parameters differ in the seed
     alone. `guide` is the language of the answer, if it has one; `edits` are the changes of logits
     that it asks for, if any. `suffix_ids` stand on the canvas, right behind the longest answer.
-    `has_stop_strings` says that any step's tokens may be the last ones.
     `num_speculative_states` is the number of states that may be guessed for a forward.
+    `has_stop_strings` says that any step's tokens may be the last ones.
     """
 
     algorithm: str

@@ -259,23 +259,24 @@ class Canvas:
             # The answer does not end before its prompt is whole, unless the rule leaves it so.
             if self._is_over or self._first_hole == self.length:
                 self._num_final = max(start, end)
-            self._end_answer(start)
+            newest = self._canvas[start : self._num_final].tolist()
+            self._end_answer(newest, start)
+            self._newest += newest
         if self._canvas.size:
             following = self.prompt_length + self._num_final + 1
             self._next_news = min(self.window.least_committed, following)
 
-    def _end_answer(self, start: int) -> None:
-        """Take in the tokens that are final now, `start` of which were before; do they end it?
+    def _end_answer(self, newest: list[int], start: int) -> None:
+        """Note whether the newest tokens end the answer, `start` of which were final before.
 
-        Where a guest waits for more, the last of them is not final yet.
+        Where a guest waits for more, the last of them is not final yet and leaves `newest`.
         """
-        newest = self._canvas[start : self._num_final].tolist()
         end = self.params.answer_end(newest, start)
         if end is not None and self._guests and not self._is_over:
             stop = start + end
             if not all(guest.may_end(self.tokens, stop) for guest in self._guests):
-                self._num_final, newest, end = stop - 1, newest[: end - 1], None
-        self._newest += newest
+                self._num_final, end = stop - 1, None
+                del newest[self._num_final - start :]
         self.is_complete = end is not None
 
     def use_weights(self, generation: int) -> None:
