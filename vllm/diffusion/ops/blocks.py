@@ -52,20 +52,24 @@ class BlockMethod(StreamedMethod[BlockScheme]):
                     f"{list(own.shape)}; wanted whole blocks of {[height, width]}"
                 )
 
+        # The layer's tensors, wherever they lie when a part comes.
         def put_scales(rows: slice, part: Tensor) -> None:
-            check(scales[rows], part)
-            scales[rows].copy_(part)
+            own = getattr(layer, name).data[rows]
+            check(own, part)
+            own.copy_(part)
             if name in layer._parameters and "weight_scale" in layer._buffers:  # once loaded
-                own = slice(rows.start * height, rows.stop * height)
-                layer.get_buffer("weight_scale")[own] = scales[rows].repeat_interleave(height, 0)
+                of_rows = layer.get_buffer("weight_scale")
+                first, last = rows.start * height, rows.stop * height
+                of_rows[first:last] = own.repeat_interleave(height, 0)
 
         def put_values(rows: slice, part: Tensor) -> None:
-            check(values[rows], part)
-            if part.dtype != values.dtype:  # a plain one, from a trainer
+            own: Tensor = layer.get_parameter("weight").data[rows]
+            check(own, part)
+            if part.dtype != own.dtype:  # a plain one, from a trainer
                 blocks = slice(rows.start // height, rows.stop // height)
-                part, own_scales = quantise_blocks(part.to(values.device), (height, width))
+                part, own_scales = quantise_blocks(part.to(own.device), (height, width))
                 put_scales(blocks, own_scales)
-            values[rows].copy_(part)
+            own.copy_(part)
 
         weight = StreamedParameter(
             data=values, loader=matrix.loader, take_part=put_values, num_weights=values.numel()

@@ -165,6 +165,11 @@ class Canvas:
         """Whether the first forward is over and no other one is under way."""
         return self.num_forwards == 1 and not self.window.is_under_way
 
+    @property
+    def keeps_approximately(self) -> bool:
+        """Whether it keeps keys and values of all positions, in pages of the worker's."""
+        return self.params.cache not in ("none", "exact")
+
     def assign(self, cache: KeptSequence | None, num_kept: int | None) -> None:
         """Use other pages from now on; arguments as for `ForwardWindow.assign`."""
         self.window.assign(cache, num_kept)
@@ -288,7 +293,7 @@ class Canvas:
         """Let the next forward compute all positions; what is committed stays."""
         self.window.forget()
         self._next_news = 0
-        if self.params.cache in ("none", "exact", "frozen") or self.is_complete:
+        if not self.keeps_approximately or self.params.cache == "frozen" or self.is_complete:
             return
         with suppress(Exception):  # its rule fails, which is told when the forward is launched
             self._is_for(self.begin()._replace(rows=(0, self.length)))

@@ -91,6 +91,8 @@ class Recorder(CanvasGuest):
 
     def use_weights(self, generation: int) -> None:
         following = self._step + 1
+        if self._weight_steps and self._weight_steps[-1][0] == generation:
+            return
         if self._weight_steps and self._weight_steps[-1][1] == following:
             self._weight_steps.pop()  # no step was computed with them
         self._weight_steps.append((generation, following))

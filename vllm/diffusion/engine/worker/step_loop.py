@@ -157,12 +157,15 @@ class StepLoop:
     def _follow_weights(self, known: int) -> bool:
         """Take in new weights, if there are some; return whether the scheduler knows them."""
         runner = self._runner
-        if runner.generation != runner.model.weight_generation:
+        if runner.has_old_weights:
             self.settle()
-            failures = runner.renew()
-            if failures:
-                self._settled.append(self._results(failures))
+            self.fail(runner.renew())
         return runner.generation == known
+
+    def fail(self, failures: Outcomes) -> None:
+        """End requests, with the next message."""
+        if failures:
+            self._settled.append(self._results(failures))
 
     def _without_a_step(self, message: DiffusionSchedulerOutput) -> dict[str, StepResult]:
         """Return results of steps that were collected before; else tell of new weights, or wait.

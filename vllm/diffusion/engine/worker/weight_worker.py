@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.diffusion import ops
 from vllm.diffusion.config import TRANSFERS, settings_of
-from vllm.diffusion.core.errors import CheckpointError
+from vllm.diffusion.core.errors import CheckpointError, ServerConfigError
 from vllm.diffusion.engine.worker.disk_transfer import tensors_in
 from vllm.diffusion.models.weights import stored_weights
 from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
@@ -32,10 +33,11 @@ from vllm.logger import init_logger
 from vllm.v1.worker.worker_base import WorkerBase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
     from vllm.diffusion.engine.worker.step_loop import StepLoop
+    from vllm.diffusion.memory import WeightMemory
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.parallel.groups import Ranks
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _UPDATE = "an update of the weights is under way"
+_RESTING, _DISCARDED = "kv_cache", "discarded"
 
 
 class WeightSink(nn.Module):
@@ -66,8 +69,10 @@ class WeightWorker(WorkerBase):
     model_runner: DiffusionModelRunner
     loop: StepLoop
     ranks: Ranks
+    weights: WeightMemory
     _transfer: WeightTransferEngine[Any, Any] | None = None
     _is_updating = False
+    _reasons: Mapping[str, str] = MappingProxyType({})  # why no step is taken, by who says so
 
     # ---- updates ----
 
@@ -97,7 +102,8 @@ class WeightWorker(WorkerBase):
             model.begin_update()
             transfer.set_weight_update_target(WeightSink(model), self.model_config)
             transfer.start_weight_update()
-        self._is_updating, self.loop.held = True, _UPDATE
+        self._is_updating = True
+        self._hold("update", _UPDATE)
 
     def start_draft_weight_update(self) -> None:
         """Refuse: there is no draft model."""
@@ -128,6 +134,12 @@ class WeightWorker(WorkerBase):
             transfer.reset_weight_update_target()
             self._end_update(must_be_complete=settings_of(self.vllm_config).weight_update_complete)
 
+    def _hold(self, who: str, reason: str | None) -> None:
+        """Take no step for a reason, or no longer for this one."""
+        others = {name: why for name, why in self._reasons.items() if name != who}
+        self._reasons = others if reason is None else {**others, who: reason}
+        self.loop.held = next(iter(self._reasons.values()), None)
+
     def reload_weights(self, weights_path: str | None = None, **_: Any) -> None:
         """Load a whole checkpoint in place: that of a folder, or the served one."""
         model = self.model_runner.model
@@ -152,10 +164,12 @@ class WeightWorker(WorkerBase):
         missing = self.model_runner.model.end_update()
         if missing:
             message = f"{len(missing)} tensors did not come: {', '.join(missing[:8])}"
-            if must_be_complete:
+            if must_be_complete or _DISCARDED in self._reasons:
                 raise CheckpointError(f"finish_weight_update: {message}")
             logger.warning("update of the weights: %s; they stay as they were", message)
-        self._is_updating, self.loop.held = False, None
+        self._is_updating = False
+        for who in ("update", _DISCARDED):
+            self._hold(who, None)
 
     def _transfer_engine(self) -> WeightTransferEngine[Any, Any]:
         """Return the engine of `weight_transfer_config`; made at first use."""
@@ -193,9 +207,48 @@ class WeightWorker(WorkerBase):
         self._is_updating = False
         if self._transfer is not None:
             self._transfer.reset_weight_update_target()
-        self.loop.held = f"{what}: {failure}"
-        logger.error("%s; no step is taken before an update has ended", self.loop.held)
+        self._hold("update", f"{what}: {failure}")
+        logger.error("%s: %s; no step is taken before an update has ended", what, failure)
         raise failure
+
+    # ---- memory that is lent ----
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back: keys and values, the pool's, and that of the weights.
+
+        Level 1 keeps the contents of the weights on the host; level 2 does not, so that an update
+        must bring all of them before the next step.
+
+        Raises:
+            ServerConfigError: the server was not started for it.
+        """
+        if not self.model_config.enable_sleep_mode:
+            raise ServerConfigError(f"sleep: given level {level}; wanted --enable-sleep-mode, or 0")
+        self.discard(("kv_cache",))
+        if "weights" in self._reasons:
+            return
+        self.weights.suspend(keeps=level < 2)
+        self._hold("weights", "the weights sleep")
+        if level >= 2:
+            self._hold(_DISCARDED, "the weights were discarded; an update must bring all of them")
+        logger.info("asleep: level %d, %.2f GiB of weights", level, self.weights.num_bytes / 2**30)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take memory again: of `weights`, of `kv_cache`, or of both."""
+        if "weights" in self._reasons and (tags is None or "weights" in tags):
+            self.weights.resume()
+            self._hold("weights", None)
+        if _RESTING in self._reasons and (tags is None or _RESTING in tags):
+            self.loop.fail(self.model_runner.wake())
+            self._hold(_RESTING, None)
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Give back keys and values, and the pool's memory."""
+        if _RESTING not in tags or _RESTING in self._reasons:
+            return
+        self.loop.settle()
+        self.model_runner.rest()
+        self._hold(_RESTING, "the memory of keys and values is lent")
 
     # ---- checks ----
 
