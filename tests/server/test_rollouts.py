@@ -2,6 +2,7 @@
 """What trainers do over HTTP: pause, change weights, go on."""
 
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +12,16 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.programs import ROOT, output_of
 from tests.server.client import GENERATE, PUZZLE, ROUTES, Client, body_for
-from tests.server.process import MODEL_NAME, PATIENCE_S, SERVER, ServerProcess, healthy
+from tests.server.process import (
+    MODEL_NAME,
+    PATIENCE_S,
+    SERVER,
+    ServerProcess,
+    environment,
+    healthy,
+)
 
 SLOW = {"gen_length": 256, "steps": 256, "block_length": 32, "ignore_eos": True, "seed": 3}
 
@@ -32,7 +41,12 @@ def process(model_dir: Path, updates: Path) -> Iterator[ServerProcess]:
     command = [*SERVER, "--model", str(model_dir), "--served-model-name", MODEL_NAME]
     settings = {"dllm": {"weight_update_root": str(updates)}}
     command += ["--dtype", "float32", "--weight-transfer-config", '{"backend": "disk"}']
-    command += ["--additional-config", json.dumps(settings)]
+    command += [
+        "--additional-config",
+        json.dumps(settings),
+        "--enable-sleep-mode",
+        "--enable-scale-out",
+    ]
     process = ServerProcess(command, updates / "server.log", VLLM_SERVER_DEV_MODE="1")
     with healthy(process):
         yield process
@@ -51,9 +65,13 @@ def post(client: Client, route: str, body: Any = None, **query: str) -> Any:
 
 
 def update(client: Client, path: str, version: str | None = None) -> None:
-    post(client, "/start_weight_update")
-    post(client, "/update_weights", {"update_info": {"path": path}})
-    post(client, "/finish_weight_update", None if version is None else {"weight_version": version})
+    """As trainers do that use upstream's client of these routes."""
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+    trainer = HTTPVLLMWeightSyncClient(str(client.http.base_url), timeout=PATIENCE_S)
+    trainer.start_weight_update()
+    trainer.update_weights({"path": path})
+    trainer.finish_weight_update(version)
 
 
 def write_weights(model_dir: Path, folder: Path, factor: float = 1.0) -> None:
@@ -162,6 +180,52 @@ def test_an_update_is_told_checked_and_undone(
         assert message in trained.http.post("/update_weights", json=body, headers=last).text
     update(trained, "own", "default")
     assert trained.ask(**SHORT)["token_ids"] == answer["token_ids"]
+
+
+@pytest.mark.parametrize("level", ["1", "2"])
+def test_memory_is_lent_over_http(
+    trained: Client, model_dir: Path, updates: Path, level: str
+) -> None:
+    wanted = trained.ask(**SHORT)["token_ids"]
+    assert post(trained, "/sleep", level=level)["status"] == "sleeping"
+    assert trained.http.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert post(trained, "/wake_up", tags="weights")["status"] == "sleeping"
+    if level == "2":
+        write_weights(model_dir, updates / "again")
+        update(trained, "again", "default")
+    assert post(trained, "/wake_up")["status"] == "awake"
+    assert trained.ask(**SHORT)["token_ids"] == wanted
+
+
+def test_all_answers_of_a_request_are_aborted(trained: Client) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(trained.generate, prompt=PUZZLE, **SLOW, n=3)
+        trained.wait_for_num_requests(3)
+        assert post(trained, "/abort_requests", {})["aborted"] == 3
+        assert running.result(PATIENCE_S)["finish_reason"] == ["abort"] * 3
+
+
+def test_tokens_go_in_and_come_out_with_their_trajectory(trained: Client) -> None:
+    """On upstream's route for clients that tokenise by themselves."""
+    extra = {**SHORT, "return_trajectory": True}
+    asked = {"temperature": 0.0, "max_tokens": 16, "extra_args": extra}
+    body = {"token_ids": [5, 6, 7], "sampling_params": asked}
+    found = post(trained, "/inference/v1/generate", body)
+    trajectory = found["kv_transfer_params"]["dllm"]["trajectory"]
+    assert trajectory["token_ids"] == found["choices"][0]["token_ids"]
+
+
+def test_the_example_trains(
+    trained: Client, process: ServerProcess, model_dir: Path, updates: Path, tmp_path: Path
+) -> None:
+    """Two iterations of docs/examples/rl_tiny.py; all of it checks log probabilities itself."""
+    script, curve = ROOT / "docs" / "examples" / "rl_tiny.py", tmp_path / "curve.png"
+    arguments = ["--server", process.url, "--updates", updates, "--curve", curve]
+    arguments += ["--iterations", "2", "--questions", "4", "--answers", "4"]
+    said = output_of(sys.executable, script, *map(str, arguments), env=environment())
+    assert said.count("mean reward") == 3 and curve.stat().st_size > 1000
+    write_weights(model_dir, updates / "as before")
+    update(trained, "as before", "default")
 
 
 def test_many_updates_under_load(
