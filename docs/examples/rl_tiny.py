@@ -3,8 +3,8 @@
 """Train the tiny model by reinforcement learning (GRPO), with its rollouts from a server.
 
     mkdir -p /tmp/updates
-    VLLM_SERVER_DEV_MODE=1 scripts/run_llada_server.sh --model models/llada-tiny --dtype float32 \
-        --weight-transfer-config '{"backend": "disk"}' \
+    MODEL_DIR=models/llada-tiny VLLM_SERVER_DEV_MODE=1 scripts/run_llada_server.sh \
+        --dtype float32 --weight-transfer-config '{"backend": "disk"}' \
         --additional-config '{"dllm": {"weight_update_root": "/tmp/updates"}}'
     python docs/examples/rl_tiny.py --updates /tmp/updates
 

@@ -19,7 +19,7 @@ from tests.reference import golden
 from tests.reference.models import load_reference
 
 sys.path.append(str(ROOT / "scripts"))
-from replay_trajectory import replay
+from replay_trajectory import main, replay
 
 ASKED = {"return_trajectory": True, "return_entropy": True}
 OF_LOOPS = ("moe_dense_mix", "moe_bias", "mha", "dream", "moe", "sdar", "llada2", "fast_dllm")
@@ -196,3 +196,28 @@ def test_every_answer_has_its_own_and_stop_strings_end_one(engine: Engine) -> No
     score = {"positions": [0], "token_ids": [[1]]}
     with pytest.raises(refusal_error(), match="score"):
         engine.ask(Ask([1], {"return_trajectory": True, "score": score}))
+
+
+def test_the_script_says_whether_files_of_answers_agree(
+    engine: Engine,
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    prompt, file = random_prompt(8), tmp_path / "answers.jsonl"
+    asked = [{**BLOCKS, **ASKED}, {**BLOCKS, **ASKED, "cache": "dual"}]
+    answers = engine.ask(*(Ask(prompt, own) for own in asked))
+    found = [answer.report["trajectory"] for answer in answers]
+
+    def run() -> int:
+        lines = [json.dumps({"prompt_token_ids": prompt, "trajectory": t}) for t in found]
+        file.write_text("\n".join(lines))
+        monkeypatch.setattr(sys, "argv", ["replay", str(checkpoint("mha")), str(file)])
+        return main()
+
+    assert run() == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "log probabilities within" in said[0] and "cannot be replayed" in said[1]
+    found[0]["logprobs"][3] -= 0.01
+    assert run() == 1
