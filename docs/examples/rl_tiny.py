@@ -54,7 +54,7 @@ WORDINGS = {
     "difference": ("What is left of {a} minus {b}?", "Take {a} and minus {b}."),
     "sum": ("Sum {a} and {b}.", "Add {a} to {b}."),
 }
-LEARNING_RATE = 1e-4
+LEARNING_RATE = 6e-5
 CLIP = 0.2  # of the ratio of probabilities
 MOST_DIFFERENCE = 1e-4  # between log probabilities of the server and of the trainer
 

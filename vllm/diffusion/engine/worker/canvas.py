@@ -73,6 +73,7 @@ class Canvas:
         self._canvas = self.tokens[self.prompt_length :][: self.params.gen_length]
         self._editor = editor_of(self.params, self.tokens, self.prompt_length)
         self._guests = guests_of(self.params, self.tokens, self.prompt_length, self.rule)
+        self._are_only_watching = all(guest.only_watches for guest in self._guests)
         self._num_final = 0  # canvas positions from 0
         self._next_news = 0  # with fewer positions settled a commit makes nothing final
         self._newest: list[int] = []  # tokens that became final since the newest report
@@ -234,8 +235,8 @@ class Canvas:
     @property
     def pick(self) -> ScorePick | None:
         """The rule's choice for a batched decision; None where others take part in it."""
-        is_plain = self._is_for_rule and not self._guests
-        return self.rule.pick if is_plain and not self._is_over else None
+        is_plain = self._is_for_rule and self._are_only_watching and not self._is_over
+        return self.rule.pick if is_plain else None
 
     def commit(self, found: Candidates | BatchedCommit) -> None:
         """Let the rule choose, write the chosen tokens, and collect those that became final.
@@ -244,6 +245,8 @@ class Canvas:
         """
         work, written = None, _NO_POSITIONS
         if isinstance(found, BatchedCommit):
+            for guest in self._guests:
+                guest.watch(found, is_mask_forbidden=self.rule.forbid_mask)
             written = self._write(found)
             work = self.rule.go_on(self.tokens, found.left, found.changes)
             if work is not None:
