@@ -27,7 +27,7 @@ from vllm.diffusion.decoding.drafting import Drafter, State
 
 ONE_BY_ONE: dict[str, Any] = {"gen_length": 32, "block_length": 32, "steps": 32}
 THRESHOLD: dict[str, Any] = {"gen_length": 32, "block_length": 16, "threshold": 0.3}
-Draft = Callable[[Drafter, State, Any, int], list[State]]
+Draft = Callable[[State, Any, int], list[State]]
 
 
 class Recorded:
@@ -44,7 +44,7 @@ class Recorded:
         work, _ = canvas.next_forward()
         self.states.append(State(0, canvas.tokens.copy(), canvas.rule.fork(), work))
 
-    def draft(self, drafter: Drafter, certain: State, source: Any, most: int) -> list[State]:
+    def draft(self, certain: State, source: Any, most: int) -> list[State]:
         """The states that follow, as far as their forwards are of the same kind."""
         here = next(
             i
@@ -63,7 +63,7 @@ class Recorded:
 @pytest.fixture
 def drafts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Draft], None]]:
     """Sets how states are guessed."""
-    yield lambda draft: monkeypatch.setattr(Drafter, "draft", draft)
+    yield lambda draft: monkeypatch.setattr(Drafter, "draft", lambda _, *given: draft(*given))
 
 
 def wrong_token(state: State, chance: random.Random) -> State:
@@ -104,13 +104,36 @@ def test_an_oracle_saves_forwards(
 ) -> None:
     ask = as_request(clear_case(model, 20, **asked)[0], **asked)
     recorded = Recorded(engine, ask, monkeypatch)
-    drafts(lambda *given: recorded.draft(*given))
+    drafts(recorded.draft)
     steps = recorded.answer.num_steps or 0
     for most in (1, 3, 7):
         (answer,) = engine.ask(*speculating([ask], most))
         assert (answer.token_ids, answer.num_steps) == (recorded.answer.token_ids, steps)
         # The first forward has no guesses beside it, as nothing is known.
         assert answer.num_forwards == 1 + -(-(steps - 1) // (most + 1))
+
+
+@pytest.mark.parametrize("cache", ["dual", "prefix", "frozen"])
+def test_an_oracle_saves_forwards_of_kept_keys(
+    engine: Engine,
+    cache: str,
+    drafts: Callable[[Draft], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three blocks of 16 steps; a whole forward at the start of a block has no guesses."""
+    asked = {"gen_length": 48, "block_length": 16, "steps": 48, "cache": cache}
+    ask = as_request(random_prompt(50, 5), **asked)
+    recorded = Recorded(engine, ask, monkeypatch)
+    assert recorded.answer.num_steps == 48
+    drafts(recorded.draft)
+    for most in (1, 3, 7):
+        (answer,) = engine.ask(*speculating([ask], most))
+        assert (answer.token_ids, answer.num_steps) == (recorded.answer.token_ids, 48)
+        of_block = 1 + -(-15 // (most + 1))
+        wanted = 3 * of_block if cache != "frozen" else 1 + -(-47 // (most + 1))
+        assert answer.num_forwards == wanted
+        assert engine.is_idle()
+        assert engine.runner.caches.num_bytes == 0
 
 
 @pytest.mark.parametrize("spoil", WRONG)

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from vllm.diffusion.ops import Array
 
 
+PART_WITH_PLACES = 0.25  # of the pool that pages may have with those of `places`
+
+
 @dataclass
 class KeptSequence:
     """Location of a sequence's keys and values; the store may change it between steps.
@@ -91,7 +94,9 @@ class PageAllocator:
         self._provide(wanted + num_pages(spare))
         self.store.take_host_memory()
         pages = np.array([self.store.free.pop() for _ in range(wanted)], dtype=np.int64)
-        return self._hold(req_id, length, pages)
+        kept = self._hold(req_id, length, pages)
+        self.renew_table()
+        return kept
 
     def share(self, req_id: str, owner: str, length: int, shared: Sequence[range]) -> KeptSequence:
         """Give a request pages, and let it read what another one keeps at some positions.
@@ -111,15 +116,52 @@ class PageAllocator:
         is_shared = np.zeros(num_pages(length) * PAGE_SIZE, dtype=bool)
         for positions in shared:
             is_shared[positions.start : positions.stop] = True
+        (kept,) = self._share([req_id], owner, length, is_shared)
+        return kept
+
+    def places(self, owner: str, own: Sequence[range], names: Sequence[str]) -> list[KeptSequence]:
+        """Give names what a request keeps, with pages of their own at some positions.
+
+        Rows of these pages at other positions are copies of those that the request keeps now.
+
+        Args:
+            owner: the request.
+            own: positions that are written.
+            names: whoever writes them.
+
+        Returns:
+            the sequences of the first names; fewer where more would take a part of the pool that
+            steps need.
+
+        Raises:
+            PoolExhaustedError: as `allocate`.
+        """
+        kept, store = self._sequences[owner], self.store
+        is_shared = np.ones(len(kept.pages) * PAGE_SIZE, dtype=bool)
+        for positions in own:
+            is_shared[positions.start : positions.stop] = False
+        pages_each = int(np.count_nonzero(~is_shared.reshape(-1, PAGE_SIZE).all(axis=1)))
+        most = int(PART_WITH_PLACES * self._pool.budget_bytes) // store.page_bytes
+        room = max(len(store.free), most - store.num_pages + len(store.free))
+        return self._share(names[: room // pages_each], owner, kept.length, is_shared)
+
+    def _share(
+        self, names: Sequence[str], owner: str, length: int, is_shared: Array
+    ) -> list[KeptSequence]:
+        """Give each of `names` the pages of the owner that hold shared positions alone."""
         by_page = is_shared.reshape(-1, PAGE_SIZE)
         own = np.flatnonzero(~by_page.all(axis=1))
-        self._provide(len(own))  # pages of the owner may move
-        pages = self._sequences[owner].pages[: len(by_page)].copy()
         copied = own[by_page[own].any(axis=1)]
-        sources = pages[copied]
-        pages[own] = [self.store.free.pop() for _ in own]
-        self.store.copy(sources.tolist(), pages[copied].tolist())
-        return self._hold(req_id, length, pages)
+        self._provide(len(own) * len(names))  # pages of the owner may move
+        found = []
+        for name in names:
+            pages = self._sequences[owner].pages[: len(by_page)].copy()
+            sources = pages[copied]
+            pages[own] = [self.store.free.pop() for _ in own]
+            self.store.copy(sources.tolist(), pages[copied].tolist())
+            found.append(self._hold(name, length, pages))
+        self.renew_table()
+        return found
 
     def copy(self, req_id: str, owner: str) -> None:
         """Copy everything that a request of equal length keeps now to this one's pages."""
@@ -130,7 +172,6 @@ class PageAllocator:
         kept = KeptSequence(length, pages, _slots(pages, length), 0)
         self._sequences[req_id] = kept
         self._holders.update(pages.tolist())
-        self.renew_table()
         return kept
 
     def fix(self, num_pages: int, most_entries: int) -> None:
@@ -182,6 +223,7 @@ class PageAllocator:
             start += len(kept.pages) * PAGE_SIZE
             pages.append(kept.pages)
         rows = (np.concatenate(pages) * PAGE_ROWS).astype(np.int32)
+        self.store.take_entries(len(rows))
         self.store.table = PageTable(ops.to_device(rows, self.store.device), PAGE_SIZE)
 
     def release(self, req_id: str) -> None:

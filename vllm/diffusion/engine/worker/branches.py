@@ -15,11 +15,13 @@ The rule sees only what is committed, so a wrong guess costs its rows and change
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
 from vllm.diffusion.decoding.drafting import Drafter, State
+from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY
 from vllm.diffusion.request.algorithms import algorithms_of
 from vllm.logger import init_logger
 
@@ -29,8 +31,9 @@ if TYPE_CHECKING:
     from vllm.diffusion.decoding import BatchedCommit, Candidates, ForwardTarget
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.sample_rows import SampleRows
-    from vllm.diffusion.engine.worker.window import ForwardWindow, Window
+    from vllm.diffusion.engine.worker.window import Window
     from vllm.diffusion.guided.joint import Joint
+    from vllm.diffusion.memory import KeptSequence, PageAllocator
     from vllm.diffusion.ops import Array
     from vllm.diffusion.request.params import DiffusionParams
     from vllm.diffusion.sampling import RowEdits
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _GONE = RuntimeError("its request is over")
+MOST_PLACES = 64  # of all requests
 MOST_REQUESTS = 32  # of a step with guesses: drafting is work of the host
 
 
@@ -50,35 +54,49 @@ def takes_part(params: DiffusionParams) -> bool:
     return params.guide is None and params.score is None and params.cache != "delayed"
 
 
+class Place(NamedTuple):
+    """Where a guess keeps the keys and values that it computes, as `ForwardWindow` says it.
+
+    Attributes:
+        cache: the request's pages, but own ones where positions of the window lie; None where the
+            request keeps nothing.
+        kept_starts, num_sequences: those of the request.
+    """
+
+    cache: KeptSequence | None
+    kept_starts: tuple[int, ...]
+    num_sequences: int
+
+
 class Branch:
     """A guessed state, which a step packs like a request of its own.
 
     Args:
         canvas: the request.
         state: the guess.
-        window: positions that are computed: those of the certain state.
+        positions: positions that are computed: those of the certain state.
+        cache: pages for what it keeps, if the request keeps anything.
     """
 
     adjust_logits = None
     pick = None
 
-    def __init__(self, canvas: Canvas, state: State, window: Window) -> None:
-        self.canvas, self.state, self._window = canvas, state, window
+    def __init__(
+        self, canvas: Canvas, state: State, positions: Window, cache: KeptSequence | None = None
+    ) -> None:
+        self.canvas, self.state, self._positions = canvas, state, positions
+        self.window = Place(cache, canvas.window.kept_starts, canvas.window.num_sequences)
         self.req_id, self.params = canvas.req_id, canvas.params
         self.prompt_length, self.wants_logprobs = canvas.prompt_length, canvas.wants_logprobs
         self.num_steps = canvas.num_steps + state.depth
         self.rule = state.rule
 
     @property
-    def window(self) -> ForwardWindow:
-        return self.canvas.window
-
-    @property
     def sequences(self) -> tuple[Array, ...]:
         return self.canvas.sequences_of(self.state.tokens)
 
     def next_forward(self) -> tuple[ForwardTarget, Window]:
-        return self.state.work, self._window
+        return self.state.work, self._positions
 
     def token_ids(self, positions: Array) -> None:
         """Return no tokens to be scored: likelihoods are not guessed."""
@@ -130,15 +148,68 @@ class LastCandidates:
         return self._found
 
 
+class Places:
+    """Pages for guesses: a request has places for one window at a time.
+
+    A forward writes the keys and values of its window, so the certain state and its guesses cannot
+    have the same pages there. What a place holds beside the window is as old as the last larger
+    forward of the request, which is of another window: then places are given back.
+
+    Args:
+        pages: the pages of all requests.
+    """
+
+    def __init__(self, pages: PageAllocator) -> None:
+        self._pages = pages
+        self._held: dict[str, tuple[Window, list[KeptSequence]]] = {}  # by request
+
+    def of(self, canvas: Canvas, window: Window, count: int) -> Sequence[KeptSequence | None]:
+        """Return at most `count` places for guesses of a request's next forward; fewer if full."""
+        if canvas.window.cache is None:
+            return [None] * count
+        is_exact = canvas.params.cache == "exact"
+        if is_exact or not window.reads_kept or self._pages.store.host_layers:
+            return []
+        _, held = self._held.setdefault(canvas.req_id, (window, []))
+        if len(held) < count:
+            starts = canvas.window.kept_starts
+            own = [range(start + window.first, start + window.stop) for start in starts]
+            names = [_place_name(canvas.req_id, n) for n in range(len(held), count)]
+            room = MOST_PLACES - sum(len(places) for _, places in self._held.values())
+            with suppress(*OUT_OF_MEMORY):
+                held += self._pages.places(canvas.req_id, own, names[: max(room, 0)])
+        return held[:count]
+
+    def leave(self, canvas: Canvas, window: Window) -> None:
+        """Give back a request's places if its next forward is of another window."""
+        if canvas.req_id in self._held and self._held[canvas.req_id][0] != window:
+            self.release(canvas.req_id)
+
+    def release(self, req_id: str) -> None:
+        """Give back a request's places."""
+        for number in range(len(self._held.pop(req_id, (None, ()))[1])):
+            self._pages.release(_place_name(req_id, number))
+
+    def release_all(self) -> None:
+        """Give back all places."""
+        for req_id in list(self._held):
+            self.release(req_id)
+
+
+def _place_name(req_id: str, number: int) -> str:
+    return f"{req_id}, guess {number}"
+
+
 class Speculation:
     """Drafts guesses for the steps of some requests, and accepts those that come true.
 
     Args:
         canvases: all running requests.
+        pages: pages of kept keys and values.
     """
 
-    def __init__(self, canvases: Mapping[str, Canvas]) -> None:
-        self._canvases = canvases
+    def __init__(self, canvases: Mapping[str, Canvas], pages: PageAllocator) -> None:
+        self._canvases, self._places = canvases, Places(pages)
         self._drafters: dict[str, Drafter] = {}  # by request
         self._sources: dict[str, LastCandidates] = {}  # by request, from its first commit on
         self._failed = False
@@ -156,10 +227,16 @@ class Speculation:
         """Drop a request, if it takes part."""
         self._drafters.pop(req_id, None)
         self._sources.pop(req_id, None)
+        self._places.release(req_id)
 
-    def forget_sources(self) -> bool:
-        """Guess nothing in the next step of any request; return whether anything could be."""
+    def pause(self) -> bool:
+        """Guess nothing in the next step, and give back all places.
+
+        Returns:
+            whether anything could have been guessed.
+        """
         had, self._sources = bool(self._sources), {}
+        self._places.release_all()
         return had
 
     # ---- before a step ----
@@ -171,21 +248,26 @@ class Speculation:
             canvases: the requests.
             most_rows: rows that the step may have.
         """
-        if len(canvases) > MOST_REQUESTS:
-            return list(canvases)
         packed, room = list[Packed](), most_rows - sum(canvas.next_rows for canvas in canvases)
         for canvas in canvases:
-            branches = self._branches_of(canvas, room)
-            room -= len(branches) * canvas.next_rows
-            packed += [canvas, *branches]
+            packed.append(canvas)
+            if canvas.req_id in self._drafters:
+                work, window = canvas.next_forward()
+                self._places.leave(canvas, window)
+                if len(canvases) <= MOST_REQUESTS:
+                    most = min(canvas.params.num_speculative_states, room // canvas.next_rows)
+                    branches = self._branches(canvas, work, window, most)
+                    room -= len(branches) * canvas.next_rows
+                    packed += branches
         return packed
 
-    def _branches_of(self, canvas: Canvas, room: int) -> list[Branch]:
+    def _branches(
+        self, canvas: Canvas, work: ForwardTarget, window: Window, most: int
+    ) -> list[Branch]:
+        """Guess at most `most` states behind the certain one."""
         source = self._sources.get(canvas.req_id)
-        if source is None or canvas.window.cache is not None:
+        if source is None or not work.eligible.size or most < 1:
             return []
-        work, window = canvas.next_forward()
-        most = min(canvas.params.num_speculative_states, room // canvas.next_rows)
         certain = State(0, canvas.tokens, canvas.rule, work)
         try:
             states = self._drafters[canvas.req_id].draft(certain, source, most)
@@ -194,7 +276,11 @@ class Speculation:
                 logger.exception("request %s: no states could be guessed", canvas.req_id)
             self._failed = True
             return []
-        return [Branch(canvas, state, window) for state in states]
+        places = self._places.of(canvas, window, len(states))
+        return [
+            Branch(canvas, state, window, place)
+            for state, place in zip(states, places, strict=False)
+        ]
 
     # ---- after a step ----
 

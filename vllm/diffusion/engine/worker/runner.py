@@ -200,7 +200,7 @@ class DiffusionModelRunner:
 
     def drop_guesses(self) -> bool:
         """Guess no states in the next step; whether there may have been some in the last one."""
-        return self._speculation is not None and self._speculation.forget_sources()
+        return self._speculation is not None and self._speculation.pause()
 
     def _batch(self, canvases: Sequence[Packed]) -> StepBatch:
         shift, pages = self.model.family.logit_shift, self.caches.table
@@ -243,7 +243,7 @@ class DiffusionModelRunner:
     def _speculate(self, canvas: Canvas) -> None:
         """Guess states of a request, if it takes part in that."""
         if self._speculation is None:
-            self._speculation = Speculation(self.canvases)
+            self._speculation = Speculation(self.canvases, self.pages)
         self._speculation.start(canvas)
 
     @torch.inference_mode()
