@@ -16,7 +16,8 @@ from .overlap import begin_open, overlaps
 from .scoring import Scoring
 
 
-@triton.jit
+# Row counts come and go: no kernel has a variant for 1 row, or for multiples of 16.
+@triton.jit(do_not_specialize=["num_rows"])
 def score_kernel(
     x,  # [R, D]
     gate,  # [E, D]
@@ -121,8 +122,8 @@ def _choose(ranks, can_be_chosen, num_chosen, EXPERTS: tl.constexpr):
     return can_be_chosen & ~is_open
 
 
-# Not specialised: Triton 3.6 fails on the loop of one turn that a constant 1 would leave.
-@triton.jit(do_not_specialize=["num_chosen", "scale"])
+# Nor has this one for 1 choice: Triton 3.6 fails on the loop of one turn that would be left.
+@triton.jit(do_not_specialize=["num_rows", "num_chosen", "scale"])
 def choose_kernel(
     logits,  # [P, R, E], to be summed and rounded to the dtype of the weights
     bias,  # [E] fp32
@@ -134,7 +135,6 @@ def choose_kernel(
     num_experts,
     num_chosen,
     logits_stride,
-    part_stride,
     scale,
     NUM_PARTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -158,7 +158,8 @@ def choose_kernel(
     at = row_ids.to(tl.int64)[:, None] * logits_stride + experts[None, :]
     given = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
     for part in tl.static_range(1, NUM_PARTS):
-        given += tl.load(logits + part * part_stride + at, mask=inside, other=float("-inf"))
+        more = logits + part * num_rows * logits_stride + at  # parts are contiguous
+        given += tl.load(more, mask=inside, other=float("-inf"))
     given = given.to(weights.dtype.element_ty).to(tl.float32)
     given = tl.where(is_row[:, None], given, 0.0)
     if IS_SIGMOID:
@@ -202,12 +203,12 @@ def choose_kernel(
         tl.store(members + place, member.to(tl.int16), mask=is_chosen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def sort_kernel(
     members,  # [R * K] int16: the expert of every chosen place
     slots,  # [R * (K + S)] int32, written
     ends,  # [S + E] int32, written
-    num_members,
+    num_rows,
     NUM_CHOSEN: tl.constexpr,
     NUM_SHARED: tl.constexpr,
     LINES: tl.constexpr,
@@ -220,7 +221,7 @@ def sort_kernel(
     """
     begin_open(OVERLAPS)
     expert = tl.program_id(0) - NUM_SHARED
-    num_rows = num_members // NUM_CHOSEN
+    num_members = num_rows * NUM_CHOSEN
     if NUM_SHARED > 0:
         rows = tl.arange(0, LINES)
         for first in range(0, tl.where(expert < 0, num_rows, 0), LINES):
@@ -341,9 +342,6 @@ def launch_route(
     """Enqueue the choice and the order of the rows; the arguments are checked.
 
     If `weights` has one place more than are chosen, rows have one expert more (`has_shared`).
-    `logits` is [R, E], or the result of `launch_score`. `block` holds the elements and the warps of
-    a program of the choice.
-
     `logits` is [R, E], or what `launch_score` gives. `block` holds the elements and the warps of a
     program of the choice.
     """
@@ -367,7 +365,6 @@ def launch_route(
         num_experts,
         num_chosen,
         parts.stride(1),
-        parts.stride(0),
         scoring.scale,
         NUM_PARTS=num_parts,
         ROWS=rows,
@@ -395,7 +392,7 @@ def _launch_sort(
         members,
         slots,
         ends,
-        len(members),
+        len(members) // num_chosen,
         NUM_CHOSEN=num_chosen,
         NUM_SHARED=num_shared,
         LINES=_SORT_TILE[0],

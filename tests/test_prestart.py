@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's process that is started early: when there is one, and who takes it."""
+"""What a server does before it imports: an early process, late modules, bytecode that is kept."""
 
 import gc
 import importlib
+import importlib.util
 import logging
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -17,6 +19,7 @@ from unittest import mock
 import pytest
 
 from vllm.diffusion.process import deferred_imports as late
+from vllm.diffusion.process import environment
 from vllm.diffusion.process import prestart as early
 
 SERVER = ["python", "-m", "vllm.entrypoints.api_server"]
@@ -136,8 +139,8 @@ def test_who_is_taken(
     assert bool(started) != is_taken
     assert waiting.is_living == is_taken
     if is_taken:
-        environment, *told = pipe[0].recv()
-        assert environment["MOSAIC_TEST_VALUE"] == "at the start"
+        variables, *told = pipe[0].recv()
+        assert variables["MOSAIC_TEST_VALUE"] == "at the start"
         assert told == ["EngineCore", job, (1,), {}]
         assert process.sentinel == 7
     process = early.EngineContext().Process(target=job)
@@ -229,3 +232,38 @@ def test_the_folders_of_models_are_read_once(monkeypatch: pytest.MonkeyPatch) ->
     sys.meta_path.clear()
     late.read_models_once()
     assert not sys.meta_path  # it is there: nothing changes
+
+
+# ---- bytecode ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_server", [True, False])
+@pytest.mark.parametrize("prefix", [None, "the user's"])
+@pytest.mark.parametrize("may_write", [True, False])
+@pytest.mark.parametrize("has_bytecode", [True, False])
+def test_a_server_keeps_bytecode_where_nothing_else_does(
+    has_bytecode: bool,
+    may_write: bool,
+    prefix: str | None,
+    is_server: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package, cached, folder = (tmp_path / name for name in ("site/init.py", "site/pyc", "bytecode"))
+    (tmp_path / "site").mkdir()
+    if has_bytecode:
+        cached.touch()
+    spec = mock.Mock(origin=str(package), cached=str(cached))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(sys, "dont_write_bytecode", not may_write)
+    monkeypatch.setattr(sys, "pycache_prefix", prefix)
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", "")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    environment.keep_bytecode(is_server=is_server)
+    if has_bytecode or may_write or prefix or not is_server:
+        assert (sys.pycache_prefix, sys.dont_write_bytecode) == (prefix, not may_write)
+        return
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # as in the engine's process
+    environment.keep_bytecode(is_server=False)
+    assert (sys.pycache_prefix, sys.dont_write_bytecode) == (str(folder), False)
+    assert os.environ["PYTHONPYCACHEPREFIX"] == str(folder)

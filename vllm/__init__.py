@@ -7,6 +7,7 @@ This folder holds only what diffusion language models add. Everything else, the 
 
 import os as _os
 import pkgutil as _pkgutil
+import sys as _sys
 
 __path__ = _pkgutil.extend_path(__path__, __name__)
 
@@ -24,6 +25,7 @@ from vllm.diffusion.process import preflight as _preflight  # noqa: E402
 from vllm.diffusion.process import prestart as _prestart  # noqa: E402
 
 _prestart.keep_title()
+_environment.keep_bytecode(is_server=_prestart.serves(_sys.orig_argv))
 _prestart.say_nothing_twice()
 _preflight.check()
 _environment.allow_our_plugins()

@@ -228,7 +228,7 @@ def test_a_request_that_no_validator_saw_is_refused_by_the_scheduler(
 def test_paused_requests_go_on_where_they_were(
     engine: Engine, model: LLaDAReference, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that is under way is kept."""
+    """A step that is under way is taken in, and no other is launched."""
     from vllm.v1.core.sched.interface import PauseState
 
     prompt, wanted = clear_case(model, 20, **BLOCKS)
@@ -240,7 +240,7 @@ def test_paused_requests_go_on_where_they_were(
     engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     upstream.step()
     upstream.step()
-    assert (canvas.num_forwards, len(launches)) == (1, 1 + runs_ahead)
+    assert canvas.num_forwards == len(launches) == 1 + runs_ahead
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     assert finish(engine)["paused"].token_ids == wanted.ids
     assert canvas.num_forwards == wanted.num_forwards == len(launches)

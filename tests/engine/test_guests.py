@@ -12,7 +12,7 @@ from tests.checkpoints import random_prompt
 from tests.engine.harness import Ask, running
 from vllm.diffusion.memory import Admission, Demand
 
-GUESTS = {"gates", "likelihood_calls", "long_requests", "paging", "prompt_groups"}
+GUESTS = {"gates", "likelihood_calls", "long_requests", "paging", "prompt_groups", "trajectories"}
 PLAIN = {"gen_length": 16, "block_length": 8, "steps": 8, "ignore_eos": True}
 
 

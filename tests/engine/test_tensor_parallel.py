@@ -217,6 +217,8 @@ def processes_equal_one(folder: Path, ranks: dict[str, Any], *errors: str) -> No
     with running(folder) as engine:
         wanted, whole = tokens(engine.ask(long, *mixed_asks())), tokens(engine.ask(*whole_asks()))
     with running(folder, **ranks) as engine:
+        checksums = engine.llm.collective_rpc("compute_weight_checksums")
+        assert len(set().union(*checksums)) == sum(map(len, checksums))  # no two of one name
         assert tokens(engine.ask(*whole_asks())) == whole
         assert tokens(engine.ask(long, *mixed_asks())) == wanted
         engine.cut_steps(4e-3)

@@ -67,4 +67,4 @@ def test_blocks_in_pages_are_warm_as_well(
             results = [call() for call in kernel_calls(engine.runner.model, torch.device("cpu"))]
         heads = [result for result in results if result is not None]
         assert [len(logits) for logits in heads] == [16, 32, 64, 128]
-        assert len(results) == 8
+        assert len(results) == 4 + 9 + 8  # and the joint choices

@@ -163,6 +163,21 @@ def test_layers_in_host_memory_take_turns_on_the_device() -> None:
     pages.allocate("b", 1)
 
 
+def test_pages_that_were_provided_do_not_move_as_requests_come() -> None:
+    pages, store = pages_of(num_pages=20)
+    pages.provide(10 * PAGE_SIZE)
+    generation = store.generation
+    for number in range(10):
+        pages.allocate(str(number), PAGE_SIZE)
+    for number in range(10):
+        pages.release(str(number))
+    assert (store.generation, store.reserved_bytes) == (generation, 10 * PAGE_BYTES)
+    pages.trim()
+    assert store.reserved_bytes == 0
+    pages.provide(21 * PAGE_SIZE)  # more than there is
+    assert store.reserved_bytes == 0
+
+
 def test_what_one_request_alone_kept_is_given_back_with_it() -> None:
     pages, store = pages_of(num_pages=10)
     pages.allocate("small", 1)

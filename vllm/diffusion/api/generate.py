@@ -25,7 +25,14 @@ from vllm.diffusion.api.protocol import (
     check_model,
     split_prompt,
 )
-from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, timeout_in, told
+from vllm.diffusion.api.report import (
+    CanvasState,
+    DiffusionReport,
+    TokenTexts,
+    timeout_in,
+    told,
+    trajectories_in,
+)
 from vllm.diffusion.api.schema import check_logprobs
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
@@ -206,6 +213,8 @@ class GenerateHandler:
         self, request_id: str, choices: list[_Choice], finals: list[RequestOutput]
     ) -> GenerateResponse:
         completions = [output.outputs[0] for output in finals]
+        reports = [told(output).get(0, {}) for output in finals]
+        trajectories = trajectories_in(reports)
         decided = choices[0].decided
         prompt_tokens = sum(choice.num_prompt_tokens for choice in choices)
         completion_tokens = sum(len(c.token_ids) for c in completions)
@@ -224,7 +233,8 @@ class GenerateHandler:
                 completion_tokens=completion_tokens,
                 total_tokens=prompt_tokens + completion_tokens,
             ),
-            diffusion=DiffusionReport.of(told(output).get(0, {}) for output in finals),
+            trajectory=trajectories,
+            diffusion=DiffusionReport.of(r | {"trajectory": None} for r in reports),
         )
 
 

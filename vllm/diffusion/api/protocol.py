@@ -168,12 +168,15 @@ class GenerateResponse(BaseModel):
     token_ids: list[list[int]]
     finish_reason: list[str]
     logprobs: list[list[TokenLogprob]] | None = None
+    trajectory: list[dict[str, Any] | None] | None = Field(
+        None, description="with return_trajectory, how each answer came about; null if aborted"
+    )
     usage: Usage
     diffusion: DiffusionReport
 
     def content(self) -> dict[str, Any]:
         """Return the answer as JSON, without fields that were not asked for."""
-        unused = {"logprobs"} if self.logprobs is None else set()
+        unused = {name for name in ("logprobs", "trajectory") if getattr(self, name) is None}
         return {**self.model_dump(exclude=unused), "diffusion": self.diffusion.content()}
 
 

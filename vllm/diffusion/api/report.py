@@ -36,6 +36,7 @@ class DiffusionReport(BaseModel):
             the steps of these answers, and in that step on average.
         budget_bytes: of the pool.
         infilled: per answer, tokens that replaced mask tokens of the prompt, by position.
+        trajectories: per answer, how it came about, where that was asked for.
         error: why an answer is not complete, where one is not.
     """
 
@@ -53,11 +54,13 @@ class DiffusionReport(BaseModel):
     budget_bytes: int | None = None
     replaced_by: dict[str, str] | None = None
     infilled: list[dict[int, int]] | None = None
+    trajectories: list[dict[str, Any] | None] | None = None
     error: str | None = None
 
     @classmethod
     def of(cls, told: Iterable[Mapping[str, Any]]) -> DiffusionReport:
         """Sum up what the scheduler reported of answers; aborted ones have no report."""
+        told = list(told)
         found = [t for t in told if "num_forwards" in t]
         forwards = sum(t["num_forwards"] for t in found)
         committed = sum(t["num_committed"] for t in found)
@@ -79,6 +82,7 @@ class DiffusionReport(BaseModel):
             average_bytes=largest.get("average_bytes"),
             budget_bytes=largest.get("budget_bytes"),
             infilled=infilled if any(infilled) else None,
+            trajectories=trajectories_in(told),
             error=next((t["error"] for t in found if "error" in t), None),
         )
 
@@ -87,7 +91,7 @@ class DiffusionReport(BaseModel):
         return self.model_dump(exclude={n for n in _RARE if getattr(self, n) is None})
 
 
-_RARE = ("replaced_by", "infilled", "error")
+_RARE = ("replaced_by", "infilled", "trajectories", "error")
 _REPLACED_BY = {
     "guided_json": "structured_outputs.json",
     "guided_regex": "structured_outputs.regex",
@@ -95,6 +99,12 @@ _REPLACED_BY = {
     "functions": "tools",
     "function_call": "tool_choice",
 }
+
+
+def trajectories_in(told: Iterable[Mapping[str, Any]]) -> list[dict[str, Any] | None] | None:
+    """Return the trajectories of answers, null for one that was aborted; None if there are none."""
+    found = [t.get("trajectory") for t in told]
+    return found if any(found) else None
 
 
 class TokenTexts:

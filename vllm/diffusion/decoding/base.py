@@ -111,11 +111,14 @@ class DecodingRule(ABC):
     draw_purpose: int | None = None  # of Candidates.draws
     token_ids: Array | None = None  # [R, k] int64, whose log probabilities are wanted, by candidate
     scores: TokenScores | None = None  # the answer of a rule that reads and does not commit
+    sized_blocks: list[tuple[int, int]] | None = (
+        None  # half-open, in rules that choose where they end
+    )
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         self.params = params
         self.prompt_length = prompt_length
-        self.forbid_mask = False
+        self.forbid_mask = self.forbade_mask = False  # in the next forward, and in the last one
         self._mask = np.array(params.mask_id)  # comparing arrays with a number costs twice as much
         self._takes_all = False
 
@@ -149,6 +152,7 @@ class DecodingRule(ABC):
 
     def decide(self, candidates: Candidates) -> Commit:
         """Return what is committed after the forward, in the order of the rule's choice."""
+        self.forbade_mask = self.forbid_mask
         chosen = self.select(candidates)
         return Commit(candidates.positions[chosen], self.replacement(candidates)[chosen])
 

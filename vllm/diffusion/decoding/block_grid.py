@@ -38,7 +38,8 @@ class GridRule(DecodingRule):
     """Decodes the first block with a masked position, in which all masked positions compete.
 
     A block is delivered when it is filled. An answer ends earlier where its length or a stop token
-    is reached and nothing before is masked: no later commit could change it.
+    is reached and nothing before is masked: no later commit could change it. With `complete_blocks`
+    it ends with a block.
     """
 
     drawn: ClassVar[Scoring] = Scoring(draw="filtered")
@@ -124,11 +125,15 @@ class GridRule(DecodingRule):
 
     def _is_over(self, tokens: Array, first: int) -> bool:
         """Whether the answer ends before the first masked position."""
+        if self.params.complete_blocks and first != self._block_start(first):
+            return False
         newest = self._block_start(max(first - 1, 0))
         return first >= len(tokens) or self._ends_within(tokens, newest, first)
 
     def _ends_within(self, tokens: Array, start: int, first: int) -> bool:
         """Whether the answer ends before `first`, if it did not end before `start`."""
+        if self.params.complete_blocks and first % self.params.block_length:
+            return False
         if first >= self._end or not self.params.stop_ids:
             return first >= self._end
         begun = tokens[max(start, self.prompt_length) : first].tolist()

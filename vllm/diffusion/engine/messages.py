@@ -10,6 +10,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 if TYPE_CHECKING:
+    from vllm.diffusion.core.trajectory import Trajectory
     from vllm.diffusion.engine.slices import PausedStep, Slice, SliceTiming
     from vllm.diffusion.memory import Rates
     from vllm.diffusion.request.likelihood import TokenScores
@@ -90,6 +91,7 @@ class StepResult:
         num_kept: positions from 0 whose keys and values are kept; its next forward begins there.
         is_closed: the answer fills its room with a whole string of its language, which no text
             could continue.
+        trajectory: how the answer came about, for requests that ask, once it may be complete.
     """
 
     new_token_ids: list[int]
@@ -105,6 +107,7 @@ class StepResult:
     scores: TokenScores | None = None
     num_kept: int = 0
     is_closed: bool = False
+    trajectory: Trajectory | None = None
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,8 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     but wait their turn. `long` names those of which no step is launched as a whole any more, and
     `next_slice` the one of them that continues in this step. `finished_req_ids` names those whose
     canvas is no longer needed; `scheduled_at` is `time.monotonic()`. `new_pages` holds, by request,
-    pages that the scheduler hands out; workers take them in before the step.
+    pages that the scheduler hands out; workers take them in before the step. With `drains` nothing
+    new is launched, only a step under way is collected.
     """
 
     admitted: list[NewCanvas] = field(default_factory=list)
@@ -155,6 +159,7 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     scheduled_at: float = 0.0
     next_slice: Slice | None = None
     long: list[str] = field(default_factory=list)
+    drains: bool = False
 
 
 @dataclass

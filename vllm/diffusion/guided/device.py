@@ -64,16 +64,16 @@ def _parts(language: Language) -> tuple[ops.Array, ...]:
 class _Newest:
     """Cache of the last step's languages, which mostly are those of the next one."""
 
-    key: tuple[frozenset[int], str] | None = None
-    tables: DeviceTables
+    found: tuple[tuple[frozenset[int], str], DeviceTables] | None = None
 
 
 def _tables(languages: Sequence[Language], device: torch.device) -> DeviceTables:
     distinct = {id(language): language for language in languages}
     key = (frozenset(distinct), str(device))
-    if _Newest.key != key:
-        _Newest.key, _Newest.tables = key, DeviceTables(distinct.values(), device)
-    return _Newest.tables
+    newest = _Newest.found  # read once, as kernels are compiled in several threads
+    if newest is None or newest[0] != key:
+        newest = _Newest.found = key, DeviceTables(distinct.values(), device)
+    return newest[1]
 
 
 class DeviceStep:

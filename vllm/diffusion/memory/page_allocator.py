@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -173,6 +174,15 @@ class PageAllocator:
         self._sequences[req_id] = kept
         self._holders.update(pages.tolist())
         return kept
+
+    def provide(self, positions: int) -> None:
+        """Have free pages for so many positions, as far as the pool has room for them at once.
+
+        Requests then begin without the pages of others moving. `trim` gives them back.
+        """
+        if not self._is_fixed:
+            with suppress(PoolExhaustedError, torch.OutOfMemoryError):
+                self._provide(num_pages(positions))
 
     def fix(self, num_pages: int, most_entries: int) -> None:
         """Replace all pages by a fixed number of them; `assign` names them from 0 on.

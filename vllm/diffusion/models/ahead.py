@@ -11,6 +11,7 @@ import functools
 import importlib
 import os
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from vllm.diffusion import ops
 from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.core.spans import AttentionLayout, PageTable
+from vllm.diffusion.guided import any_tokens
 from vllm.diffusion.layers.split_attention import split_attention
 from vllm.logger import init_logger
 
@@ -31,14 +33,15 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# Of each of them a kernel has another tile.
+# Of each of them a kernel has another tile. Those of experts change at some number of rows and then
+# at twice as many, or more.
 _HEAD_ROWS = (16, 32, 64, 128)
-_EXPERT_ROWS = (16, 64, 256, 1024)
+_EXPERT_ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
 _ATTENDED_KEYS = (64, 4096)  # at most: of few a sequence is not split
 
 
 def compile_ahead(model: DiffusionModel, device: torch.device) -> None:
-    """Compile the Triton kernels of steps of few rows, by calling them.
+    """Compile the Triton kernels of all steps, by calling them.
 
     A failure is left to the step that needs the kernel, which reports it.
 
@@ -68,9 +71,12 @@ def _run(call: Callable[[], object], device: torch.device) -> None:
 def kernel_calls(model: DiffusionModel, device: torch.device) -> Iterator[Callable[[], object]]:
     """Yield calls on zeros, each of which needs Triton kernels that the others do not."""
     if model.reads_pages(device):
-        for is_paged in (False, True):
-            for max_keys in _ATTENDED_KEYS:
-                yield functools.partial(_attend, model, device, max_keys, is_paged=is_paged)
+        # Rows within one block read the same keys, so that their step needs no blocks.
+        grids = (False, True) if model.family.is_block_causal else (False,)
+        for max_keys, is_paged, has_blocks in product(_ATTENDED_KEYS, (False, True), grids):
+            variant = {"is_paged": is_paged, "has_blocks": has_blocks}
+            yield functools.partial(_attend, model, device, max_keys, **variant)
+    yield from any_tokens.kernel_calls(model.vocab_size, model.dtype, device)
     zeros = functools.partial(torch.zeros, dtype=model.dtype, device=device)
     for rows in _HEAD_ROWS:
         x = zeros(rows, model.hidden_size)
@@ -88,7 +94,12 @@ def kernel_calls(model: DiffusionModel, device: torch.device) -> Iterator[Callab
 
 
 def _attend(
-    model: DiffusionModel, device: torch.device, max_keys: int, *, is_paged: bool
+    model: DiffusionModel,
+    device: torch.device,
+    max_keys: int,
+    *,
+    is_paged: bool,
+    has_blocks: bool,
 ) -> Tensor:
     """Attend to one sequence of a page; keys are split where `max_keys` is large."""
     heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads)
@@ -97,7 +108,6 @@ def _attend(
     def numbers(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    has_blocks = model.family.is_block_causal
     q, k, v = rows.split(heads, dim=1)
     layout = AttentionLayout(
         *(numbers(0, PAGE_SIZE), numbers(0), numbers(PAGE_SIZE)),

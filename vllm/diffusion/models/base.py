@@ -59,9 +59,11 @@ class DiffusionModel(nn.Module, SupportsQuant):
         hidden_size, num_heads, num_kv_heads, head_dim: D, H, KV, hd (heads of this rank).
         vocab_size: V of the whole model, the rows of its embedding and of its head.
         vocab_start, num_columns: first logit column of this rank, and number of its columns.
+        is_loaded: it serves; from then on some of its weights may be loaded without the others.
     """
 
     rotary_frequencies: Tensor
+    is_loaded = False
     packed_modules_mapping = {  # noqa: RUF012 (upstream declares it as an attribute of instances)
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
@@ -185,7 +187,10 @@ class DiffusionModel(nn.Module, SupportsQuant):
         return out if scale == 1.0 else out.mul_(scale)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load a checkpoint; return the names of the parameters that were filled.
+        """Load a checkpoint, or, once loaded, some of its tensors in place.
+
+        Returns:
+            names of the parameters that were filled.
 
         Raises:
             CheckpointError: naming the tensors that are missing or not part of the model.
@@ -195,10 +200,11 @@ class DiffusionModel(nn.Module, SupportsQuant):
         weights = widened(weights)
         if self.architecture.expert_layers:
             weights = unstacked(weights, self.config)
-        if not self.config.tie_word_embeddings:
-            return load_checkpoint(self, weights, destinations)
-        del destinations[head]
-        return load_checkpoint(self, weights, destinations, ignored={head})
+        ignored = {head} if self.config.tie_word_embeddings else set()
+        for path in ignored:
+            del destinations[path]
+        with torch.no_grad():
+            return load_checkpoint(self, weights, destinations, ignored, is_partial=self.is_loaded)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Return the embeddings [T, D] of ids [T], in a new tensor."""

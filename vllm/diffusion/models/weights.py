@@ -22,6 +22,16 @@ if TYPE_CHECKING:
     from vllm.diffusion.models.config import Architecture
 
 
+def stored_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a model multiplies by, by name: parameters, and buffers of its modules.
+
+    Quantised numbers and their scales may be buffers. The model's own are computed from its
+    configuration and left out. A tensor that two modules share comes once.
+    """
+    buffers = {name: buffer for name, buffer in model.named_buffers() if "." in name}
+    return {**{name: p.data for name, p in model.named_parameters()}, **buffers}
+
+
 def quantised_sizes(model: nn.Module, dtype: torch.dtype) -> tuple[int, int, int]:
     """Return the sizes of the matrices on this rank that our schemes store.
 
@@ -80,6 +90,8 @@ def load_checkpoint(
     weights: Iterable[tuple[str, Tensor]],
     destinations: Mapping[str, Destination],
     ignored: Set[str] = frozenset(),
+    *,
+    is_partial: bool = False,
 ) -> set[str]:
     """Load every tensor of a checkpoint by its parameter's own weight loader.
 
@@ -89,6 +101,7 @@ def load_checkpoint(
         destinations: for each module path of the checkpoint (a tensor's name less its last
             part), the module of the model. All of them must be filled.
         ignored: module paths whose tensors are skipped.
+        is_partial: only some tensors come, so that none is missed.
 
     Returns:
         names of the model's parameters that were loaded.
@@ -119,7 +132,7 @@ def load_checkpoint(
         _load(name, parameters[target], tensor, destination.shard)
         loaded.add(target)
         seen.add(name)
-    missing = _missing(model, destinations, seen)
+    missing = [] if is_partial else _missing(model, destinations, seen)
     if unknown or missing:
         raise CheckpointError(
             f"the checkpoint does not fit config.json: {_listed('tensors missing', missing)}; "

@@ -94,7 +94,7 @@ def say_nothing_twice() -> None:
 
 def begin() -> None:
     """Start importing for the engine, if this program is the server. Called before all imports."""
-    is_wanted = "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ and _serves(sys.orig_argv)
+    is_wanted = "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ and serves(sys.orig_argv)
     if _waiting or not is_wanted or multiprocessing.parent_process() is not None:
         return
     to_read, to_write = multiprocessing.Pipe(duplex=False)
@@ -175,7 +175,7 @@ def _wait(connection: Connection) -> None:
     target(*args, **kwargs)
 
 
-def _serves(words: list[str]) -> bool:
+def serves(words: list[str]) -> bool:
     """Whether a command line runs our server, not only its help."""
     if "-m" not in words or words[words.index("-m") + 1 :][:1] != [_PROGRAM]:
         return False

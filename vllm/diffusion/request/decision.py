@@ -233,6 +233,10 @@ def decide(
     for name in ignored:
         del request[name]
     _check(request, algorithm, model)
+    if request.get("return_entropy") and not request.get("return_trajectory"):
+        raise InvalidParameterError(
+            "return_entropy", True, "wanted false, or return_trajectory: true"
+        )
     _check_prompt(prompt_token_ids, model, request.get("allow_infill", False))
     num_prompt = len(prompt_token_ids)
     guide = None if spec is None else _guide(spec, request, model, stop_token_ids)

@@ -257,6 +257,25 @@ FIELDS: tuple[Field, ...] = (
         default=False,
     ),
     Field(
+        "return_trajectory",
+        bool,
+        "return which step committed which token, and its log probability then",
+        default=False,
+    ),
+    Field(
+        "return_entropy",
+        bool,
+        "beside return_trajectory: also the entropy of the distribution at each commit",
+        default=False,
+    ),
+    Field(
+        "complete_blocks",
+        bool,
+        "an answer ends when the block of its last token is filled; what follows that token is in "
+        "the trajectory alone",
+        default=False,
+    ),
+    Field(
         "force_single_batch",
         bool,
         "run the request alone in its steps",

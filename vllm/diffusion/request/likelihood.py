@@ -44,6 +44,9 @@ ONLY_READ: Mapping[str, Any] = MappingProxyType(
         "seed": 0,
         "stop_ids": frozenset(),
         "stream_canvas": False,
+        "return_trajectory": False,
+        "return_entropy": False,
+        "complete_blocks": False,
         "logprobs": None,
     }
 )

@@ -96,6 +96,7 @@ class DiffusionParams(AlgorithmParams):
     alone. `guide` is the language of the answer, if it has one; `edits` are the changes of logits
     that it asks for, if any. `suffix_ids` stand on the canvas, right behind the longest answer.
     `num_speculative_states` is the number of states that may be guessed for a forward.
+    `has_stop_strings` says that any step's tokens may be the last ones.
     """
 
     algorithm: str
@@ -125,6 +126,9 @@ class DiffusionParams(AlgorithmParams):
     is_block_causal: bool
     scores_after_filters: bool
     stream_canvas: bool
+    return_trajectory: bool
+    return_entropy: bool
+    complete_blocks: bool
     logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
     ignored: tuple[str, ...] = ()
@@ -136,6 +140,12 @@ class DiffusionParams(AlgorithmParams):
     edits: Edits | None = None
     suffix_ids: tuple[int, ...] = ()
     num_speculative_states: int = 0
+    has_stop_strings: bool = False
+
+    @property
+    def has_extras(self) -> bool:
+        """Whether log probabilities of candidates are wanted, whatever for."""
+        return self.return_trajectory or self.num_logprobs is not None
 
     @property
     def num_logprobs(self) -> int | None:

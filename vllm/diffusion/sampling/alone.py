@@ -11,6 +11,7 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.core.logprobs import Logprobs
 from vllm.diffusion.core.samples import Samples
+from vllm.diffusion.core.trajectory import CandidateLogprobs
 from vllm.diffusion.guided.joint import read_all
 from vllm.diffusion.sampling.fused import launch_key, sample_fused
 from vllm.diffusion.sampling.plain import sample_plain
@@ -80,19 +81,33 @@ def sample_alone(
         )
         extras = [scores.T] if top is None else [scores.T, top.T]
         return Samples.of(sample_group(logits, group, model), extras)
-    if group.params.num_logprobs is None:
+    if not group.params.has_extras:
         return Samples.of(sample_group(logits, group, model))
     # Ranks exchange their columns for ranks among all tokens.
     whole = ops.gather_columns(logits, model.vocab_size)
     distribution = _distribution_of(whole, group.forbidden)
     found = sample_group(logits, group, model)
+    extras = []
+    if group.params.num_logprobs is not None:
+        extras.append(_logprobs(distribution, found, group).packed())
+    if group.params.return_trajectory:
+        has_entropy = group.params.return_entropy
+        extras.append(
+            CandidateLogprobs.packed(
+                distribution, found.token, found.greedy, has_entropy=has_entropy
+            )
+        )
+    return Samples.of(found, extras)
+
+
+def _logprobs(distribution: torch.Tensor, found: ops.Sampled, group: RowGroup) -> Logprobs:
+    """Look up candidates, and the most likely or the named tokens, in log probabilities [R, V]."""
     named = None
     if group.params.logprob_token_ids:
         ids = np.array(group.params.logprob_token_ids, dtype=np.int64)
-        (named,) = ops.to_device((ids,), logits.device)
-    num_top = group.params.num_logprobs
-    logprobs = Logprobs.of(distribution, found.token, found.greedy, num_top, named)
-    return Samples.of(found, [logprobs.packed()])
+        (named,) = ops.to_device((ids,), distribution.device)
+    num_top = group.params.num_logprobs or 0
+    return Logprobs.of(distribution, found.token, found.greedy, num_top, named)
 
 
 def _distribution_of(logits: torch.Tensor, forbidden: tuple[int, ...]) -> torch.Tensor:

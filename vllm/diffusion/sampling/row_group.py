@@ -78,7 +78,7 @@ class RowGroup:
     @property
     def has_extras(self) -> bool:
         """Whether more than candidates is wanted of the logits."""
-        wants_logprobs = self.params.num_logprobs is not None or self.token_ids is not None
+        wants_logprobs = self.params.has_extras or self.token_ids is not None
         return self.adjust is not None or wants_logprobs
 
     @property

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from vllm.diffusion.engine.scheduler.trajectories import trajectory_of
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 if TYPE_CHECKING:
@@ -130,6 +131,8 @@ def _side_channel(item: RequestState, result: StepResult) -> dict[str, Any] | No
     if item.request.is_finished() or item.request.sampling_params.stop:
         fields |= _report(item)
         fields |= {"infilled": result.infilled} if result.infilled else {}
+        if result.trajectory is not None:
+            fields["trajectory"] = trajectory_of(item, result.trajectory)
     if result.canvas is not None:
         fields["canvas"] = vars(result.canvas)
     if result.scores is not None:

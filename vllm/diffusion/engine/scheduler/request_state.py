@@ -61,6 +61,7 @@ class RequestState:
         num_pages: pages that it has, where the scheduler hands them out.
         prompt_of: the request that has computed what its first forward begins with.
         largest: usage of its step with the highest peak.
+        weight_version: label of the weights that compute it; None if it was another one before.
     """
 
     request: Request
@@ -80,6 +81,7 @@ class RequestState:
     num_committed: int = 0
     prompt_of: str | None = None
     largest: StepUsage | None = None
+    weight_version: str | None = "default"
 
     def __post_init__(self) -> None:
         self.next_rows = self.demand.first_rows
@@ -99,6 +101,8 @@ class RequestState:
         if decided.priority is None:
             decided = replace(decided, priority=request.priority)
         item = cls(request, decided, demand_of(decided, request.num_prompt_tokens))
+        if decided.return_trajectory and request.sampling_params.stop:
+            item.params = replace(decided, has_stop_strings=True)
         if decided.timeout_s is not None:
             left_s = decided.timeout_s - seconds_since_arrival(request)
             item.deadline = time.monotonic() + left_s

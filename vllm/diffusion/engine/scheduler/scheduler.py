@@ -194,6 +194,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             scheduled_at=time.monotonic(),
             next_slice=next_slice,
             long=long,
+            drains=self._pause_state == PauseState.PAUSED_ALL,
         )
 
     def _start_waiting(self) -> list[NewCanvas]:
@@ -227,28 +228,36 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         """
         turns = by_priority(self._running, _priority)
         is_paused = self._pause_state == PauseState.PAUSED_ALL
+        next_step = self._launched_step if is_paused else self._next_step
         admission, slicing = self._admission, self.slicing
         if admission is None or slicing is None or slicing.is_idle:
-            return {} if is_paused else self._next_step(turns), None, []
+            return next_step(turns), None, []
         long = slicing.long(turns, admission)
         if is_paused:
-            return {}, None, long
-        return (*slicing.share(long, turns, launched, admission, self._next_step), long)
+            return next_step(turns), None, long
+        return (*slicing.share(long, turns, launched, admission, next_step), long)
 
     def _next_step(self, turns: Mapping[str, RequestState]) -> dict[str, int]:
         """Return the rows of those of `turns` that take part in the next step as a whole.
 
         These are the requests of the first step that is under way, else those whose turn it is.
         """
-        for req_ids in self._launched:
-            launched = {req_id: turns[req_id].next_rows for req_id in req_ids if req_id in turns}
-            if launched:
-                return launched
+        launched = self._launched_step(turns)
+        if launched:
+            return launched
         return take_turns(
             {req_id: item.next_rows for req_id, item in turns.items() if item.has_pages},
             self._row_budget,
             {req_id: item.demand.unit for req_id, item in turns.items() if item.demand.unit},
         )
+
+    def _launched_step(self, turns: Mapping[str, RequestState]) -> dict[str, int]:
+        """Return the rows of those of `turns` that are in the first step under way, if any is."""
+        for req_ids in self._launched:
+            launched = {req_id: turns[req_id].next_rows for req_id in req_ids if req_id in turns}
+            if launched:
+                return launched
+        return {}
 
     def update_from_output(
         self, scheduler_output: DiffusionSchedulerOutput, model_runner_output: DiffusionRunnerOutput
@@ -305,7 +314,17 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         """Return no bitmask: upstream asks in every step, and languages are the workers' matter."""
 
     def get_num_unfinished_requests(self) -> int:
-        return len(self._waiting.requests) + len(self._running) + self._outbox.num_outputs
+        """Return for how much there are steps to take: 0 ends a pause's wait.
+
+        While all requests are paused, that is what was launched before and what clients have not
+        heard; while only newcomers are, also what runs.
+        """
+        count = self._outbox.num_outputs
+        if self._pause_state == PauseState.PAUSED_ALL:
+            return count + len(self._launched_step(self._running))
+        if self._pause_state == PauseState.UNPAUSED:
+            count += len(self._waiting.requests)
+        return count + len(self._running)
 
     def has_finished_requests(self) -> bool:
         return bool(self._finished_req_ids)

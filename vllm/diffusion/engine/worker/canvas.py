@@ -68,12 +68,10 @@ class Canvas:
         if self.params.score is not None:  # the target of a likelihood stays where it is known
             self._known[self.params.score.context_length :] = False
         self.rule = make_rule(self.params, self.prompt_length)
-        self.wants_logprobs = (
-            self.params.num_logprobs is not None or self.rule.token_ids is not None
-        )
+        self.wants_logprobs = self.params.has_extras or self.rule.token_ids is not None
         self._canvas = self.tokens[self.prompt_length :][: self.params.gen_length]
         self._editor = editor_of(self.params, self.tokens, self.prompt_length)
-        self._guests = guests_of(self.params, self.tokens, self.prompt_length)
+        self._guests = guests_of(self.params, self.tokens, self.prompt_length, self.rule)
         self._num_final = 0  # canvas positions from 0
         self._next_news = 0  # with fewer positions settled a commit makes nothing final
         self._newest: list[int] = []  # tokens that became final since the newest report
@@ -261,11 +259,29 @@ class Canvas:
             if self._is_over or self._first_hole == self.length:
                 self._num_final = max(start, end)
             newest = self._canvas[start : self._num_final].tolist()
+            self._end_answer(newest, start)
             self._newest += newest
-            self.is_complete = self.params.answer_end(newest, start) is not None
         if self._canvas.size:
             following = self.prompt_length + self._num_final + 1
             self._next_news = min(self.window.least_committed, following)
+
+    def _end_answer(self, newest: list[int], start: int) -> None:
+        """Note whether the newest tokens end the answer, `start` of which were final before.
+
+        Where a guest waits for more, the last of them is not final yet and leaves `newest`.
+        """
+        end = self.params.answer_end(newest, start)
+        if end is not None and self._guests and not self._is_over:
+            stop = start + end
+            if not all(guest.may_end(self.tokens, stop) for guest in self._guests):
+                self._num_final, end = stop - 1, None
+                del newest[self._num_final - start :]
+        self.is_complete = end is not None
+
+    def use_weights(self, generation: int) -> None:
+        """Take in which weights compute the next forward."""
+        for guest in self._guests:
+            guest.use_weights(generation)
 
     @property
     def _first_hole(self) -> int:

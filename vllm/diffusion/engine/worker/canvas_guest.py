@@ -31,6 +31,13 @@ class CanvasGuest:
         """Return what is committed where the rule has chosen `commit` among `candidates`."""
         return commit
 
+    def may_end(self, tokens: Array, end: int) -> bool:
+        """Whether the answer may end with what is before canvas position `end`."""
+        return True
+
+    def use_weights(self, generation: int) -> None:
+        """Take in which weights compute the next forward."""
+
     def look(self, tokens: Array, step: int) -> None:
         """Take in the sequence as it is after step number `step`, from 1."""
 

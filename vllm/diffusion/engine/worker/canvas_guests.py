@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 from vllm.diffusion.engine.worker.constrained import Constraint
 from vllm.diffusion.engine.worker.proposals import Proposals
+from vllm.diffusion.engine.worker.recording import Recorder, WholeBlocks
 from vllm.diffusion.sampling import LogitEditor
 
 if TYPE_CHECKING:
+    from vllm.diffusion.decoding import DecodingRule
     from vllm.diffusion.engine.worker.canvas_guest import CanvasGuest
     from vllm.diffusion.ops import Array
     from vllm.diffusion.request.params import DiffusionParams
@@ -21,7 +23,7 @@ def editor_of(params: DiffusionParams, tokens: Array, prompt_length: int) -> Log
 
 
 def guests_of(
-    params: DiffusionParams, tokens: Array, prompt_length: int
+    params: DiffusionParams, tokens: Array, prompt_length: int, rule: DecodingRule
 ) -> tuple[CanvasGuest, ...]:
     """Make the capabilities that a request asks for, in the order in which they take part.
 
@@ -32,6 +34,10 @@ def guests_of(
         guests.append(Constraint(params, tokens, prompt_length))
     if params.num_logprobs is not None:
         guests.append(Proposals(params, prompt_length))
+    if params.complete_blocks:
+        guests.append(WholeBlocks(params, tokens, prompt_length, rule))
+    if params.return_trajectory:  # after those that change what is committed
+        guests.append(Recorder(params, tokens, prompt_length, rule))
     for guest in guests:
         guest.begin(tokens)
     return tuple(guests)

@@ -44,6 +44,7 @@ def load_model(vllm_config: VllmConfig, load_config: LoadConfig) -> DiffusionMod
         model: DiffusionModel = get_model_loader(load_config).load_model(
             vllm_config=vllm_config, model_config=vllm_config.model_config
         )
+    model.is_loaded = True  # dummy weights, too, may be replaced tensor by tensor
     order_products(model.layers)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     logger.info(

@@ -101,6 +101,7 @@ class DiffusionModelRunner:
                 max_model_len,
             )
         self.canvases: dict[str, Canvas] = {}
+        self.generation = 0  # of the weights: how often they have changed
         ranks = self._ranks = ranks or Ranks()
         self._account = PoolAccount(pool, self.pages, graph_memory, ranks)
         self._forward = ForwardPass(model, pool, self.caches, ranks)
@@ -222,6 +223,7 @@ class DiffusionModelRunner:
     def start(self, new: NewCanvas) -> None:
         """Take in a request. Raises where there is no memory for what it keeps."""
         canvas = Canvas(new, visibility=self.model.family.visibility)
+        canvas.use_weights(self.generation)
         length, layers = canvas.window.num_places, new.host_layers
         if new.prompt_of is not None and new.params.cache == "frozen":
             canvas.window.read_prompt(

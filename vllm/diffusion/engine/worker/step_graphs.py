@@ -47,7 +47,7 @@ ROW_BUCKETS = (
 MOST_WHOLE_ROWS = 1536
 MOST_WHOLE_ROWS_FP8 = 3072
 MOST_WINDOW_ROWS = 1024
-_ENDED_ROWS = 128  # up to which all rows go through the last layer
+ENDED_ROWS = 128  # up to which all rows go through the last layer
 MOST_SEQUENCES = 256  # of a bucket: every program of attention counts them
 
 
@@ -67,7 +67,7 @@ class Bucket(NamedTuple):
     @property
     def is_ended(self) -> bool:
         """Whether all rows go through the last layer, too."""
-        return self.rows <= _ENDED_ROWS
+        return self.rows <= ENDED_ROWS
 
     def inputs(
         self, pages: PageTable | None, max_keys: int, *, has_blocks: bool
@@ -159,6 +159,12 @@ class GraphRunner:
         memory: memory that graphs may take; batches run without a graph when it is used up.
         agreement: agreement with the ranks whose graphs meet this one's.
         max_keys: keys of the longest sequence.
+
+    Attributes:
+        captures_more: whether buckets get their first graph when they are needed. A server clears
+            it when clients may come; buckets without a graph then do without. A graph whose keys
+            and values have moved is captured anew all the same, which takes the time of a launch
+            without a graph: its kernels are loaded.
     """
 
     def __init__(
@@ -182,6 +188,7 @@ class GraphRunner:
         self._table = caches.table  # at the address that graphs know
         self._copied: PageTable | None = None  # contents of the table
         self._captured: dict[Bucket, _Captured] = {}
+        self.captures_more = True
         self.buckets = buckets_of(model.config, is_fp8=model.is_fp8)
 
     def __len__(self) -> int:
@@ -227,6 +234,8 @@ class GraphRunner:
         if self._pool.has_frame:
             return None  # what a graph writes lies in front of all steps
         stale = self._captured.pop(bucket, None)
+        if stale is None and not self.captures_more:
+            return None
         has_room = stale is not None or self._memory.has_room_for(self._bytes_of(batch))
         if self._agreement.most(int(not has_room)):  # of any rank
             return None
@@ -245,7 +254,8 @@ class GraphRunner:
             work = run_body(self._model, given.tensors, plan, *where, to_the_end=ended)
             return run_to_end(work)
 
-        run()  # libraries choose kernels and allocate workspaces outside of the capture
+        if stale is None:
+            run()  # libraries choose kernels and allocate workspaces outside of the capture
         graph = torch.cuda.CUDAGraph()
         ops.align_ranks()
         with self._memory.capture(graph):

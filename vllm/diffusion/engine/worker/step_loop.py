@@ -93,7 +93,9 @@ class StepLoop:
             for req_id, rows in message.num_scheduled_tokens.items()
             if req_id not in results and (asked is None or req_id != asked.req_id)
         }
-        if stepping and self.runs_ahead:
+        if stepping and message.drains:
+            results |= self._drain()
+        elif stepping and self.runs_ahead:
             results |= self._ahead(stepping, message.long)
         elif stepping:
             results |= self._plain(stepping)
@@ -169,6 +171,11 @@ class StepLoop:
         failed = [req_id for req_id, error in outcomes.items() if error]
         self._launch_behind({*apart, *failed, *self._runner.to_be_copied(outcomes)})
         return self._results(outcomes)
+
+    @torch.inference_mode()
+    def _drain(self) -> dict[str, StepResult]:
+        """Collect the first step under way, if there is one, and launch none."""
+        return self._results(self._collect(self._under_way.pop(0))) if self._under_way else {}
 
     @torch.inference_mode()
     def _slice(self, asked: Slice) -> dict[str, StepResult]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from math import ceil
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from vllm.diffusion.core.pages import num_pages
 from vllm.diffusion.engine.messages import NewCanvas, NewPages
 from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY
-from vllm.diffusion.engine.worker.step_graphs import buckets_of
+from vllm.diffusion.engine.worker.step_graphs import ENDED_ROWS, buckets_of
 from vllm.diffusion.request import decision, fields
 
 if TYPE_CHECKING:
@@ -38,10 +39,12 @@ def warm_up(
     max_requests: int,
     shows_progress: bool,
 ) -> None:
-    """Run a step of a lone request and of two, with and without a cache, per graph bucket.
+    """Run steps of a lone request and of several, with and without a cache, of every size.
 
-    Tokens are drawn where there is a cache, and the most likely ones taken where there is none, as
-    the two are sampled by different kernels.
+    The sizes are those of the graphs' buckets that some batch of the server has, and two that no
+    graph serves. Tokens are drawn where there is a cache, and the most likely ones taken where
+    there is none, as the two are sampled by different kernels. Pages are provided before, as many
+    as several requests may keep, because graphs hold their addresses.
 
     Args:
         runner: with its model loaded and no request running.
@@ -50,15 +53,20 @@ def warm_up(
         max_requests: requests that may run at once.
         shows_progress: draw a progress bar.
     """
+    model = replace(model, defaults={})  # a server's defaults need not fit such canvases
     buckets = buckets_of(runner.model.config, is_fp8=runner.model.is_fp8)
-    longest_kept = runner.planner.cached_positions // 2
-    steps = list(_steps(model, buckets, row_budget, max_requests, longest_kept))
+    positions = runner.planner.cached_positions
+    if runner.graphs is not None:
+        runner.pages.provide(positions)
+    steps = list(_steps(model, buckets, row_budget, max_requests, positions))
     if model.family.is_block_causal:
         steps = [step for step in steps if _num_pages(step) <= runner.caches.num_pages]
     with _garbage_frozen():
         for requests in tqdm(steps, desc="Capturing CUDA graphs", disable=not shows_progress):
             with suppress(*OUT_OF_MEMORY):  # of a small pool; then requests do without, too
                 run_alone(runner, requests, _pages(requests))
+    if runner.graphs is not None:
+        runner.graphs.captures_more = False
 
 
 def run_alone(
@@ -96,25 +104,37 @@ def _garbage_frozen() -> Iterator[None]:
 
 
 def _steps(
-    model: ServedModel,
-    buckets: Buckets,
-    row_budget: int,
-    max_requests: int,
-    longest_kept: int,
+    model: ServedModel, buckets: Buckets, row_budget: int, max_requests: int, positions: int
 ) -> Iterator[list[NewCanvas]]:
     """Yield the requests of each step; large steps first, so that buffers are allocated once."""
-    model = replace(model, defaults={})  # a server's defaults need not fit such canvases
     kept = "exact" if model.family.is_block_causal else "dual"
-    served = {"none": buckets.whole, kept: buckets.windows}
-    for rows in sorted({*buckets.whole, *buckets.windows}, reverse=True):
-        for cache in [cache for cache, all_rows in served.items() if rows in all_rows]:
-            longest = model.max_model_len
-            if cache != "none":
-                longest = min(longest, longest_kept)
-            if rows <= longest:
-                yield [_request(model, "warm-up", rows, cache)]
-            if max_requests > 1 and rows <= row_budget and rows // 2 <= longest:
-                yield [_request(model, f"warm-up-{i}", rows // 2, cache) for i in range(2)]
+    sizes = {
+        "none": _sizes(buckets.whole, row_budget),
+        kept: _sizes(buckets.windows, row_budget),
+    }
+    # With guidance a lone request has two sequences. Block-causal families have none.
+    shares_steps = max_requests > 1 or not model.family.is_block_causal
+    for rows in sorted(set().union(*sizes.values()), reverse=True):
+        for cache in [cache for cache, own in sizes.items() if rows in own]:
+            below = max((size for size in sizes[cache] if size < rows), default=0)
+            room = rows if cache == "none" else min(rows, positions)
+            longest = min(room, model.max_model_len)
+            if longest > below:
+                yield [_request(model, "warm-up", longest, cache)]
+                if below <= ENDED_ROWS < longest:  # where the last layer runs on samples alone
+                    yield [_request(model, "warm-up", longest, cache, num_sampled=1)]
+            shared = min(room, row_budget)
+            number = max(2, ceil(shared / model.max_model_len))
+            if shares_steps and shared > below:
+                lengths = [shared // number] * number
+                yield [_request(model, f"warm-up-{i}", n, cache) for i, n in enumerate(lengths)]
+
+
+def _sizes(rows: tuple[int, ...], row_budget: int) -> tuple[int, ...]:
+    """Sizes of steps: rows of the buckets; above these twice the largest, and the row budget."""
+    return tuple(
+        sorted({*rows, *(n for n in (2 * rows[-1], row_budget) if rows[-1] < n <= row_budget)})
+    )
 
 
 def _num_pages(requests: list[NewCanvas]) -> int:
@@ -133,13 +153,19 @@ def _pages(requests: list[NewCanvas]) -> dict[str, NewPages]:
     return given
 
 
-def _request(model: ServedModel, req_id: str, length: int, cache: str) -> NewCanvas:
-    """Make a request whose first forward computes `length` positions."""
-    canvas = min(_CANVAS, length - 1)
+def _request(
+    model: ServedModel, req_id: str, length: int, cache: str, num_sampled: int = _CANVAS
+) -> NewCanvas:
+    """Make a request whose first forward computes `length` positions, or nearly as many.
+
+    Of these it samples `num_sampled`, if the sequence has as many.
+    """
+    canvas = min(num_sampled, length - 1)
     asked: dict[str, object] = {"algorithm": "semi_ar", "block_length": canvas, "steps": canvas}
     if model.family.is_block_causal:  # then the last block is the one that is decoded
         block_length = length if length <= _CANVAS else _BLOCK
-        canvas = block_length - 1
+        length -= length % block_length
+        canvas = min(num_sampled, block_length - 1)
         asked = {"block_length": block_length}
     prompt = [0 if model.ids.mask else 1] * (length - canvas)
     temperature = 0.0 if cache == "none" else 1.0

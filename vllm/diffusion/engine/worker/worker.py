@@ -22,6 +22,7 @@ from vllm.diffusion.engine.worker.status import build_info, log_build_info, stat
 from vllm.diffusion.engine.worker.step_graphs import buckets_of
 from vllm.diffusion.engine.worker.step_loop import StepLoop
 from vllm.diffusion.engine.worker.warm_up import warm_up
+from vllm.diffusion.engine.worker.weight_worker import WeightWorker
 from vllm.diffusion.memory.plan import readable
 from vllm.diffusion.models.ahead import compile_ahead
 from vllm.diffusion.parallel.groups import Ranks
@@ -34,11 +35,10 @@ from vllm.distributed import (
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import base_loader
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
-from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+from vllm.v1.worker.worker_base import CompilationTimes
 
 if TYPE_CHECKING:
     from vllm.diffusion.engine.messages import DiffusionRunnerOutput, DiffusionSchedulerOutput
-    from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
     from vllm.diffusion.memory import Rates
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
@@ -48,11 +48,8 @@ logger = init_logger(__name__)
 _SUMMED_ROWS = 8192
 
 
-class DiffusionWorker(WorkerBase):
+class DiffusionWorker(WeightWorker):
     """Loads the model and runs denoise steps."""
-
-    model_runner: DiffusionModelRunner
-    ranks: Ranks
 
     def init_device(self) -> None:
         watchdog.follow_parent()  # a forked process has not passed the plugin

@@ -1,0 +1,373 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Check trajectories of a server against a plain PyTorch network of the same checkpoint.
+
+    scripts/replay_trajectory.py models/llada-tiny answers.jsonl
+
+Each line of the file is {"prompt_token_ids": [...], "trajectory": {...}}. The state before every
+step is rebuilt from the trajectory, and one plain forward of it, in fp64, must give the log
+probabilities and entropies that the trajectory has: to 1e-5, times the largest logit of the row,
+as rounding grows with it. Where a published loop knows the request's parameters, it is run too,
+and must commit the same tokens in the same steps.
+
+Exit status: 0 if all of it agrees, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import torch  # noqa: E402 (behind the path of the reference)
+
+from tests.reference import block_loops, decode, dispatch, shaping  # noqa: E402
+from tests.reference.models import load_reference, shift_right  # noqa: E402
+from tests.reference.philox import uniform_matrix  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+TOLERANCE = 1e-5
+_EDITS = {
+    "repetition_penalty": 1.0,
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens"), 0),
+    **{name: [] for name in ("allowed_token_ids", "bad_words")},
+    "logit_bias": {},
+}
+# What the published loops take where it is not as here, and what only some of them take.
+_OPTIONS: dict[str, Any] = {
+    "temperature": 0.0,
+    "cfg_scale": 0.0,
+    "remasking": "low_confidence",
+    "confidence_dtype": "float32",
+    "logits_eos_inf": False,
+    "confidence_eos_eot_inf": False,
+}
+_OWN = {
+    "semi_ar": ("steps",),
+    "threshold": ("threshold",),
+    "factor": ("factor",),
+    "local_leap": ("threshold", "relaxed_threshold", "radius"),
+    "entropy_threshold": ("threshold",),
+    "hierarchy": ("threshold", "low_threshold"),
+    "credit": ("threshold",),
+    "adablock": ("threshold", "delimiter_ids", "delimiter_threshold"),
+    "dream": ("steps", "alg", "alg_temp", "eps", "top_p", "top_k"),
+    "full_attn_multi_block": ("threshold", "block_add_threshold", "decoded_token_threshold"),
+    "multi_block": ("threshold", "block_add_threshold", "decoded_token_threshold", "early_stop"),
+    "low_confidence_dynamic": ("threshold", "steps_per_block"),
+    "sequential": ("steps_per_block",),
+    "entropy_bounded": ("threshold",),
+    "joint_threshold": ("threshold", "editing_threshold", "max_post_steps", "num_to_transfer"),
+    "hierarchy_block": ("threshold", "sub_block_length"),
+}
+_OF_GRIDS = (
+    *("low_confidence_dynamic", "sequential", "entropy_bounded", "joint_threshold"),
+    "hierarchy_block",
+)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a replay found.
+
+    Attributes:
+        num_commits: commits with a log probability.
+        logprob_error, entropy_error: largest differences from the plain forward, relative to the
+            largest logit of their row where that is above 1.
+        differences: canvas positions whose token or step is not the published loop's; None where no
+            loop knows the parameters.
+    """
+
+    num_commits: int
+    logprob_error: float
+    entropy_error: float
+    differences: list[int] | None
+
+    @property
+    def agrees(self) -> bool:
+        largest = max(self.logprob_error, self.entropy_error)
+        return largest <= TOLERANCE and not self.differences
+
+    def __str__(self) -> str:
+        loop = "no published loop was run"
+        if self.differences is not None:
+            loop = "tokens and steps are the published loop's"
+        if self.differences:
+            loop = f"tokens or steps differ from the published loop's at {self.differences}"
+        return (
+            f"{self.num_commits} commits; log probabilities within {self.logprob_error:.1e}, "
+            f"entropies within {self.entropy_error:.1e}; {loop}"
+        )
+
+
+def replay(
+    model: Any, prompt: Sequence[int], trajectory: dict[str, Any], *, runs_loop: bool = True
+) -> Replayed:
+    """Replay a trajectory on a plain network.
+
+    Args:
+        model: a network of `tests.reference.models`.
+        prompt: the prompt's token ids.
+        trajectory: the trajectory.
+        runs_loop: whether the published loop is run, too.
+    """
+    commits = _commits(trajectory)
+    rows, known = _states(prompt, trajectory, commits)
+    distributions, scales = _distributions(model, rows, known, trajectory, commits)
+    logprob_error = entropy_error = 0.0
+    last_step = trajectory["commit_steps"]
+    entropies = trajectory["entropies"] or []
+    for step, position, token, logprob in commits:
+        own = distributions[step - 1, position + len(prompt)]
+        scale = float(scales[step - 1, position + len(prompt)])
+        if logprob is not None:
+            logprob_error = max(logprob_error, abs(float(own[token]) - logprob) / scale)
+        is_last = 0 <= position < len(last_step) and last_step[position] == step
+        if is_last and entropies and entropies[position] is not None:
+            found = float(torch.special.entr(own.exp()).sum())
+            entropy_error = max(entropy_error, abs(found - entropies[position]) / scale)
+    return Replayed(
+        sum(logprob is not None for *_, logprob in commits),
+        logprob_error,
+        entropy_error,
+        differences(model, prompt, trajectory) if runs_loop else None,
+    )
+
+
+def _commits(trajectory: dict[str, Any]) -> list[tuple[int, int, int, float | None]]:
+    """Return all commits in order: step, canvas position (below 0 in the prompt), token, logprob.
+
+    Those of a rule that fills come with the step after which it did so.
+    """
+    edits = trajectory["edits"]
+    if edits is not None:
+        names = ("steps", "positions", "token_ids", "logprobs")
+        return list(zip(*(edits[name] for name in names), strict=True))
+    names = ("commit_steps", "token_ids", "logprobs")
+    steps, tokens, logprobs = (trajectory[name] for name in names)
+    prompt = trajectory["prompt"]
+    of_prompt = zip(
+        prompt["commit_steps"],
+        (position - trajectory["prompt_length"] for position in prompt["positions"]),
+        prompt["token_ids"],
+        prompt["logprobs"],
+        strict=True,
+    )
+    on_canvas = zip(steps, range(len(steps)), tokens, logprobs, strict=True)
+    return sorted((c for c in (*of_prompt, *on_canvas) if c[0] > 0), key=lambda c: c[0])
+
+
+def _states(
+    prompt: Sequence[int],
+    trajectory: dict[str, Any],
+    commits: Sequence[tuple[int, int, int, float | None]],
+) -> tuple[Tensor, Tensor]:
+    """Return the row [T] before each of S steps, [S, T], and what was known at first, [T]."""
+    asked, start = trajectory["parameters"], len(prompt)
+    length = start + max(asked["gen_length"], len(trajectory["token_ids"]))
+    row = torch.full((length,), asked["mask_id"])
+    row[:start] = torch.tensor(prompt)
+    if asked["suffix_ids"]:
+        first = start + asked["max_tokens"]
+        row[first:] = asked["eos_id"]
+        row[first : first + len(asked["suffix_ids"])] = torch.tensor(asked["suffix_ids"])
+    for position, step in enumerate(trajectory["commit_steps"]):
+        if step == 0:
+            row[start + position] = trajectory["token_ids"][position]
+    known, rows = row != asked["mask_id"], []
+    number = 0
+    for step in range(1, trajectory["num_steps"] + 1):
+        while number < len(commits) and commits[number][0] < step:
+            _, position, token, _ = commits[number]
+            row[start + position] = token
+            number += 1
+        rows.append(row.clone())
+    return torch.stack(rows), known
+
+
+def _distributions(
+    model: Any,
+    rows: Tensor,
+    known: Tensor,
+    trajectory: dict[str, Any],
+    commits: Sequence[tuple[int, int, int, float | None]],
+) -> tuple[Tensor, Tensor]:
+    """Return log probabilities [S, T, V] of every position, in the row before each step.
+
+    Also the largest logit [S, T] there, at least 1.
+    """
+    asked = trajectory["parameters"]
+    is_grid = is_of_grid(asked)
+    block_length = trajectory["block_length"] if is_grid else None
+
+    def logits_of(ids: Tensor) -> Tensor:
+        raw = model.logits(ids, block_length)
+        return shift_right(raw) if model.logit_shift else raw
+
+    logits = logits_of(rows)
+    if asked["cfg_scale"] > 0:
+        free = logits_of(torch.where(known, asked["mask_id"], rows))
+        logits = free + (asked["cfg_scale"] + 1) * (logits - free)
+    edits = {name: asked[name] for name, neutral in _EDITS.items() if asked[name] != neutral}
+    if edits:
+        start, stops = trajectory["prompt_length"], asked["end_ids"]
+        end = start + asked["max_tokens" if asked["suffix_ids"] else "gen_length"]
+        edits |= {"ignore_eos": asked["ignore_eos"]}
+        for step in sorted({commit[0] for commit in commits}):
+            logits[step - 1, start:] = shaping.edited(
+                logits[step - 1, start:],
+                rows[step - 1, :end].tolist(),  # what follows is no part of the answer
+                start,
+                edits,
+                asked["mask_id"],
+                stops,
+                asked["bad_words"],
+            )
+    logits[..., asked["forbidden_ids"]] = -torch.inf
+    for step in trajectory["mask_forbidden"]:
+        logits[step - 1, :, asked["mask_id"]] = -torch.inf
+    scales = logits.abs().nan_to_num(posinf=0.0).amax(dim=-1).clamp(min=1.0)
+    return torch.log_softmax(logits, dim=-1), scales
+
+
+def is_of_grid(asked: dict[str, Any]) -> bool:
+    """Whether the parameters are a block-causal family's."""
+    return asked["algorithm"] in _OF_GRIDS or "steps_per_block" in asked
+
+
+def differences(model: Any, prompt: Sequence[int], trajectory: dict[str, Any]) -> list[int] | None:
+    """Run the published loop of a trajectory's parameters.
+
+    Returns:
+        canvas positions with another token or step; None where no loop knows the parameters.
+    """
+    asked = trajectory["parameters"]
+    is_edited = any(asked[name] != neutral for name, neutral in _EDITS.items())
+    is_dream = asked["algorithm"] == "dream"
+    is_grid = is_of_grid(asked)
+    filters = (asked["top_k"], asked["top_p"], asked["min_p"] or None)
+    is_cut = asked["min_p"] > 0 or (filters != (None,) * 3 and not (is_dream or is_grid))
+    if is_edited or is_cut or asked["suffix_ids"]:
+        return None
+    if trajectory["mask_forbidden"] and asked["algorithm"] != "hierarchy_block":
+        return None  # the loops never do that
+    run = _run_blocks if is_grid else _run_loop
+    wanted = run(model, prompt, trajectory)
+    filled, last = set(trajectory["filled"]), trajectory["num_steps"]
+    tokens, steps = trajectory["token_ids"], trajectory["commit_steps"]
+    found = []
+    for position, (token, step) in enumerate(zip(tokens, steps, strict=True)):
+        if position in filled or position >= len(wanted):
+            continue
+        wanted_token, wanted_step = wanted[position]
+        is_later = wanted_step > last
+        if step != (-1 if is_later else wanted_step) or (not is_later and token != wanted_token):
+            found.append(position)
+    return found
+
+
+def _run_loop(
+    model: Any, prompt: Sequence[int], trajectory: dict[str, Any]
+) -> list[tuple[int, int]]:
+    """Return token and step of every canvas position, by the loop of a full-attention family."""
+    asked, algorithm = trajectory["parameters"], trajectory["parameters"]["algorithm"]
+    ids = decode.SpecialIds(asked["mask_id"], asked["eos_id"], asked["eot_id"])
+    own = {name: asked[name] for name in _OWN[algorithm] if asked[name] not in (None, [])}
+    own = {name: value for name, value in own.items() if value is not False}
+    options = {name: asked[name] for name, usual in _OPTIONS.items() if asked[name] != usual}
+    if algorithm != "dream":
+        own["block_length"] = asked["block_length"]
+    decoded = dispatch.run(
+        model,
+        prompt,
+        ids=ids,
+        algorithm=algorithm,
+        gen_length=asked["gen_length"],
+        seed=trajectory["seed"],
+        **options,
+        **own,
+    )
+    steps = [0] * len(decoded.ids)
+    for step in decoded.trace:
+        for position in step.committed:
+            if position >= len(prompt):
+                steps[position - len(prompt)] = step.index + 1
+    return list(zip(decoded.ids, steps, strict=True))
+
+
+def _run_blocks(
+    model: Any, prompt: Sequence[int], trajectory: dict[str, Any]
+) -> list[tuple[int, int]]:
+    """Return the same by the loop of a block-causal family."""
+    asked, algorithm = trajectory["parameters"], trajectory["parameters"]["algorithm"]
+    width, seed = asked["block_length"], trajectory["seed"]
+
+    def logits_of(tokens: Sequence[int]) -> Tensor:
+        found: Tensor = model.logits(torch.tensor([list(tokens)]), width)[0]
+        return found
+
+    def uniform(forward: int, position: int) -> Tensor:
+        return uniform_matrix(seed, dispatch.DREAM_TOKEN, forward, [position], num_columns)[0]
+
+    num_columns = logits_of(prompt[:1]).shape[-1]
+    own = {name: asked[name] for name in _OWN[algorithm] if name in asked}
+    if algorithm == "semi_ar":
+        own = {"steps_per_block": asked["steps_per_block"]}
+    decoded = block_loops.run(
+        logits_of,
+        prompt,
+        algorithm=algorithm,
+        gen_length=asked["gen_length"],
+        block_length=width,
+        mask_id=asked["mask_id"],
+        stop_ids=asked["stop_ids"],
+        scores_after_filters=type(model).__name__ != "SDARReference",
+        temperature=asked["temperature"],
+        top_k=asked["top_k"],
+        top_p=asked["top_p"],
+        uniform=uniform if asked["temperature"] > 0 else None,
+        **own,
+    )
+    found: list[tuple[int, int]] = []
+    before = [asked["mask_id"]] * asked["gen_length"]
+    steps = [0] * asked["gen_length"]
+    for number, canvas in enumerate(decoded.history, start=1):
+        for position, token in enumerate(canvas):
+            if token != before[position]:
+                steps[position] = number
+        before = canvas
+    late = trajectory["num_steps"] + 1
+    for token, step in zip(before, steps, strict=True):
+        found.append((token, step if token != asked["mask_id"] else late))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("model", type=Path, help="folder of the checkpoint")
+    parser.add_argument("answers", type=Path, help="file of answers, JSON lines")
+    asked = parser.parse_args()
+    model, agrees = load_reference(asked.model, torch.float64), True
+    for number, line in enumerate(asked.answers.read_text().splitlines()):
+        answer = json.loads(line)
+        if not answer["trajectory"]["replayable"]:
+            print(f"answer {number}: its cache or its rule cannot be replayed")
+            continue
+        found = replay(model, answer["prompt_token_ids"], answer["trajectory"])
+        agrees &= found.agrees
+        print(f"answer {number}: {found}")
+    return 0 if agrees else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trajectories: replayed on plain networks, for every family, algorithm and option."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoints import MASK_ID, random_prompt
+from tests.engine.cases import ADABLOCK, DREAM, MULTI
+from tests.engine.harness import BLOCKS, MAX_MODEL_LEN, NOISY, Ask, Engine, refusal_error, running
+from tests.programs import ROOT
+from tests.reference import golden
+from tests.reference.models import load_reference
+
+sys.path.append(str(ROOT / "scripts"))
+from replay_trajectory import replay
+
+ASKED = {"return_trajectory": True, "return_entropy": True}
+OF_LOOPS = ("moe_dense_mix", "moe_bias", "mha", "dream", "moe", "sdar", "llada2", "fast_dllm")
+OF_LOOPS = (*OF_LOOPS, "diffullama")
+HOLES = [5, MASK_ID, 7, MASK_ID, MASK_ID, 9]
+PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": -0.2}
+GRID = {"gen_length": 21, "block_length": 8, "temperature": 1.0, "seed": 3}
+# What no published loop has; a prompt, or its length, and parameters.
+OPTIONS: dict[str, list[tuple[Any, dict[str, Any]]]] = {
+    "mha": [
+        (9, {**NOISY, "temperature": 0.8, "top_p": 0.8, "min_p": 0.01, "top_k": 30}),
+        (11, {**BLOCKS, **PENALTIES, "logit_bias": {"250": 2.0, "7": -5.0}}),
+        (7, {**NOISY, "min_tokens": 9, "allowed_token_ids": [1, 7, 160, 250], "cfg_scale": 0.5}),
+        (8, {**BLOCKS, "suffix_ids": [3, 4, 5], "max_tokens": 20}),
+        (HOLES, {**BLOCKS, "allow_infill": True}),
+        (6, {**MULTI, "early_stop": True, "threshold": 2.0, "ignore_eos": False}),
+        (5, {"algorithm": "local_leap", **BLOCKS, "early_stop": True, "ignore_eos": False}),
+        (12, {**ADABLOCK, "gen_length": 32, "block_length": 8}),
+        (10, {**BLOCKS, "structured_outputs": {"regex": "[a-c]{4}"}}),
+    ],
+    "dream": [
+        (9, {**DREAM, "temperature": 0.7, "top_p": 0.9, "seed": 4}),
+        (HOLES, {**DREAM, "allow_infill": True, "logits_eos_inf": True}),
+        (7, {**DREAM, **PENALTIES}),
+    ],
+    "sdar": [(9, GRID), (13, {**GRID, "top_p": 0.8, "complete_blocks": True, **PENALTIES})],
+    "llada2": [
+        (9, {**GRID, "algorithm": "joint_threshold", "threshold": 0.4, "editing_threshold": 0.2}),
+    ],
+}
+
+
+def of_loops(name: str) -> Iterator[tuple[Ask, dict[str, Any]]]:
+    """The requests of the written runs whose states a plain forward can follow, and the runs."""
+    for key, found in golden.STORE.runs.items():
+        asked = json.loads(key)
+        seen = asked.get("cache", "none") == "none" and asked.get("algorithm") != "credit"
+        if asked.pop("model") != name or not seen or "early_stop_ids" in asked:
+            continue
+        asked.pop("first_seed", None)
+        length = asked.pop("prompt_length", 0)
+        prompt = asked.pop("prompt", None) or random_prompt(length, found["prompt_seed"])
+        if len(prompt) + asked["gen_length"] <= MAX_MODEL_LEN:
+            more = {"ignore_eos": not asked.get("early_stop"), "allow_infill": MASK_ID in prompt}
+            yield Ask(prompt, {**more, **asked, **ASKED}), found
+
+
+@pytest.mark.parametrize("family", OF_LOOPS)
+def test_every_written_run_is_replayed(family: str, checkpoint: Callable[[str], Path]) -> None:
+    """Its log probabilities, entropies, tokens, and the step that committed each of them."""
+    folder = checkpoint(family)
+    model = load_reference(folder, torch.float64)
+    asks, runs = zip(*of_loops(golden.name_of(load_reference(folder))), strict=True)
+    with running(folder) as engine:
+        answers = engine.ask(*asks)
+    for ask, answer, wanted in zip(asks, answers, runs, strict=True):
+        found = answer.report["trajectory"]
+        is_grid = "answer" in wanted
+        assert found["replayable"], ask
+        assert (replayed := replay(model, ask.prompt, found, runs_loop=is_grid)).agrees, replayed
+        assert replayed.num_commits or found["filled"]
+        if is_grid:
+            assert replayed.differences == []
+        elif wanted["is_clear"]:
+            filled = set(found["filled"])
+            steps = [step + 1 for step in wanted["decided_at"]]
+            for position, step in enumerate(found["commit_steps"]):
+                assert position in filled or step == steps[position], ask
+            assert found["token_ids"] == wanted["ids"]
+
+
+@pytest.mark.parametrize("family", OPTIONS)
+def test_options_are_replayed(family: str, checkpoint: Callable[[str], Path]) -> None:
+    """And what is drawn does not depend on who else is in the batch."""
+    model = load_reference(checkpoint(family), torch.float64)
+    asks = []
+    for given, asked in OPTIONS[family]:
+        prompt = random_prompt(given) if isinstance(given, int) else given
+        asks.append(Ask(prompt, {"ignore_eos": True, "seed": 5, **asked, **ASKED}))
+    with running(checkpoint(family)) as engine:
+        answers, again = engine.ask(*asks), [engine.ask(ask)[0] for ask in asks]
+    for ask, answer, alone in zip(asks, answers, again, strict=True):
+        found, same = answer.report["trajectory"], alone.report["trajectory"]
+        for name in ("token_ids", "commit_steps", "block_steps", "block_starts", "prompt"):
+            assert name == "prompt" or found[name] == same[name]
+        replayed = replay(model, ask.prompt, found, runs_loop=False)
+        assert replayed.agrees, (ask.extra, replayed)
+        for step, logprob in zip(found["commit_steps"], found["logprobs"], strict=True):
+            assert step > 0 or logprob is None
+
+
+def complete(found: dict[str, Any], start: int, stop: int) -> bool:
+    return MASK_ID not in found["token_ids"][start:stop]
+
+
+@pytest.mark.parametrize(
+    ("family", "asked"),
+    [
+        ("mha", {**BLOCKS, "temperature": 1.0}),
+        ("dream", {**DREAM, "temperature": 1.0}),
+        ("mha", {**ADABLOCK, "gen_length": 32, "block_length": 8, "temperature": 1.0}),
+        ("sdar", GRID),
+        ("sdar", {**GRID, "cache": "none"}),
+        ("llada2", {**GRID, "algorithm": "joint_threshold", "threshold": 0.4}),
+        ("fast_dllm", {**GRID, "block_length": 16, "sub_block_length": 4}),
+    ],
+    ids=["blocks", "whole canvas", "sized", "exact", "none", "edited", "parts of blocks"],
+)
+def test_blocks_are_completed(
+    family: str, asked: dict[str, Any], checkpoint: Callable[[str], Path]
+) -> None:
+    """The block of the stop token; the answer stays what it is without."""
+    model = load_reference(checkpoint(family), torch.float64)
+    prompt, num_longer = random_prompt(13), 0
+    stops = {"stop_token_ids": list(range(0, 240, 9))}
+    with running(checkpoint(family)) as engine:
+        for seed in range(4):
+            own = {**asked, **ASKED, "seed": seed}
+            short, whole = engine.ask(
+                Ask(prompt, own, stops), Ask(prompt, {**own, "complete_blocks": True}, stops)
+            )
+            assert whole.token_ids == short.token_ids
+            assert whole.finish_reason == short.finish_reason
+            before, found = (answer.report["trajectory"] for answer in (short, whole))
+            num_longer += found["num_steps"] > before["num_steps"]
+            length = found["stop_length"]
+            assert length == len(whole.token_ids)
+            starts = [*found["block_starts"], len(found["token_ids"])]
+            end = next(start for start in starts if start >= length)
+            assert complete(found, 0, end)
+            if engine.runner.model.family.is_block_causal:
+                assert (len(prompt) + end) % found["block_length"] == 0
+            assert found["finish_reason"] == whole.finish_reason
+            assert replay(model, prompt, found, runs_loop=False).agrees
+    assert num_longer or found["edits"]  # rules that edit end with their block in any case
+
+
+def test_block_steps_count_from_the_first_step_of_their_block(engine: Engine) -> None:
+    (answer,) = engine.ask(Ask(random_prompt(9, 1), {**BLOCKS, **ASKED, "ignore_eos": True}))
+    found = answer.report["trajectory"]
+    assert found["block_starts"] == [0, 8, 16, 24]
+    assert found["num_steps"] >= 16  # the last step fills what was predicted to be masked
+    for index, (step, own) in enumerate(
+        zip(found["commit_steps"], found["block_steps"], strict=True)
+    ):
+        assert own == step - 4 * (index // 8)
+    assert sorted(found["commit_steps"])[::2][:14] == list(range(1, 15))
+
+
+def test_every_answer_has_its_own_and_stop_strings_end_one(engine: Engine) -> None:
+    """A likelihood has none, and entropies want a trajectory."""
+    asked = {**BLOCKS, "return_trajectory": True}
+    whole, cut, plain = engine.outputs(
+        Ask(random_prompt(6), asked, {"detokenize": True}),
+        Ask(random_prompt(6), asked, {"stop": ["Q"], "detokenize": True}),
+        Ask(random_prompt(6), BLOCKS),
+    )
+    text = whole.outputs[0].text
+    assert "trajectory" not in plain.kv_transfer_params["dllm"]
+    first, second = (o.kv_transfer_params["dllm"]["trajectory"] for o in (whole, cut))
+    assert first["entropies"] is None and first["edits"] is None
+    assert second["stop_length"] == len(cut.outputs[0].token_ids)
+    assert second["finish_reason"] == cut.outputs[0].finish_reason
+    assert ("Q" in text) == (second["finish_reason"] == "stop")
+    with pytest.raises(refusal_error(), match="return_entropy: given True; wanted false, or"):
+        engine.ask(Ask([1], {"return_entropy": True}))
+    score = {"positions": [0], "token_ids": [[1]]}
+    with pytest.raises(refusal_error(), match="score"):
+        engine.ask(Ask([1], {"return_trajectory": True, "score": score}))

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records of trajectories, and answers that end with whole blocks: guests of a canvas."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm.diffusion.core.trajectory import CandidateLogprobs, Commits, Trajectory
+from vllm.diffusion.engine.worker.canvas_guest import CanvasGuest
+from vllm.diffusion.request.algorithms import algorithms_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from vllm.diffusion.decoding import Candidates, Commit, DecodingRule
+    from vllm.diffusion.request.params import DiffusionParams
+
+    Array = NDArray[Any]
+
+
+class Blocks:
+    """Blocks of a canvas, as its rule fills them.
+
+    Args:
+        params: the request's parameters.
+        prompt_length: tokens before the canvas.
+        length: positions of prompt and canvas.
+        rule: the decoding rule, which may choose where blocks end.
+    """
+
+    def __init__(
+        self, params: DiffusionParams, prompt_length: int, length: int, rule: DecodingRule
+    ) -> None:
+        self._rule, self._prompt_length = rule, prompt_length
+        self._end, width = length - prompt_length, params.block_length
+        is_grid = params.is_block_causal
+        record = algorithms_of(is_block_causal=is_grid)[params.algorithm]
+        if record.blocks == "none":
+            width = self._end
+        first = width - prompt_length % width if is_grid else width
+        self._bounds = [0, *range(first, self._end, width), self._end]
+
+    @property
+    def ranges(self) -> list[range]:
+        """Canvas positions of the blocks, in order; of those that have one so far."""
+        if self._rule.sized_blocks is not None:
+            return [
+                range(start - self._prompt_length, end - self._prompt_length)
+                for start, end in self._rule.sized_blocks
+            ]
+        return [range(a, b) for a, b in zip(self._bounds, self._bounds[1:], strict=False)]
+
+
+class Recorder(CanvasGuest):
+    """Record of which step committed which token, and how probable it was.
+
+    Args:
+        params: the request's parameters, with `return_trajectory`.
+        tokens: its sequence [T] before decoding.
+        prompt_length: tokens before the canvas.
+        rule: its decoding rule.
+    """
+
+    def __init__(
+        self, params: DiffusionParams, tokens: Array, prompt_length: int, rule: DecodingRule
+    ) -> None:
+        self._params, self._prompt_length, self._rule = params, prompt_length, rule
+        self._blocks = Blocks(params, prompt_length, len(tokens), rule)
+        # Rows of the extras before its own: log probabilities that the client sees.
+        self._first_row = 0 if params.num_logprobs is None else 4 + 2 * params.num_logprobs
+        self._holes = np.empty(0, dtype=np.int64)  # of the prompt
+        self._tokens = tokens.copy()
+        self._steps = np.zeros(len(tokens), dtype=np.int32)
+        self._logprobs = np.full(len(tokens), np.nan, dtype=np.float32)
+        self._entropies = np.full(len(tokens), np.nan, dtype=np.float32)
+        self._is_filled = np.zeros(len(tokens), dtype=np.bool_)
+        self._first_eligible = np.zeros(len(tokens), dtype=np.int32)  # step; 0 for none
+        self._commits: list[tuple[int, Array, Array, Array]] = []
+        self._replaces = False  # some position was written twice, or may be
+        self._mask_forbidden: list[int] = []
+        self._weight_steps: list[tuple[int, int]] = []
+        self._step = 0
+
+    def begin(self, tokens: Array) -> None:
+        self._tokens[:] = tokens
+        masked = tokens == self._params.mask_id
+        self._steps[masked] = -1
+        self._holes = masked[: self._prompt_length].nonzero()[0]
+
+    def use_weights(self, generation: int) -> None:
+        following = self._step + 1
+        if self._weight_steps and self._weight_steps[-1][1] == following:
+            self._weight_steps.pop()  # no step was computed with them
+        self._weight_steps.append((generation, following))
+
+    def fill(self, start: int, token: int) -> None:
+        changed = start + (self._tokens[start:] != token).nonzero()[0]
+        self._replaces |= bool((self._steps[changed] >= 0).any())
+        self._put(changed, np.full(changed.size, token), np.full(changed.size, np.nan))
+        self._is_filled[changed] = True
+
+    def commit(self, tokens: Array, candidates: Candidates, commit: Commit) -> Commit:
+        self._step += 1
+        if self._rule.forbade_mask:
+            self._mask_forbidden.append(self._step)
+        eligible = candidates.positions
+        if not eligible.size or candidates.logprobs is None:
+            return commit
+        first = self._first_eligible[eligible]
+        self._first_eligible[eligible] = np.where(first == 0, self._step, first)
+        # Rules that replace tokens have candidates where one stands.
+        self._replaces |= bool((tokens[eligible] != self._params.mask_id).any())
+        at = np.searchsorted(eligible, commit.positions)
+        found = CandidateLogprobs.unpack(candidates.logprobs[self._first_row :, at])
+        self._put(commit.positions, commit.tokens, found.of(commit.tokens))
+        self._entropies[commit.positions] = found.entropies
+        return commit
+
+    def _put(self, positions: Array, tokens: Array, logprobs: Array) -> None:
+        is_open = tokens == self._params.mask_id
+        self._tokens[positions] = tokens
+        self._steps[positions] = np.where(is_open, -1, self._step)
+        self._logprobs[positions] = np.where(is_open, np.nan, logprobs)
+        self._entropies[positions] = np.nan
+        self._is_filled[positions] = False
+        self._commits.append((self._step, positions, tokens, logprobs))
+
+    def report(self, tokens: Array, final: range, *, is_complete: bool) -> dict[str, Any]:
+        if not (is_complete or self._params.has_stop_strings):
+            return {}
+        return {"trajectory": self._record()}
+
+    def _record(self) -> Trajectory:
+        start, params = self._prompt_length, self._params
+        steps, first_eligible = self._steps[start:], self._first_eligible[start:]
+        begun: list[range] = []
+        block_steps, end = steps.copy(), 0
+        for block in self._blocks.ranges:
+            own = slice(block.start, block.stop)
+            known = first_eligible[own][first_eligible[own] > 0]
+            committed = steps[own][steps[own] > 0]
+            if not (known.size or committed.size):
+                continue
+            first = int((known if known.size else committed).min())
+            counted = np.maximum(steps[own] - first + 1, 1)
+            block_steps[own] = np.where(steps[own] > 0, counted, steps[own])
+            end = block.stop
+        begun = [block for block in self._blocks.ranges if block.start < end]
+        canvas = slice(start, start + end)
+        return Trajectory(
+            prompt_length=start,
+            block_length=params.block_length,
+            block_starts=[block.start for block in begun],
+            token_ids=self._tokens[canvas].astype(np.int32),
+            commit_steps=self._steps[canvas].copy(),
+            block_steps=block_steps[:end],
+            logprobs=self._logprobs[canvas].copy(),
+            entropies=self._entropies[canvas].copy() if params.return_entropy else None,
+            filled=self._is_filled[canvas].nonzero()[0].tolist(),
+            edits=self._edits() if self._replaces else None,
+            prompt=self._of_prompt(),
+            mask_forbidden=list(self._mask_forbidden),
+            num_steps=self._step,
+            weight_steps=list(self._weight_steps),
+        )
+
+    def _of_prompt(self) -> Commits:
+        holes = self._holes[self._steps[self._holes] > 0]
+        steps, tokens = self._steps[holes], self._tokens[holes]
+        return Commits(steps, holes, tokens, self._logprobs[holes])
+
+    def _edits(self) -> Commits:
+        positions, tokens, logprobs = (
+            np.concatenate(parts) for parts in list(zip(*self._commits, strict=True))[1:]
+        )
+        counts = [positions.size for _, positions, _, _ in self._commits]
+        steps = np.repeat([step for step, *_ in self._commits], counts)
+        return Commits(steps, positions - self._prompt_length, tokens, logprobs)
+
+
+class WholeBlocks(CanvasGuest):
+    """Answers end when the block is filled in which their last token stands.
+
+    Arguments are those of `Recorder`.
+    """
+
+    def __init__(
+        self, params: DiffusionParams, tokens: Array, prompt_length: int, rule: DecodingRule
+    ) -> None:
+        self._blocks = Blocks(params, prompt_length, len(tokens), rule)
+        self._prompt_length, self._mask_id = prompt_length, params.mask_id
+
+    def may_end(self, tokens: Array, end: int) -> bool:
+        block = next((b for b in self._blocks.ranges if end - 1 in b), None)
+        if block is None:
+            return True
+        own = tokens[self._prompt_length + block.start : self._prompt_length + block.stop]
+        return not (own == self._mask_id).any()
