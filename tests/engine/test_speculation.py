@@ -167,6 +167,9 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "biases": {"logit_bias": {"7": 3.0, "9": -100.0}},
     "guidance": {"cfg_scale": 0.2},
     "random scores": {"remasking": "random", "seed": 3},
+    "noise": {"temperature": 0.5, "seed": 4},
+    "noise and filters": {"temperature": 0.8, "top_p": 0.5, "top_k": 9, "seed": 2},
+    "noise and random scores": {"temperature": 0.3, "remasking": "random", "seed": 2},
     "suffix": {"suffix_ids": [5, 6, 7]},
     "late end-of-sequence": {"confidence_eos_eot_inf": True},
 }

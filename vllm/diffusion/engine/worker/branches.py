@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
+from vllm.diffusion.core.random_streams import REMASKING
 from vllm.diffusion.decoding.drafting import Drafter, State
 from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY
 from vllm.diffusion.request.algorithms import algorithms_of
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _GONE = RuntimeError("its request is over")
+MOST_LATER_DRAWS = 3  # each samples all rows once more
 MOST_PLACES = 64  # of all requests
 MOST_REQUESTS = 32  # of a step with guesses: drafting is work of the host
 
@@ -89,7 +91,7 @@ class Branch:
         self.req_id, self.params = canvas.req_id, canvas.params
         self.prompt_length, self.wants_logprobs = canvas.prompt_length, canvas.wants_logprobs
         self.num_steps = canvas.num_steps + state.depth
-        self.rule = state.rule
+        self.rule, self.later_draws = state.rule, canvas.later_draws
 
     @property
     def sequences(self) -> tuple[Array, ...]:
@@ -131,21 +133,46 @@ class LastCandidates:
     """Candidates of the state that a request committed last, by which the next ones are guessed.
 
     Args:
+        canvas: the request.
         rows: sample rows of their step.
         samples: the table of its samples.
         number: index of the state in the step.
     """
 
-    ranks_exactly = False
-
-    def __init__(self, rows: SampleRows, samples: Array, number: int) -> None:
-        self._rows, self._samples, self._number = rows, samples, number
-        self._found: Candidates | None = None
+    def __init__(self, canvas: Canvas, rows: SampleRows, samples: Array, number: int) -> None:
+        self._canvas, self._rows, self._samples, self._number = canvas, rows, samples, number
+        self._step = canvas.num_steps - 1  # of these candidates
+        self._later_draws = rows.batch.canvases[number].later_draws
+        is_random = canvas.params.remasking == "random"
+        self.ranks_exactly = is_random and not canvas.rule.scoring.is_categorical
+        self._known: dict[int, Candidates | None] = {}
 
     def at(self, depth: int) -> Candidates | None:
-        if self._found is None:
-            self._found = self._rows.candidates(self._samples, self._number)
-        return self._found
+        """Return the candidates with the random numbers of a later step; see `Source`."""
+        if depth not in self._known:
+            self._known[depth] = self._drawn_at(depth)
+        return self._known[depth]
+
+    def _drawn_at(self, depth: int) -> Candidates | None:
+        canvas, is_noisy = self._canvas, self._canvas.params.temperature > 0
+        if is_noisy and depth > self._later_draws:
+            return None
+        found = self._rows.candidates(self._samples, self._number, depth if is_noisy else 0)
+        positions, step = found.positions, self._step + depth
+        if self.ranks_exactly and not is_noisy:
+            scores = canvas.uniform(REMASKING, positions, step)
+            if scores is not None:
+                sign = -1 if canvas.rule.scoring.score == "negative_entropy" else 1
+                found = found._replace(scores=sign * scores)
+        return found._replace(draws=canvas.draws(positions, step))
+
+
+def _later_draws(canvas: Canvas) -> int:
+    """Return the number of later draws that guesses of a request are made by."""
+    params = canvas.params
+    if params.temperature == 0 or canvas.wants_logprobs:
+        return 0
+    return min(MOST_LATER_DRAWS, params.num_speculative_states)
 
 
 class Places:
@@ -254,7 +281,9 @@ class Speculation:
             if canvas.req_id in self._drafters:
                 work, window = canvas.next_forward()
                 self._places.leave(canvas, window)
+                canvas.later_draws = 0
                 if len(canvases) <= MOST_REQUESTS:
+                    canvas.later_draws = _later_draws(canvas)
                     most = min(canvas.params.num_speculative_states, room // canvas.next_rows)
                     branches = self._branches(canvas, work, window, most)
                     room -= len(branches) * canvas.next_rows
@@ -317,7 +346,7 @@ class Speculation:
                 outcomes[req_id] = error
                 continue
             newest = number if newest is None else newest
-            self._sources[req_id] = LastCandidates(rows, samples, newest)
+            self._sources[req_id] = LastCandidates(canvas, rows, samples, newest)
 
 
 def _accepted(
