@@ -23,6 +23,7 @@ from tests.engine.harness import (
 )
 from tests.reference.models import LLaDAReference
 from vllm.diffusion.core.errors import ActivationBudgetError
+from vllm.diffusion.decoding.block_grid import GridRule
 from vllm.diffusion.decoding.drafting import Drafter, State
 
 ONE_BY_ONE: dict[str, Any] = {"gen_length": 32, "block_length": 32, "steps": 32}
@@ -44,6 +45,12 @@ class Recorded:
         work, _ = canvas.next_forward()
         self.states.append(State(0, canvas.tokens.copy(), canvas.rule.fork(), work))
 
+    @staticmethod
+    def reaches(certain: State, state: State) -> bool:
+        """Whether their forwards are of the same kind."""
+        is_grid = isinstance(certain.rule, GridRule)
+        return state.work.rows == certain.work.rows or is_grid
+
     def draft(self, certain: State, source: Any, most: int) -> list[State]:
         """The states that follow, as far as their forwards are of the same kind."""
         here = next(
@@ -54,7 +61,7 @@ class Recorded:
         )
         found = []
         for depth, state in enumerate(self.states[here + 1 : here + 1 + most], 1):
-            if state.work.rows != certain.work.rows:
+            if state.work.rows[0] < certain.work.rows[0] or not self.reaches(certain, state):
                 break
             found.append(state._replace(depth=depth))
         return found
@@ -134,6 +141,30 @@ def test_an_oracle_saves_forwards_of_kept_keys(
         assert answer.num_forwards == wanted
         assert engine.is_idle()
         assert engine.runner.caches.num_bytes == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_oracle_saves_forwards_of_exact_keys(
+    checkpoint: Callable[[str], Path],
+    temperature: float,
+    drafts: Callable[[Draft], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guesses reach into blocks that follow; finished ones are stored with a later forward."""
+    asked = {"algorithm": "semi_ar", "gen_length": 40, "block_length": 4, "steps_per_block": 4}
+    asked |= {"temperature": temperature, "seed": 4, "ignore_eos": True}
+    with running(checkpoint("sdar")) as engine:
+        asks = [Ask(random_prompt(length, 1), asked) for length in (60, 97)]
+        for ask in asks:
+            recorded = Recorded(engine, ask, monkeypatch)
+            steps = recorded.answer.num_steps or 0
+            drafts(recorded.draft)
+            for most in (1, 3, 7):
+                (answer,) = engine.ask(*speculating([ask], most))
+                assert answer.token_ids == recorded.answer.token_ids
+                assert answer.num_steps == steps
+                assert answer.num_forwards <= 2 + -(-(steps - 1) // (most + 1))
+                assert engine.is_idle()
 
 
 @pytest.mark.parametrize("spoil", WRONG)

@@ -59,10 +59,11 @@ class Drafter:
     Args:
         is_chain: the rule commits as many candidates as it would with other scores, so that one
             guess follows from another; else a state has one child for each number of them.
+        crosses_blocks: a guess may be that a block is filled, and the next one all masks.
     """
 
-    def __init__(self, *, is_chain: bool) -> None:
-        self._is_chain = is_chain
+    def __init__(self, *, is_chain: bool, crosses_blocks: bool) -> None:
+        self._is_chain, self._crosses_blocks = is_chain, crosses_blocks
 
     def draft(self, certain: State, source: Source, most: int) -> list[State]:
         """Return at most `most` guesses, the likeliest first; each is another state."""
@@ -79,7 +80,7 @@ class Drafter:
         expect_children(certain, 1.0)
         while queue and len(found) < most:
             chance, _, parent, count = heappop(queue)
-            child = _child(parent, source, count)
+            child = self._child(parent, source, count)
             if child is None:
                 continue
             name = child.depth, child.work.eligible.tobytes()
@@ -89,28 +90,30 @@ class Drafter:
                 expect_children(child, -chance)
         return found
 
+    def _child(self, parent: State, source: Source, count: int | None) -> State | None:
+        """Return the state that follows where the rule commits the `count` best candidates.
 
-def _child(parent: State, source: Source, count: int | None) -> State | None:
-    """Return the state that follows where the rule commits the `count` best candidates.
-
-    With None it decides by their scores. None is returned where nothing is known of what follows,
-    or where its forward is of another kind.
-    """
-    known = source.at(parent.depth + 1)
-    if known is None or not known.positions.size:
-        return None
-    candidates = _among(known, parent.work.eligible)
-    if not candidates.positions.size:
-        return None
-    if count is not None:
-        candidates = candidates._replace(scores=_sure_of(count, candidates.scores))
-    rule, tokens = parent.rule.fork(), parent.tokens.copy()
-    commit = rule.decide(candidates)
-    tokens[commit.positions] = commit.tokens
-    work = rule.prepare(tokens)
-    if work is None or work.fill is not None or work.rows != parent.work.rows:
-        return None
-    return State(parent.depth + 1, tokens, rule, work) if work.eligible.size else None
+        With None it decides by their scores. None is returned where nothing is known of what
+        follows, or where its forward is of another kind.
+        """
+        known = source.at(parent.depth + 1)
+        if known is None or not known.positions.size:
+            return None
+        candidates = _among(known, parent.work.eligible)
+        if not candidates.positions.size:
+            return None
+        if count is not None:
+            candidates = candidates._replace(scores=_sure_of(count, candidates.scores))
+        rule, tokens = parent.rule.fork(), parent.tokens.copy()
+        commit = rule.decide(candidates)
+        tokens[commit.positions] = commit.tokens
+        work = rule.prepare(tokens)
+        if work is None or work.fill is not None or not work.eligible.size:
+            return None
+        is_next_block = self._crosses_blocks and work.rows[0] == parent.work.rows[1]
+        if work.rows != parent.work.rows and not is_next_block:
+            return None
+        return State(parent.depth + 1, tokens, rule, work)
 
 
 def _among(known: Candidates, positions: Array) -> Candidates:

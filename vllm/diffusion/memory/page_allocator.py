@@ -66,6 +66,7 @@ class PageAllocator:
         self.store, self._pool = store, pool
         self._sequences: dict[str, KeptSequence] = {}
         self._holders = Counter[int]()  # of pages that are not free: how many requests have them
+        self._scratch: dict[str, list[int]] = {}  # pages beside the assigned ones, by place
         self._is_fixed = False
 
     def allocate(
@@ -142,9 +143,24 @@ class PageAllocator:
         for positions in own:
             is_shared[positions.start : positions.stop] = False
         pages_each = int(np.count_nonzero(~is_shared.reshape(-1, PAGE_SIZE).all(axis=1)))
-        most = int(PART_WITH_PLACES * self._pool.budget_bytes) // store.page_bytes
-        room = max(len(store.free), most - store.num_pages + len(store.free))
-        return self._share(names[: room // pages_each], owner, kept.length, is_shared)
+        room = len(store.free)
+        if not self._is_fixed:
+            most = int(PART_WITH_PLACES * self._pool.budget_bytes) // store.page_bytes
+            room = max(room, most - store.num_pages + room)
+        names = names[: room // pages_each]
+        found = self._share(names, owner, kept.length, is_shared)
+        if self._is_fixed:
+            for name, place in zip(names, found, strict=True):
+                self._scratch[name] = place.pages[place.pages != kept.pages].tolist()
+        return found
+
+    def copy_again(self, owner: str, names: Sequence[str]) -> None:
+        """Copy to places what their request keeps now beside the positions that they write."""
+        kept = self._sequences[owner].pages
+        for name in names:
+            pages = self._sequences[name].pages
+            own = pages != kept
+            self.store.copy(kept[own].tolist(), pages[own].tolist())
 
     def _share(
         self, names: Sequence[str], owner: str, length: int, is_shared: Array
@@ -184,19 +200,21 @@ class PageAllocator:
             with suppress(PoolExhaustedError, torch.OutOfMemoryError):
                 self._provide(num_pages(positions))
 
-    def fix(self, num_pages: int, most_entries: int) -> None:
+    def fix(self, num_pages: int, most_entries: int, scratch: int = 0) -> None:
         """Replace all pages by a fixed number of them; `assign` names them from 0 on.
 
         Args:
             num_pages: number of pages.
+            scratch: further pages, for `places`.
             most_entries: pages of all requests together, a page counted once for each of them.
 
         Raises:
             PoolExhaustedError: the pool has no room for them.
         """
         self._sequences.clear()
-        self.store.resize(num_pages)
-        self.store.free, self.store.most_entries, self._is_fixed = [], most_entries, True
+        self.store.resize(num_pages + scratch)
+        self.store.free = list(range(num_pages, num_pages + scratch))
+        self.store.most_entries, self._is_fixed = most_entries, True
 
     def assign(
         self, req_id: str, pages: Sequence[int], *, behind: bool = False
@@ -239,6 +257,7 @@ class PageAllocator:
     def release(self, req_id: str) -> None:
         """Give back the pages of a request, if it has some."""
         kept = self._sequences.pop(req_id, None)
+        self.store.free += self._scratch.pop(req_id, [])
         if kept is None or self._is_fixed:
             return
         self._holders.subtract(kept.pages.tolist())
@@ -262,7 +281,7 @@ class PageAllocator:
     @property
     def unused_bytes(self) -> int:
         """Bytes of the buffer that `trim` gives back."""
-        cannot_move = self._is_large and bool(self._sequences)
+        cannot_move = self._is_fixed or (self._is_large and bool(self._sequences))
         return 0 if cannot_move else len(self.store.free) * self.store.page_bytes
 
     @property

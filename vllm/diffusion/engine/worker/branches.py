@@ -16,10 +16,12 @@ The rule sees only what is committed, so a wrong guess costs its rows and change
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
+from vllm.diffusion.core.pages import PAGE_SIZE, num_pages
 from vllm.diffusion.core.random_streams import REMASKING
 from vllm.diffusion.decoding.drafting import Drafter, State
 from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY
@@ -43,6 +45,7 @@ logger = init_logger(__name__)
 
 _GONE = RuntimeError("its request is over")
 MOST_LATER_DRAWS = 3  # each samples all rows once more
+MOST_BLOCKS = 3  # of a window of exact keys: two are finished, but not kept yet
 MOST_PLACES = 64  # of all requests
 MOST_REQUESTS = 32  # of a step with guesses: drafting is work of the host
 
@@ -76,29 +79,31 @@ class Branch:
     Args:
         canvas: the request.
         state: the guess.
-        positions: positions that are computed: those of the certain state.
-        cache: pages for what it keeps, if the request keeps anything.
+        positions: positions that are computed.
     """
 
     adjust_logits = None
     pick = None
 
-    def __init__(
-        self, canvas: Canvas, state: State, positions: Window, cache: KeptSequence | None = None
-    ) -> None:
-        self.canvas, self.state, self._positions = canvas, state, positions
-        self.window = Place(cache, canvas.window.kept_starts, canvas.window.num_sequences)
+    def __init__(self, canvas: Canvas, state: State, positions: Window) -> None:
+        self.canvas, self.state, self.positions = canvas, state, positions
+        self.window = Place(None, canvas.window.kept_starts, canvas.window.num_sequences)
         self.req_id, self.params = canvas.req_id, canvas.params
         self.prompt_length, self.wants_logprobs = canvas.prompt_length, canvas.wants_logprobs
         self.num_steps = canvas.num_steps + state.depth
         self.rule, self.later_draws = state.rule, canvas.later_draws
 
     @property
+    def num_rows(self) -> int:
+        """Rows of its forward."""
+        return self.positions.num_rows * self.window.num_sequences
+
+    @property
     def sequences(self) -> tuple[Array, ...]:
         return self.canvas.sequences_of(self.state.tokens)
 
     def next_forward(self) -> tuple[ForwardTarget, Window]:
-        return self.state.work, self._positions
+        return self.state.work, self.positions
 
     def token_ids(self, positions: Array) -> None:
         """Return no tokens to be scored: likelihoods are not guessed."""
@@ -175,12 +180,25 @@ def _later_draws(canvas: Canvas) -> int:
     return min(MOST_LATER_DRAWS, params.num_speculative_states)
 
 
+def _may_keep(canvas: Canvas, window: Window) -> bool:
+    """Whether guesses of a request's next forward may have places, or need none.
+
+    None has a forward of all positions, nor one that computes more than the rule needs.
+    """
+    if canvas.window.cache is None:
+        return True
+    is_long = window.num_rows > MOST_BLOCKS * canvas.params.block_length
+    is_exact = canvas.params.cache == "exact"
+    return window.reads_kept and not (is_exact and is_long)
+
+
 class Places:
-    """Pages for guesses: a request has places for one window at a time.
+    """Pages for guesses, of requests that keep keys and values.
 
     A forward writes the keys and values of its window, so the certain state and its guesses cannot
-    have the same pages there. What a place holds beside the window is as old as the last larger
-    forward of the request, which is of another window: then places are given back.
+    have the same pages there. A place has pages of its own for the positions of one window. What
+    these hold beside the window is a copy, made again for every other window: only forwards of
+    other windows change it.
 
     Args:
         pages: the pages of all requests.
@@ -188,39 +206,58 @@ class Places:
 
     def __init__(self, pages: PageAllocator) -> None:
         self._pages = pages
-        self._held: dict[str, tuple[Window, list[KeptSequence]]] = {}  # by request
+        self._held: dict[str, _Held] = {}  # by request
 
-    def of(self, canvas: Canvas, window: Window, count: int) -> Sequence[KeptSequence | None]:
-        """Return at most `count` places for guesses of a request's next forward; fewer if full."""
-        if canvas.window.cache is None:
-            return [None] * count
-        is_exact = canvas.params.cache == "exact"
-        if is_exact or not window.reads_kept or self._pages.store.host_layers:
-            return []
-        _, held = self._held.setdefault(canvas.req_id, (window, []))
-        if len(held) < count:
-            starts = canvas.window.kept_starts
-            own = [range(start + window.first, start + window.stop) for start in starts]
-            names = [_place_name(canvas.req_id, n) for n in range(len(held), count)]
-            room = MOST_PLACES - sum(len(places) for _, places in self._held.values())
-            with suppress(*OUT_OF_MEMORY):
-                held += self._pages.places(canvas.req_id, own, names[: max(room, 0)])
-        return held[:count]
+    def of(self, canvas: Canvas, first: int, stop: int, count: int) -> list[KeptSequence]:
+        """Return at most `count` places for positions `first` to `stop` of a request.
 
-    def leave(self, canvas: Canvas, window: Window) -> None:
-        """Give back a request's places if its next forward is of another window."""
-        if canvas.req_id in self._held and self._held[canvas.req_id][0] != window:
+        There are fewer where the pages for them are used up.
+        """
+        held = self._held.get(canvas.req_id)
+        own_pages = first // PAGE_SIZE, num_pages(stop)
+        if held is not None and held.own_pages != own_pages:
             self.release(canvas.req_id)
+            held = None
+        if held is None:
+            held = self._held[canvas.req_id] = _Held(own_pages, (first, stop), [])
+        num_held = len(held.places)
+        names = [_place_name(canvas.req_id, number) for number in range(max(count, num_held))]
+        if held.window != (first, stop):
+            held.window = first, stop
+            self._pages.copy_again(canvas.req_id, names[:num_held])
+        if num_held < count:
+            own = [range(start + first, start + stop) for start in canvas.window.kept_starts]
+            room = MOST_PLACES - sum(len(held.places) for held in self._held.values())
+            with suppress(*OUT_OF_MEMORY):
+                more = names[num_held:][: max(room, 0)]
+                held.places += self._pages.places(canvas.req_id, own, more)
+        return held.places[:count]
+
+    def leave(self, req_id: str, window: Window) -> None:
+        """Take in the next forward of a request: what copies are of may change with it."""
+        held = self._held.get(req_id)
+        if held is not None and not held.window[0] <= window.first < window.stop <= held.window[1]:
+            held.window = -1, -1
 
     def release(self, req_id: str) -> None:
         """Give back a request's places."""
-        for number in range(len(self._held.pop(req_id, (None, ()))[1])):
+        held = self._held.pop(req_id, None)
+        for number in range(0 if held is None else len(held.places)):
             self._pages.release(_place_name(req_id, number))
 
     def release_all(self) -> None:
         """Give back all places."""
         for req_id in list(self._held):
             self.release(req_id)
+
+
+@dataclass
+class _Held:
+    """Places of a request: for which of its pages, and for which positions."""
+
+    own_pages: tuple[int, int]
+    window: tuple[int, int]
+    places: list[KeptSequence]
 
 
 def _place_name(req_id: str, number: int) -> str:
@@ -248,7 +285,9 @@ class Speculation:
             return
         table = algorithms_of(is_block_causal=params.is_block_causal)
         is_chain = table[params.algorithm].speculates == "chain"
-        self._drafters[canvas.req_id] = Drafter(is_chain=is_chain)
+        crosses_blocks = params.is_block_causal  # whose windows end with the block
+        drafter = Drafter(is_chain=is_chain, crosses_blocks=crosses_blocks)
+        self._drafters[canvas.req_id] = drafter
 
     def forget(self, req_id: str) -> None:
         """Drop a request, if it takes part."""
@@ -280,22 +319,26 @@ class Speculation:
             packed.append(canvas)
             if canvas.req_id in self._drafters:
                 work, window = canvas.next_forward()
-                self._places.leave(canvas, window)
+                self._places.leave(canvas.req_id, window)
                 canvas.later_draws = 0
                 if len(canvases) <= MOST_REQUESTS:
                     canvas.later_draws = _later_draws(canvas)
-                    most = min(canvas.params.num_speculative_states, room // canvas.next_rows)
-                    branches = self._branches(canvas, work, window, most)
-                    room -= len(branches) * canvas.next_rows
+                    branches = self._branches(canvas, work, window, room)
+                    room -= sum(branch.num_rows for branch in branches)
                     packed += branches
         return packed
 
+    def leave_places(self, req_id: str) -> None:
+        """Give back the places of a request, which gets other pages."""
+        self._places.release(req_id)
+
     def _branches(
-        self, canvas: Canvas, work: ForwardTarget, window: Window, most: int
+        self, canvas: Canvas, work: ForwardTarget, window: Window, room: int
     ) -> list[Branch]:
-        """Guess at most `most` states behind the certain one."""
+        """Guess states behind the certain one, whose forwards have at most `room` rows."""
+        most = min(canvas.params.num_speculative_states, room // canvas.next_rows)
         source = self._sources.get(canvas.req_id)
-        if source is None or not work.eligible.size or most < 1:
+        if source is None or not work.eligible.size or most < 1 or not _may_keep(canvas, window):
             return []
         certain = State(0, canvas.tokens, canvas.rule, work)
         try:
@@ -305,11 +348,22 @@ class Speculation:
                 logger.exception("request %s: no states could be guessed", canvas.req_id)
             self._failed = True
             return []
-        places = self._places.of(canvas, window, len(states))
-        return [
-            Branch(canvas, state, window, place)
-            for state, place in zip(states, places, strict=False)
-        ]
+        branches = list[Branch]()
+        for state in states:
+            is_alike = state.work.rows == work.rows
+            own = window if is_alike else canvas.window.of(state.work.rows)
+            if own is not None:
+                branches.append(Branch(canvas, state, own))
+                room -= branches[-1].num_rows
+        while room < 0:
+            room += branches.pop().num_rows
+        if canvas.window.cache is None or not branches:
+            return branches
+        stop = max(branch.positions.stop for branch in branches)
+        places = self._places.of(canvas, window.first, stop, len(branches))
+        for branch, place in zip(branches, places, strict=False):
+            branch.window = branch.window._replace(cache=place)
+        return branches[: len(places)]
 
     # ---- after a step ----
 
@@ -360,7 +414,7 @@ def _accepted(
     newest = None
     canvas.num_drafted += len(branches)
     while branches and not canvas.is_complete:
-        work, _ = canvas.next_forward()
+        work = canvas.begin()  # of which no window begins: what it would write lies elsewhere
         reached = (number for number, branch in branches.items() if branch.is_reached(work))
         number = next(reached, None)
         if number is None:

@@ -239,7 +239,7 @@ class DiffusionModelRunner:
             self._firsts = FirstForwards(self._forward, self.pages, self.canvases)
             self._forward.note_first = self._firsts.note
         self.canvases[new.req_id] = canvas
-        if new.params.num_speculative_states and self._ranks.sequence.size == 1:
+        if new.params.num_speculative_states and not layers and self._ranks.sequence.size == 1:
             self._speculate(canvas)
 
     def _speculate(self, canvas: Canvas) -> None:
@@ -273,6 +273,8 @@ class DiffusionModelRunner:
                 continue  # it could not start
             if new.num_kept is not None and self.sliced is not None:
                 self.sliced.drop(req_id)
+            if self._speculation is not None:
+                self._speculation.leave_places(req_id)
             kept = self.pages.assign(req_id, new.page_ids, behind=new.num_kept is None)
             canvas.assign(kept, new.num_kept)
         if new_pages:
