@@ -34,7 +34,9 @@ def test_nothing_is_compiled_loaded_or_captured_for_a_request(
     import triton
 
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
-    folder = make_checkpoint(tmp_path, family=family, seed=3, dtype=torch.bfloat16)
+    monkeypatch.setenv("VLLM_ACTIVATION_POOL_SIZE_BYTES", str(4 << 30))
+    served = {"head_dim": 32} if family.startswith("sdar") else {}  # widths that kernels serve
+    folder = make_checkpoint(tmp_path, family=family, seed=3, dtype=torch.bfloat16, **served)
     late: list[str] = []
     begin = torch.cuda.CUDAGraph.capture_begin
 
@@ -85,6 +87,7 @@ def test_every_bucket_that_a_step_can_need_has_been_run(
     family: str, budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those between the longest request and what several have together."""
+    monkeypatch.setenv("VLLM_ACTIVATION_POOL_SIZE_BYTES", str(1 << 30))
     folder = make_checkpoint(tmp_path, family=family, seed=3)
     with running(folder, max_model_len=200) as engine:
         model = served_model(engine.llm.llm_engine.vllm_config)

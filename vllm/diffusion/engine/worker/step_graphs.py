@@ -205,8 +205,8 @@ class GraphRunner:
         bucket = self.buckets.find(batch)
         if bucket is None or (batch.slot_mapping.size and self._caches.host_layers):
             return None
-        if bucket.is_cached and not self._reads_pages:
-            return None
+        if (bucket.is_cached or self._has_blocks) and not self._reads_pages:
+            return None  # other kernels need the host's spans
         if bucket.is_cached:
             self._copy_table()
         captured = self._captured.get(bucket)
