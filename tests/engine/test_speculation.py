@@ -28,7 +28,7 @@ from vllm.diffusion.decoding.drafting import Drafter, State
 
 ONE_BY_ONE: dict[str, Any] = {"gen_length": 32, "block_length": 32, "steps": 32}
 THRESHOLD: dict[str, Any] = {"gen_length": 32, "block_length": 16, "threshold": 0.3}
-Draft = Callable[[State, Any, int], list[State]]
+Draft = Callable[[State, Any, int, Any], list[State]]
 
 
 class Recorded:
@@ -51,7 +51,7 @@ class Recorded:
         is_grid = isinstance(certain.rule, GridRule)
         return state.work.rows == certain.work.rows or is_grid
 
-    def draft(self, certain: State, source: Any, most: int) -> list[State]:
+    def draft(self, certain: State, source: Any, most: int, chance: Any) -> list[State]:
         """The states that follow, as far as their forwards are of the same kind."""
         here = next(
             i

@@ -18,12 +18,12 @@ from vllm.diffusion import ops
 from vllm.diffusion.engine.messages import StepUsage
 from vllm.diffusion.engine.worker.agreement import Agreement
 from vllm.diffusion.engine.worker.batch import build_batch
-from vllm.diffusion.engine.worker.branches import Speculation
 from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.engine.worker.first_forwards import FirstForwards, shares_first_forward
 from vllm.diffusion.engine.worker.forward import ForwardPass, run_to_end
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.engine.worker.sliced_step import SlicedStep
+from vllm.diffusion.engine.worker.speculation import Speculation
 from vllm.diffusion.engine.worker.step_graphs import GraphRunner
 from vllm.diffusion.engine.worker.step_log import StepLog
 from vllm.diffusion.engine.worker.step_log import logger as step_logger
@@ -162,6 +162,8 @@ class DiffusionModelRunner:
 
         Called after the next launch, so the GPU never waits for it.
         """
+        if self._speculation is not None:
+            self._speculation.take_note()
         over, self._over = self._over, []
         for step, ended in over:
             self.usage = step.memory.usage(self.idle_usage)
