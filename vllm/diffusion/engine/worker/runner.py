@@ -29,7 +29,7 @@ from vllm.diffusion.engine.worker.step_log import StepLog
 from vllm.diffusion.engine.worker.step_log import logger as step_logger
 from vllm.diffusion.engine.worker.step_memory import PoolAccount, Step
 from vllm.diffusion.engine.worker.streamed import run_streamed
-from vllm.diffusion.memory import HostBuffers, PageAllocator, PageStore
+from vllm.diffusion.memory import HostBuffers, PageAllocator, PageStore, StepShape
 from vllm.diffusion.parallel.groups import Ranks
 from vllm.logger import init_logger
 
@@ -64,6 +64,7 @@ class DiffusionModelRunner:
         graph_memory: memory for CUDA graphs of the layers; None runs without graphs.
         max_model_len: positions of the longest sequence.
         ranks: ranks that compute the same steps; None where there are no others.
+        weighs_guesses: guess no more states than save time; None: where graphs have been timed.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class DiffusionModelRunner:
         graph_memory: GraphMemory | None = None,
         max_model_len: int = 0,
         ranks: Ranks | None = None,
+        weighs_guesses: bool | None = None,
     ) -> None:
         self.model = model
         self.planner = planner
@@ -106,6 +108,9 @@ class DiffusionModelRunner:
         self._account = PoolAccount(pool, self.pages, graph_memory, ranks)
         self._forward = ForwardPass(model, pool, self.caches, ranks)
         self._firsts: FirstForwards | None = None  # from the first request that shares a prompt on
+        self._weighs_guesses = (
+            graph_memory is not None if weighs_guesses is None else weighs_guesses
+        )
         self._speculation: Speculation | None = None  # from the first request that asks for it on
         self.sliced: SlicedStep | None = None  # from the first long step on
         self._log = StepLog() if is_reporting else None
@@ -247,8 +252,16 @@ class DiffusionModelRunner:
     def _speculate(self, canvas: Canvas) -> None:
         """Guess states of a request, if it takes part in that."""
         if self._speculation is None:
-            self._speculation = Speculation(self.canvases, self.pages)
+            seconds = self._seconds_of if self._weighs_guesses else None
+            self._speculation = Speculation(self.canvases, self.pages, seconds)
         self._speculation.start(canvas)
+
+    def _seconds_of(self, num_rows: int, are_windows: bool) -> float:
+        """Time of a step of so many rows, of windows or not; without graphs as predicted."""
+        if self.graphs is not None:
+            return self.graphs.seconds(num_rows, are_windows)
+        shape = StepShape(num_rows, num_rows, num_rows, num_sequences=2, keeps=are_windows)
+        return self.planner.plan(shape).predicted_seconds
 
     @torch.inference_mode()
     def step_known(self, new: NewCanvas) -> Outcomes:
