@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-MARGIN = 0.02  # of a step's time: drafting and accepting are work of the host
+MARGIN = 0.02  # of a step's time, for a guess: drafting and accepting it are work of the host
 FADES = 0.995  # what is left of a try after the next one of its kind
 PRIOR_TRIES = 2.0  # which held every second time
 
@@ -65,8 +65,8 @@ def worthwhile(
 ) -> list[int]:
     """Return how many of its first guesses each request should have.
 
-    A step that is expected to commit A steps of requests gains by another guess of chance p if
-    (A + p) / A exceeds the ratio of its times with and without it.
+    Of the guesses of all requests, the likeliest first, as many are taken as make the steps that
+    are expected to be committed in a second the most.
 
     Args:
         offers: what requests could have.
@@ -74,12 +74,13 @@ def worthwhile(
         rows: its rows without guesses.
         seconds: time of a step of so many rows.
     """
-    counts, expected = [0] * len(offers), float(num_requests)
+    expected, drafting_s = float(num_requests), MARGIN * seconds(rows)
+    best_pace, best, counts = expected / seconds(rows), [0] * len(offers), [0] * len(offers)
     ranked = [(chance, i) for i, offer in enumerate(offers) for chance in offer.chances]
-    for chance, i in sorted(ranked, key=lambda found: -found[0]):
-        more = rows + offers[i].rows
-        if chance / expected <= seconds(more) / seconds(rows) - 1 + MARGIN:
-            break
+    for number, (chance, i) in enumerate(sorted(ranked, key=lambda found: -found[0]), 1):
         counts[i] += 1
-        rows, expected = more, expected + chance
-    return counts
+        rows, expected = rows + offers[i].rows, expected + chance
+        pace = expected / (seconds(rows) + number * drafting_s)
+        if pace > best_pace:
+            best_pace, best = pace, counts.copy()
+    return best

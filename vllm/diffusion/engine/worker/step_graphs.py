@@ -234,7 +234,7 @@ class GraphRunner:
         self._seconds = found
 
     def seconds(self, num_rows: int, is_cached: bool) -> float:
-        """Time of the layers of a step of so many rows, of windows or not; inf beyond all graphs."""
+        """Time of the layers of a step of `num_rows` rows, of windows or not; inf without graph."""
         served = self.buckets.windows if is_cached else self.buckets.whole
         sizes = ((is_cached, rows) for rows in served if rows >= num_rows)
         return next((self._seconds[size] for size in sizes if size in self._seconds), math.inf)
