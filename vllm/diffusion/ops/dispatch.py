@@ -12,7 +12,7 @@ from math import ceil
 
 import torch
 
-from vllm_add_llada.cuda_kernels.fused_ops import Tiling, is_built
+from vllm_add_llada.cuda_kernels.fused_ops import PORTABLE, Tiling, capability_of, is_built
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ AHEAD_BYTES = 4 << 20  # of the next weight that few rows' products bring to the
 _LEAST_BLOCKS = 0.84  # of the multiprocessors, below which too few bytes are on their way
 _LEAST_USE = 0.9  # of the tiles that the card computes at a time, below which cuBLAS's fit better
 _STEP_DEPTH = 64
+_PORTABLE_ROWS = 256  # of the kernels for every card
 
 _HEAD_COLUMNS = 65_536  # of what counts as an output matrix
 _HEAD_ROWS = 64  # Triton's product with one, beyond which cuBLAS's is the faster one
@@ -82,9 +83,27 @@ def multiprocessors(device: torch.device) -> int:
     """
     if device.type != "cuda" or not is_built():
         return 0
-    properties = torch.cuda.get_device_properties(device)
-    is_hopper = (properties.major, properties.minor) == (9, 0)
-    return int(properties.multi_processor_count) if is_hopper else 0
+    if capability_of(device.index) != (9, 0):
+        return 0
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def portable_tiling(num_rows: int, device: torch.device) -> Tiling | None:
+    """Tiling for the cards whose own kernels there are none of; None to multiply otherwise.
+
+    Args:
+        num_rows: rows of the product.
+        device: device of the weight.
+    """
+    if not 0 < num_rows <= _PORTABLE_ROWS or not _is_portable(device):
+        return None
+    return PORTABLE
+
+
+@functools.cache
+def _is_portable(device: torch.device) -> bool:
+    """Whether the compiled products that run are those for every card."""
+    return device.type == "cuda" and is_built() and (9, 0) != capability_of(device.index) >= (8, 0)
 
 
 def linear_tiling(
@@ -252,7 +271,7 @@ def _skinny_tiling(
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
     """Whether the card is of compute capability 9."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return device.type == "cuda" and capability_of(device.index)[0] == 9
 
 
 def multiplies_head(num_rows: int, num_columns: int, device: torch.device) -> bool:

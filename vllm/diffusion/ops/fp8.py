@@ -283,7 +283,7 @@ class Fp8Projection(Projection):
         multiprocessors = dispatch.multiprocessors(weight.device)
         return dispatch.fp8_tiling(
             num_rows, *weight.shape, gated=is_gated, multiprocessors=multiprocessors
-        )
+        ) or dispatch.portable_tiling(num_rows, weight.device)
 
     def _fused(self, x: QuantisedRows, out: Tensor, tiling: Tiling, epilogue: Epilogue) -> None:
         bias = None if epilogue is Epilogue.SILU_MUL else self._bias

@@ -260,7 +260,7 @@ class PackedProjection(Projection):
         multiprocessors = dispatch.multiprocessors(x.device)
         tiling = dispatch.packed_tiling(
             len(x), *some.shape, some.group, multiprocessors=multiprocessors
-        )
+        ) or dispatch.portable_tiling(len(x), x.device)
         if tiling is None or not has_packed_linear(x, some):
             return False
         bias = None if self._bias is None else self._bias[columns]

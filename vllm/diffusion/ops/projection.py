@@ -310,9 +310,10 @@ def _tiling(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tiling | None:
     if not x.is_cuda or not has_fused_linear(x, weight):
         return None
     multiprocessors = dispatch.multiprocessors(x.device)
-    return dispatch.linear_tiling(
+    tiling = dispatch.linear_tiling(
         len(x), *weight.shape, gated=gated, multiprocessors=multiprocessors
     )
+    return tiling or dispatch.portable_tiling(len(x), x.device)
 
 
 def embed_rows(table: VocabParallelEmbedding, ids: Tensor, out: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ attention and the operations on experts and 4-bit weights, which report whether 
 
 from ._attention import ATTENTION_PAGE, Attended, attention, has_attention
 from ._experts import gated_gemm, has_grouped_gemm, has_router, route_rows, weighted_gemm
-from ._linear import Epilogue, Tiling, fused_linear, has_fused_linear
+from ._linear import PORTABLE, Epilogue, Tiling, fused_linear, has_fused_linear
 from ._ops import (
     apply_rotary,
     is_built,
@@ -23,6 +23,7 @@ from ._ops import (
 )
 from ._packed import Packed, pack, unpack
 from ._packed_linear import fused_linear_packed, has_packed_linear, look_up_table
+from ._portable import has_portable, has_portable_packed
 from ._quantise import (
     FP8,
     QuantisedRows,
@@ -36,11 +37,13 @@ from ._quantise import (
     silu_mul_quantised,
 )
 from ._ranks import Meeting, call_counts, flag_bytes, gather_ranks, has_sum_ranks, sum_ranks
+from ._support import capability_of
 from .reference import Kept
 
 __all__ = [
     "ATTENTION_PAGE",
     "FP8",
+    "PORTABLE",
     "Attended",
     "Epilogue",
     "Kept",
@@ -52,6 +55,7 @@ __all__ = [
     "apply_rotary",
     "attention",
     "call_counts",
+    "capability_of",
     "flag_bytes",
     "fused_linear",
     "fused_linear_fp8",
@@ -63,6 +67,8 @@ __all__ = [
     "has_fused_linear",
     "has_grouped_gemm",
     "has_packed_linear",
+    "has_portable",
+    "has_portable_packed",
     "has_quantise",
     "has_router",
     "has_sum_ranks",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from ._portable import has_portable, launch_portable, takes_columns
 from ._support import ahead_of, feeds_tensor_cores, launch, native
 
 
@@ -34,9 +35,14 @@ class Tiling:
     rows: int = 0  # of x; 0: all there are, which are few
 
 
+# The kernel for every card from compute capability 8.0 on, in bf16, fp16, from 8.9 on fp8, or with
+# 4-bit numbers; of any number of rows, but meant for few. N must be a multiple of 16.
+PORTABLE = Tiling(columns=128, split=0)
+
+
 def has_fused_linear(x: Tensor, weight: Tensor) -> bool:
     """Whether `fused_linear` has kernels for rows x [R, D] and a matrix [N, D]."""
-    return feeds_tensor_cores(x, weight)
+    return feeds_tensor_cores(x, weight) or has_portable(x, weight)
 
 
 def fused_linear(
@@ -51,6 +57,8 @@ def fused_linear(
     ahead: Tensor | None = None,
 ) -> Tensor:
     """Compute x W^T fused with what follows it, in bf16 on a card of compute capability 9.0.
+
+    With `PORTABLE` it is computed in bf16 or fp16 on any card from 8.0 on.
 
     Sums are fp32, in an order that depends neither on the number of rows (of those a tiling serves)
     nor on the other rows. Without a tiling, and wherever there is no kernel for the tensors (see
@@ -103,6 +111,10 @@ def launch_linear(
 ) -> None:
     """Enqueue the kernel on checked tensors; fp8 ones with the `scales` of x and of the weight."""
     assert native is not None
+    if tiling == PORTABLE:
+        number = getattr(native, epilogue.name)
+        launch_portable(x, weight, out, bias, number, early=early, scales=scales)
+        return
     of_x, of_weight = (0, 0) if scales is None else (scales[0].data_ptr(), scales[1].data_ptr())
     launch(
         native.linear,
@@ -150,7 +162,11 @@ def gated(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
 
 def _has_kernel(x: Tensor, weight: Tensor, out: Tensor | None, tiling: Tiling) -> bool:
     """Whether the kernel reads these tensors, and writes rows that lie as those of `out`."""
-    if len(x) == 0 or not feeds_tensor_cores(x, weight):
+    if len(x) == 0:
+        return False
+    if tiling == PORTABLE:
+        return has_portable(x, weight) and takes_columns(weight, out)
+    if not feeds_tensor_cores(x, weight):
         return False
     if out is None:
         return True

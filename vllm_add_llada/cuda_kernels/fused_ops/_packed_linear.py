@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._linear import Epilogue, Tiling
+from ._linear import PORTABLE, Epilogue, Tiling
 from ._packed import Packed
-from ._support import ahead_of, check_vector, feeds_tensor_cores, launch, native
+from ._portable import has_portable_packed, launch_portable
+from ._support import ahead_of, capability_of, check_vector, feeds_tensor_cores, launch, native
 
 _GROUPS = (64, 128)
 _STRIP = 128
@@ -40,8 +41,11 @@ def look_up_table(table: Sequence[float]) -> tuple[int, ...]:
 def has_packed_linear(x: Tensor, weight: Packed) -> bool:
     """Whether `fused_linear_packed` has kernels for rows x [R, K] and a matrix [N, K].
 
-    It takes bf16 rows on a card of compute capability 9.0.
+    It takes bf16 rows on a card of compute capability 9.0, and what `has_portable_packed` says on
+    others.
     """
+    if has_portable_packed(x, weight) and capability_of(x.device.index) != (9, 0):
+        return True
     values, depth = weight.values, weight.shape[1]
     return (
         feeds_tensor_cores(x)
@@ -79,6 +83,8 @@ def fused_linear_packed(
         tiling: of 64 or 192 columns for blocks of 64 rows (its rows: 0), of 128 or 192 for blocks
             of 128, of 128 for blocks of 256; columns must divide N. Its split, at most K / 256, is
             one that a quarter of them is a multiple of, and such as clusters of the card may have.
+            Or `PORTABLE`, also for fp16 and groups of any multiple of 32 that divides 128, or that
+            128 divides.
             Every block reads its columns anew, and has room for some 16,000 scales.
         look_up: result of `look_up_table` for the weight's table.
         bias: [N] bf16; not with SILU_MUL.
@@ -88,9 +94,15 @@ def fused_linear_packed(
         ValueError: A shape, dtype or device is not as above.
         RuntimeError: There is no kernel for the tiling, or it does not divide the shape.
     """
-    _check(x, weight, out, bias, epilogue, look_up)
+    is_portable = tiling == PORTABLE
+    has_kernel = has_portable_packed if is_portable else has_packed_linear
+    _check(x, weight, out, bias, epilogue, look_up, has_kernel=has_kernel(x, weight))
     values, scales, zeros, _ = weight
     assert native is not None
+    if is_portable:
+        number = getattr(native, epilogue.name)
+        launch_portable(x, weight, out, bias, number, early=early, look_up=look_up)
+        return
     launch(
         native.packed_linear,
         x,
@@ -123,12 +135,14 @@ def _check(
     bias: Tensor | None,
     epilogue: Epilogue,
     look_up: tuple[int, ...],
+    *,
+    has_kernel: bool,
 ) -> None:
     op, (values, scales, zeros, _) = "fused_linear_packed", weight
-    if x.dim() != 2 or len(x) == 0 or not has_packed_linear(x, weight):
+    if x.dim() != 2 or len(x) == 0 or not has_kernel:
         raise ValueError(
-            f"{op}: wanted rows [R, K] bf16 on compute capability 9.0 and a matrix in groups of "
-            f"{_GROUPS}, got {x.dtype} {list(x.shape)} on {x.device}, {list(values.shape)} bytes "
+            f"{op}: wanted rows [R, K] and a matrix in groups that a kernel takes, got {x.dtype} "
+            f"{list(x.shape)} on {x.device}, {list(values.shape)} bytes "
             f"and {list(scales.shape)} scales"
         )
     num_columns, depth = len(values), x.shape[1]

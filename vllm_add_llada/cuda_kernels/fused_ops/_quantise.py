@@ -11,7 +11,8 @@ from torch import Tensor
 
 from . import quantise_reference as reference
 from . import reference as plain_reference
-from ._linear import Epilogue, Tiling, gated, launch_linear
+from ._linear import PORTABLE, Epilogue, Tiling, gated, launch_linear
+from ._portable import has_portable, takes_columns
 from ._support import (
     check_rows,
     check_vector,
@@ -199,6 +200,12 @@ def fused_linear_fp8(
     num_columns = out.shape[1] * (2 if epilogue is Epilogue.SILU_MUL else 1)
     _check_linear("fused_linear_fp8", x, weight, scales, out, num_columns)
     is_tiled = tiling is not None and tiling.rows > 0  # and written eight elements at once
+    if tiling == PORTABLE and has_portable(x.values, weight) and takes_columns(weight, out):
+        both = x.scales, scales
+        launch_linear(
+            x.values, weight, out, tiling, bias, epilogue, early=early, ahead=None, scales=both
+        )
+        return
     if (
         tiling is None
         or not _has_linear(x, weight, scales, out)

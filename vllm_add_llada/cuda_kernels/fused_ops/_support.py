@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Base of the operations: the compiled module, its arguments, and checks of tensors."""
 
+import os
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -59,11 +60,33 @@ def ahead_of(tensor: Tensor | None) -> tuple[int, int]:
 
 
 @cache
+def capability_of(device: int) -> tuple[int, int]:
+    """Return the compute capability that kernels are chosen for.
+
+    `VLLM_DLLM_KERNELS` names a lower one than the card's, such as 8.0, to run what other cards run.
+
+    Raises:
+        ValueError: it names none, or a higher one.
+    """
+    given, own = os.environ.get("VLLM_DLLM_KERNELS", ""), torch.cuda.get_device_capability(device)
+    if not given:
+        return own
+    major, _, minor = given.partition(".")
+    named = (int(major), int(minor or 0)) if major.isdigit() and minor.isdigit() else None
+    if named is None or not (8, 0) <= named <= own:
+        raise ValueError(
+            f"VLLM_DLLM_KERNELS: given {given!r}; wanted a compute capability from 8.0 to the "
+            f"card's, {own[0]}.{own[1]}"
+        )
+    return named
+
+
+@cache
 def hopper_multiprocessors(device: int) -> int:
     """Number of multiprocessors of a card of compute capability 9.0; 0 for any other."""
-    properties = torch.cuda.get_device_properties(device)
-    is_hopper = (properties.major, properties.minor) == (9, 0)
-    return int(properties.multi_processor_count) if is_hopper else 0
+    if capability_of(device) != (9, 0):
+        return 0
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def feeds_tensor_cores(*matrices: Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:

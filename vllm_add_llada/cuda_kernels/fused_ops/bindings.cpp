@@ -9,6 +9,7 @@
 #include "fused_ops.h"
 #include "grouped_gemm.h"
 #include "linear.h"
+#include "portable.h"
 #include "quantise.h"
 #include "ranks.h"
 #include "router.h"
@@ -164,6 +165,17 @@ void bind_products(Module& module) {
   }
 }
 
+void bind_portable(Module& module, const char* name,
+                   cudaError_t (*launch)(const PortableParams&, cudaStream_t)) {
+  using P = PortableParams;
+  module.function(name, launch, FIELD(dtype), FIELD(x), FIELD(weight), FIELD(x_scales),
+                  FIELD(weight_scales), FIELD(scales), FIELD(zeros), FIELD(table), FIELD(bias),
+                  FIELD(out), FIELD(parts), FIELD(counts), FIELD(parts_bytes), FIELD(num_counts),
+                  FIELD(x_stride), FIELD(weight_stride), FIELD(scales_stride), FIELD(out_stride),
+                  FIELD(num_rows), FIELD(num_columns), FIELD(depth), FIELD(group), FIELD(epilogue),
+                  FIELD(early));
+}
+
 void bind_attention(Module& module) {
   using P = AttentionParams;
   module.function("attention", &launch_attention, FIELD(q), FIELD(k), FIELD(v), FIELD(out),
@@ -204,6 +216,8 @@ PYBIND11_MODULE(_fused_ops, python_module) {
   module.constant("MAX_RANK_BLOCKS", kMaxRankBlocks);
   bind_rows(module);
   bind_products(module);
+  bind_portable(module, "portable", &launch_portable);
+  bind_portable(module, "portable_packed", &launch_portable_packed);
   bind_attention(module);
   bind_ranks(module);
 }

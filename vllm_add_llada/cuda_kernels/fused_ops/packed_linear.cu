@@ -17,7 +17,7 @@
 // out of the shared memory of all, always in the same order. More rows than a block has are further
 // blocks, which find the weight in the cache.
 //
-// How the numbers lie: `order_of_strip` in Python. A thread's 16 bytes of a strip are those that it
+// How the numbers lie: `STRIP` in Python. A thread's 16 bytes of a strip are those that it
 // needs of a row of the weight, a word for every 32 of the depth; of the eight numbers of a word,
 // i and i + 4 are neighbours.
 
@@ -25,6 +25,7 @@
 
 #include "epilogue.cuh"
 #include "linear.h"
+#include "packed_numbers.cuh"
 #include "vllm_add_llada/cuda_kernels/common/ring.cuh"
 
 namespace fused_ops {
@@ -63,50 +64,7 @@ struct KernelParams {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-constexpr int kStrip = 128;
 constexpr int kBytesUnderWay = 40 * 1024;  // of the weight, while a block begins
-
-__device__ uint32_t permuted(uint32_t a, uint32_t b, uint32_t selector) {
-  uint32_t result;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
-  return result;
-}
-
-// Bytes of the numbers in the lower half of a word. A selector of 8 or more gives the sign of a
-// byte eight times: what stands there cancels it in the other half of the table.
-__device__ uint32_t looked_up(const uint32_t (&low)[2], const uint32_t (&high)[2], uint32_t word) {
-  return permuted(low[0], low[1], word) ^ permuted(high[0], high[1], word ^ 0x8888);
-}
-
-// The eight numbers of a word as pairs i, i + 4.
-__device__ void look_up(const LookUp& table, uint32_t word, uint32_t (&pairs)[4]) {
-  uint32_t neighbours[2][2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint32_t numbers = word >> half * 16;
-    const uint32_t upper = looked_up(table.upper_low, table.upper_high, numbers);
-    const uint32_t lower = looked_up(table.lower_low, table.lower_high, numbers);
-    neighbours[half][0] = permuted(lower, upper, 0x5140);
-    neighbours[half][1] = permuted(lower, upper, 0x7362);
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    pairs[i * 2] = permuted(neighbours[0][i], neighbours[1][i], 0x5410);
-    pairs[i * 2 + 1] = permuted(neighbours[0][i], neighbours[1][i], 0x7632);
-  }
-}
-
-// The same of whole numbers less their zero point. Put into the lowest bits of 128, a number is
-// added to it; `zero` is such a pair, too. `k128` comes in a register: of one instruction only one
-// operand may be a constant.
-__device__ void subtract(uint32_t k128, uint32_t zero, uint32_t word, uint32_t (&pairs)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    uint32_t sum;  // word & 0x000F000F | k128
-    asm("lop3.b32 %0, %1, 0x000F000F, %2, 0xEA;" : "=r"(sum) : "r"(word >> i * 4), "r"(k128));
-    pairs[i] = as_bits(__hsub2(as_pair(sum), as_pair(zero)));
-  }
-}
 
 __device__ void load_words(uint32_t address, uint32_t (&words)[4]) {
   asm volatile("ld.shared::cta.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -249,22 +207,6 @@ __device__ void produce_rows(const Ring<>& ring, const CUtensorMap* x, int first
     }
   }
 }
-
-// A scale as two bf16 numbers that add up to it, nearly: a whole number times both, added before
-// it is rounded, is the product with the scale rounded once.
-struct TwoPartScale {
-  __nv_bfloat162 upper, lower;
-
-  __device__ explicit TwoPartScale(float scale) {
-    upper = __float2bfloat162_rn(scale);
-    lower = __float2bfloat162_rn(scale - __low2float(upper));
-  }
-
-  __device__ uint32_t operator()(uint32_t pair) const {
-    const __nv_bfloat162 plain = as_pair(pair);
-    return as_bits(__hfma2(plain, upper, __hmul2(plain, lower)));
-  }
-};
 
 // A group of four warps multiplies its 64 columns in every stage, or in one of `kDeep`. In shared
 // memory, rows r and r + 4 of eight are 64 bytes apart where a stage is 256 deep: neighbours of the

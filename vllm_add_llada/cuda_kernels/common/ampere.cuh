@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Instructions of compute capability 8.0 and later by name (PTX ISA, sections on cp.async,
+// ldmatrix, movmatrix and mma). Every later card has them, too.
+
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace native {
+
+__device__ inline uint32_t shared_place(const void* address) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(address));
+}
+
+// Copies to shared memory without waiting; zeros where there is no source.
+template <int kBytes>
+__device__ inline void copy_later(uint32_t target, const void* source, bool is_there) {
+  const int given = is_there ? kBytes : 0;
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target),
+                 "l"(__cvta_generic_to_global(source)), "r"(given)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target),
+                 "l"(__cvta_generic_to_global(source)), "n"(kBytes), "r"(given)
+                 : "memory");
+  }
+}
+
+__device__ inline void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most kCount of the newest groups of copies are under way.
+template <int kCount>
+__device__ inline void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kCount) : "memory");
+}
+
+// Four matrices of 8 rows of 16 bytes, of which the lanes name the rows in turn.
+__device__ inline void load_matrices(uint32_t address, uint32_t (&words)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
+}
+
+// A matrix [8, 8] of 16-bit numbers as it lies in the lanes of a warp, transposed.
+__device__ inline uint32_t transposed(uint32_t pair) {
+  uint32_t result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
+}
+
+enum class Operands { kBFloat16, kFloat16, kFp8 };
+
+// sums [16, 8] += left [16, 32 bytes] right [8, 32 bytes]^T. Of fp8 from compute capability 8.9 on.
+template <Operands kOperands>
+__device__ inline void multiply_add(float (&sums)[4], const uint32_t (&left)[4], uint32_t right0,
+                                    uint32_t right1) {
+#define MOSAIC_MMA(types)                                                         \
+  asm volatile("mma.sync.aligned." types                                          \
+               " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])       \
+               : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1))
+  if constexpr (kOperands == Operands::kBFloat16) {
+    MOSAIC_MMA("m16n8k16.row.col.f32.bf16.bf16.f32");
+  } else if constexpr (kOperands == Operands::kFloat16) {
+    MOSAIC_MMA("m16n8k16.row.col.f32.f16.f16.f32");
+  } else {
+#if __CUDA_ARCH__ >= 890
+    MOSAIC_MMA("m16n8k32.row.col.f32.e4m3.e4m3.f32");
+#endif
+  }
+#undef MOSAIC_MMA
+}
+
+}  // namespace native

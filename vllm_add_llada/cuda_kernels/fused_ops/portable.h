@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#pragma once
+
+#include "linear.h"
+
+namespace fused_ops {
+
+// Products for every card of compute capability 8.0 or later: out = x weight^T of any number of
+// rows, with fp32 sums in an order that depends on the sizes of the weight and on the card alone.
+struct PortableParams {
+  DataType dtype;      // of x and out: bf16 or fp16; of out alone where there are x_scales
+  const void* x;       // [num_rows, depth], rows x_stride apart
+  const void* weight;  // [num_columns, depth], or bytes [num_columns, depth / 2] of 4-bit numbers
+  const float* x_scales;       // [num_rows], of fp8 operands
+  const float* weight_scales;  // [num_columns], of fp8 operands
+  const float* scales;         // [num_columns, depth / group], of 4-bit numbers
+  const uint8_t* zeros;        // likewise; null with a table
+  LookUp table;                // of bf16
+  const void* bias;            // [num_columns], or null; not with kSiluMul
+  void* out;                   // as of LinearParams
+  float* parts;                // workspace: sums of parts of tiles
+  int* counts;                 // workspace, zeros before and after: parts of a tile that are there
+  int64_t parts_bytes, num_counts;
+  int64_t x_stride, weight_stride, scales_stride, out_stride;  // elements
+  int num_rows, num_columns, depth, group;
+  Epilogue epilogue;
+  bool early;
+};
+
+// cudaErrorInvalidValue where sizes or types have no kernel, or the workspace is too small.
+cudaError_t launch_portable(const PortableParams& params, cudaStream_t stream);
+cudaError_t launch_portable_packed(const PortableParams& params, cudaStream_t stream);
+
+}  // namespace fused_ops
