@@ -2,8 +2,8 @@
 """Rules of LLaDA2.0 and SDAR (arXiv:2510.06303): steps of a block, with a quota each.
 
 Quotas spread the length of a block over its steps, however many of its positions are masked: the
-first block may begin with tokens of the prompt. In families that count masks (Stable-DiffCoder) they
-spread the positions that are masked when the block begins.
+first block may begin with tokens of the prompt. In families that count masks (Stable-DiffCoder)
+they spread the positions that are masked when the block begins.
 """
 
 from __future__ import annotations
