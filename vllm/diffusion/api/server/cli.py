@@ -79,7 +79,7 @@ def errors_in_one_line(args: Namespace) -> Iterator[None]:
     except RuntimeError as error:
         if not is_loss(error):
             raise
-        raise SystemExit(f"error: {error} The server ends.") from None
+        raise SystemExit(f"error: {error}") from None
 
 
 def add_arguments(parser: ArgumentParser) -> None:
