@@ -26,6 +26,7 @@ from vllm.diffusion import ops
 from vllm.diffusion.config import TRANSFERS, settings_of
 from vllm.diffusion.core.errors import CheckpointError, ServerConfigError
 from vllm.diffusion.engine.worker.disk_transfer import tensors_in
+from vllm.diffusion.engine.worker.renewal import rest, wake
 from vllm.diffusion.models.weights import stored_weights
 from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -72,6 +73,7 @@ class WeightWorker(WorkerBase):
     weights: WeightMemory
     _transfer: WeightTransferEngine[Any, Any] | None = None
     _is_updating = False
+    _fixed_pages: tuple[int, int] | None = None  # of keys and values, while their memory is lent
     _reasons: Mapping[str, str] = MappingProxyType({})  # why no step is taken, by who says so
 
     # ---- updates ----
@@ -239,7 +241,7 @@ class WeightWorker(WorkerBase):
             self.weights.resume()
             self._hold("weights", None)
         if _RESTING in self._reasons and (tags is None or _RESTING in tags):
-            self.loop.fail(self.model_runner.wake())
+            self.loop.fail(wake(self.model_runner, self._fixed_pages))
             self._hold(_RESTING, None)
 
     def discard(self, tags: tuple[str, ...]) -> None:
@@ -247,7 +249,7 @@ class WeightWorker(WorkerBase):
         if _RESTING not in tags or _RESTING in self._reasons:
             return
         self.loop.settle()
-        self.model_runner.rest()
+        self._fixed_pages = rest(self.model_runner)
         self._hold(_RESTING, "the memory of keys and values is lent")
 
     # ---- checks ----
