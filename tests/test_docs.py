@@ -113,6 +113,7 @@ RUN_BY = {
     "scripts/test_api_request.py": "tests/server/test_standard_fields.py",
     "curl": "tests/server/test_examples.py",
     "vllm bench serve": "tests/server/test_clients.py",
+    "vllm-router": "tests/server/test_router.py",
     "lm_eval": "tests/server/test_lm_eval.py",
     "PYTHONPATH=": "tests/native/test_rooms.py",
     ".venv/bin/python -m vllm.entrypoints.api_server": "tests/server/conftest.py",

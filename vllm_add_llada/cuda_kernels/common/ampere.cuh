@@ -50,7 +50,7 @@ __device__ inline void load_matrices(uint32_t address, uint32_t (&words)[4]) {
 // A matrix [8, 8] of 16-bit numbers as it lies in the lanes of a warp, transposed.
 __device__ inline uint32_t transposed(uint32_t pair) {
   uint32_t result;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
   return result;
 }
 
@@ -60,11 +60,10 @@ enum class Operands { kBFloat16, kFloat16, kFp8 };
 template <Operands kOperands>
 __device__ inline void multiply_add(float (&sums)[4], const uint32_t (&left)[4], uint32_t right0,
                                     uint32_t right1) {
-#define MOSAIC_MMA(types)                                                         \
-  asm volatile("mma.sync.aligned." types                                          \
-               " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
-               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])       \
-               : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1))
+#define MOSAIC_MMA(types)                                                                          \
+  asm("mma.sync.aligned." types " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])                                 \
+      : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1))
   if constexpr (kOperands == Operands::kBFloat16) {
     MOSAIC_MMA("m16n8k16.row.col.f32.bf16.bf16.f32");
   } else if constexpr (kOperands == Operands::kFloat16) {

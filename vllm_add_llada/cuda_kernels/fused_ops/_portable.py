@@ -15,7 +15,7 @@ _GROUP = 32
 _DTYPES = {torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16"}
 _FP8 = torch.float8_e4m3fn
 _TILE_BYTES = 128 * 128 * 4
-_BLOCKS = 2  # of a multiprocessor, with two tiles each
+BLOCKS = 2  # of a multiprocessor, with two tiles each
 _MOST_TILES = 1 << 16
 
 
@@ -113,6 +113,7 @@ def launch_portable(
         num_columns=len(values),
         depth=x.shape[1],
         group=0 if packed is None else packed.group,
+        most_blocks=BLOCKS,
         epilogue=epilogue,
         early=early,
     )
@@ -122,6 +123,6 @@ def launch_portable(
 def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return memory for sums of parts of tiles, and their counts; products use it in turn."""
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    size = multiprocessors * _BLOCKS * 2 * _TILE_BYTES
+    size = multiprocessors * BLOCKS * 2 * _TILE_BYTES
     parts = torch.empty(size, dtype=torch.uint8, device=device)
     return parts, torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)

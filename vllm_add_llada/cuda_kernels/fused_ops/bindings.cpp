@@ -172,8 +172,8 @@ void bind_portable(Module& module, const char* name,
                   FIELD(weight_scales), FIELD(scales), FIELD(zeros), FIELD(table), FIELD(bias),
                   FIELD(out), FIELD(parts), FIELD(counts), FIELD(parts_bytes), FIELD(num_counts),
                   FIELD(x_stride), FIELD(weight_stride), FIELD(scales_stride), FIELD(out_stride),
-                  FIELD(num_rows), FIELD(num_columns), FIELD(depth), FIELD(group), FIELD(epilogue),
-                  FIELD(early));
+                  FIELD(num_rows), FIELD(num_columns), FIELD(depth), FIELD(group),
+                  FIELD(most_blocks), FIELD(epilogue), FIELD(early));
 }
 
 void bind_attention(Module& module) {

@@ -26,10 +26,9 @@ namespace {
 
 using namespace native;
 
-constexpr int kWarps = 4;
-constexpr int kThreads = kWarps * 32;
+constexpr int kColumnWarps = 4;
 constexpr int kWarpColumns = 32;  // rows of the weight
-constexpr int kTileColumns = kWarps * kWarpColumns;
+constexpr int kTileColumns = kColumnWarps * kWarpColumns;
 constexpr int kLineBytes = 128;  // of a row of x, and of a weight that is not packed, in a stage
 
 // Numbers of 16 bits, in pairs.
@@ -56,6 +55,18 @@ struct Sixteen<__half> {
     return *reinterpret_cast<const uint32_t*>(&narrow);
   }
 };
+
+// Of a tile of many rows half of the warps have either half. A warp's rows, and threads of a block:
+template <int kRows>
+constexpr int kWarpRows = kRows > 64 ? kRows / 2 : kRows;
+template <int kRows>
+constexpr int kThreads = kColumnWarps * 32 * (kRows / kWarpRows<kRows>);
+
+__device__ inline int warp_column() { return threadIdx.x / 32 % kColumnWarps * kWarpColumns; }
+template <int kRows>
+__device__ int warp_row() {
+  return threadIdx.x / (32 * kColumnWarps) * kWarpRows<kRows>;
+}
 
 // Which rows of the weight a tile has: of a gated product 16 gates and their 16 ups in each warp.
 struct Columns {
@@ -111,7 +122,7 @@ template <int kRows, int kParts>
 __device__ void copy_x(const PortableParams& params, const Work& work, const At& at,
                        uint32_t target, int row_bytes, int64_t stride_bytes) {
   const int first_row = at.tile % work.row_tiles * kRows;
-  constexpr int kPass = kThreads / (8 * kParts);  // rows at once
+  constexpr int kPass = kThreads<kRows> / (8 * kParts);  // rows at once
   const int chunk = threadIdx.x % (8 * kParts);
   const int byte = at.step * kLineBytes * kParts + chunk * 16;
 #pragma unroll
@@ -129,61 +140,75 @@ __device__ void copy_x(const PortableParams& params, const Work& work, const At&
 // Sums of a thread: of weight rows lane / 4 and 8 further of each 16 of the warp's, and of every
 // eight rows of x lane % 4 * 2 and the next.
 template <int kRows>
-using Sums = float[2][kRows / 8][4];
+using Sums = float[2][kWarpRows<kRows> / 8][4];
 
 template <typename T, int kRows>
 __device__ void write(const PortableParams& params, const Work& work, int tile,
                       const Sums<kRows>& sums) {
   using S = Sixteen<T>;
-  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * kWarpColumns;
-  const int first_row = tile % work.row_tiles * kRows;
+  constexpr int kEights = kWarpRows<kRows> / 8;
+  const int lane = threadIdx.x % 32;
+  const int first_row = tile % work.row_tiles * kRows + warp_row<kRows>();
   const Columns columns = columns_of<kRows>(params, work, tile);
   const bool is_gated = params.epilogue == Epilogue::kSiluMul;
   const bool adds = params.epilogue == Epilogue::kResidual;
-  const T* bias = static_cast<const T*>(params.bias);
-  auto meant = [&](int matrix, int eight, int half) {
-    float2 v = make_float2(sums[matrix][eight][half * 2], sums[matrix][eight][half * 2 + 1]);
-    const int local = first + matrix * 16 + half * 8 + lane / 4;
-    if (params.weight_scales != nullptr) {
-      const int row = first_row + eight * 8 + lane % 4 * 2;
-      const float own =
-          columns.column(local) < columns.end ? params.weight_scales[columns.row(local)] : 0.0f;
-      v.x *= own * (row < params.num_rows ? params.x_scales[row] : 0.0f);
-      v.y *= own * (row + 1 < params.num_rows ? params.x_scales[row + 1] : 0.0f);
-    }
-    if (bias != nullptr && columns.column(local) < columns.end) {
-      const float more = S::wide(bias[columns.column(local)]);
-      v.x += more, v.y += more;
-    }
-    return v;
-  };
-#pragma unroll
-  for (int eight = 0; eight < kRows / 8; ++eight) {
+
+  // Pairs of the result, by eight rows, 16 columns and eight of these: null where there is none.
+  auto place = [&](int eight, int i) -> uint32_t* {
     const int row = first_row + eight * 8 + lane / 4;
-    if (first_row + eight * 8 >= params.num_rows) break;
+    const int column = columns.column(warp_column() + i * 8);
+    if (row >= params.num_rows || column >= columns.end || (is_gated && i > 1)) return nullptr;
+    return reinterpret_cast<uint32_t*>(static_cast<T*>(params.out) + row * params.out_stride +
+                                       column + lane % 4 * 2);
+  };
+  uint32_t there[kEights][4] = {};  // asked for all at once
+  if (adds) {
 #pragma unroll
-    for (int matrix = 0; matrix < 2; ++matrix) {
-      if (is_gated && matrix == 1) break;
+    for (int eight = 0; eight < kEights; ++eight) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int column = columns.column(first + matrix * 16 + half * 8);
-        const bool is_written = row < params.num_rows && column < columns.end;
-        uint32_t* place = reinterpret_cast<uint32_t*>(
-            static_cast<T*>(params.out) + row * params.out_stride + column + lane % 4 * 2);
-        float2 v = meant(matrix, eight, half);
-        if (is_gated) {  // rounded as PyTorch rounds them one by one
-          const float2 up = S::wide(S::pair(meant(1, eight, half)));
-          v = S::wide(S::pair(v));
-          v = S::wide(S::pair(make_float2(silu(v.x), silu(v.y))));
-          v = make_float2(v.x * up.x, v.y * up.y);
-        }
-        if (adds) {
-          const float2 there = S::wide(transposed(is_written ? *place : 0u));
-          v.x += there.x, v.y += there.y;
-        }
-        const uint32_t pair = transposed(S::pair(v));
-        if (is_written) *place = pair;
+      for (int i = 0; i < 4; ++i) {
+        if (const uint32_t* from = place(eight, i)) there[eight][i] = __ldcg(from);
       }
+    }
+  }
+  float more[4] = {}, own[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int local = warp_column() + i * 8 + lane / 4, column = columns.column(local);
+    if (column >= columns.end) continue;
+    if (params.bias != nullptr)
+      more[i] = S::wide(__ldg(static_cast<const T*>(params.bias) + column));
+    if (params.weight_scales != nullptr) own[i] = __ldg(params.weight_scales + columns.row(local));
+  }
+#pragma unroll
+  for (int eight = 0; eight < kEights; ++eight) {
+    const int row = first_row + eight * 8 + lane % 4 * 2;
+    float2 of_rows = make_float2(1.0f, 1.0f);
+    if (params.x_scales != nullptr) {
+      if (row < params.num_rows) of_rows.x = __ldg(params.x_scales + row);
+      if (row + 1 < params.num_rows) of_rows.y = __ldg(params.x_scales + row + 1);
+    }
+    auto meant = [&](int i) {
+      const float* quad = &sums[i / 2][eight][i % 2 * 2];
+      return make_float2(quad[0] * (own[i] * of_rows.x) + more[i],
+                         quad[1] * (own[i] * of_rows.y) + more[i]);
+    };
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (is_gated && i > 1) break;
+      float2 v = meant(i);
+      if (is_gated) {  // rounded as PyTorch rounds them one by one
+        const float2 up = S::wide(S::pair(meant(i + 2 & 3)));
+        v = S::wide(S::pair(v));
+        v = S::wide(S::pair(make_float2(silu(v.x), silu(v.y))));
+        v = make_float2(v.x * up.x, v.y * up.y);
+      }
+      if (adds) {
+        const float2 before = S::wide(transposed(there[eight][i]));
+        v.x += before.x, v.y += before.y;
+      }
+      const uint32_t pair = transposed(S::pair(v));
+      if (uint32_t* to = place(eight, i)) *to = pair;
     }
   }
 }
@@ -192,7 +217,7 @@ __device__ void write(const PortableParams& params, const Work& work, int tile,
 template <int kRows>
 __device__ bool gather(const PortableParams& params, const Work& work, int tile, Sums<kRows>& sums,
                        int* shared) {
-  constexpr int kQuads = kRows / 4;  // of a thread
+  constexpr int kQuads = kWarpRows<kRows> / 4;  // of a thread
   const int64_t first_unit = int64_t{tile} * work.num_steps;
   const int first = work.block_of(first_unit);
   const int last = work.block_of(first_unit + work.num_steps - 1);
@@ -201,13 +226,14 @@ __device__ bool gather(const PortableParams& params, const Work& work, int tile,
   auto place = [&](int block) {
     const bool is_begun = work.begin(block) / work.num_steps == tile;
     return reinterpret_cast<float4*>(params.parts) +
-           (int64_t{block} * 2 + (is_begun ? 0 : 1)) * kQuads * kThreads + threadIdx.x;
+           (int64_t{block} * 2 + (is_begun ? 0 : 1)) * kQuads * kThreads<kRows> + threadIdx.x;
   };
   float4* own = place(blockIdx.x);
 #pragma unroll
   for (int i = 0; i < kQuads; ++i) {
-    const float (&quad)[4] = sums[i / (kQuads / 2)][i % (kQuads / 2)];
-    __stcg(own + i * kThreads, make_float4(quad[0], quad[1], quad[2], quad[3]));
+    float (&quad)[4] = sums[i / (kQuads / 2)][i % (kQuads / 2)];
+    __stcg(own + i * kThreads<kRows>, make_float4(quad[0], quad[1], quad[2], quad[3]));
+    quad[0] = quad[1] = quad[2] = quad[3] = 0.0f;
   }
   __threadfence();
   __syncthreads();
@@ -216,18 +242,26 @@ __device__ bool gather(const PortableParams& params, const Work& work, int tile,
   if (*shared != last - first) return false;
   __threadfence();
   if (threadIdx.x == 0) params.counts[tile] = 0;
+  constexpr int kAtOnce = kRows > 64 ? 1 : kRows > 32 ? 2 : 4;  // parts
+  for (int block = first; block <= last; block += kAtOnce) {
+    float4 parts[kAtOnce][kQuads];
 #pragma unroll
-  for (int i = 0; i < kQuads; ++i) {
-    float (&quad)[4] = sums[i / (kQuads / 2)][i % (kQuads / 2)];
-    quad[0] = quad[1] = quad[2] = quad[3] = 0.0f;
-  }
-  for (int block = first; block <= last; ++block) {
-    const float4* there = place(block);
+    for (int i = 0; i < kAtOnce; ++i) {
+      const float4* there = place(min(block + i, last));
 #pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
-      const float4 part = __ldcg(there + i * kThreads);
-      float (&quad)[4] = sums[i / (kQuads / 2)][i % (kQuads / 2)];
-      quad[0] += part.x, quad[1] += part.y, quad[2] += part.z, quad[3] += part.w;
+      for (int quad = 0; quad < kQuads; ++quad) {
+        parts[i][quad] = __ldcg(there + quad * kThreads<kRows>);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (block + i > last) break;
+#pragma unroll
+      for (int quad = 0; quad < kQuads; ++quad) {
+        float (&to)[4] = sums[quad / (kQuads / 2)][quad % (kQuads / 2)];
+        const float4& part = parts[i][quad];
+        to[0] += part.x, to[1] += part.y, to[2] += part.z, to[3] += part.w;
+      }
     }
   }
   return true;
@@ -235,11 +269,12 @@ __device__ bool gather(const PortableParams& params, const Work& work, int tile,
 
 // How a weight is stored: what a stage of it is, how it comes there and is multiplied.
 //
-// static: kDepth, kParts (lines of a row of x), kStageBytes, kStages
+// static: kDepth, kParts (lines of a row of x), kStageBytes, kStages, kBlocks (of a multiprocessor
+// that have enough registers)
 // void copy(params, work, at, stage, next): the weight of a step; `next` is the step after it
 // void multiply(stage, x, sums)
 template <typename W, typename T, int kRows>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads<kRows>, W::kBlocks)
     portable_kernel(const PortableParams params, const Work work) {
   extern __shared__ __align__(1024) char shared[];
   __shared__ int arrived;
@@ -300,23 +335,21 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// Blocks of a kernel that the current device holds at once.
+// Blocks of a kernel that the current device holds at once, at most `most` each multiprocessor.
 template <typename Kernel>
-cudaError_t count_blocks(Kernel kernel, int shared_bytes, int* count) {
-  thread_local int known_device = -1, known = 0;
+cudaError_t count_blocks(Kernel kernel, int threads, int shared_bytes, int most, int* count) {
   int device = 0, multiprocessors = 0, each = 0;
   cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess && device != known_device) {
+  if (error == cudaSuccess) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    if (error != cudaSuccess) return error;
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, kThreads, shared_bytes);
-    if (error != cudaSuccess) return error;
-    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    if (error != cudaSuccess) return error;
-    known = std::min(each, 2) * multiprocessors;
-    known_device = device;
   }
-  *count = known;
+  if (error == cudaSuccess) {
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, shared_bytes);
+  }
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  }
+  *count = std::min(each, most) * multiprocessors;
   return error;
 }
 
@@ -334,14 +367,16 @@ cudaError_t launch_rows(const PortableParams& params, cudaStream_t stream) {
   static_assert(kSharedBytes <= 99 * 1024);
   const auto kernel = portable_kernel<W, T, kRows>;
   int blocks = 0;
-  const cudaError_t error = count_blocks(kernel, kSharedBytes, &blocks);
+  const cudaError_t error =
+      count_blocks(kernel, kThreads<kRows>, kSharedBytes, params.most_blocks, &blocks);
   if (error != cudaSuccess) return error;
   blocks = static_cast<int>(std::min<int64_t>(blocks, work.num_units));
   if (num_tiles > params.num_counts ||
       int64_t{blocks} * 2 * kTileColumns * kRows * 4 > params.parts_bytes) {
     return cudaErrorInvalidValue;
   }
-  const Launch launch{static_cast<unsigned>(blocks), kThreads, stream, params.early, kSharedBytes};
+  const Launch launch{static_cast<unsigned>(blocks), kThreads<kRows>, stream, params.early,
+                      kSharedBytes};
   return launch_kernel(kernel, launch, params, work);
 }
 

@@ -12,6 +12,7 @@ struct PlainWeight {
   static constexpr int kRowElementBytes = kOperands == Operands::kFp8 ? 1 : 2;
   static constexpr int kDepth = kLineBytes / kRowElementBytes;
   static constexpr int kParts = 1;
+  static constexpr int kBlocks = 2;
   static constexpr int kStageBytes = kTileColumns * kLineBytes;
   static constexpr int kStages = kMostRows > 64 ? 3 : 4;
 
@@ -24,8 +25,8 @@ struct PlainWeight {
     const int byte = at.step * kLineBytes + chunk * 16;
     const bool is_deep = byte < params.depth * kRowElementBytes;
 #pragma unroll
-    for (int i = 0; i < kTileColumns / (kThreads / 8); ++i) {
-      const int local = threadIdx.x / 8 + i * (kThreads / 8);
+    for (int i = 0; i < kTileColumns / (kThreads<kMostRows> / 8); ++i) {
+      const int local = threadIdx.x / 8 + i * (kThreads<kMostRows> / 8);
       const bool is_there = is_deep && columns.column(local) < columns.end;
       const char* source = static_cast<const char*>(params.weight);
       if (is_there) {
@@ -38,7 +39,7 @@ struct PlainWeight {
   template <int kRows>
   __device__ void multiply(const PortableParams&, uint32_t stage, const char*, uint32_t x,
                            Sums<kRows>& sums) const {
-    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * kWarpColumns;
+    const int lane = threadIdx.x % 32, first = warp_column(), first_row = warp_row<kRows>();
 #pragma unroll
     for (int k = 0; k < kLineBytes / 32; ++k) {
       uint32_t left[2][4];
@@ -48,9 +49,10 @@ struct PlainWeight {
                       left[matrix]);
       }
 #pragma unroll
-      for (int pair = 0; pair < kRows / 16; ++pair) {
+      for (int pair = 0; pair < kWarpRows<kRows> / 16; ++pair) {
         uint32_t right[4];
-        load_matrices(line(x, pair * 16 + lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2), right);
+        load_matrices(
+            line(x, first_row + pair * 16 + lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2), right);
 #pragma unroll
         for (int matrix = 0; matrix < 2; ++matrix) {
           multiply_add<kOperands>(sums[matrix][pair * 2], left[matrix], right[0], right[1]);

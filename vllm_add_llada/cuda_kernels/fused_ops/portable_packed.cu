@@ -52,6 +52,7 @@ struct PackedWeight {
   static constexpr int kRowElementBytes = 2;  // of x
   static constexpr int kDepth = kStrip;
   static constexpr int kParts = 2;
+  static constexpr int kBlocks = kMostRows > 64 ? 1 : 2;
   static constexpr int kWeightBytes = kTileColumns * kStrip / 2;
   static constexpr int kScaleBytes = kTileColumns * kMostGroups * 4;
   static constexpr int kStageBytes = kWeightBytes + kScaleBytes + kTileColumns * 4;
@@ -72,7 +73,8 @@ struct PackedWeight {
   }
 
   __device__ void load_zeros(const PortableParams& params, const Work& work, const At& at) {
-    if (kIsTable || at.tile >= work.column_tiles * work.row_tiles) return;
+    if (kIsTable || threadIdx.x >= kTileColumns) return;
+    if (at.tile >= work.column_tiles * work.row_tiles) return;
     const Columns columns = columns_of<kMostRows>(params, work, at.tile);
     if (columns.column(threadIdx.x) >= columns.end) return;
     const uint8_t* source = params.zeros + place(params, columns, at.step);
@@ -92,8 +94,8 @@ struct PackedWeight {
                        uint32_t target, char* memory) {
     const Columns columns = columns_of<kMostRows>(params, work, at.tile);
 #pragma unroll
-    for (int i = 0; i < kTileColumns / (kThreads / 4); ++i) {
-      const int local = threadIdx.x / 4 + i * (kThreads / 4), chunk = threadIdx.x % 4;
+    for (int i = 0; i < kTileColumns / (kThreads<kMostRows> / 4); ++i) {
+      const int local = threadIdx.x / 4 + i * (kThreads<kMostRows> / 4), chunk = threadIdx.x % 4;
       const bool is_there = columns.column(local) < columns.end;
       const char* source = static_cast<const char*>(params.weight);
       if (is_there) {
@@ -101,6 +103,7 @@ struct PackedWeight {
       }
       copy_later<16>(target + local * (kStrip / 2) + chunk * 16, source, is_there);
     }
+    if (threadIdx.x >= kTileColumns) return;
     const bool is_there = columns.column(threadIdx.x) < columns.end;
     const float* scales = params.scales;
     if (is_there) scales += place(params, columns, at.step);
@@ -127,7 +130,7 @@ struct PackedWeight {
   __device__ void multiply(const PortableParams& params, uint32_t, const char* stage, uint32_t x,
                            Sums<kRows>& sums) const {
     constexpr bool kScalesWeight = kRows > 64;  // not its products
-    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * kWarpColumns;
+    const int lane = threadIdx.x % 32, first = warp_column(), first_row = warp_row<kRows>();
     uint4 numbers[2][2];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -182,9 +185,10 @@ struct PackedWeight {
         const uint32_t lines = x + word / 2 * kRows * kLineBytes;
         const int chunk = word % 2 * 4 + k * 2 + lane / 8 % 2;
 #pragma unroll
-        for (int pair = 0; pair < kRows / 16; ++pair) {
+        for (int pair = 0; pair < kWarpRows<kRows> / 16; ++pair) {
           uint32_t right[4];
-          load_matrices(line(lines, pair * 16 + lane / 16 * 8 + lane % 8, chunk), right);
+          load_matrices(line(lines, first_row + pair * 16 + lane / 16 * 8 + lane % 8, chunk),
+                        right);
 #pragma unroll
           for (int matrix = 0; matrix < 2; ++matrix) {
             if constexpr (kScalesWeight) {
@@ -204,7 +208,7 @@ struct PackedWeight {
 #pragma unroll
           for (int matrix = 0; matrix < 2; ++matrix) {
 #pragma unroll
-            for (int eight = 0; eight < kRows / 8; ++eight) {
+            for (int eight = 0; eight < kWarpRows<kRows> / 8; ++eight) {
 #pragma unroll
               for (int i = 0; i < 4; ++i) {
                 sums[matrix][eight][i] += part[matrix][eight][i] * scale[matrix][i / 2];
