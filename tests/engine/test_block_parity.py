@@ -219,6 +219,9 @@ def test_guesses_change_nothing(
 ) -> None:
     """Also where requests are preempted, as there are few pages, and prompts come in parts."""
     engine, wanted = served
+    monkeypatch.setenv("VLLM_DLLM_COMMIT_FUSION", "0" if most == 3 else "1")
+    engine.runner.pages.fix(NUM_PAGES, 1000, scratch=12)
+    assert engine.scheduler.reset_prefix_cache()
     monkeypatch.setattr(engine.runner.planner, "row_budget", 10 * ROW_BUDGET)
     guessed = [w for w in wanted if BLOCK_ALGORITHMS[w.ask.extra["algorithm"]].speculates]
     for ahead in (False, True) if guessed else ():
@@ -228,5 +231,6 @@ def test_guesses_change_nothing(
         same(engine.ask(*asks), [*guessed, *guessed])
         alone = [engine.ask(ask)[0] for ask in asks]
         same(alone, [*guessed, *guessed])
-        assert any(a.report["num_forwards"] < a.report["num_steps"] for a in alone)
+        for own in (alone[: len(guessed)], alone[len(guessed) :]):
+            assert any(answer.report["states_accepted"] for answer in own)
         assert engine.is_idle()

@@ -23,11 +23,12 @@ from tests.engine.harness import (
 )
 from tests.reference.models import LLaDAReference
 from vllm.diffusion.core.errors import ActivationBudgetError
+from vllm.diffusion.decoding.block_grid import GridRule
 from vllm.diffusion.decoding.drafting import Drafter, State
 
 ONE_BY_ONE: dict[str, Any] = {"gen_length": 32, "block_length": 32, "steps": 32}
 THRESHOLD: dict[str, Any] = {"gen_length": 32, "block_length": 16, "threshold": 0.3}
-Draft = Callable[[Drafter, State, Any, int], list[State]]
+Draft = Callable[[State, Any, int, Any], list[State]]
 
 
 class Recorded:
@@ -44,7 +45,13 @@ class Recorded:
         work, _ = canvas.next_forward()
         self.states.append(State(0, canvas.tokens.copy(), canvas.rule.fork(), work))
 
-    def draft(self, drafter: Drafter, certain: State, source: Any, most: int) -> list[State]:
+    @staticmethod
+    def reaches(certain: State, state: State) -> bool:
+        """Whether their forwards are of the same kind."""
+        is_grid = isinstance(certain.rule, GridRule)
+        return state.work.rows == certain.work.rows or is_grid
+
+    def draft(self, certain: State, source: Any, most: int, chance: Any) -> list[State]:
         """The states that follow, as far as their forwards are of the same kind."""
         here = next(
             i
@@ -54,7 +61,7 @@ class Recorded:
         )
         found = []
         for depth, state in enumerate(self.states[here + 1 : here + 1 + most], 1):
-            if state.work.rows != certain.work.rows:
+            if state.work.rows[0] < certain.work.rows[0] or not self.reaches(certain, state):
                 break
             found.append(state._replace(depth=depth))
         return found
@@ -63,7 +70,7 @@ class Recorded:
 @pytest.fixture
 def drafts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Draft], None]]:
     """Sets how states are guessed."""
-    yield lambda draft: monkeypatch.setattr(Drafter, "draft", draft)
+    yield lambda draft: monkeypatch.setattr(Drafter, "draft", lambda _, *given: draft(*given))
 
 
 def wrong_token(state: State, chance: random.Random) -> State:
@@ -104,13 +111,60 @@ def test_an_oracle_saves_forwards(
 ) -> None:
     ask = as_request(clear_case(model, 20, **asked)[0], **asked)
     recorded = Recorded(engine, ask, monkeypatch)
-    drafts(lambda *given: recorded.draft(*given))
+    drafts(recorded.draft)
     steps = recorded.answer.num_steps or 0
     for most in (1, 3, 7):
         (answer,) = engine.ask(*speculating([ask], most))
         assert (answer.token_ids, answer.num_steps) == (recorded.answer.token_ids, steps)
         # The first forward has no guesses beside it, as nothing is known.
         assert answer.num_forwards == 1 + -(-(steps - 1) // (most + 1))
+
+
+@pytest.mark.parametrize("cache", ["dual", "prefix", "frozen"])
+def test_an_oracle_saves_forwards_of_kept_keys(
+    engine: Engine,
+    cache: str,
+    drafts: Callable[[Draft], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three blocks of 16 steps; a whole forward at the start of a block has no guesses."""
+    asked = {"gen_length": 48, "block_length": 16, "steps": 48, "cache": cache}
+    ask = as_request(random_prompt(50, 5), **asked)
+    recorded = Recorded(engine, ask, monkeypatch)
+    assert recorded.answer.num_steps == 48
+    drafts(recorded.draft)
+    for most in (1, 3, 7):
+        (answer,) = engine.ask(*speculating([ask], most))
+        assert (answer.token_ids, answer.num_steps) == (recorded.answer.token_ids, 48)
+        of_block = 1 + -(-15 // (most + 1))
+        wanted = 3 * of_block if cache != "frozen" else 1 + -(-47 // (most + 1))
+        assert answer.num_forwards == wanted
+        assert engine.is_idle()
+        assert engine.runner.caches.num_bytes == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_oracle_saves_forwards_of_exact_keys(
+    checkpoint: Callable[[str], Path],
+    temperature: float,
+    drafts: Callable[[Draft], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guesses reach into blocks that follow; finished ones are stored with a later forward."""
+    asked = {"algorithm": "semi_ar", "gen_length": 40, "block_length": 4, "steps_per_block": 4}
+    asked |= {"temperature": temperature, "seed": 4, "ignore_eos": True}
+    with running(checkpoint("sdar")) as engine:
+        asks = [Ask(random_prompt(length, 1), asked) for length in (60, 97)]
+        for ask in asks:
+            recorded = Recorded(engine, ask, monkeypatch)
+            steps = recorded.answer.num_steps or 0
+            drafts(recorded.draft)
+            for most in (1, 3, 7):
+                (answer,) = engine.ask(*speculating([ask], most))
+                assert answer.token_ids == recorded.answer.token_ids
+                assert answer.num_steps == steps
+                assert answer.num_forwards <= 2 + -(-(steps - 1) // (most + 1))
+                assert engine.is_idle()
 
 
 @pytest.mark.parametrize("spoil", WRONG)
@@ -144,6 +198,9 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "biases": {"logit_bias": {"7": 3.0, "9": -100.0}},
     "guidance": {"cfg_scale": 0.2},
     "random scores": {"remasking": "random", "seed": 3},
+    "noise": {"temperature": 0.5, "seed": 4},
+    "noise and filters": {"temperature": 0.8, "top_p": 0.5, "top_k": 9, "seed": 2},
+    "noise and random scores": {"temperature": 0.3, "remasking": "random", "seed": 2},
     "suffix": {"suffix_ids": [5, 6, 7]},
     "late end-of-sequence": {"confidence_eos_eot_inf": True},
 }

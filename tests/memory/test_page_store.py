@@ -279,3 +279,61 @@ def test_a_request_may_read_what_another_one_keeps() -> None:
     pages.release("c")
     pages.trim()
     assert store.reserved_bytes == 0
+
+
+def test_a_place_has_pages_of_its_own_where_it_is_written_to() -> None:
+    pages, store = pages_of(100)
+    owner = pages.allocate("a", 3 * PAGE_SIZE - 5)
+    mark(store, owner, 1)
+    window = range(PAGE_SIZE + 3, 2 * PAGE_SIZE + 2)
+    places = pages.places("a", [window], ["1", "2"])
+    assert store.num_bytes == (3 + 2 * 2) * PAGE_BYTES
+    for kept in places:
+        assert_marked(store, kept, 1)  # copies beside the window, the request's pages elsewhere
+        assert kept.pages[0] == owner.pages[0]
+        store.keys(1)[rows_of(kept)[window.start : window.stop]] = 99
+    assert_marked(store, owner, 1)
+    outside = np.setdiff1d(np.arange(owner.length), window)
+    assert not (store.keys(1)[rows_of(places[0])[outside]] == 99).any()
+    pages.allocate("b", 40 * PAGE_SIZE)  # all pages move
+    assert (store.keys(1)[rows_of(places[1])[window.start : window.stop]] == 99).all()
+    assert_marked(store, owner, 1)
+    for name in ("a", "1", "2", "b"):
+        pages.release(name)
+    assert store.num_bytes == 0
+
+
+def test_places_leave_steps_their_memory() -> None:
+    pages, store = pages_of(100)
+    pages.allocate("a", 2 * PAGE_SIZE)
+    names = [str(number) for number in range(40)]
+    places = pages.places("a", [range(3)], names)
+    assert len(places) == 23  # with the request's a quarter of the pool
+    assert len(store.table.rows) == 2 * 24
+    assert pages.places("a", [range(3)], names[30:]) == []
+    assert not store.table.rows.is_inference()
+
+
+def test_whatever_comes_and_goes_no_page_stays() -> None:
+    pages, store = pages_of(400)
+    chance, running = np.random.default_rng(3), dict[str, int]()
+    for number in range(1000):
+        name = str(number)
+        running[name] = 0
+        length = int(chance.integers(1, 4 * PAGE_SIZE))
+        pages.allocate(name, length)
+        if chance.random() < 0.7:
+            start = int(chance.integers(length))
+            window = range(start, int(chance.integers(start, length)) + 1)
+            names = [f"{name}-{i}" for i in range(int(chance.integers(1, 8)))]
+            running[name] = len(pages.places(name, [window], names))
+        while len(running) > 5:  # in any order, the request before its places or behind them
+            gone = str(chance.choice(list(running)))
+            order = chance.permutation([gone, *(f"{gone}-{i}" for i in range(running.pop(gone)))])
+            for released in order.tolist():
+                pages.release(released)
+    for name, count in running.items():
+        for released in (name, *(f"{name}-{i}" for i in range(count))):
+            pages.release(released)
+    assert store.num_bytes == 0
+    assert sorted(store.free) == list(range(store.num_pages))

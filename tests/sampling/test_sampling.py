@@ -382,6 +382,27 @@ def test_draws_of_steps_seeds_and_purposes_differ() -> None:
     assert len({tuple(tokens()), tuple(tokens(step=1)), tuple(tokens(seed=78))}) == 3
 
 
+def test_later_draws_are_those_of_the_steps_that_follow() -> None:
+    """Also beside a group that wants fewer, and where scores are random or rows alone."""
+    model, hidden = head_model(), hidden_rows(8)
+    settings: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.8, "cfg_scale": 0.0, "step": 4},
+        {"temperature": 0.5, "confidence_dtype": "float64", "remasking": "random"},
+        {"temperature": 0.8, "forbid_mask": True, "logits_eos_inf": True},
+    ]
+    for count, asked in enumerate(settings):
+        groups = [group([0, 1, 2, 3], **asked), group([4, 5, 6, 7], **{**asked, "seed": 5})]
+        later = [dataclasses.replace(groups[0], later_draws=count), groups[1]]
+        found = sample(model, [(hidden, later)]).table
+        assert len(found) == 3 * (1 + count)
+        for number in range(1 + count):
+            moved = [dataclasses.replace(g, step=g.step + number) for g in groups]
+            wanted = sample(model, [(hidden, moved)]).table
+            own = slice(0, 8) if number == 0 else slice(0, 4)
+            assert torch.equal(found[3 * number : 3 * number + 3, own], wanted[:, own])
+
+
 def test_a_seed_must_have_been_drawn() -> None:
     part = dataclasses.replace(
         group([0]), params=dataclasses.replace(decided(temperature=1.0), seed=None)

@@ -246,6 +246,9 @@ class Settings:
             is cut.
         sequence_parallel_size: ranks that divide the rows of a long step; 1 divides nothing.
         sequence_parallel_min_tokens: rows of a step from which they do; None for where that pays.
+        weighs_guesses: whether no more states are guessed than save time
+            (`engine/worker/governor.py`), or as many as requests ask for; None weighs them where
+            the times of steps have been measured, on a GPU with graphs.
         page: whether the server has its web pages.
         fp8_head: whether the output head is quantised, too.
         family: the only family whose checkpoints are accepted; None accepts all.
@@ -257,6 +260,7 @@ class Settings:
     longest_pause_ms: float = 100.0
     sequence_parallel_size: int = 1
     sequence_parallel_min_tokens: int | None = None
+    weighs_guesses: bool | None = None
     page: bool = True
     fp8_head: bool = False
     family: str | None = None
@@ -291,9 +295,10 @@ class Settings:
         _check_count("sequence_parallel_size", found.sequence_parallel_size, 1)
         if found.sequence_parallel_min_tokens is not None:
             _check_count("sequence_parallel_min_tokens", found.sequence_parallel_min_tokens, 0)
-        for name in ("page", "fp8_head", "weight_update_complete"):
+        names = ("page", "fp8_head", "weight_update_complete", "weighs_guesses")
+        for name in names:
             given = getattr(found, name)
-            if not isinstance(given, bool):
+            if not isinstance(given, bool) and (name != "weighs_guesses" or given is not None):
                 raise ServerConfigError(
                     f"dllm settings: {name}: given {given!r}; wanted true or false"
                 )

@@ -7,7 +7,8 @@ token ids are exact in float64:
     row 0      proposed token
     row 1      score, larger is more certain
     row 2      greedy token: argmax of the noise-free logits
-    rows 3..   extras, where the row's request wants more: `Logprobs` or `ScoredTokens`; else 0
+    rows 3..   extras, where the row's request wants more: `Logprobs` or `ScoredTokens`; or rows
+               as the first three, drawn with the noise of later steps; else 0
 """
 
 from __future__ import annotations

@@ -14,16 +14,23 @@ candidates that are known already, as if they were those of the state's own forw
 from __future__ import annotations
 
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
 from vllm.diffusion.decoding.base import Candidates, most_certain_first
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from vllm.diffusion.decoding.base import Array, DecodingRule, ForwardTarget
 
+T = TypeVar("T")
+# Chance of a guess whose parent holds, by how many candidates are committed, and by depth.
+Chance: TypeAlias = "Callable[[int | None, int], float]"
+
 MOST_TOGETHER = 8  # candidates of a guess that a rule may commit in a step
+_COUNTS = range(1, MOST_TOGETHER + 1)
 _UNSURE = -1e9  # score below every threshold, of confidences and of entropies
 
 
@@ -35,18 +42,31 @@ class State(NamedTuple):
         tokens: [T] int64.
         rule: rule that has prepared the forward of the state.
         work: target of that forward.
+        parent: the state before it; None where the guess does not follow from it.
+        committed: candidates that its parent's rule was made to commit; None where it decided.
     """
 
     depth: int
     tokens: Array
     rule: DecodingRule
     work: ForwardTarget
+    parent: State | None = None
+    committed: int | None = None
+
+    def is_of(self, tokens: Array, rule: DecodingRule, work: ForwardTarget) -> bool:
+        """Whether a sequence whose next forward is for `work` is in this state."""
+        own = self.work
+        return (
+            self.rule.forbid_mask == rule.forbid_mask
+            and work.fill is None
+            and own.rows == work.rows
+            and np.array_equal(own.eligible, work.eligible)
+            and np.array_equal(self.tokens, tokens)
+        )
 
 
 class Source(Protocol):
     """Candidates by which guesses are made."""
-
-    ranks_exactly: bool  # scores are those of the step that they are for, whatever its logits
 
     def at(self, depth: int) -> Candidates | None:
         """Return candidates as the step that leads to states of `depth` would have them."""
@@ -57,60 +77,95 @@ class Drafter:
     """Guesses the states behind a certain one.
 
     Args:
-        is_chain: the rule commits as many candidates as it would with other scores, so that one
-            guess follows from another; else a state has one child for each number of them.
+        is_chain: what the rule commits is known, or how much: one guess follows from another; else
+            a state has one child for each number of candidates.
+        crosses_blocks: a guess may be that a block is filled, and the next one all masks.
     """
 
-    def __init__(self, *, is_chain: bool) -> None:
-        self._is_chain = is_chain
+    def __init__(self, *, is_chain: bool, crosses_blocks: bool) -> None:
+        self._counts: Sequence[int | None] = (None,) if is_chain else _COUNTS
+        self._crosses_blocks = crosses_blocks
 
-    def draft(self, certain: State, source: Source, most: int) -> list[State]:
+    def draft(self, certain: State, source: Source, most: int, chance: Chance) -> list[State]:
         """Return at most `most` guesses, the likeliest first; each is another state."""
-        counts = (None,) if self._is_chain or source.ranks_exactly else range(1, MOST_TOGETHER + 1)
-        found, seen, number = list[State](), set[tuple[int, bytes]](), 0
-        queue = list[tuple[float, int, State, int | None]]()
-
-        def expect_children(parent: State, chance: float) -> None:
-            nonlocal number
-            for count in counts:
-                number += 1
-                heappush(queue, (-chance * 0.5 ** (count or 1), number, parent, count))
-
-        expect_children(certain, 1.0)
-        while queue and len(found) < most:
-            chance, _, parent, count = heappop(queue)
-            child = _child(parent, source, count)
+        found, seen = list[State](), set[tuple[int, bytes]]()
+        ranked = _Ranked[State](self._counts, chance)
+        ranked.expect_children(certain, 0, 1.0)
+        while ranked and len(found) < most:
+            own_chance, parent, count = ranked.take()
+            child = self._child(parent, source, count)
             if child is None:
                 continue
             name = child.depth, child.work.eligible.tobytes()
             if name not in seen:
                 seen.add(name)
                 found.append(child)
-                expect_children(child, -chance)
+                ranked.expect_children(child, child.depth, own_chance)
         return found
 
+    def chances(self, most: int, chance: Chance) -> list[float]:
+        """Return the chances of the guesses that `draft` would try, in its order."""
+        ranked, found = _Ranked[int](self._counts, chance), list[float]()
+        ranked.expect_children(0, 0, 1.0)
+        while len(found) < most:
+            own_chance, depth, _ = ranked.take()
+            found.append(own_chance)
+            ranked.expect_children(depth + 1, depth + 1, own_chance)
+        return found
 
-def _child(parent: State, source: Source, count: int | None) -> State | None:
-    """Return the state that follows where the rule commits the `count` best candidates.
+    def _child(self, parent: State, source: Source, count: int | None) -> State | None:
+        """Return the state that follows where the rule commits the `count` best candidates.
 
-    With None it decides by their scores. None is returned where nothing is known of what follows,
-    or where its forward is of another kind.
+        With None it decides by their scores. None is returned where nothing is known of what
+        follows, or where its forward is of another kind.
+        """
+        known = source.at(parent.depth + 1)
+        if known is None or not known.positions.size:
+            return None
+        candidates = _among(known, parent.work.eligible)
+        if not candidates.positions.size:
+            return None
+        if count is not None:
+            candidates = candidates._replace(scores=_sure_of(count, candidates.scores))
+        rule, tokens = parent.rule.fork(), parent.tokens.copy()
+        commit = rule.decide(candidates)
+        tokens[commit.positions] = commit.tokens
+        work = rule.prepare(tokens)
+        if work is None or work.fill is not None or not work.eligible.size:
+            return None
+        is_next_block = self._crosses_blocks and work.rows[0] == parent.work.rows[1]
+        if work.rows != parent.work.rows and not is_next_block:
+            return None
+        return State(parent.depth + 1, tokens, rule, work, parent, count)
+
+
+class _Ranked(Generic[T]):
+    """Guesses that may be made, by their chances.
+
+    Args:
+        counts: numbers of candidates that a rule may commit; None where it decides.
+        chance: chance of a guess whose parent holds.
     """
-    known = source.at(parent.depth + 1)
-    if known is None or not known.positions.size:
-        return None
-    candidates = _among(known, parent.work.eligible)
-    if not candidates.positions.size:
-        return None
-    if count is not None:
-        candidates = candidates._replace(scores=_sure_of(count, candidates.scores))
-    rule, tokens = parent.rule.fork(), parent.tokens.copy()
-    commit = rule.decide(candidates)
-    tokens[commit.positions] = commit.tokens
-    work = rule.prepare(tokens)
-    if work is None or work.fill is not None or work.rows != parent.work.rows:
-        return None
-    return State(parent.depth + 1, tokens, rule, work) if work.eligible.size else None
+
+    def __init__(self, counts: Sequence[int | None], chance: Chance) -> None:
+        self._counts, self._chance = counts, chance
+        self._queue = list[tuple[float, int, T, int | None]]()
+        self._number = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._queue)
+
+    def expect_children(self, parent: T, depth: int, chance: float) -> None:
+        """Add what may follow a state of this depth and chance."""
+        for count in self._counts:
+            self._number += 1  # equal chances in order
+            own = chance * self._chance(count, depth + 1)
+            heappush(self._queue, (-own, self._number, parent, count))
+
+    def take(self) -> tuple[float, T, int | None]:
+        """Remove the likeliest: return its chance, its parent and its count."""
+        chance, _, parent, count = heappop(self._queue)
+        return -chance, parent, count
 
 
 def _among(known: Candidates, positions: Array) -> Candidates:

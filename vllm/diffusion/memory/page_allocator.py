@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from vllm.diffusion.ops import Array
 
 
+PART_WITH_PLACES = 0.25  # of the pool that pages may have with those of `places`
+
+
 @dataclass
 class KeptSequence:
     """Location of a sequence's keys and values; the store may change it between steps.
@@ -63,6 +66,7 @@ class PageAllocator:
         self.store, self._pool = store, pool
         self._sequences: dict[str, KeptSequence] = {}
         self._holders = Counter[int]()  # of pages that are not free: how many requests have them
+        self._scratch: dict[str, list[int]] = {}  # pages beside the assigned ones, by place
         self._is_fixed = False
 
     def allocate(
@@ -92,7 +96,9 @@ class PageAllocator:
         self._provide(wanted + num_pages(spare))
         self.store.take_host_memory()
         pages = np.array([self.store.free.pop() for _ in range(wanted)], dtype=np.int64)
-        return self._hold(req_id, length, pages)
+        kept = self._hold(req_id, length, pages)
+        self.renew_table()
+        return kept
 
     def share(self, req_id: str, owner: str, length: int, shared: Sequence[range]) -> KeptSequence:
         """Give a request pages, and let it read what another one keeps at some positions.
@@ -112,15 +118,67 @@ class PageAllocator:
         is_shared = np.zeros(num_pages(length) * PAGE_SIZE, dtype=bool)
         for positions in shared:
             is_shared[positions.start : positions.stop] = True
+        (kept,) = self._share([req_id], owner, length, is_shared)
+        return kept
+
+    def places(self, owner: str, own: Sequence[range], names: Sequence[str]) -> list[KeptSequence]:
+        """Give names what a request keeps, with pages of their own at some positions.
+
+        Rows of these pages at other positions are copies of those that the request keeps now.
+
+        Args:
+            owner: the request.
+            own: positions that are written.
+            names: whoever writes them.
+
+        Returns:
+            the sequences of the first names; fewer where more would take a part of the pool that
+            steps need.
+
+        Raises:
+            PoolExhaustedError: as `allocate`.
+        """
+        kept, store = self._sequences[owner], self.store
+        is_shared = np.ones(len(kept.pages) * PAGE_SIZE, dtype=bool)
+        for positions in own:
+            is_shared[positions.start : positions.stop] = False
+        pages_each = int(np.count_nonzero(~is_shared.reshape(-1, PAGE_SIZE).all(axis=1)))
+        room = len(store.free)
+        if not self._is_fixed:
+            most = int(PART_WITH_PLACES * self._pool.budget_bytes) // store.page_bytes
+            room = max(room, most - store.num_pages + room)
+        names = names[: room // pages_each]
+        found = self._share(names, owner, kept.length, is_shared)
+        if self._is_fixed:
+            for name, place in zip(names, found, strict=True):
+                self._scratch[name] = place.pages[place.pages != kept.pages].tolist()
+        return found
+
+    def copy_again(self, owner: str, names: Sequence[str]) -> None:
+        """Copy to places what their request keeps now beside the positions that they write."""
+        kept = self._sequences[owner].pages
+        for name in names:
+            pages = self._sequences[name].pages
+            own = pages != kept
+            self.store.copy(kept[own].tolist(), pages[own].tolist())
+
+    def _share(
+        self, names: Sequence[str], owner: str, length: int, is_shared: Array
+    ) -> list[KeptSequence]:
+        """Give each of `names` the pages of the owner that hold shared positions alone."""
         by_page = is_shared.reshape(-1, PAGE_SIZE)
         own = np.flatnonzero(~by_page.all(axis=1))
-        self._provide(len(own))  # pages of the owner may move
-        pages = self._sequences[owner].pages[: len(by_page)].copy()
         copied = own[by_page[own].any(axis=1)]
-        sources = pages[copied]
-        pages[own] = [self.store.free.pop() for _ in own]
-        self.store.copy(sources.tolist(), pages[copied].tolist())
-        return self._hold(req_id, length, pages)
+        self._provide(len(own) * len(names))  # pages of the owner may move
+        found = []
+        for name in names:
+            pages = self._sequences[owner].pages[: len(by_page)].copy()
+            sources = pages[copied]
+            pages[own] = [self.store.free.pop() for _ in own]
+            self.store.copy(sources.tolist(), pages[copied].tolist())
+            found.append(self._hold(name, length, pages))
+        self.renew_table()
+        return found
 
     def copy(self, req_id: str, owner: str) -> None:
         """Copy everything that a request of equal length keeps now to this one's pages."""
@@ -131,7 +189,6 @@ class PageAllocator:
         kept = KeptSequence(length, pages, _slots(pages, length), 0)
         self._sequences[req_id] = kept
         self._holders.update(pages.tolist())
-        self.renew_table()
         return kept
 
     def provide(self, positions: int) -> None:
@@ -143,19 +200,21 @@ class PageAllocator:
             with suppress(PoolExhaustedError, torch.OutOfMemoryError):
                 self._provide(num_pages(positions))
 
-    def fix(self, num_pages: int, most_entries: int) -> None:
+    def fix(self, num_pages: int, most_entries: int, scratch: int = 0) -> None:
         """Replace all pages by a fixed number of them; `assign` names them from 0 on.
 
         Args:
             num_pages: number of pages.
+            scratch: further pages, for `places`.
             most_entries: pages of all requests together, a page counted once for each of them.
 
         Raises:
             PoolExhaustedError: the pool has no room for them.
         """
         self._sequences.clear()
-        self.store.resize(num_pages)
-        self.store.free, self.store.most_entries, self._is_fixed = [], most_entries, True
+        self.store.resize(num_pages + scratch)
+        self.store.free = list(range(num_pages, num_pages + scratch))
+        self.store.most_entries, self._is_fixed = most_entries, True
 
     def assign(
         self, req_id: str, pages: Sequence[int], *, behind: bool = False
@@ -192,11 +251,13 @@ class PageAllocator:
             start += len(kept.pages) * PAGE_SIZE
             pages.append(kept.pages)
         rows = (np.concatenate(pages) * PAGE_ROWS).astype(np.int32)
+        self.store.take_entries(len(rows))
         self.store.table = PageTable(ops.to_device(rows, self.store.device), PAGE_SIZE)
 
     def release(self, req_id: str) -> None:
         """Give back the pages of a request, if it has some."""
         kept = self._sequences.pop(req_id, None)
+        self.store.free += self._scratch.pop(req_id, [])
         if kept is None or self._is_fixed:
             return
         self._holders.subtract(kept.pages.tolist())
@@ -220,7 +281,7 @@ class PageAllocator:
     @property
     def unused_bytes(self) -> int:
         """Bytes of the buffer that `trim` gives back."""
-        cannot_move = self._is_large and bool(self._sequences)
+        cannot_move = self._is_fixed or (self._is_large and bool(self._sequences))
         return 0 if cannot_move else len(self.store.free) * self.store.page_bytes
 
     @property

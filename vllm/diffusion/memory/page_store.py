@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from vllm.diffusion.ops import Array
 
 
+ENTRIES_PER_PAGE = 16  # of the table: a request's guesses read most of its pages, too
+
+
 class PageStore:
     """Keys and values of all requests that keep them, in one buffer of equal pages.
 
@@ -46,11 +49,11 @@ class PageStore:
         reserved_bytes: bytes of the buffer.
         free: pages that nobody has; the next to be given is the last.
         host_layers: layers whose keys and values lie in host memory.
-        generation: number of times that the pages have moved; addresses and slots of an older one
-            are stale.
+        generation: number of times that the pages or their table have moved; addresses and slots of
+            an older one are stale.
         table: the row of the first key of every page in use, sequence after sequence; never written
             again, but replaced when requests get pages.
-        most_entries: entries that the table may have before the pages move.
+        most_entries: entries that the table may have before it moves.
     """
 
     def __init__(
@@ -146,9 +149,15 @@ class PageStore:
         for target, source in enumerate(used):
             targets[:, target].copy_(sources[:, source])
         self.free = list(range(len(used), count))[::-1]
-        self.num_pages, self.most_entries, self._rows = count, count, rows
+        self.num_pages, self.most_entries, self._rows = count, ENTRIES_PER_PAGE * count, rows
         self.reserved_bytes = count * self.page_bytes
         self.generation += 1
+
+    def take_entries(self, count: int) -> None:
+        """Let the table have at least `count` entries; more than before make its address stale."""
+        if count > self.most_entries:
+            self.most_entries = 2 * count
+            self.generation += 1
 
     def copy(self, sources: Iterable[int], targets: Iterable[int]) -> None:
         """Copy pages to as many other ones, in all layers."""
@@ -181,4 +190,5 @@ class PageStore:
     def _new_rows(self, count: int) -> torch.Tensor:
         """Allocate the rows of `count` pages."""
         shape = (self._device_layers * count * PAGE_ROWS, *self._row_shape)
-        return self._pool.keep("kept keys and values", shape, self._dtype)
+        with torch.inference_mode(mode=False):  # written to within steps and between them
+            return self._pool.keep("kept keys and values", shape, self._dtype)

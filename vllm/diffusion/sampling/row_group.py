@@ -56,6 +56,7 @@ class RowGroup:
         joints: choices that bind several rows, each with its rows; they read whole rows of logits,
             and are made when all parts of the step have been read.
         edits: changes of logits that the request asks for; None for none.
+        later_draws: further draws from the same logits, with the noise of the steps that follow.
     """
 
     params: DiffusionParams
@@ -69,6 +70,7 @@ class RowGroup:
     token_ids: ops.Array | None = None
     joints: tuple[tuple[Joint, slice], ...] = ()
     edits: RowEdits | None = None
+    later_draws: int = 0
 
     @property
     def num_top(self) -> int:
@@ -127,6 +129,10 @@ class RowGroup:
         dtypes = {"float32": torch.float32, "float64": torch.float64}
         own = logits.dtype if self.edits is None else torch.float32
         return dtypes.get(self.params.confidence_dtype, own)
+
+    def at_later(self, count: int) -> RowGroup:
+        """Return the group as it would be sampled `count` steps later."""
+        return replace(self, step=self.step + count) if count else self
 
     def piece(self, rows: slice) -> RowGroup:
         """Return the group of some of its rows, counted from its first one."""

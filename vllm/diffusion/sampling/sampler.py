@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from vllm.diffusion import ops
 from vllm.diffusion.core.samples import Samples
 from vllm.diffusion.sampling.alone import read_jointly, sample_alone
@@ -22,8 +24,6 @@ from vllm.diffusion.sampling.row_group import pieces_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-
-    import torch
 
     from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.sampling.row_group import LogitsModel, RowGroup
@@ -121,11 +121,29 @@ def _sample_rows(
     key: LaunchKey | None,
     model: LogitsModel,
 ) -> Samples[torch.Tensor]:
-    """Sample the rows `own` of a run of groups, whose logits may be overwritten."""
+    """Sample the rows `own` of a run of groups, whose logits may be overwritten.
+
+    Three rows follow for each of the later draws, of the group that wants most.
+    """
     lead = run[0]
     readers = [group for group in run if group.joints and group.adjust is None]
     if readers:
         read_jointly(ops.gather_columns(own, model.vocab_size), readers, lead.rows.start)
+    if not any(group.later_draws for group in run):
+        return _draw(own, run, key, model)
+    counts = range(max(group.later_draws for group in run) + 1)
+    draws = [_draw(own, [group.at_later(n) for group in run], key, model) for n in counts]
+    return Samples(torch.cat([draw.table for draw in draws]))
+
+
+def _draw(
+    own: torch.Tensor,
+    run: list[RowGroup],
+    key: LaunchKey | None,
+    model: LogitsModel,
+) -> Samples[torch.Tensor]:
+    """Sample the rows `own` of a run of groups once."""
+    lead = run[0]
     if key is not None:
         found = sample_fused(own, run, key, model.vocab_start, model.vocab_size)
         if not lead.params.return_trajectory:

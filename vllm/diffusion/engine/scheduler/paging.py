@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
 
 BLOCKS_AHEAD = 2
+MOST_SCRATCH_PAGES, PAGES_PER_SCRATCH = 64, 32
 _WEIGHTS = "|W"  # begins the end of a salt
 
 logger = init_logger(__name__)
@@ -45,6 +46,16 @@ def most_positions(num_pages: int, max_model_len: int) -> int:
     longer than prompt and answer.
     """
     return min((num_pages - 1) * PAGE_SIZE, 2 * max_model_len)
+
+
+def scratch_pages(num_pages: int) -> int:
+    """Pages that the store has beside `num_pages` that requests may have: for guesses."""
+    return min(MOST_SCRATCH_PAGES, num_pages // PAGES_PER_SCRATCH)
+
+
+def without_scratch(num_pages: int) -> int:
+    """Pages that requests may have in a store of `num_pages`."""
+    return num_pages - min(MOST_SCRATCH_PAGES, (num_pages + 1) // (PAGES_PER_SCRATCH + 1))
 
 
 class Paging(AdmissionGate):
@@ -77,7 +88,9 @@ class Paging(AdmissionGate):
             enable_caching=vllm_config.cache_config.enable_prefix_caching,
             log_stats=log_stats,
         )
-        self.num_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+        tensors, num_pages = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
+        self._page_bytes = sum(tensor.size for tensor in tensors) // num_pages
+        self.num_bytes = (num_pages + scratch_pages(num_pages)) * self._page_bytes
         max_model_len = vllm_config.model_config.max_model_len
         self._most_positions = most_positions(kv_cache_config.num_blocks, max_model_len)
         self._new_pages: dict[str, NewPages] = {}
@@ -95,7 +108,7 @@ class Paging(AdmissionGate):
         request, length = item.request, item.demand.length
         if length > self._most_positions:
             there = self._most_positions
-            position = self.num_bytes // (self.manager.kv_cache_config.num_blocks * PAGE_SIZE)
+            position = self._page_bytes // PAGE_SIZE
             raise ActivationBudgetError(length, length * position, there * position, there)
         request.cache_salt = f"{request.cache_salt or ''}|B{item.params.block_length}"
         self._hash(item)

@@ -52,6 +52,7 @@ class Canvas:
             random numbers.
         num_accepted: those of them whose forward was that of an earlier one.
         num_drafted: states that were guessed, and evaluated beside a step's own.
+        later_draws: further draws of tokens that its next guesses need.
         is_complete: all of the answer is final.
     """
 
@@ -82,6 +83,7 @@ class Canvas:
         self._is_for_rule = True  # the forward under way
         self._is_over = False  # the rule has nothing left to fill
         self.num_steps = self.num_accepted = self.num_drafted = 0
+        self.later_draws = 0
         self.is_complete = False
 
     def _masked_row(self, prompt: list[int], params: DiffusionParams) -> Array:

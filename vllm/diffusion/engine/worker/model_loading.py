@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm.config import set_current_vllm_config
 from vllm.diffusion import ops
+from vllm.diffusion.config import settings_of
 from vllm.diffusion.core import envs
 from vllm.diffusion.engine.planning import make_planner
 from vllm.diffusion.engine.worker.agreement import Agreement, Interruptible
@@ -138,4 +139,5 @@ def make_runner(
         graph_memory=GraphMemory(device, pool) if has_graphs else None,
         max_model_len=vllm_config.model_config.max_model_len,
         ranks=ranks,
+        weighs_guesses=settings_of(vllm_config).weighs_guesses,
     )

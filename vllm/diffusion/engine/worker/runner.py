@@ -18,18 +18,18 @@ from vllm.diffusion import ops
 from vllm.diffusion.engine.messages import StepUsage
 from vllm.diffusion.engine.worker.agreement import Agreement
 from vllm.diffusion.engine.worker.batch import build_batch
-from vllm.diffusion.engine.worker.branches import Speculation
 from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.engine.worker.first_forwards import FirstForwards, shares_first_forward
 from vllm.diffusion.engine.worker.forward import ForwardPass, run_to_end
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.engine.worker.sliced_step import SlicedStep
+from vllm.diffusion.engine.worker.speculation import Speculation
 from vllm.diffusion.engine.worker.step_graphs import GraphRunner
 from vllm.diffusion.engine.worker.step_log import StepLog
 from vllm.diffusion.engine.worker.step_log import logger as step_logger
 from vllm.diffusion.engine.worker.step_memory import PoolAccount, Step
 from vllm.diffusion.engine.worker.streamed import run_streamed
-from vllm.diffusion.memory import HostBuffers, PageAllocator, PageStore
+from vllm.diffusion.memory import HostBuffers, PageAllocator, PageStore, StepShape
 from vllm.diffusion.parallel.groups import Ranks
 from vllm.logger import init_logger
 
@@ -64,6 +64,7 @@ class DiffusionModelRunner:
         graph_memory: memory for CUDA graphs of the layers; None runs without graphs.
         max_model_len: positions of the longest sequence.
         ranks: ranks that compute the same steps; None where there are no others.
+        weighs_guesses: guess no more states than save time; None: where graphs have been timed.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class DiffusionModelRunner:
         graph_memory: GraphMemory | None = None,
         max_model_len: int = 0,
         ranks: Ranks | None = None,
+        weighs_guesses: bool | None = None,
     ) -> None:
         self.model = model
         self.planner = planner
@@ -107,6 +109,9 @@ class DiffusionModelRunner:
         self._account = PoolAccount(pool, self.pages, graph_memory, ranks)
         self._forward = ForwardPass(model, pool, self.caches, ranks)
         self._firsts: FirstForwards | None = None  # from the first request that shares a prompt on
+        self._weighs_guesses = (
+            graph_memory is not None if weighs_guesses is None else weighs_guesses
+        )
         self._speculation: Speculation | None = None  # from the first request that asks for it on
         self.sliced: SlicedStep | None = None  # from the first long step on
         self._log = StepLog() if is_reporting else None
@@ -163,6 +168,8 @@ class DiffusionModelRunner:
 
         Called after the next launch, so the GPU never waits for it.
         """
+        if self._speculation is not None:
+            self._speculation.take_note()
         over, self._over = self._over, []
         for step, ended in over:
             self.usage = step.memory.usage(self.idle_usage)
@@ -202,7 +209,7 @@ class DiffusionModelRunner:
 
     def drop_guesses(self) -> bool:
         """Guess no states in the next step; whether there may have been some in the last one."""
-        return self._speculation is not None and self._speculation.forget_sources()
+        return self._speculation is not None and self._speculation.pause()
 
     def _batch(self, canvases: Sequence[Packed]) -> StepBatch:
         shift, pages = self.model.family.logit_shift, self.caches.table
@@ -240,14 +247,22 @@ class DiffusionModelRunner:
             self._firsts = FirstForwards(self._forward, self.pages, self.canvases)
             self._forward.note_first = self._firsts.note
         self.canvases[new.req_id] = canvas
-        if new.params.num_speculative_states and self._ranks.sequence.size == 1:
+        if new.params.num_speculative_states and not layers and self._ranks.sequence.size == 1:
             self._speculate(canvas)
 
     def _speculate(self, canvas: Canvas) -> None:
         """Guess states of a request, if it takes part in that."""
         if self._speculation is None:
-            self._speculation = Speculation(self.canvases)
+            seconds = self._seconds_of if self._weighs_guesses else None
+            self._speculation = Speculation(self.canvases, self.pages, seconds)
         self._speculation.start(canvas)
+
+    def _seconds_of(self, num_rows: int, are_windows: bool) -> float:
+        """Time of a step of so many rows, of windows or not; without graphs as predicted."""
+        if self.graphs is not None:
+            return self.graphs.seconds(num_rows, are_windows)
+        shape = StepShape(num_rows, num_rows, num_rows, num_sequences=2, keeps=are_windows)
+        return self.planner.plan(shape).predicted_seconds
 
     @torch.inference_mode()
     def step_known(self, new: NewCanvas) -> Outcomes:
@@ -282,6 +297,8 @@ class DiffusionModelRunner:
                 continue  # it could not start
             if new.num_kept is not None and self.sliced is not None:
                 self.sliced.drop(req_id)
+            if self._speculation is not None:
+                self._speculation.leave_places(req_id)
             kept = self.pages.assign(req_id, new.page_ids, behind=new.num_kept is None)
             canvas.assign(kept, new.num_kept)
         if new_pages:

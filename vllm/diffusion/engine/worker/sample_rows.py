@@ -100,6 +100,7 @@ class SampleRows:
                     token_ids=canvas.token_ids(on_canvas),
                     joints=tuple([(joint, joint.rows_among(on_canvas)) for joint in joints]),
                     edits=canvas.edits(on_canvas),
+                    later_draws=canvas.later_draws,
                 )
             )
         return tuple(groups)
@@ -157,14 +158,15 @@ class SampleRows:
             )
         ]
 
-    def candidates(self, samples: Array, number: int) -> Candidates:
+    def candidates(self, samples: Array, number: int, draw: int = 0) -> Candidates:
         """Return the candidates of one request, by its index in the batch, also of a joint choice.
 
-        Without log probabilities; `samples` is the table of all samples, on the host.
+        Without log probabilities; `samples` is the table of all samples, on the host. `draw` is the
+        number of a later draw, from 1.
         """
         end = int(self._ends[number])
         work = self.batch.works[number]
-        table = samples[:3, end - work.eligible.size : end]
+        table = samples[3 * draw : 3 * draw + 3, end - work.eligible.size : end]
         tokens, greedy = table[0].astype(np.int64), table[2].astype(np.int64)
         return Candidates(work.eligible, tokens, table[1], greedy)
 

@@ -9,6 +9,7 @@ is over before that is launched, all rows go through the last layer within it.
 
 from __future__ import annotations
 
+import math
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -190,6 +191,7 @@ class GraphRunner:
         self._captured: dict[Bucket, _Captured] = {}
         self.captures_more = True
         self.buckets = buckets_of(model.config, is_fp8=model.is_fp8)
+        self._seconds: dict[tuple[bool, int], float] = {}  # by kind and rows, see `measure`
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -219,6 +221,23 @@ class GraphRunner:
         ops.align_ranks()
         captured.graph.replay()
         return captured.outputs
+
+    def measure(self) -> None:
+        """Time each graph, by its best of two replays on the slowest rank."""
+        found: dict[tuple[bool, int], float] = {}
+        for bucket, captured in self._captured.items():
+            took_us = self._agreement.most(
+                round(1e6 * min(_replayed(captured.graph) for _ in "12"))
+            )
+            size = bucket.is_cached, bucket.rows
+            found[size] = min(found.get(size, math.inf), took_us / 1e6)
+        self._seconds = found
+
+    def seconds(self, num_rows: int, is_cached: bool) -> float:
+        """Time of the layers of a step of `num_rows` rows, of windows or not; inf without graph."""
+        served = self.buckets.windows if is_cached else self.buckets.whole
+        sizes = ((is_cached, rows) for rows in served if rows >= num_rows)
+        return next((self._seconds[size] for size in sizes if size in self._seconds), math.inf)
 
     def _copy_table(self) -> None:
         """Update the page table that graphs read from the store's."""
@@ -270,6 +289,17 @@ class GraphRunner:
         """Memory of the layers at once, by the plan; no graph computes sample rows."""
         shape = batch.shape._replace(sample_rows=1)
         return self._planner.plan(shape).predicted_peak_bytes
+
+
+def _replayed(graph: torch.cuda.CUDAGraph) -> float:
+    """Replay a graph, wait for it, and return its seconds."""
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    ops.align_ranks()
+    first.record()
+    graph.replay()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1e3
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,7 @@ def warm_up(
                 run_alone(runner, requests, _pages(requests))
     if runner.graphs is not None:
         runner.graphs.captures_more = False
+        runner.graphs.measure()
 
 
 def run_alone(

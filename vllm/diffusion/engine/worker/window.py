@@ -156,6 +156,12 @@ class ForwardWindow:
             self._most_rows = self._rows_with_pages
         return self._uncut
 
+    def of(self, rows: tuple[int, int]) -> Window | None:
+        """Return the window of a forward that a rule might want next; None if it must be cut."""
+        window = Window.of(self._windows.next(rows), self._visibility)
+        has_pages = self.cache is None or window.stop <= self.cache.length
+        return window if window.stop == rows[1] and has_pages else None
+
     @property
     def _rows_with_pages(self) -> int:
         if self.unit is None:

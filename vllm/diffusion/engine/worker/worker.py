@@ -10,7 +10,7 @@ import torch
 
 from vllm.diffusion.config import row_budget, served_model, settings_of
 from vllm.diffusion.core import pages
-from vllm.diffusion.engine.scheduler.paging import most_positions
+from vllm.diffusion.engine.scheduler.paging import most_positions, scratch_pages, without_scratch
 from vllm.diffusion.engine.scheduler.turns import StepLimits
 from vllm.diffusion.engine.worker.model_loading import (
     join_ranks,
@@ -166,16 +166,22 @@ class DiffusionWorker(WeightWorker):
         return [next(iter(KVCacheLayout)).name]
 
     def determine_available_memory(self) -> int:
-        """Bytes of the pages that fit into the part of the pool that is meant for them."""
+        """Bytes of the pages that fit into the part of the pool that is meant for them.
+
+        Without those that guesses have.
+        """
         planner = self.model_runner.planner
-        return planner.cached_positions * planner.shape.cache_bytes
+        num_pages = without_scratch(planner.cached_positions // pages.PAGE_SIZE)
+        return num_pages * pages.PAGE_SIZE * planner.shape.cache_bytes
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         num_pages = kv_cache_config.num_blocks
         if kv_cache_config.kv_cache_groups:
             longest = most_positions(num_pages, self.model_config.max_model_len)
-            most_requests = self.scheduler_config.max_num_seqs
-            self.model_runner.pages.fix(num_pages, most_requests * pages.num_pages(longest))
+            scratch = scratch_pages(num_pages)
+            most_sequences = self.scheduler_config.max_num_seqs + scratch
+            most_entries = most_sequences * pages.num_pages(longest)
+            self.model_runner.pages.fix(num_pages, most_entries, scratch)
 
     def reset_encoder_cache(self) -> None:
         pass

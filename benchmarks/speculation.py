@@ -1,0 +1,302 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Steps per second with guesses beside the certain state, and without.
+
+    benchmarks/speculation.py [--family llada] [--size 8b] [--quantization fp8] [--context 512]
+        [--gen-length 256] [--block-length 32] [--states 2 4 8] [--clients 1 2 4 8 16 32 64]
+        [--chances 0 0.5 0.7 0.85 1] [--output-dir results/speculation]
+
+Released shape, random weights, one token a step, with kept keys and values (`cache: dual`; exact
+ones in block-causal families). How often guesses hold depends on trained weights, so here it is
+given: a run without guesses records the states of every request, and with them guesses are made
+that hold with a chance of 0 to 1. What holds is what the engine accepts.
+
+First as many states a forward as --states says, all guesses right; then as many as the engine finds
+worth their rows, up to eight.
+
+    steps/s   steps of all requests together, of one token each, from the first forward to the last
+    gain      over the same number of clients without guesses
+    between   of one client: steps a second without forwards of whole sequences, which begin an
+              answer and refresh its keys, and have no guesses beside them
+    gain      of that
+    a         steps per forward
+    held      share of the guessed states that were reached
+
+Written: speculation.json, speculation.png.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import in_process  # isort: skip  (before torch and vllm)
+
+import numpy as np
+
+from benchmarks import harness, windows
+from benchmarks.harness import Table, positive
+from benchmarks.shapes import BLOCK_FAMILIES, Shape
+from vllm.diffusion.decoding.drafting import Drafter, State
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Sequence
+
+MOST_GUESSES = 7
+COLUMNS = {"clients": ">7", "states": ">6", "chance": ">6.2f", "steps/s": ">9.1f", "gain": ">5.2f"}
+COLUMNS |= {"between": ">8.1f", "gain ": ">5.2f", "a": ">5.2f", "held": ">5.2f"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Result of one run.
+
+    Attributes:
+        clients: requests at once.
+        states: states of a forward; None as many as are worth it, 1 without guesses.
+        chance: chance of a guess whose parent holds; None without guesses.
+        steps_per_s: steps of all requests a second.
+        gain: that over `steps_per_s` without guesses.
+        between: steps a second between forwards of whole sequences; None of several clients.
+        gain_between: that over `between` without guesses.
+        steps_per_forward: steps of a request over its forwards.
+        held: share of guesses that were reached; None without any.
+    """
+
+    clients: int
+    states: int | None
+    chance: float | None
+    steps_per_s: float
+    gain: float
+    between: float | None
+    gain_between: float | None
+    steps_per_forward: float
+    held: float | None
+
+
+class Oracle:
+    """Drafter of guesses that hold with a given chance, by the states of a run without guesses."""
+
+    def __init__(self) -> None:
+        self.chance = 1.0
+        self._random = random.Random(0)
+        self._paths: dict[bytes, list[State]] = {}  # by prompt
+        self._places: dict[bytes, int] = {}  # in the path, by tokens
+
+    @contextmanager
+    def recording(self, runner: Any) -> Iterator[None]:
+        """Record the states of all requests, whose guesses have been turned off."""
+        launch = runner.launch
+        self._paths, self._places = {}, {}
+
+        def recorded(req_ids: list[str]) -> Any:
+            step = launch(req_ids)
+            for canvas, work in zip(step.batch.canvases, step.batch.works, strict=True):
+                if work.eligible.size:
+                    self._note(State(0, canvas.tokens.copy(), canvas.rule.fork(), work))
+            return step
+
+        runner.launch = recorded
+        try:
+            yield
+        finally:
+            del runner.launch
+
+    def _note(self, state: State) -> None:
+        path = self._paths.setdefault(_prompt_of(state), [])
+        self._places[state.tokens.tobytes()] = len(path)
+        path.append(state)
+
+    @contextmanager
+    def drafting(self, chance: float) -> Iterator[None]:
+        """Let guesses hold with a chance, given that the one before does."""
+        self.chance, draft = chance, Drafter.draft
+        Drafter.draft = lambda _, certain, __, most, ___: self._draft(certain, most)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Drafter.draft = draft  # type: ignore[method-assign]
+
+    def _draft(self, certain: State, most: int) -> list[State]:
+        here = self._places.get(certain.tokens.tobytes())
+        if here is None:  # rounding has led the request elsewhere
+            return []
+        found, holds, parent = list[State](), True, certain
+        for depth, state in enumerate(self._paths[_prompt_of(certain)][here + 1 :][:most], 1):
+            if not _is_alike(certain, state):
+                break
+            holds &= self._random.random() < self.chance
+            parent = state._replace(depth=depth, parent=parent)
+            if not holds:
+                parent = parent._replace(tokens=_spoilt(state))
+            found.append(parent)
+        return found
+
+
+def _prompt_of(state: State) -> bytes:
+    return bytes(state.tokens[: state.rule.prompt_length].tobytes())
+
+
+def _is_alike(certain: State, state: State) -> bool:
+    """Whether the forward of a later state may stand beside that of the certain one."""
+    ends_with_block = state.rule.params.is_block_causal
+    follows = ends_with_block and state.work.rows[0] <= certain.work.rows[1]
+    return state.work.rows == certain.work.rows or follows
+
+
+def _spoilt(state: State) -> Any:
+    """Return the tokens of a state, one of the answer's changed."""
+    tokens, start = state.tokens.copy(), state.rule.prompt_length
+    filled = np.setdiff1d(np.arange(start, state.work.rows[1]), state.work.eligible)
+    tokens[filled[-1]] ^= 1
+    return tokens
+
+
+@harness.command
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    options = parse_arguments(arguments)
+    num_rows = 1 + len(options.states) + len(options.clients) * (1 + len(options.chances))
+    attributes = "clients states chance steps_per_s gain between gain_between"
+    attributes += " steps_per_forward held"
+    table = Table(COLUMNS, attributes, num_rows)
+    with engine(options, weighs=False) as case:
+        plain = case.measured(1, None, None, table)
+        for states in options.states:
+            case.measured(1, states, 1.0, table, plain)
+    with engine(options, weighs=True) as case:
+        for clients in options.clients:
+            plain = case.measured(clients, None, None, table)
+            for chance in options.chances:
+                case.measured(clients, MOST_GUESSES + 1, chance, table, plain)
+    harness.write("speculation", options, table.rows)
+    governed = table.rows[1 + len(options.states) :]
+    harness.draw(options.output_dir / "speculation.png", lambda axis: paint(axis, governed))
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = harness.Parser("speculation", __doc__)
+    parser.shape("llada", [family for family in harness.FAMILIES if family != "fast-dllm"])
+    parser.option("--quantization", None, "fp8, int4 or nf4")
+    parser.option("--context", 512, "tokens of every prompt")
+    parser.option("--gen-length", 256, "tokens of every answer")
+    parser.option("--block-length", 32)
+    parser.option("--states", [2, 4, 8], "of a forward, all guesses right", type=positive)
+    parser.option("--clients", [1, 2, 4, 8, 16, 32, 64], "at once", type=positive)
+    parser.option("--chances", [0.0, 0.5, 0.7, 0.85, 1.0], "of a guess to hold")
+    parser.option("--rounds", 2, "measured, after one that is not", type=positive)
+    options = parser.parse_args(arguments)
+    if options.gen_length % options.block_length:
+        parser.error("--gen-length: wanted whole blocks")
+    if max(*options.states, MOST_GUESSES + 1) * options.block_length > options.context:
+        parser.error("--context: wanted more tokens than the states of a forward have rows")
+    return options
+
+
+@contextmanager
+def engine(options: argparse.Namespace, *, weighs: bool) -> Iterator[Case]:
+    """Yield the runs of an engine that weighs guesses, or makes as many as it is asked for."""
+    settings: dict[str, Any] = {"additional_config": {"dllm": {"weighs_guesses": weighs}}}
+    if options.quantization:
+        settings["quantization"] = options.quantization
+    length = options.context + options.gen_length + options.block_length
+    with in_process.engine_of(
+        options, max_model_len=length, max_num_seqs=max(options.clients), **settings
+    ) as (llm, runner):
+        yield Case(options, llm, runner)
+
+
+class Case:
+    """Runs of one engine."""
+
+    def __init__(self, options: argparse.Namespace, llm: Any, runner: Any) -> None:
+        self._options, self._llm, self._runner = options, llm, runner
+        self._shape, self._oracle = Shape.of(harness.configuration_of(options)), Oracle()
+        self._recorded = 0  # clients whose states are known
+        blocks, length = options.gen_length // options.block_length, options.block_length
+        self._parameters: dict[str, Any] = {
+            "algorithm": "semi_ar",
+            "cache": "dual",
+            "gen_length": options.gen_length,
+            "block_length": length,
+            "steps": options.gen_length,
+        }
+        if options.family in BLOCK_FAMILIES:
+            self._parameters = windows.parameters_of(self._shape, length, blocks, length)
+
+    def measured(
+        self,
+        clients: int,
+        states: int | None,
+        chance: float | None,
+        table: Table,
+        plain: Row | None = None,
+    ) -> Row:
+        """Measure a number of clients, with guesses that hold with `chance`; None: without."""
+        prompts = in_process.random_prompts(clients, self._options.context, self._shape.vocab_size)
+        asked = {**self._parameters, "num_speculative_states": 0 if states is None else states - 1}
+        if self._recorded != clients:
+            with self._oracle.recording(self._runner):
+                quiet = {**asked, "num_speculative_states": 0}
+                in_process.run_requests(self._llm, prompts, quiet)
+            self._recorded = clients
+        with self._oracle.drafting(chance or 0.0):
+            rounds = [self._round(prompts, asked) for _ in range(self._options.rounds + 1)]
+        pace, between, reports = max(rounds[1:], key=lambda found: found[0])
+        drafted = sum(report["states_drafted"] for report in reports)
+        accepted = sum(report["states_accepted"] for report in reports)
+        row = Row(
+            clients,
+            1 if states is None else states,
+            chance,
+            pace,
+            1.0 if plain is None else pace / plain.steps_per_s,
+            between,
+            between / plain.between if between and plain and plain.between else None,
+            sum(r["num_steps"] for r in reports) / sum(r["num_forwards"] for r in reports),
+            accepted / drafted if drafted else None,
+        )
+        table.add(row)
+        return row
+
+    def _round(
+        self, prompts: Sequence[Sequence[int]], asked: dict[str, Any]
+    ) -> tuple[float, float | None, list[dict[str, Any]]]:
+        """Run the requests: steps a second, of all and between whole forwards, and the reports."""
+        with in_process.StepLog().attached(self._runner) as log:
+            outputs = in_process.run_requests(self._llm, prompts, asked)
+        steps = sorted(log.steps(), key=lambda step: step.started)
+        reports = [harness.report_of(output) for output in outputs]
+        num_steps = sum(report["num_steps"] for report in reports)
+        pace = num_steps / (max(step.ended for step in steps) - steps[0].started)
+        if len(prompts) > 1:
+            return pace, None, reports
+        whole = [step.num_rows > self._options.context for step in steps]
+        pairs = zip(pairwise(steps), whole, strict=False)
+        seconds = sum(b.started - a.started for (a, b), is_whole in pairs if not is_whole)
+        return pace, (num_steps - sum(whole)) / seconds, reports
+
+
+def paint(axis: Any, rows: Sequence[Row]) -> None:
+    """Draw steps per second against clients, a line for each chance."""
+    for chance in dict.fromkeys(row.chance for row in rows):
+        own = [row for row in rows if row.chance == chance]
+        label = "no guesses" if chance is None else f"{chance:g}"
+        style = "k--" if chance is None else "o-"
+        axis.plot([r.clients for r in own], [r.steps_per_s for r in own], style, label=label)
+    harness.binary(axis, "clients")
+    axis.set_ylabel("tokens/s (one a step)")
+    axis.legend(title="a guess holds with")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many guesses stand beside a step: those that save more time than their rows take.
+
+Two tables say so: how often guesses hold, which is learned, and how long a step of so many rows
+takes. Both depend on counts alone, never on a clock, so all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+MARGIN = 0.02  # of a step's time, for a guess: drafting and accepting it are work of the host
+FADES = 0.995  # what is left of a try after the next one of its kind
+PRIOR_TRIES = 2.0  # which held every second time
+
+# What guesses of a kind have in common: the algorithm, how much it commits, the cache, noise.
+Kind: TypeAlias = "Hashable"
+
+
+class HoldingRates:
+    """How often guesses have held, by kind, by depth and by the number of candidates committed."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Kind, int | None, int], tuple[float, float]] = {}
+
+    def chance(self, kind: Kind, count: int | None, depth: int) -> float:
+        """Return how often a guess holds whose parent does.
+
+        A depth that was never tried counts as the one before it. `count` is None where the rule
+        says how many candidates are committed.
+        """
+        hits, tries = self._counts(kind, count, depth)
+        return hits / tries
+
+    def _counts(self, kind: Kind, count: int | None, depth: int) -> tuple[float, float]:
+        for known in range(depth, 0, -1):
+            found = self._known.get((kind, count, known))
+            if found is not None:
+                return found
+        return PRIOR_TRIES * 0.5 ** (count or 1), PRIOR_TRIES
+
+    def learn(self, kind: Kind, count: int | None, depth: int, *, holds: bool) -> None:
+        """Take in whether a guess has held whose parent has."""
+        hits, tries = self._counts(kind, count, depth)
+        self._known[kind, count, depth] = hits * FADES + holds, tries * FADES + 1
+
+
+class Offer(NamedTuple):
+    """Guesses that a request could have.
+
+    Attributes:
+        chances: chance of each to be reached, descending.
+        rows: rows of each.
+    """
+
+    chances: Sequence[float]
+    rows: int
+
+
+def worthwhile(
+    offers: Sequence[Offer], num_requests: int, rows: int, seconds: Callable[[int], float]
+) -> list[int]:
+    """Return how many of its first guesses each request should have.
+
+    Of the guesses of all requests, the likeliest first, as many are taken as make the steps that
+    are expected to be committed in a second the most.
+
+    Args:
+        offers: what requests could have.
+        num_requests: requests of the step.
+        rows: its rows without guesses.
+        seconds: time of a step of so many rows.
+    """
+    expected, drafting_s = float(num_requests), MARGIN * seconds(rows)
+    best_pace, best, counts = expected / seconds(rows), [0] * len(offers), [0] * len(offers)
+    ranked = [(chance, i) for i, offer in enumerate(offers) for chance in offer.chances]
+    for number, (chance, i) in enumerate(sorted(ranked, key=lambda found: -found[0]), 1):
+        counts[i] += 1
+        rows, expected = rows + offers[i].rows, expected + chance
+        pace = expected / (seconds(rows) + number * drafting_s)
+        if pace > best_pace:
+            best_pace, best = pace, counts.copy()
+    return best
