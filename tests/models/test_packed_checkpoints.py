@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.checkpoints import make_checkpoint
@@ -25,6 +26,7 @@ from tests.reference.models import LLaDAReference
 from vllm.diffusion import ops
 from vllm.diffusion.core.errors import CheckpointError, ModelConfigError
 from vllm.diffusion.core.quantisation import PackedScheme, scheme_of
+from vllm.diffusion.models.weights import stored_weights
 
 GROUP = 16
 
@@ -275,3 +277,30 @@ def test_other_forms_of_gptq_are_refused(changes: dict[str, Any], message: str) 
 def test_other_forms_of_bitsandbytes_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ModelConfigError, match=r"load_in_4bit.*wanted 4 bits, nf4"):
         scheme_of(None, bitsandbytes(**changes))
+
+
+def test_weights_with_scales_of_blocks_are_replaced_in_place(
+    tmp_path: Path, load_model: Callable[..., Any]
+) -> None:
+    """By the checkpoint's own tensors, and by plain ones, as a trainer has them."""
+    reference = write(tmp_path / "fp8", "fp8_blocks")
+    model, ids = load_model(tmp_path / "fp8"), some_ids(30)
+    model.is_loaded = True
+    wanted = logits(model, ids)
+    (file,) = (tmp_path / "fp8").glob("*.safetensors")
+    for weights in (reference.weights, load_file(file)):
+        for weight in stored_weights(model).values():
+            weight.zero_()
+        assert not torch.equal(logits(model, ids), wanted)
+        model.load_weights(weights.items())
+        assert_same_logits(logits(model, ids), wanted)
+
+
+@pytest.mark.parametrize("format_", CONFIGS)
+def test_forms_that_cannot_be_updated_are_known(
+    format_: str, tmp_path: Path, load_model: Callable[..., Any]
+) -> None:
+    write(tmp_path / format_, format_)
+    can_change = format_ in ("fp8_blocks", "nf4", "nf4_nested")
+    form = ops.repacked_form(load_model(tmp_path / format_).modules())
+    assert (form is None) == can_change
