@@ -304,3 +304,32 @@ def test_forms_that_cannot_be_updated_are_known(
     can_change = format_ in ("fp8_blocks", "nf4", "nf4_nested")
     form = ops.repacked_form(load_model(tmp_path / format_).modules())
     assert (form is None) == can_change
+
+
+def test_the_scale_of_rows_is_the_largest_of_the_newest_weights(
+    tmp_path: Path, load_model: Callable[..., Any]
+) -> None:
+    """Of those that share rows; an update forgets what came before, and wants fp8."""
+    config = {"quant_method": "fp8", "activation_scheme": "static"}
+
+    def matrix(path: str, weight: Tensor) -> dict[str, Tensor]:
+        scale = weight.abs().max() / 448
+        values = (weight / scale).to(torch.float8_e4m3fn)
+        rows = torch.tensor(2.0 if path.endswith("q_proj") else 1.0)
+        return {"weight": values, "weight_scale": scale, "input_scale": rows}
+
+    make_checkpoint(tmp_path, seed=3, num_shards=1)
+    quantise_checkpoint(tmp_path, config, matrix)
+    model = load_model(tmp_path)
+    scale = model.layers[0].self_attn.qkv_proj.input_scale
+    assert scale.item() == 2.0
+    model.is_loaded = True
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    model.begin_update()
+    model.load_weights((n, t / 4 if n.endswith("input_scale") else t) for n, t in tensors.items())
+    assert model.end_update() == []
+    assert scale.item() == 0.5
+    name = "model.transformer.blocks.0.q_proj.weight"
+    with pytest.raises(CheckpointError, match="wanted fp8 with scales"):
+        model.load_weights([(name, tensors[name].float())])
