@@ -15,10 +15,13 @@ from tests.engine.harness import (
     Engine,
     as_request,
     clear_case,
+    finish,
     record,
     refusal_error,
     running,
     speculating,
+    start,
+    step,
     to_answer,
 )
 from tests.reference.models import LLaDAReference
@@ -270,3 +273,28 @@ def test_memory_that_runs_out_costs_guesses_alone(
     (answer,) = engine.ask(*speculating([ask], 3))
     assert answer.token_ids == plain.token_ids
     assert answer.report["states_drafted"] == 0
+
+
+@pytest.mark.parametrize("cache", ["none", "dual", "prefix", "frozen"])
+def test_several_answers_and_aborts(
+    engine: Engine, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers that share a prompt, and requests that go in the middle of a block."""
+    monkeypatch.setattr(engine.loop, "runs_ahead", cache in ("dual", "none"))
+    asked = {**BLOCKS, "cache": cache, "ignore_eos": True}
+    several = Ask(random_prompt(40, 2), asked, {"n": 4, "temperature": 0.3, "seed": 3})
+    (plain,), (guessed,) = (engine.outputs(*a) for a in ([several], speculating([several], 3)))
+    assert [o.token_ids for o in guessed.outputs] == [o.token_ids for o in plain.outputs]
+    asks = [Ask(random_prompt(30 + n, n), {**BLOCKS, "cache": cache}) for n in range(6)]
+    wanted = engine.ask(*asks)
+    names = [start(engine, str(n), one) for n, one in enumerate(speculating(asks, 3))]
+    for number in range(8):
+        step(engine)
+        if number in (3, 5):
+            engine.llm.llm_engine.abort_request([names[number]], internal=True)
+    answers = finish(engine)
+    for name in ("0", "1", "2", "4"):
+        assert name not in answers or answers[name].token_ids == wanted[int(name)].token_ids
+    assert answers
+    assert engine.is_idle()
+    assert engine.runner.caches.num_bytes == 0
