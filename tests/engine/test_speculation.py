@@ -28,9 +28,11 @@ from tests.reference.models import LLaDAReference
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.decoding.block_grid import GridRule
 from vllm.diffusion.decoding.drafting import Drafter, State
+from vllm.diffusion.engine.worker.governor import StepTimes
 
 ONE_BY_ONE: dict[str, Any] = {"gen_length": 32, "block_length": 32, "steps": 32}
 THRESHOLD: dict[str, Any] = {"gen_length": 32, "block_length": 16, "threshold": 0.3}
+WEIGHED: dict[str, Any] = {"dllm": {"longest_pause_ms": 0, "weighs_guesses": True}}
 Draft = Callable[[State, Any, int, Any], list[State]]
 
 
@@ -298,3 +300,30 @@ def test_several_answers_and_aborts(
     assert answers
     assert engine.is_idle()
     assert engine.runner.caches.num_bytes == 0
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "ahead"])
+def test_guesses_end_where_they_do_not_hold_and_begin_where_they_would(
+    checkpoint: Callable[[str], Path], ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How a step's time grows with its rows is made up: as on a GPU."""
+    times = StepTimes.of({52 * n: 1 + 0.1 * n for n in range(1, 9)})
+    monkeypatch.setattr(StepTimes, "of", lambda _: times)
+    with running(checkpoint("mha"), additional_config=WEIGHED) as engine:
+        engine.loop.runs_ahead = ahead
+        ask = as_request(random_prompt(20, 1), **ONE_BY_ONE)
+        recorded, chance = Recorded(engine, ask, monkeypatch), random.Random(5)
+
+        def wrong(*given: Any) -> list[State]:
+            return [wrong_token(state, chance) for state in recorded.draft(*given)]
+
+        drafted = []
+        for draft in (wrong, wrong, recorded.draft, recorded.draft):
+            monkeypatch.setattr(Drafter, "draft", lambda _, *given, draft=draft: draft(*given))
+            (answer,) = engine.ask(*speculating([ask], 7))
+            assert answer.token_ids == recorded.answer.token_ids
+            drafted.append((answer.report["states_drafted"], answer.report["states_accepted"]))
+    (first, none), (second, nothing), _, (fourth, held) = drafted
+    assert (none, nothing, second) == (0, 0, 0)
+    assert 0 < first < 7 * 32  # all of them in fewer than 32 steps
+    assert fourth == held > 16

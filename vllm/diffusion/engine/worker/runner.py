@@ -21,10 +21,11 @@ from vllm.diffusion.engine.worker.batch import build_batch
 from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.engine.worker.first_forwards import FirstForwards, shares_first_forward
 from vllm.diffusion.engine.worker.forward import ForwardPass, run_to_end
+from vllm.diffusion.engine.worker.governor import StepTimes
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.engine.worker.sliced_step import SlicedStep
 from vllm.diffusion.engine.worker.speculation import Speculation
-from vllm.diffusion.engine.worker.step_graphs import GraphRunner
+from vllm.diffusion.engine.worker.step_graphs import ROW_BUCKETS, GraphRunner
 from vllm.diffusion.engine.worker.step_log import StepLog
 from vllm.diffusion.engine.worker.step_log import logger as step_logger
 from vllm.diffusion.engine.worker.step_memory import PoolAccount, Step
@@ -252,16 +253,16 @@ class DiffusionModelRunner:
     def _speculate(self, canvas: Canvas) -> None:
         """Guess states of a request, if it takes part in that."""
         if self._speculation is None:
-            seconds = self._seconds_of if self._weighs_guesses else None
-            self._speculation = Speculation(self.canvases, self.pages, seconds)
+            times = self._times_of if self._weighs_guesses else None
+            self._speculation = Speculation(self.canvases, self.pages, times)
         self._speculation.start(canvas)
 
-    def _seconds_of(self, num_rows: int, are_windows: bool) -> float:
-        """Time of a step of so many rows, of windows or not; without graphs as predicted."""
+    def _times_of(self, are_windows: bool) -> StepTimes:
+        """Times of steps by their rows, of windows or not; without graphs as predicted."""
         if self.graphs is not None:
-            return self.graphs.seconds(num_rows, are_windows)
-        shape = StepShape(num_rows, num_rows, num_rows, num_sequences=2, keeps=are_windows)
-        return self.planner.plan(shape).predicted_seconds
+            return self.graphs.times[are_windows]
+        shapes = [StepShape(n, n, n, num_sequences=2, keeps=are_windows) for n in ROW_BUCKETS]
+        return StepTimes.of({s.rows: self.planner.plan(s).predicted_seconds for s in shapes})
 
     @torch.inference_mode()
     def step_known(self, new: NewCanvas) -> Outcomes:
