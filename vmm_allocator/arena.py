@@ -179,15 +179,25 @@ class Arena:
         check_count("Arena", "num_bytes", num_bytes, 0)
         self._arena.trim(num_bytes)
 
-    def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def tensor(
+        self,
+        offset_bytes: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        holds: bool = True,
+    ) -> torch.Tensor:
         """Make a contiguous tensor on the arena's memory; nothing is copied or initialised.
 
-        The memory stays mapped for as long as the tensor or a view of it lives.
+        The memory stays mapped for as long as the tensor or a view of it lives, if it `holds`.
+        Whoever asks for one that does not may unmap the memory under it and map it again: nothing
+        may touch the tensor meanwhile, and its contents are lost.
 
         Args:
             offset_bytes: Offset from the base; a multiple of the dtype's size.
             shape: Shape of the tensor.
             dtype: Dtype of the tensor.
+            holds: Whether the tensor keeps its memory mapped, and the arena open.
 
         Raises:
             ValueError: The range is not mapped, or the offset is not aligned.
@@ -206,7 +216,8 @@ class Arena:
             return torch.empty(shape, dtype=dtype, device=device)
         view = native().View(self._arena, offset_bytes, num_bytes)
         # The interface knows no bf16, so the memory travels as bytes.
-        memory = torch.as_tensor(_Memory(view, self._base + offset_bytes, num_bytes), device=device)
+        kept = view if holds else None  # the view has checked the range
+        memory = torch.as_tensor(_Memory(kept, self._base + offset_bytes, num_bytes), device=device)
         if memory.data_ptr() != self._base + offset_bytes:
             raise VmmError("Arena: PyTorch copied the memory instead of referring to it")
         return memory.view(dtype).view(shape)

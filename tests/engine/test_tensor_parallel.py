@@ -211,7 +211,8 @@ DIVIDING: dict[str, Any] = {
 def processes_equal_one(folder: Path, ranks: dict[str, Any], *errors: str) -> None:
     """Divided, undivided, with kept keys and values, in slices, after an abort, and after errors.
 
-    A rank that fails by itself in a divided step ends the requests of that step.
+    A rank that fails by itself in a divided step ends the requests of that step. At last with the
+    weights of another checkpoint, in place.
     """
     long = Ask(random_prompt(150, 1), {**SHORT, "cfg_scale": 1.0})
     with running(folder) as engine:
@@ -234,6 +235,11 @@ def processes_equal_one(folder: Path, ranks: dict[str, Any], *errors: str) -> No
             assert ("RankError" in answer.report.get("error", "")) == (error == "other")
             assert error == "other" or tokens([answer]) == wanted[:1]
         assert tokens(engine.ask(long, *mixed_asks())) == wanted
+        other = make_checkpoint(folder.parent / f"{folder.name}-other", seed=64)
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+        changed = tokens(engine.ask(*whole_asks()))
+    with running(other) as engine:
+        assert changed == tokens(engine.ask(*whole_asks())) != whole
 
 
 @pytest.mark.slow

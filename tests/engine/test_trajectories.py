@@ -4,6 +4,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.reference import golden
 from tests.reference.models import load_reference
 
 sys.path.append(str(ROOT / "scripts"))
-from replay_trajectory import replay
+from replay_trajectory import main, replay
 
 ASKED = {"return_trajectory": True, "return_entropy": True}
 OF_LOOPS = ("moe_dense_mix", "moe_bias", "mha", "dream", "moe", "sdar", "llada2", "fast_dllm")
@@ -92,14 +93,21 @@ def test_every_written_run_is_replayed(family: str, checkpoint: Callable[[str], 
 
 @pytest.mark.parametrize("family", OPTIONS)
 def test_options_are_replayed(family: str, checkpoint: Callable[[str], Path]) -> None:
-    """And what is drawn does not depend on who else is in the batch."""
+    """And what is drawn depends neither on who else is in the batch nor on guesses."""
     model = load_reference(checkpoint(family), torch.float64)
     asks = []
     for given, asked in OPTIONS[family]:
         prompt = random_prompt(given) if isinstance(given, int) else given
         asks.append(Ask(prompt, {"ignore_eos": True, "seed": 5, **asked, **ASKED}))
+    guessing = {"num_speculative_states": 3}
+    able = [family == "mha" and "structured_outputs" not in ask.extra for ask in asks]
     with running(checkpoint(family)) as engine:
-        answers, again = engine.ask(*asks), [engine.ask(ask)[0] for ask in asks]
+        answers, again = engine.ask(*asks), []
+        for ask, guesses in zip(asks, able, strict=True):
+            try:
+                again += engine.ask(replace(ask, extra=ask.extra | (guessing if guesses else {})))
+            except refusal_error():  # the algorithm guesses nothing
+                again += engine.ask(ask)
     for ask, answer, alone in zip(asks, answers, again, strict=True):
         found, same = answer.report["trajectory"], alone.report["trajectory"]
         for name in ("token_ids", "commit_steps", "block_steps", "block_starts", "prompt"):
@@ -188,3 +196,28 @@ def test_every_answer_has_its_own_and_stop_strings_end_one(engine: Engine) -> No
     score = {"positions": [0], "token_ids": [[1]]}
     with pytest.raises(refusal_error(), match="score"):
         engine.ask(Ask([1], {"return_trajectory": True, "score": score}))
+
+
+def test_the_script_says_whether_files_of_answers_agree(
+    engine: Engine,
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    prompt, file = random_prompt(8), tmp_path / "answers.jsonl"
+    asked = [{**BLOCKS, **ASKED}, {**BLOCKS, **ASKED, "cache": "dual"}]
+    answers = engine.ask(*(Ask(prompt, own) for own in asked))
+    found = [answer.report["trajectory"] for answer in answers]
+
+    def run() -> int:
+        lines = [json.dumps({"prompt_token_ids": prompt, "trajectory": t}) for t in found]
+        file.write_text("\n".join(lines))
+        monkeypatch.setattr(sys, "argv", ["replay", str(checkpoint("mha")), str(file)])
+        return main()
+
+    assert run() == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "log probabilities within" in said[0] and "cannot be replayed" in said[1]
+    found[0]["logprobs"][3] -= 0.01
+    assert run() == 1

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the overlay takes for granted in upstream. A failure here means: upstream has moved."""
 
+import ast
 import importlib.util
 import inspect
 import json
@@ -55,6 +56,30 @@ def assert_same_parameters(upstream: type, ours: type) -> None:
         given = set(inspect.signature(function).parameters)
         missing = set(inspect.signature(wanted).parameters) - given
         assert not missing, f"{ours.__name__}.{name} lacks {missing}"
+
+
+def test_the_worker_has_what_trainers_call() -> None:
+    """By the names and parameters of upstream's own worker."""
+    from vllm.v1.worker import gpu_worker
+
+    from vllm.diffusion.engine.worker.weight_worker import WeightWorker
+
+    names = (
+        *("init_weight_transfer_engine", "shutdown_weight_transfer_engine", "start_weight_update"),
+        *("start_draft_weight_update", "update_weights", "finish_weight_update", "reset_weights"),
+        *("compute_weight_checksums", "reload_weights", "supports_draft_weight_updates"),
+        *("sleep", "wake_up", "discard", "shutdown"),
+    )
+    tree = ast.parse(inspect.getsource(gpu_worker))
+    theirs = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    assert set(names) <= theirs
+    assert all(name in vars(WeightWorker) for name in names)
+
+
+def test_an_engine_tells_its_scheduler_the_label_of_the_weights(engine: Engine) -> None:
+    engine.llm.update_weight_version("a label")
+    assert engine.scheduler.weight_version == "a label" == engine.llm.get_weight_version()
+    engine.llm.update_weight_version("default")
 
 
 def test_the_engine_core_passes_the_scheduler_what_it_takes() -> None:

@@ -1,19 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that change in place: tensor by tensor, by engine, by route."""
+"""Weights that change in place: tensor by tensor, by engine, while requests run."""
 
-from collections.abc import Callable
+import random
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from tests.engine.harness import Engine
+from tests.checkpoints import (
+    BLOCK_CASES,
+    CASES,
+    DIFFULLAMA_CASE,
+    FAMILY_CASES,
+    MASK_ID,
+    Case,
+    make_checkpoint,
+    random_prompt,
+)
+from tests.engine.harness import (
+    BLOCKS,
+    Ask,
+    Engine,
+    engine_config,
+    finish,
+    logged,
+    rows_of_launches,
+    running,
+    start,
+)
+from tests.reference import dispatch, golden
+from tests.reference.models import KeyValues, load_reference
+
+ALL: dict[str, Case] = {**CASES, **FAMILY_CASES, **BLOCK_CASES, "diffullama": DIFFULLAMA_CASE}
+TRACED = {"return_trajectory": True}
 
 
-def weights_of(folder: Path) -> dict[str, object]:
-    return {
-        k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()
-    }
+def other(folder: Path, name: str) -> Path:
+    """A checkpoint of the same shapes with other weights."""
+    case = ALL[name]
+    fused = {"fused_experts": case.fused_experts}
+    return make_checkpoint(
+        folder, family=case.family, seed=case.seed + 50, **fused, **case.overrides
+    )
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: weight for file in files for name, weight in load_file(file).items()}
+
+
+def updatable(root: Path, **settings: Any) -> dict[str, Any]:
+    """Settings of an engine that takes weights from files below a folder."""
+    dllm = {"longest_pause_ms": 0, "weight_update_root": str(root), **settings}
+    return {"additional_config": {"dllm": dllm}, "weight_transfer_config": {"backend": "disk"}}
+
+
+def update(engine: Engine, *paths: str, version: str | None = None) -> None:
+    engine.llm.start_weight_update()
+    for path in paths:
+        engine.llm.update_weights({"update_info": {"path": path}})
+    engine.llm.finish_weight_update(version)
 
 
 def checksums(engine: Engine) -> dict[str, str]:
@@ -40,3 +91,294 @@ def test_one_tensor_is_loaded_alone(
             model.load_weights([(wrong, given)])
     model.load_weights([(name, weights[name])])
     assert checksums(engine) == before
+
+
+CHANGED = [
+    *(("mha", None), ("tied", None), ("bias", None), ("dream", None), ("diffullama", None)),
+    *(("moe", None), ("moe_fused", None), ("moe_bias", None), ("sdar", None), ("llada2", None)),
+    *(("fast_dllm", None), ("mha", "fp8"), ("mha", "int4"), ("mha", "nf4"), ("moe", "int4")),
+    ("moe", "fp8"),
+]
+
+
+@pytest.mark.parametrize(("name", "quantization"), CHANGED, ids=str)
+def test_an_update_gives_a_fresh_engine(
+    name: str, quantization: str | None, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Of the other checkpoint: in tensors and answers, whatever order its tensors come in."""
+    folder, new = checkpoint(name), other(tmp_path / "new", name)
+    asked = {"gen_length": 16, "block_length": 8, "ignore_eos": True, "seed": 1, **TRACED}
+    ask = Ask(random_prompt(20), asked)
+    if name in ("dream", "diffullama"):
+        del ask.extra["block_length"]
+    weights = list(weights_of(new).items())
+    random.Random(7).shuffle(weights)
+    for number in range(3):
+        (tmp_path / f"part{number}").mkdir()
+        save_file(dict(weights[number::3]), tmp_path / f"part{number}" / "some.safetensors")
+    with running(new, quantization=quantization) as engine:
+        wanted, fresh = engine.ask(ask)[0], checksums(engine)
+    with running(folder, quantization=quantization, **updatable(tmp_path)) as engine:
+        before = engine.ask(ask)[0]
+        update(engine, "part1", "part0", str(tmp_path / "part2" / "some.safetensors"), version="b")
+        assert checksums(engine) == fresh
+        (answer,) = engine.ask(ask)
+    assert answer.token_ids == wanted.token_ids != before.token_ids
+    found = answer.report["trajectory"]
+    assert (found["weight_version"], found["weight_steps"]) == ("b", [[1, 1]])
+    assert found["logprobs"] == wanted.report["trajectory"]["logprobs"]
+
+
+class Changing:
+    """A model that becomes another one after some forwards; kept keys and values are made anew."""
+
+    def __init__(self, models: tuple[Any, Any], num_forwards: int, prompt_length: int) -> None:
+        self._models, self._left = models, num_forwards
+        self.logit_shift = models[0].logit_shift
+        self._row: Tensor | None = None
+        self._frozen = prompt_length
+
+    def _model(self) -> tuple[Any, bool]:
+        """The model of this forward, and whether it is its first one."""
+        self._left -= 1
+        return self._models[self._left < 0], self._left == -1
+
+    def logits(self, ids: Tensor) -> Tensor:
+        found: Tensor = self._model()[0].logits(ids)
+        return found
+
+    def forward_with_kv(
+        self, ids: Tensor, positions: Any, past: KeyValues | None
+    ) -> tuple[Tensor, KeyValues]:
+        model, is_new = self._model()
+        if self._row is None:
+            self._row = ids.clone()
+        self._row[:, list(positions)] = ids
+        if not is_new:
+            return model.forward_with_kv(ids, positions, past)  # type: ignore[no-any-return]
+        every = range(self._row.shape[1])
+        logits, kept = model.forward_with_kv(self._row, every, None)
+        if past is not None and len(past.positions) < len(every):  # the frozen prompt alone
+            past.layers[:]
+            object.__setattr__(past, "layers", kept.keep(past.positions).layers)
+        return logits[:, list(positions)], kept
+
+
+CACHES = {
+    "none": {**BLOCKS, "steps": 16},
+    "prefix": {**BLOCKS, "cache": "prefix"},
+    "dual": {**BLOCKS, "cache": "dual"},
+    "frozen": {**BLOCKS, "cache": "frozen"},
+    "threshold, dual": {"gen_length": 32, "block_length": 8, "threshold": 0.6, "cache": "dual"},
+}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("num_before", [1, 6])
+def test_a_request_goes_on_as_if_the_model_had_changed_at_that_step(
+    cache: str, num_before: int, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Kept over a pause; its trajectory says which step is the first of the new weights."""
+    folder, new = checkpoint("mha"), other(tmp_path / "new", "mha")
+    models = load_reference(folder), load_reference(new)
+    prompt, asked = random_prompt(20, 3), CACHES[cache]
+    options = {"algorithm": "threshold" if "threshold" in asked else "semi_ar", **asked}
+    wanted = dispatch.run(
+        Changing(models, num_before, len(prompt)), prompt, ids=golden.IDS, **options
+    )
+    with running(folder, **updatable(tmp_path)) as engine:
+        start(engine, "a", Ask(prompt, {**asked, "ignore_eos": True, **TRACED}))
+        core = engine.core
+        while engine.runner.canvases.get(req := next(iter(engine.runner.canvases), "")) is None or (
+            engine.runner.canvases[req].num_steps < num_before
+        ):
+            engine.llm.llm_engine.step()
+        core.pause_scheduler("keep", clear_cache=False)
+        update(engine, "new", version="b")
+        engine.llm.llm_engine.step()
+        core.resume_scheduler()
+        answer = finish(engine)["a"]
+    assert answer.token_ids == wanted.ids
+    found = answer.report["trajectory"]
+    assert found["weight_steps"] == [[0, 1], [1, num_before + 1]]
+    assert found["weight_version"] is None
+
+
+def test_old_pages_are_never_read(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Of prompts that came before, and of a request that runs; without a pause, too."""
+    new = other(tmp_path / "new", "sdar")
+    asked = {"gen_length": 24, "block_length": 8, "ignore_eos": True}
+    ask = Ask(random_prompt(150), asked)
+    with running(new, enable_prefix_caching=True) as engine:
+        wanted = engine.ask(ask)[0].token_ids
+    settings = {**updatable(tmp_path), "enable_prefix_caching": True}
+    with running(checkpoint("sdar"), **settings) as engine:
+        engine.ask(ask)
+        assert engine.outputs(ask)[0].num_cached_tokens >= 128
+        update(engine, "new")
+        again = engine.outputs(ask)[0]
+        assert list(again.outputs[0].token_ids) == wanted
+        assert not again.num_cached_tokens
+        assert engine.outputs(ask)[0].num_cached_tokens >= 128
+        start(engine, "b", ask)
+        engine.llm.llm_engine.step()
+        engine.runner.model.load_weights(weights_of(checkpoint("sdar")).items())
+        assert finish(engine)["b"].num_forwards
+
+
+def test_a_delayed_cache_is_computed_again(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"algorithm": "multi_block", "cache": "delayed", "cache_delay_iter": 1}
+    ask = Ask(random_prompt(20), {**asked, "gen_length": 32, "block_length": 8, "threshold": 1.5})
+    with running(checkpoint("mha")) as engine:
+        rows = rows_of_launches(engine, monkeypatch)
+        engine.ask(ask)
+        first_window = next(i for i, number in enumerate(rows) if number < 52)
+        rows.clear()
+        start(engine, "a", ask)
+        while len(rows) <= first_window:
+            engine.llm.llm_engine.step()
+        engine.runner.model.load_weights(weights_of(checkpoint("mha")).items())
+        count = len(rows)
+        finish(engine)
+        assert rows[count - 1] < 52 and rows[count] == 52
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True], ids=["step by step", "ahead"])
+@pytest.mark.parametrize("cache", ["none", "dual", "frozen"])
+def test_nothing_is_lost_without_a_pause(
+    cache: str, runs_ahead: bool, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Answers of several requests, some with a prompt in common, over updates and an abort."""
+    folder = checkpoint("mha")
+    for name, seed in (("a", 14), ("b", 64)):
+        make_checkpoint(tmp_path / name, seed=seed)
+    asked = {**BLOCKS, "cache": cache, "ignore_eos": True, **TRACED, "temperature": 1.0}
+    with running(folder, **updatable(tmp_path)) as engine:
+        engine.loop.runs_ahead = runs_ahead
+        for number in range(5):
+            start(engine, str(number), Ask(random_prompt(20), {**asked, "seed": number}))
+        gone = start(engine, "gone", Ask(random_prompt(20), asked))
+        answers: dict[str, Any] = {}
+        for number in range(3):
+            engine.llm.llm_engine.step()
+            engine.llm.start_weight_update()
+            if number == 1:
+                engine.llm.llm_engine.abort_request([gone], internal=True)
+            engine.llm.llm_engine.step()  # nothing is computed
+            engine.llm.update_weights({"update_info": {"path": "ab"[number % 2]}})
+            engine.llm.finish_weight_update()
+        answers |= finish(engine)
+        assert sorted(answers) == ["0", "1", "2", "3", "4"]
+        assert engine.is_idle()
+    for answer in answers.values():
+        found = answer.report["trajectory"]
+        assert MASK_ID not in answer.token_ids
+        generations = [generation for generation, _ in found["weight_steps"]]
+        assert generations == sorted(set(generations)) and generations[-1] == 3
+        steps = [step for _, step in found["weight_steps"]]
+        assert steps == sorted(set(steps)) and steps[0] == 1
+
+
+def test_what_cannot_be_is_told_in_one_line(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "link").symlink_to(checkpoint("mha"))
+    shutil.copytree(checkpoint("gqa"), root / "shapes")
+    (root / "empty").mkdir()
+    with running(checkpoint("mha"), **updatable(root)) as engine:
+        llm, ask = engine.llm, Ask(random_prompt(9), {**BLOCKS, "ignore_eos": True})
+        before = engine.ask(ask)[0].token_ids
+        for call, match in (
+            (lambda: llm.update_weights({"update_info": {}}), "wanted start_weight_update before"),
+            (llm.finish_weight_update, "wanted start_weight_update before"),
+            (llm.start_draft_weight_update, "no draft model"),
+        ):
+            with pytest.raises(RuntimeError, match=match):
+                call()
+        for path, match in (
+            ("link", "wanted one below weight_update_root"),
+            ("../other", "wanted one below weight_update_root"),
+            ("/etc", "wanted one below weight_update_root"),
+            ("empty", "wanted a file of safetensors"),
+            ("missing", "wanted a file of safetensors"),
+            ("shapes", "given shape"),
+        ):
+            llm.start_weight_update()
+            with pytest.raises(RuntimeError, match="wanted finish_weight_update before"):
+                llm.start_weight_update()
+            with pytest.raises(RuntimeError, match="wanted finish_weight_update before"):
+                llm.shutdown_weight_transfer_engine()
+            with pytest.raises(ValueError, match=match):
+                llm.update_weights({"update_info": {"path": path}})
+        start(engine, "a", ask)
+        for _ in range(3):
+            llm.llm_engine.step()
+        (canvas,) = engine.runner.canvases.values()
+        assert canvas.num_steps == 0  # no step is taken before an update has ended
+        llm.collective_rpc("reload_weights")
+        assert finish(engine)["a"].token_ids == before
+        llm.shutdown_weight_transfer_engine()
+    wanted = pytest.raises(RuntimeError, match="weight_transfer_config: given none; wanted")
+    with running(checkpoint("mha")) as engine, wanted:
+        engine.llm.start_weight_update()
+
+
+def test_missing_tensors_are_logged_or_an_error(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    weights = weights_of(checkpoint("mha"))
+    save_file({k: v for k, v in weights.items() if "wte" not in k}, tmp_path / "some.safetensors")
+    from vllm.diffusion.engine.worker import weight_worker
+
+    with running(checkpoint("mha"), **updatable(tmp_path)) as engine:
+        found = logged(weight_worker.logger, update, engine, "some.safetensors")
+        missing = "1 tensors did not come: model.transformer.wte"
+        assert any(missing in text for _, text in found)
+    settings = updatable(tmp_path, weight_update_complete=True)
+    refused = pytest.raises(ValueError, match=missing)
+    with running(checkpoint("mha"), **settings) as engine, refused:
+        update(engine, "some.safetensors")
+
+
+def test_transfers_that_do_not_work_stop_the_start(checkpoint: Callable[[str], Path]) -> None:
+    config = {"backend": "sparse_nccl"}
+    with pytest.raises(ValueError, match="given 'sparse_nccl'; wanted one of nccl, ipc, disk"):
+        engine_config(checkpoint("mha"), weight_transfer_config=config)
+
+
+def test_reset_zeroes_every_weight(checkpoint: Callable[[str], Path]) -> None:
+    with running(checkpoint("moe"), quantization="fp8") as engine:
+        before = checksums(engine)
+        engine.llm.collective_rpc("reset_weights")
+        after = checksums(engine)
+        assert after.keys() == before.keys()
+        assert sum(before[name] == after[name] for name in before) == 0
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint("moe"))})
+        assert checksums(engine) == before
+
+
+def test_upstreams_engines_find_nothing_to_move(checkpoint: Callable[[str], Path]) -> None:
+    """Their reload of whole layers leaves the model alone, as its stand-in has no parameters."""
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    from vllm.diffusion.engine.worker.weight_worker import WeightSink
+
+    with running(checkpoint("mha")) as engine:
+        before = checksums(engine)
+        sink = WeightSink(engine.runner.model)
+        initialize_layerwise_reload(sink)
+        finalize_layerwise_reload(sink, None)
+        assert not list(sink.parameters()) and checksums(engine) == before
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield

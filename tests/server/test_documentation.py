@@ -93,7 +93,7 @@ def test_an_example_is_sent_from_the_page(browser: Browser, server: ServerProces
 class Leaving:
     """What the gate asks of a server's life."""
 
-    is_draining = False
+    refusal = None
 
     def open_request(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

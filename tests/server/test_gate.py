@@ -3,6 +3,8 @@
 
 import asyncio
 import logging
+import signal
+import subprocess
 from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -14,8 +16,7 @@ from vllm.entrypoints.serve.exception_handling.register import init_exception_ha
 from vllm.exceptions import GracefulHTTPError
 
 from tests.server.client import refusal
-from vllm.diffusion.api.server import gate
-from vllm.diffusion.api.server.lifecycle import Lifecycle
+from vllm.diffusion.api.server import gate, lifecycle
 
 WORK = "/generate"
 BREAKS = 7  # bytes of a body at which the application fails
@@ -52,9 +53,12 @@ class Engine:
 class Site:
     """An application behind the gate: `work` answers with the size of the body it was sent."""
 
-    def __init__(self, **args: Any) -> None:
+    def __init__(self, num_engines: int = 0, **args: Any) -> None:
         self.engine = Engine()
-        self.lifecycle = Lifecycle(self.engine)
+        self.has_ended = asyncio.Event()
+        self.processes = [subprocess.Popen(["sleep", "600"]) for _ in range(num_engines)]
+        engines = {process.pid: f"EngineCore_DP{i}" for i, process in enumerate(self.processes)}
+        self.lifecycle = lifecycle.Lifecycle(self.engine, self.has_ended.set, engines)
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.is_working = asyncio.Event()
@@ -239,7 +243,7 @@ async def test_a_drain_waits_for_open_requests_and_takes_no_new_ones(site: Site)
     working = asyncio.ensure_future(site.http.post(WORK, content=b"12345"))
     await site.is_working.wait()
     stopping = stop(site, timeout=60)
-    while not site.lifecycle.is_draining:
+    while site.lifecycle.refusal is None:
         await asyncio.sleep(0.001)
     refused = await site.http.post(WORK)
     assert "shutting down" in refusal(refused, 503)["message"]
@@ -254,6 +258,38 @@ async def test_a_drain_waits_for_open_requests_and_takes_no_new_ones(site: Site)
     assert site.engine.output_handler.cancelled()
     site.engine.shutdown(timeout=60)  # upstream's second call, on the loop itself
     assert len(site.engine.stopped) == 2
+
+
+def test_the_loss_of_an_engine_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of all engines hear of it at once, the others end too, and the status is no 0."""
+    lines: list[str] = []
+    monkeypatch.setattr(
+        "vllm.diffusion.api.server.lifecycle.logger.error",
+        lambda text, *values: lines.append(text % values),
+    )
+
+    async def run() -> None:
+        site = Site(num_engines=2)
+        first, second = site.processes
+        site.may_answer.clear()
+        working = asyncio.ensure_future(site.http.post(WORK))
+        await site.is_working.wait()
+        first.kill()
+        while site.lifecycle.refusal is None:
+            await asyncio.sleep(0.001)
+        assert await site.lifecycle.state() == "dead"
+        site.may_answer.set()
+        for refused in (await working, await site.http.post(WORK)):
+            assert "an engine of the server is gone" in refusal(refused, 503)["message"]
+        await site.has_ended.wait()
+        assert second.wait(10) == -signal.SIGKILL
+        assert site.engine.stopped == []
+        site.engine.shutdown(timeout=60)  # upstream's call behind its server
+        assert lifecycle.status() == 1
+        told = f"EngineCore_DP0 (process {first.pid}) is gone: the server ends with status 1"
+        assert lines == [told]
+
+    asyncio.run(run())
 
 
 @on_site()

@@ -1,27 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
 """What trainers do over HTTP: pause, change weights, go on."""
 
+import json
+import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from tests.programs import ROOT, output_of
 from tests.server.client import GENERATE, PUZZLE, ROUTES, Client, body_for
-from tests.server.process import MODEL_NAME, PATIENCE_S, SERVER, ServerProcess, healthy
+from tests.server.process import (
+    MODEL_NAME,
+    PATIENCE_S,
+    SERVER,
+    ServerProcess,
+    environment,
+    healthy,
+)
 
-SLOW = {"gen_length": 512, "steps": 512, "block_length": 32, "ignore_eos": True, "seed": 3}
+SLOW = {"gen_length": 256, "steps": 256, "block_length": 32, "ignore_eos": True, "seed": 3}
+
+
+NUM_UPDATES = 100
+MOST_DRIFT_BYTES = 24 << 20  # of a process whose allocator keeps some of what it had
 
 
 @pytest.fixture(scope="module")
-def trained(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+def updates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("updates")
+
+
+@pytest.fixture(scope="module")
+def process(model_dir: Path, updates: Path) -> Iterator[ServerProcess]:
     """A server with upstream's routes for trainers."""
-    folder = tmp_path_factory.mktemp("rollouts")
     command = [*SERVER, "--model", str(model_dir), "--served-model-name", MODEL_NAME]
-    command += ["--dtype", "float32"]
-    process = ServerProcess(command, folder / "server.log", VLLM_SERVER_DEV_MODE="1")
-    with healthy(process), process.client() as http:
+    settings = {"dllm": {"weight_update_root": str(updates)}}
+    command += ["--dtype", "float32", "--weight-transfer-config", '{"backend": "disk"}']
+    command += [
+        "--additional-config",
+        json.dumps(settings),
+        "--enable-sleep-mode",
+        "--enable-scale-out",
+    ]
+    process = ServerProcess(command, updates / "server.log", VLLM_SERVER_DEV_MODE="1")
+    with healthy(process):
+        yield process
+
+
+@pytest.fixture(scope="module")
+def trained(process: ServerProcess) -> Iterator[Client]:
+    with process.client() as http:
         yield Client(http)
+
+
+def post(client: Client, route: str, body: Any = None, **query: str) -> Any:
+    response = client.http.post(route, json=body, params=query, timeout=PATIENCE_S)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def update(client: Client, path: str, version: str | None = None) -> None:
+    """As trainers do that use upstream's client of these routes."""
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+    trainer = HTTPVLLMWeightSyncClient(str(client.http.base_url), timeout=PATIENCE_S)
+    trainer.start_weight_update()
+    trainer.update_weights({"path": path})
+    trainer.finish_weight_update(version)
+
+
+def write_weights(model_dir: Path, folder: Path, factor: float = 1.0) -> None:
+    """The model's, with a head that is so much surer."""
+    weights = {k: v for f in model_dir.glob("*.safetensors") for k, v in load_file(f).items()}
+    head = weights["model.transformer.ff_out.weight"]
+    weights["model.transformer.ff_out.weight"] = head * factor
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
 
 
 def is_paused(client: Client) -> bool:
@@ -45,7 +104,7 @@ def test_a_pause_keeps_requests_and_they_go_on(trained: Client) -> None:
         for answer in (running, waiting):
             found = answer.result(PATIENCE_S)
             assert found["token_ids"] == wanted["token_ids"]
-            assert found["diffusion"]["num_forwards"] == 512
+            assert found["diffusion"]["num_forwards"] == 256
     assert not is_paused(trained)
 
 
@@ -88,3 +147,126 @@ def test_every_choice_has_its_trajectory(client: Client, route: str, is_stream: 
     assert "trajectories" not in answer["diffusion"] or route != GENERATE
     plain = client.answer(route, body_for(route, **SHORT))
     assert "trajectory" not in plain and "trajectories" not in plain["diffusion"]
+
+
+def test_an_update_is_told_checked_and_undone(
+    trained: Client, model_dir: Path, updates: Path
+) -> None:
+    write_weights(model_dir, updates / "flat", 0.0)
+    write_weights(model_dir, updates / "own")
+    own = post(trained, "/weight_checker", {"action": "checksum"})["checksums"]
+    answer = trained.ask(**SHORT, return_trajectory=True)
+    assert trained.http.get("/get_world_size").json() == {"world_size": 1}
+    update(trained, "flat", "flat")
+    assert trained.http.get("/weight_info").json() == {"weight_version": "flat"}
+    other = trained.ask(**SHORT, return_trajectory=True)
+    assert other["text"] != answer["text"]
+    assert other["trajectory"][0]["weight_version"] == "flat"
+    compared = {"action": "compare", "baseline": own}
+    found = post(trained, "/weight_checker", compared)
+    assert not found["match"] and len(found["mismatches"]) == 1
+    post(trained, "/weight_checker", {"action": "reset"})
+    assert len(post(trained, "/weight_checker", compared)["mismatches"]) == len(own)
+    update(trained, "own", "own")
+    assert post(trained, "/weight_checker", compared) == {"match": True, "mismatches": []}
+    again = trained.ask(**SHORT, return_trajectory=True)
+    assert again["token_ids"] == answer["token_ids"]
+    assert again["trajectory"][0]["logprobs"] == answer["trajectory"][0]["logprobs"]
+    post(trained, "/update_weight_version", {"new_version": "default"})
+    for path, message in (("../other", "weight_update_root"), ("missing", "safetensors")):
+        post(trained, "/start_weight_update")
+        body = {"update_info": {"path": path}}
+        last = {"Connection": "close"}  # as the server does behind an error of this kind
+        assert message in trained.http.post("/update_weights", json=body, headers=last).text
+    update(trained, "own", "default")
+    assert trained.ask(**SHORT)["token_ids"] == answer["token_ids"]
+
+
+@pytest.mark.parametrize("level", ["1", "2"])
+def test_memory_is_lent_over_http(
+    trained: Client, model_dir: Path, updates: Path, level: str
+) -> None:
+    wanted = trained.ask(**SHORT)["token_ids"]
+    assert post(trained, "/sleep", level=level)["status"] == "sleeping"
+    assert trained.http.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert post(trained, "/wake_up", tags="weights")["status"] == "sleeping"
+    if level == "2":
+        write_weights(model_dir, updates / "again")
+        update(trained, "again", "default")
+    assert post(trained, "/wake_up")["status"] == "awake"
+    assert trained.ask(**SHORT)["token_ids"] == wanted
+
+
+def test_all_answers_of_a_request_are_aborted(trained: Client) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(trained.generate, prompt=PUZZLE, **SLOW, n=3)
+        trained.wait_for_num_requests(3)
+        assert post(trained, "/abort_requests", {})["aborted"] == 3
+        assert running.result(PATIENCE_S)["finish_reason"] == ["abort"] * 3
+
+
+def test_tokens_go_in_and_come_out_with_their_trajectory(trained: Client) -> None:
+    """On upstream's route for clients that tokenise by themselves."""
+    extra = {**SHORT, "return_trajectory": True}
+    asked = {"temperature": 0.0, "max_tokens": 16, "extra_args": extra}
+    body = {"token_ids": [5, 6, 7], "sampling_params": asked}
+    found = post(trained, "/inference/v1/generate", body)
+    trajectory = found["kv_transfer_params"]["dllm"]["trajectory"]
+    assert trajectory["token_ids"] == found["choices"][0]["token_ids"]
+
+
+def test_the_example_trains(
+    trained: Client, process: ServerProcess, model_dir: Path, updates: Path, tmp_path: Path
+) -> None:
+    """Two iterations of docs/examples/rl_tiny.py; all of it checks log probabilities itself."""
+    script, curve = ROOT / "docs" / "examples" / "rl_tiny.py", tmp_path / "curve.png"
+    arguments = ["--server", process.url, "--updates", updates, "--curve", curve]
+    arguments += ["--iterations", "2", "--questions", "4", "--answers", "4"]
+    said = output_of(sys.executable, script, *map(str, arguments), env=environment())
+    assert said.count("mean reward") == 3 and curve.stat().st_size > 1000
+    write_weights(model_dir, updates / "as before")
+    update(trained, "as before", "default")
+
+
+def test_many_updates_under_load(
+    trained: Client, process: ServerProcess, model_dir: Path, updates: Path
+) -> None:
+    """No request is lost, an answer of several versions says so, and memory stays flat."""
+    versions = {"even": 1.0, "odd": 0.5}
+    for name, factor in versions.items():
+        write_weights(model_dir, updates / name, factor)
+    found: list[dict[str, Any]] = []
+    is_over, lock = threading.Event(), threading.Lock()
+
+    def ask(number: int) -> None:
+        body = {"prompt": PUZZLE, "gen_length": 64, "steps": 16, "block_length": 32, "n": 2}
+        body |= {"ignore_eos": True, "return_trajectory": True, "seed": number}
+        while not is_over.is_set():
+            answer = trained.generate(**body, cache=("none", "dual", "frozen")[number % 3])
+            with lock:
+                found.extend(answer["trajectory"])
+
+    with ThreadPoolExecutor(4) as threads:
+        asking = [threads.submit(ask, number) for number in range(4)]
+        for number in range(NUM_UPDATES):
+            if number == NUM_UPDATES // 5:
+                before = process.engine().memory_info().rss
+            name = ("even", "odd")[number % 2]
+            if number % 3:
+                update(trained, name, f"{name}-{number}")
+                continue
+            post(trained, "/pause", mode="keep")
+            update(trained, name, f"{name}-{number}")
+            post(trained, "/resume")
+        is_over.set()
+        for future in asking:
+            future.result(PATIENCE_S)
+    assert len(found) > 8 and None not in found
+    assert process.engine().memory_info().rss - before < MOST_DRIFT_BYTES
+    generations = {generation for t in found for generation, _ in t["weight_steps"]}
+    assert len(generations) > NUM_UPDATES / 10
+    for trajectory in found:
+        assert -1 not in trajectory["commit_steps"]
+        mixed = len(trajectory["weight_steps"]) > 1
+        assert not mixed or trajectory["weight_version"] is None
+    update(trained, "even", "default")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.client import GENERATE, LONG, PUZZLE, Client
+from tests.server.client import GENERATE, LONG, PUZZLE, Client, refusal
 from tests.server.process import (
     PATIENCE_S,
     SERVER,
@@ -44,7 +44,7 @@ def test_a_killed_rank_is_told_and_leaves_nothing_behind(model_dir: Path, tmp_pa
 
 @pytest.mark.slow
 def test_replicas_share_requests_and_end_together(model_dir: Path, tmp_path: Path) -> None:
-    """Statistics are of each replica; upstream's server ends when one of them does."""
+    """Statistics are of each replica; a server ends when one of them does, and says so."""
     command = [*SERVER, "--model", str(model_dir), "--data-parallel-size", "2"]
     server = ServerProcess(command, tmp_path / "server.log")
     with healthy(server):
@@ -63,6 +63,13 @@ def test_replicas_share_requests_and_end_together(model_dir: Path, tmp_path: Pat
         assert sorted(committed) == ["0", "1"]
         assert sum(committed.values()) == len(texts) * 32
         started = server.descendants()
-        named(started, "EngineCore")[0].kill()
-        server.wait_until_unhealthy()
+        with ThreadPoolExecutor(2) as pool, server.client() as http:
+            answers = pool.map(lambda body: http.post(GENERATE, json=body), [LONG] * 2)
+            Client(http).wait_for_num_requests(2)
+            named(started, "EngineCore")[0].kill()
+            for answer in answers:  # of the one that was killed, and of the other
+                assert "an engine of the server is gone" in refusal(answer, 503)["message"]
+        assert server.wait() == 1
         assert still_alive(started) == []
+    assert len(re.findall(r"EngineCore\S* \(process \d+\) is gone: the server", server.log())) == 1
+    assert "Traceback" not in server.log()

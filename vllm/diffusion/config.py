@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 WORKER = "vllm.diffusion.engine.worker.worker.DiffusionWorker"
 _LINE_END = ("\n", "\u010a", "<0x0A>")  # in plain text, in byte-level BPE, as a single byte
 SCHEDULER = "vllm.diffusion.engine.scheduler.scheduler.DiffusionScheduler"
+TRANSFERS = ("nccl", "ipc", "disk")  # ways in which weights may come while the server runs
 EXECUTOR = "vllm.diffusion.engine.executor.RanksExecutor"
 
 
@@ -66,6 +68,7 @@ def configure(vllm_config: VllmConfig) -> None:
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     check_settings(server_settings(vllm_config.additional_config), family_of(vllm_config))
     _check_tensor_parallel(vllm_config)
+    _check_transfer(vllm_config)
     _divide_rows(vllm_config)
 
     # Our worker uses neither of upstream's runners; the second would warn that it wants Triton.
@@ -76,6 +79,21 @@ def configure(vllm_config: VllmConfig) -> None:
         family = family_of(vllm_config)
         usual = 0.0 if family is None else family.defaults.get("temperature", 0.0)
         model.override_generation_config.setdefault("temperature", usual)
+
+
+def _check_transfer(vllm_config: VllmConfig) -> None:
+    """Refuse a way to transfer weights that would not write into this model's tensors.
+
+    Raises:
+        ServerConfigError: naming those that do.
+    """
+    transfer = vllm_config.weight_transfer_config
+    if transfer is None or transfer.backend in TRANSFERS:
+        return
+    raise ServerConfigError(
+        f"weight_transfer_config: backend: given {transfer.backend!r}; wanted one of "
+        f"{', '.join(TRANSFERS)}"
+    )
 
 
 def _check_tensor_parallel(vllm_config: VllmConfig) -> None:
@@ -234,6 +252,8 @@ class Settings:
         page: whether the server has its web pages.
         fp8_head: whether the output head is quantised, too.
         family: the only family whose checkpoints are accepted; None accepts all.
+        weight_update_root: folder below which updates by `disk` may read; None for no such updates.
+        weight_update_complete: whether an update must bring every tensor.
     """
 
     long_share: float = 0.5
@@ -244,6 +264,8 @@ class Settings:
     page: bool = True
     fp8_head: bool = False
     family: str | None = None
+    weight_update_root: str | None = None
+    weight_update_complete: bool = False
 
     @property
     def longest_pause_s(self) -> float:
@@ -273,12 +295,18 @@ class Settings:
         _check_count("sequence_parallel_size", found.sequence_parallel_size, 1)
         if found.sequence_parallel_min_tokens is not None:
             _check_count("sequence_parallel_min_tokens", found.sequence_parallel_min_tokens, 0)
-        for name in ("page", "fp8_head", "weighs_guesses"):
+        names = ("page", "fp8_head", "weight_update_complete", "weighs_guesses")
+        for name in names:
             given = getattr(found, name)
             if not isinstance(given, bool) and (name != "weighs_guesses" or given is not None):
                 raise ServerConfigError(
                     f"dllm settings: {name}: given {given!r}; wanted true or false"
                 )
+        root = found.weight_update_root
+        if root is not None and not (isinstance(root, str) and os.path.isdir(root)):
+            raise ServerConfigError(
+                f"dllm settings: weight_update_root: given {root!r}; wanted a folder"
+            )
         if found.family not in (None, *families.SERVED_AS):
             raise ServerConfigError(
                 f"dllm settings: family: given {found.family!r}; wanted one of "

@@ -38,9 +38,19 @@ def register() -> None:
     tokenizers.register()
     for name in {*ONLINE, BITSANDBYTES} - set(QUANTIZATION_METHODS):
         register_quantization_config(name)(ops.SchemeConfig)
+    _register_transfer()
     _check_engines_first()
     _register_configurations()
     _register_models()
+
+
+def _register_transfer() -> None:
+    """Register the transfer of weights by files with upstream; it is imported at first use."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if "disk" not in WeightTransferEngineFactory._registry:
+        module = "vllm.diffusion.engine.worker.disk_transfer"
+        WeightTransferEngineFactory.register_engine("disk", module, "DiskTransfer")
 
 
 def _check_engines_first() -> None:

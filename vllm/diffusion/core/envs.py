@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
 
 
+_CAPABILITIES = ("8.0", "8.6", "8.9", "9.0")
+
+
 def _flag(name: str, default: str = "0") -> bool:
     value = os.environ.get(name, default)
     if value not in ("0", "1"):
@@ -98,6 +101,18 @@ def fuses_commits() -> bool:
     return _flag("VLLM_DLLM_COMMIT_FUSION", "1")
 
 
+def kernels() -> str | None:
+    """VLLM_DLLM_KERNELS: the compute capability that kernels are chosen for (default: the card's).
+
+    `fused_ops` reads it too, and refuses one above the card's.
+    """
+    value = os.environ.get("VLLM_DLLM_KERNELS") or None
+    if value not in (None, *_CAPABILITIES):
+        wanted = ", ".join(_CAPABILITIES)
+        raise ServerConfigError(f"VLLM_DLLM_KERNELS: given {value!r}; wanted one of {wanted}")
+    return value
+
+
 def vmm_chunk_size() -> int | None:
     """VLLM_VMM_CHUNK_SIZE: bytes of physical memory that are mapped at a time (default 2 MiB).
 
@@ -125,6 +140,7 @@ VARIABLES: dict[str, Callable[[], Any]] = {
     "VLLM_USE_HOST_RESIDUAL": use_host_residual,
     "VLLM_HOST_CACHE_SIZE_BYTES": host_cache_size_bytes,
     "VLLM_DLLM_COMMIT_FUSION": fuses_commits,
+    "VLLM_DLLM_KERNELS": kernels,
     "VLLM_VMM_CHUNK_SIZE": vmm_chunk_size,
     "DLLM_MAX_REQUEST_BYTES": max_request_bytes,
 }

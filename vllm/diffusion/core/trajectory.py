@@ -34,24 +34,24 @@ class CandidateLogprobs(NamedTuple):
 
     @staticmethod
     def packed(
-        distribution: torch.Tensor,
+        logits: torch.Tensor,
         tokens: torch.Tensor,
         greedy: torch.Tensor,
         *,
         has_entropy: bool,
     ) -> torch.Tensor:
-        """Look up candidates in log probabilities [R, V] fp32; return the fields as [5, R] fp64.
+        """Look up candidates in the distribution of logits; return the fields as [5, R] fp64.
 
         Args:
-            distribution: log probabilities of the rows.
+            logits: [R, V] fp32, -inf where a token is forbidden.
             tokens, greedy: [R] int64.
             has_entropy: whether entropies are wanted.
         """
-        both = torch.stack((tokens, greedy), dim=1)
-        found = distribution.gather(1, both)
+        total = torch.logsumexp(logits, dim=1, keepdim=True)
+        found = logits.gather(1, torch.stack((tokens, greedy), dim=1)) - total
         entropies = torch.zeros_like(found[:, 0])
         if has_entropy:
-            entropies = torch.special.entr(distribution.exp()).sum(dim=1)
+            entropies = torch.special.entr((logits - total).exp_()).sum(dim=1)
         rows = (tokens, found[:, 0], greedy, found[:, 1], entropies)
         return torch.stack([row.double() for row in rows])
 

@@ -111,9 +111,8 @@ class DecodingRule(ABC):
     draw_purpose: int | None = None  # of Candidates.draws
     token_ids: Array | None = None  # [R, k] int64, whose log probabilities are wanted, by candidate
     scores: TokenScores | None = None  # the answer of a rule that reads and does not commit
-    sized_blocks: list[tuple[int, int]] | None = (
-        None  # half-open, in rules that choose where they end
-    )
+    # Blocks begun so far, half-open, in rules that choose where they end.
+    sized_blocks: tuple[tuple[int, int], ...] | None = None
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         self.params = params

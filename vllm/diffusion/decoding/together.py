@@ -22,12 +22,16 @@ class BatchedCommit(NamedTuple):
         positions, tokens: [K] int64, as in `Commit`.
         left: [L] int64, ascending: eligible positions that are masked after it.
         changes: whether other than mask tokens are committed.
+        eligible: [R] int64, the candidates' positions, where log probabilities are wanted.
+        logprobs: [rows, R] float64, as in `Candidates`.
     """
 
     positions: Array
     tokens: Array
     left: Array
     changes: bool
+    eligible: Array | None = None
+    logprobs: Array | None = None
 
 
 class BatchedChoice:

@@ -151,7 +151,8 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     `next_slice` the one of them that continues in this step. `finished_req_ids` names those whose
     canvas is no longer needed; `scheduled_at` is `time.monotonic()`. `new_pages` holds, by request,
     pages that the scheduler hands out; workers take them in before the step. With `drains` nothing
-    new is launched, only a step under way is collected.
+    new is launched, only a step under way is collected. `generation` is that of the weights that
+    the scheduler knows of: a worker with newer ones takes no step before it knows, too.
     """
 
     admitted: list[NewCanvas] = field(default_factory=list)
@@ -160,6 +161,7 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     next_slice: Slice | None = None
     long: list[str] = field(default_factory=list)
     drains: bool = False
+    generation: int = 0
 
 
 @dataclass
@@ -168,7 +170,9 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
 
     `usage` is the memory that the step took, and what there is; `num_rows` the rows computed;
     `launched` the requests of each of the next steps under way; `paused` the long step that waits
-    for its next slice; `worked` the slices that have ended since the last message.
+    for its next slice; `worked` the slices that have ended since the last message. `generation`
+    is that of the weights, and `renewed` has, where it is a new one, the rows of every request's
+    next forward, which begins without kept keys and values.
     """
 
     results: dict[str, StepResult] = field(default_factory=dict)
@@ -177,3 +181,5 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
     launched: list[list[str]] = field(default_factory=list)
     paused: PausedStep | None = None
     worked: SliceTiming | None = None
+    generation: int = 0
+    renewed: dict[str, int] = field(default_factory=dict)

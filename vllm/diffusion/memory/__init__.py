@@ -21,10 +21,12 @@ from vllm.diffusion.memory.rates import rates_of
 from vllm.diffusion.memory.residual_rows import HostRows, ResidualRows
 from vllm.diffusion.memory.shapes import Demand, Experts, LinearBuffers, ModelShape, StepShape
 from vllm.diffusion.memory.virtual_memory import activation_pool
+from vllm.diffusion.memory.weight_memory import ArenaWeights, WeightMemory
 
 __all__ = [
     "ActivationPool",
     "Admission",
+    "ArenaWeights",
     "Demand",
     "Experts",
     "GraphMemory",
@@ -41,6 +43,7 @@ __all__ = [
     "Rates",
     "ResidualRows",
     "StepShape",
+    "WeightMemory",
     "activation_pool",
     "chunks",
     "rates_of",

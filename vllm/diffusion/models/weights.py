@@ -91,7 +91,7 @@ def load_checkpoint(
     destinations: Mapping[str, Destination],
     ignored: Set[str] = frozenset(),
     *,
-    is_partial: bool = False,
+    received: set[str] | None = None,
 ) -> set[str]:
     """Load every tensor of a checkpoint by its parameter's own weight loader.
 
@@ -101,7 +101,7 @@ def load_checkpoint(
         destinations: for each module path of the checkpoint (a tensor's name less its last
             part), the module of the model. All of them must be filled.
         ignored: module paths whose tensors are skipped.
-        is_partial: only some tensors come, so that none is missed.
+        received: takes the names of tensors that come; only some may, so that none is missed here.
 
     Returns:
         names of the model's parameters that were loaded.
@@ -132,7 +132,9 @@ def load_checkpoint(
         _load(name, parameters[target], tensor, destination.shard)
         loaded.add(target)
         seen.add(name)
-    missing = [] if is_partial else _missing(model, destinations, seen)
+    missing = missing_tensors(model, destinations, seen) if received is None else []
+    if received is not None:
+        received |= seen
     if unknown or missing:
         raise CheckpointError(
             f"the checkpoint does not fit config.json: {_listed('tensors missing', missing)}; "
@@ -168,7 +170,7 @@ def _is_quantised(module: nn.Module) -> bool:
     return ops.kind_of(module) is ops.QuantisedProjection
 
 
-def _missing(
+def missing_tensors(
     model: nn.Module, destinations: Mapping[str, Destination], seen: Set[str]
 ) -> list[str]:
     """Return the names of the tensors that did not come.

@@ -22,6 +22,7 @@ from vllm.diffusion.ops.kinds import (
     kind_of_head,
     kinds_of,
     projection_of,
+    repacked_form,
 )
 from vllm.diffusion.ops.loading import StreamedParameter
 from vllm.diffusion.ops.packed import PackedProjection, empty_packed, quantise_packed, reserve
@@ -115,6 +116,7 @@ __all__ = [
     "projection_of",
     "quantise_packed",
     "quantise_weight",
+    "repacked_form",
     "reserve",
     "rms_norm",
     "rms_norm_quantised",

@@ -19,47 +19,73 @@ from vllm.diffusion.ops.packed import reserve_unpacked
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 
 
+def quantise_blocks(part: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return a matrix [N, K] in fp8, and the scales of its whole blocks, of the largest numbers."""
+    rows, columns = block
+    wide = part.float().unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    scales = (wide.abs().amax(dim=(1, 3)) / largest).clamp(min=torch.finfo(torch.float32).tiny)
+    numbers = wide / scales[:, None, :, None]
+    return numbers.flatten(2).flatten(0, 1).to(torch.float8_e4m3fn), scales
+
+
 @register_weight_loader_v2_supported_method
 class BlockMethod(StreamedMethod[BlockScheme]):
     """Loads block-scaled weights in upstream's linear layers, for `PackedProjection`."""
 
     def make_parameters(self, layer: torch.nn.Module, matrix: RankMatrix) -> None:
         """Make `weight` [N, K] fp8 and the scales of its blocks."""
-        rows, columns = self._scheme.block
+        (height, width), name = self._scheme.block, self._scheme.scale_name
         num_rows, depth = matrix.num_rows, matrix.depth
-        if num_rows % rows or depth % columns:
+        if num_rows % height or depth % width:
             raise ServerConfigError(
-                f"quantization: given scales of blocks {[rows, columns]} for a matrix "
+                f"quantization: given scales of blocks {[height, width]} for a matrix "
                 f"{[num_rows, depth]} of a rank; wanted whole blocks"
             )
         values = torch.empty(num_rows, depth, dtype=torch.float8_e4m3fn)
-        scales = torch.ones(num_rows // rows, depth // columns)
+        scales = torch.ones(num_rows // height, depth // width)
 
-        def put(data: Tensor) -> Any:
-            def take(part_rows: slice, part: Tensor) -> None:
-                if data[part_rows].shape != part.shape:
-                    raise ServerConfigError(
-                        f"quantization: given a part {list(part.shape)} of a matrix for "
-                        f"{list(data[part_rows].shape)}; wanted whole blocks of {[rows, columns]}"
-                    )
-                data[part_rows].copy_(part)
+        def check(own: Tensor, part: Tensor) -> None:
+            if own.shape != part.shape:
+                raise ServerConfigError(
+                    f"quantization: given a part {list(part.shape)} of a matrix for "
+                    f"{list(own.shape)}; wanted whole blocks of {[height, width]}"
+                )
 
-            return take
+        # The layer's tensors, wherever they lie when a part comes.
+        def put_scales(rows: slice, part: Tensor) -> None:
+            own = getattr(layer, name).data[rows]
+            check(own, part)
+            own.copy_(part)
+            if name in layer._parameters and "weight_scale" in layer._buffers:  # once loaded
+                of_rows = layer.get_buffer("weight_scale")
+                first, last = rows.start * height, rows.stop * height
+                of_rows[first:last] = own.repeat_interleave(height, 0)
+
+        def put_values(rows: slice, part: Tensor) -> None:
+            own: Tensor = layer.get_parameter("weight").data[rows]
+            check(own, part)
+            if part.dtype != own.dtype:  # a plain one, from a trainer
+                blocks = slice(rows.start // height, rows.stop // height)
+                part, own_scales = quantise_blocks(part.to(own.device), (height, width))
+                put_scales(blocks, own_scales)
+            own.copy_(part)
 
         weight = StreamedParameter(
-            data=values, loader=matrix.loader, take_part=put(values), num_weights=values.numel()
+            data=values, loader=matrix.loader, take_part=put_values, num_weights=values.numel()
         )
         layer.register_parameter("weight", weight)
         scale = StreamedParameter(
-            data=scales, loader=matrix.loader, take_part=put(scales), unit=rows
+            data=scales, loader=matrix.loader, take_part=put_scales, unit=height
         )
-        layer.register_parameter(self._scheme.scale_name, scale)
+        layer.register_parameter(name, scale)
         reserve_unpacked(values.device, num_rows, depth, matrix.dtype)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Expand the scales of blocks to scales of rows."""
         scales: Tensor = getattr(layer, self._scheme.scale_name).data
-        delattr(layer, self._scheme.scale_name)
+        if self._scheme.scale_name == "weight_scale":
+            del layer.weight_scale
         for name, tensor in (
             ("weight_scale", scales.repeat_interleave(self._scheme.block[0], 0)),
             ("weight_zero", None),

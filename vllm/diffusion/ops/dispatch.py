@@ -95,13 +95,13 @@ def portable_tiling(num_rows: int, device: torch.device) -> Tiling | None:
         num_rows: rows of the product.
         device: device of the weight.
     """
-    if not 0 < num_rows <= _PORTABLE_ROWS or not _is_portable(device):
+    if not 0 < num_rows <= _PORTABLE_ROWS or not is_portable(device):
         return None
     return PORTABLE
 
 
 @functools.cache
-def _is_portable(device: torch.device) -> bool:
+def is_portable(device: torch.device) -> bool:
     """Whether the compiled products that run are those for every card."""
     return device.type == "cuda" and is_built() and (9, 0) != capability_of(device.index) >= (8, 0)
 

@@ -77,14 +77,18 @@ class Fp8Method(StreamedMethod[Fp8Scheme]):
             )
         scales = torch.ones(num_rows, dtype=torch.float32)
 
+        own: Any = layer  # its tensors, wherever they lie when a part comes
+
         def put_values(rows: slice, part: Tensor) -> None:
+            stored = own.weight.data[rows]
             if self._scheme.is_online:
-                quantise_weight(part, values[rows], scales[rows])
+                quantise_weight(part, stored, own.weight_scale[rows])
             else:
-                values[rows].copy_(part)
+                stored.copy_(part)
 
         def put_scales(rows: slice, part: Tensor) -> None:
-            scales[rows].copy_(part.flatten().expand(rows.stop - rows.start))
+            stored = own.weight_scale.data[rows]
+            stored.copy_(part.flatten().expand(rows.stop - rows.start))
 
         weight = StreamedParameter(
             data=values, loader=loader, take_part=put_values, num_weights=values.numel()
@@ -98,15 +102,21 @@ class Fp8Method(StreamedMethod[Fp8Scheme]):
             )
             layer.register_parameter("weight_scale", scale)
         if self._scheme.has_input_scale:
-            fixed = torch.zeros(1, dtype=torch.float32)
 
-            def put_largest(rows: slice, part: Tensor) -> None:
-                fixed.copy_(torch.maximum(fixed, part.to(fixed)))  # of those that share rows
+            def put_largest(rows: slice, part: Tensor) -> None:  # of those that share rows
+                fixed = largest.data
+                if largest.begins_anew:
+                    largest.begins_anew = False
+                    fixed.zero_()
+                fixed.copy_(torch.maximum(fixed, part.to(fixed)))
 
-            scale = StreamedParameter(
-                data=fixed, loader=loader, take_part=put_largest, is_per_column=False
+            largest = StreamedParameter(
+                data=torch.zeros(1, dtype=torch.float32),
+                loader=loader,
+                take_part=put_largest,
+                is_per_column=False,
             )
-            layer.register_parameter("input_scale", scale)
+            layer.register_parameter("input_scale", largest)
 
 
 class Fp8HeadMethod(Fp8Method):

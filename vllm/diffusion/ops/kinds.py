@@ -31,7 +31,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from vllm.config import VllmConfig
     from vllm.diffusion.core.quantisation import Scheme
@@ -195,6 +195,17 @@ def kind_of(layer: ParallelLayer) -> type[Projection]:
     """Return the class of a layer's projection, known before its weight is loaded."""
     methods = type(layer.quant_method).__mro__
     return next((_KIND_OF_METHOD[m] for m in methods if m in _KIND_OF_METHOD), QuantisedProjection)
+
+
+def repacked_form(modules: Iterable[torch.nn.Module]) -> str | None:
+    """Return the form of a checkpoint whose tensors are repacked once loaded; None for others."""
+    for module in modules:
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, PackedCheckpointMethod | OrderedMethod | AwqMethod):
+            return str(method.scheme.layout)
+        if isinstance(method, BlockMethod) and method.scheme.scale_name == "weight_scale":
+            return "compressed-tensors"
+    return None
 
 
 def kind_of_head(quantisation: object | None) -> type[Projection]:

@@ -53,6 +53,7 @@ class StreamedParameter(BasevLLMParameter):
         num_weights: elements of the matrix that it stores; 0 for scales and the like.
     """
 
+    begins_anew = True  # a parameter that keeps the largest of what comes forgets what came before
     output_dim = 0
     input_dim = 1
 
@@ -135,6 +136,11 @@ class StreamedMethod(LinearMethodBase, Generic[S]):
 
     def __init__(self, scheme: S) -> None:
         self._scheme = scheme
+
+    @property
+    def scheme(self) -> S:
+        """How weights are stored."""
+        return self._scheme
 
     def create_weights(
         self,

@@ -11,7 +11,7 @@ also computes silu(gate) * up, of some columns of both; all others by cuBLAS.
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -172,8 +172,10 @@ class PackedMethod(StreamedMethod[PackedScheme]):
         num_rows, depth = matrix.num_rows, matrix.depth
         packed = empty_packed(num_rows, depth, self._scheme)
 
-        def take(rows: slice, part: Tensor) -> None:
-            quantise_packed(part, packed.rows(rows))
+        def take(rows: slice, part: Tensor) -> None:  # wherever the layer's tensors lie then
+            own: Any = layer
+            stored = Packed(own.weight.data, own.weight_scale, own.weight_zero, own.table)
+            quantise_packed(part, stored.rows(rows))
 
         weight = StreamedParameter(
             data=packed.values,

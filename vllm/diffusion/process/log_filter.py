@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 from vllm.diffusion import __version__
 from vllm.diffusion.request.families import ARCHITECTURES
 from vllm.logger import init_logger
+from vllm.v1.engine.exceptions import EngineDeadError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,6 +45,10 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     "vllm.v1.attention.backends.utils": ("Using %s KV cache layout",),
     "vllm.v1.engine.core": ("init engine (profile",),
 }
+
+# Loggers of upstream's that trace an engine's end; what it says of a process that has ended.
+TRACING = ("vllm.v1.engine.async_llm", "vllm.v1.utils")
+DIED = (" died unexpectedly", " died with exit code ")
 
 
 class _Without(logging.Filter):
@@ -92,6 +97,22 @@ class _Shortened(logging.Filter):
         return True
 
 
+class _WithoutTraces(logging.Filter):
+    """Drops the stack traces that the end of an engine's process leaves in the server's.
+
+    They say where the server waited for it. The line that says what has ended stays.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not (isinstance(error, EngineDeadError) or is_loss(error))
+
+
+def is_loss(error: BaseException | None) -> bool:
+    """Whether upstream's first process of several says by this error that another one has ended."""
+    return isinstance(error, RuntimeError) and any(died in str(error) for died in DIED)
+
+
 def _is_ours(config: VllmConfig) -> bool:
     return any(name in ARCHITECTURES for name in config.model_config.architectures)
 
@@ -112,6 +133,8 @@ def leave_out_what_does_not_apply() -> None:
     """
     for name, beginnings in LEFT_OUT.items():
         _add_filter(name, _Without(beginnings))
+    for name in TRACING:
+        _add_filter(name, _WithoutTraces())
 
 
 def _add_filter(name: str, wanted: logging.Filter) -> None:

@@ -39,6 +39,10 @@ class _EagerPlatform(Platform):
         # Threads and devices do not survive a fork.
         envs.set_default("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
+    def is_sleep_mode_available(self) -> bool:
+        """Whether memory can be lent while nothing runs: our worker does that by itself."""
+        return True
+
     @classmethod
     def inference_mode(cls) -> Any:
         return torch.inference_mode(mode=True)

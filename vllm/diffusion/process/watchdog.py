@@ -3,6 +3,7 @@
 
 Upstream ends its children in its own shutdown. After SIGKILL, or the end of a Python process that
 cleaned nothing up, there is none: an engine would keep its GPU memory until somebody finds it.
+The other way round, a server knows the processes of its engines and can wait for their ends.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import os
 import threading
 import time
 from typing import TYPE_CHECKING
+
+import psutil
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,6 +55,22 @@ def follow_ranks(pids: Sequence[int]) -> None:
             ends.append(os.pidfd_open(pid))
     if ends:
         threading.Thread(target=_end_with_ranks, args=(ends,), name="ranks", daemon=True).start()
+
+
+def engine_processes() -> dict[int, str]:
+    """Return the engines on this host of the server that this process serves: title by process id.
+
+    They are children of the server's first process, which may have started this one, too.
+    """
+    process = psutil.Process()
+    server = process if multiprocessing.parent_process() is None else process.parent()
+    found = {}
+    for child in [] if server is None else server.children():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            title = child.cmdline()[0] if child.cmdline() else ""
+            if "EngineCore" in title:
+                found[child.pid] = title.partition("::")[2] or title
+    return found
 
 
 def _end_with_ranks(ends: list[int]) -> None:

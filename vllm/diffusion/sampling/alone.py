@@ -85,18 +85,14 @@ def sample_alone(
         return Samples.of(sample_group(logits, group, model))
     # Ranks exchange their columns for ranks among all tokens.
     whole = ops.gather_columns(logits, model.vocab_size)
-    distribution = _distribution_of(whole, group.forbidden)
+    kept = _without(whole, group.forbidden)
     found = sample_group(logits, group, model)
     extras = []
     if group.params.num_logprobs is not None:
-        extras.append(_logprobs(distribution, found, group).packed())
+        extras.append(_logprobs(torch.log_softmax(kept, dim=-1), found, group).packed())
     if group.params.return_trajectory:
-        has_entropy = group.params.return_entropy
-        extras.append(
-            CandidateLogprobs.packed(
-                distribution, found.token, found.greedy, has_entropy=has_entropy
-            )
-        )
+        wants = {"has_entropy": group.params.return_entropy}
+        extras.append(CandidateLogprobs.packed(kept, found.token, found.greedy, **wants))
     return Samples.of(found, extras)
 
 
@@ -110,9 +106,9 @@ def _logprobs(distribution: torch.Tensor, found: ops.Sampled, group: RowGroup) -
     return Logprobs.of(distribution, found.token, found.greedy, num_top, named)
 
 
-def _distribution_of(logits: torch.Tensor, forbidden: tuple[int, ...]) -> torch.Tensor:
-    """Return log probabilities [R, V] fp32 of whole rows of logits, without `forbidden` columns."""
+def _without(logits: torch.Tensor, forbidden: tuple[int, ...]) -> torch.Tensor:
+    """Return a copy of whole rows of logits, [R, V] fp32, with -inf for `forbidden` columns."""
     kept = logits.to(torch.float32, copy=True)
     for token in forbidden:  # a list as an index would make the host wait for the device
         kept[:, token] = -torch.inf
-    return torch.log_softmax(kept, dim=-1)
+    return kept

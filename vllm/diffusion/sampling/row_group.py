@@ -80,8 +80,18 @@ class RowGroup:
     @property
     def has_extras(self) -> bool:
         """Whether more than candidates is wanted of the logits."""
-        wants_logprobs = self.params.has_extras or self.token_ids is not None
+        return self.is_alone or self.params.return_trajectory
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it wants of its logits what no launch over several requests gives."""
+        wants_logprobs = self.params.num_logprobs is not None or self.token_ids is not None
         return self.adjust is not None or wants_logprobs
+
+    @property
+    def traced(self) -> tuple[bool, bool]:
+        """Whether a trajectory is wanted, and entropies for it."""
+        return self.params.return_trajectory, self.params.return_entropy
 
     @property
     def forbidden(self) -> tuple[int, ...]:

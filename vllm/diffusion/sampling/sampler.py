@@ -17,6 +17,7 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.core.samples import Samples
 from vllm.diffusion.sampling.alone import read_jointly, sample_alone
+from vllm.diffusion.sampling.committed import candidate_logprobs
 from vllm.diffusion.sampling.edited_logits import edited
 from vllm.diffusion.sampling.fused import LaunchKey, launch_key, sample_fused, sample_in_head
 from vllm.diffusion.sampling.row_group import pieces_of
@@ -68,17 +69,19 @@ def _runs(
 ) -> Iterator[tuple[list[RowGroup], LaunchKey | None]]:
     """Yield neighbouring groups that one launch serves, with its key.
 
-    Guided groups, those with extras and those without a key form runs of their own. Groups
-    with edits share runs with each other, of the rows that are copied at a time.
+    Guided groups, those that are sampled alone and those without a key form runs of their own.
+    Groups with edits share runs with each other, of the rows that are copied at a time; so do those
+    that want trajectories.
     """
     run: list[RowGroup] = []
     key: LaunchKey | None = None
     for group in groups:
-        own = None if group.has_extras else launch_key(group, logits)
+        own = None if group.is_alone else launch_key(group, logits)
         if run:
             last = run[-1]
             is_guided = group.unconditional_rows is not None or last.unconditional_rows is not None
             is_other = own is None or own != key or (group.edits is None) != (last.edits is None)
+            is_other |= group.traced != last.traced
             is_long = group.edits is not None and group.rows.stop - run[0].rows.start > most_edited
             if is_other or is_guided or is_long or last.rows.stop != group.rows.start:
                 yield run, key
@@ -142,7 +145,11 @@ def _draw(
     """Sample the rows `own` of a run of groups once."""
     lead = run[0]
     if key is not None:
-        return Samples.of(sample_fused(own, run, key, model.vocab_start, model.vocab_size))
+        found = sample_fused(own, run, key, model.vocab_start, model.vocab_size)
+        if not lead.params.return_trajectory:
+            return Samples.of(found)
+        at_a_time = _rows_at_a_time(model, BYTES_OF_COPIES)
+        return Samples.of(found, [candidate_logprobs(own, run, found, model, at_a_time)])
     # The others make copies of their logits: of a few rows at a time.
     pieces = pieces_of(len(own), _rows_at_a_time(model, BYTES_OF_COPIES))
     return Samples.joined([sample_alone(own[rows], lead.piece(rows), model) for rows in pieces])

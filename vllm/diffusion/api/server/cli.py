@@ -19,8 +19,10 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from pydantic import ValidationError
 
 from vllm.diffusion import __version__
+from vllm.diffusion.api.server import lifecycle
 from vllm.diffusion.config import check_settings, server_settings
 from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.process.log_filter import is_loss
 from vllm.diffusion.request import families
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 from vllm.exceptions import VLLMValidationError
@@ -62,15 +64,22 @@ class ServerParser(FlexibleArgumentParser):
 def errors_in_one_line(args: Namespace) -> Iterator[None]:
     """While a server runs, let errors that a user can fix end it in one line.
 
-    A failing engine has already written its errors to the log.
+    A failing engine has already written its errors to the log; by the status of the server a
+    supervisor knows that it is to start another.
     """
     try:
         yield
+        if lifecycle.status():
+            raise SystemExit(lifecycle.status())
     except (KeyError, OSError, TypeError, ValueError, VLLMValidationError) as error:
         if isinstance(error, KeyError) and not str(error.args[0]).startswith("invalid "):
             raise  # our own mistake; the others are parser names that upstream lacks
         logger.debug("the server ended", exc_info=True)
         raise SystemExit(f"error: {one_line(error, args)}") from None
+    except RuntimeError as error:
+        if not is_loss(error):
+            raise
+        raise SystemExit(f"error: {error} The server ends.") from None
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -60,6 +60,7 @@ from vllm.diffusion.api.server.welcome import log_welcome, warn_of_arguments_wit
 from vllm.diffusion.api.validator import RequestRefused, is_installed, validator_of
 from vllm.diffusion.config import served_model, settings_of
 from vllm.diffusion.core.errors import InvalidParameterError
+from vllm.diffusion.process import watchdog
 from vllm.entrypoints.anthropic.protocol import (
     AnthropicCountTokensRequest,
     AnthropicCountTokensResponse,
@@ -104,6 +105,12 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 
 
+@router.post(  # routers rewrite bodies of /generate by a form that they know; here none does
+    "/v1/generate",
+    dependencies=[Depends(validate_json_request)],
+    response_model=None,
+    include_in_schema=False,
+)
 @router.post(
     "/generate",
     dependencies=[Depends(validate_json_request)],
@@ -299,7 +306,11 @@ class DiffusionEndpoint:
         warn_of_arguments_without_effect(args, has_prefixes=served.family.is_block_causal)
         build_info, *_ = await engine_client.collective_rpc("build_info")  # ranks are alike
         metrics.install(engine_client, build_info)
-        state.diffusion_lifecycle = Lifecycle(engine_client)
+        state.diffusion_lifecycle = Lifecycle(
+            engine_client,
+            end=lambda: setattr(state.server, "should_exit", True),
+            engines=watchdog.engine_processes(),
+        )
         refusals.install(self._app)
         gate.install(self._app, state.diffusion_lifecycle, args)
         documentation.install(self._app, has_keys=bool(gate.keys_of(args)))

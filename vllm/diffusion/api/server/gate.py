@@ -17,7 +17,6 @@ from vllm import envs as upstream_envs
 from vllm.diffusion.api.documentation.offline_docs import OPEN_PATHS as _DOCUMENTATION_PATHS
 from vllm.diffusion.api.page.site import OPEN_PATHS as _PAGE_PATHS
 from vllm.diffusion.api.prometheus import count_refusal
-from vllm.diffusion.api.server.lifecycle import LEAVING
 from vllm.diffusion.core import envs
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
@@ -97,8 +96,9 @@ class Gate:
         if self._keys is not None and not self._keys.verify_token(headers):
             message = "wanted an Authorization header with a valid API key: `Bearer KEY`"
             return Refusal(HTTPStatus.UNAUTHORIZED, "api_key", message)
-        if self._lifecycle.is_draining and scope["method"] not in ("GET", "HEAD"):
-            return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "draining", LEAVING)
+        leaving = self._lifecycle.refusal
+        if leaving is not None and scope["method"] not in ("GET", "HEAD"):
+            return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "draining", leaving)
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._max_body_bytes:
             return self._too_large()

@@ -5,20 +5,29 @@ When it ends, running requests finish and new ones are refused. Upstream's serve
 first and goes on answering HTTP meanwhile; requests that reach a stopping engine fail with
 unhelpful errors. So the engine is stopped only after the last open request has its answer, and new
 requests get 503 from the first moment.
+
+An engine that ends by itself takes the server along: nothing starts it again from here. Requests
+get 503 at once, and the server ends with a status by which a supervisor starts it anew.
 """
 
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import os
+import signal
+import threading
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Literal
 
+from vllm import envs as upstream_envs
 from vllm.exceptions import GracefulHTTPError
 from vllm.logger import init_logger
+from vllm.v1.engine.exceptions import EngineDeadError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from vllm.engine.protocol import EngineClient
 
@@ -27,9 +36,23 @@ logger = init_logger(__name__)
 State = Literal["ready", "paused", "draining", "dead"]
 
 LEAVING = "the server is shutting down; try again later or elsewhere"
+LOST = "an engine of the server is gone; try again later or elsewhere"
 _ANSWER_S = 1.0  # a probe's patience with an engine that is inside a step
 _FLUSH_S = 2.0  # for the last errors to reach their clients
 _WAKE_S = 0.5  # between polls of an engine that is ending
+_status = 0
+_END_S = 4.0  # until a server that lost an engine ends, whatever holds it up
+
+
+def fail() -> None:
+    """Let this process end with a status that is not 0, once its server has ended."""
+    global _status
+    _status = 1
+
+
+def status() -> int:
+    """Return the status with which this process is to end."""
+    return _status
 
 
 class Lifecycle:
@@ -37,10 +60,16 @@ class Lifecycle:
 
     Args:
         engine: the engine's client; its `shutdown` drains from now on.
+        end: tells the HTTP server to end.
+        engines: processes of engines on this host, title by process id.
     """
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(
+        self, engine: EngineClient, end: Callable[[], object], engines: Mapping[int, str]
+    ) -> None:
         self._engine: Any = engine
+        self._end = end
+        self._engines = engines
         self._loop = asyncio.get_running_loop()
         self._stop_engine = engine.shutdown
         self._is_draining = False
@@ -50,10 +79,20 @@ class Lifecycle:
         self._question: asyncio.Task[bool] | None = None
         self._was_paused = False
         self._engine.shutdown = self._shut_down
+        self._tell_requests = self._engine.output_processor.propagate_error
+        self._engine.output_processor.propagate_error = self._tell_of_an_error
+        self._is_lost = False
+        self._losing: asyncio.Task[None] | None = None
+        self._cut = threading.Timer(_END_S, os._exit, [1])
+        self._cut.daemon = True
+        self._watch_engines()
 
     @property
-    def is_draining(self) -> bool:
-        return self._is_draining
+    def refusal(self) -> str | None:
+        """Why new requests are refused, None while they are taken."""
+        if self._is_draining:
+            return LEAVING
+        return LOST if self._is_lost else None
 
     @contextmanager
     def open_request(self) -> Iterator[None]:
@@ -71,7 +110,7 @@ class Lifecycle:
         """Return the state that `/ready` reports."""
         if self._is_draining:
             return "draining"
-        if self._engine.errored:
+        if self._is_lost or self._engine.errored:
             return "dead"
         return "paused" if await self._is_paused() else "ready"
 
@@ -87,10 +126,16 @@ class Lifecycle:
 
     def _shut_down(self, timeout: float | None = None) -> None:
         """Drain and stop; upstream calls it in a thread on a signal, and again at the very end."""
+        if self._engine.errored and not (self._is_draining or self._is_lost):
+            self._is_lost = True  # on another host, or by an error that it has told
+            logger.error("an engine is gone: the server ends with status 1")
         drains = not self._is_draining and not self._is_on_loop()
         self._is_draining = True
         if not drains:
             self._stop_engine(timeout=timeout)
+            if self._is_lost:
+                self._cut.cancel()
+                fail()
             return
         asyncio.run_coroutine_threadsafe(self._drain(timeout or 0.0), self._loop).result()
         waking = asyncio.run_coroutine_threadsafe(self._keep_awake(), self._loop)
@@ -103,13 +148,47 @@ class Lifecycle:
         except RuntimeError:
             return False
 
+    def _watch_engines(self) -> None:
+        """Hear of the end of each engine's process at once; upstream asks every few seconds."""
+        for pid, title in self._engines.items():
+            with suppress(AttributeError, OSError):  # not every system has such descriptors
+                end = os.pidfd_open(pid)
+                self._loop.add_reader(end, self._note_end, end, pid, title)
+
+    def _note_end(self, end: int, pid: int, title: str) -> None:
+        self._loop.remove_reader(end)
+        os.close(end)
+        if self._is_draining or self._is_lost:
+            return
+        self._is_lost = True
+        self._tell_of_an_error(EngineDeadError())
+        if multiprocessing.parent_process() is None:  # else upstream's first process says it
+            logger.error("%s (process %d) is gone: the server ends with status 1", title, pid)
+        if upstream_envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH:
+            return
+        for other in self._engines.keys() - {pid}:  # upstream would let them finish their requests
+            with suppress(ProcessLookupError):
+                os.kill(other, signal.SIGKILL)
+        self._cut.start()
+        self._losing = self._loop.create_task(self._end_when_idle())
+
+    async def _end_when_idle(self) -> None:
+        await self._is_idle_within(_FLUSH_S)
+        self._end()
+
+    def _tell_of_an_error(self, error: Exception) -> None:
+        """End open requests; of a dead engine they hear what is to be done."""
+        if isinstance(error, EngineDeadError):
+            error = GracefulHTTPError(LOST, HTTPStatus.SERVICE_UNAVAILABLE)
+        self._tell_requests(error)
+
     async def _drain(self, timeout: float) -> None:
         if self._num_open:
             logger.info("shutting down: %d requests have %g s left", self._num_open, timeout)
         if not await self._is_idle_within(timeout):
             logger.warning("shutting down: %d requests are cut off", self._num_open)
             requests = self._engine.output_processor
-            requests.propagate_error(GracefulHTTPError(LEAVING, HTTPStatus.SERVICE_UNAVAILABLE))
+            self._tell_requests(GracefulHTTPError(LEAVING, HTTPStatus.SERVICE_UNAVAILABLE))
             await self._engine.abort(list(requests.request_states), internal=True)
             await self._is_idle_within(_FLUSH_S)
         # Else it would report the end of the engine's process as a failure.

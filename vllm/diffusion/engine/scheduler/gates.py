@@ -6,6 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.diffusion.engine.scheduler.request_state import RequestState, WaitsFor
 
 
@@ -45,6 +47,9 @@ class AdmissionGate:
 
     def advanced(self, item: RequestState) -> None:
         """Take in that a step of a running request is over."""
+
+    def renew(self, items: Sequence[RequestState], generation: int) -> None:
+        """Take in that all requests, running and waiting, go on with weights of this generation."""
 
     def left(self, item: RequestState) -> None:
         """Take in that a request is over, whether it has started or not."""

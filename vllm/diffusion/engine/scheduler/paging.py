@@ -19,12 +19,13 @@ from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.engine.messages import NewPages
 from vllm.diffusion.engine.scheduler.gates import AdmissionGate
+from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
 
     from vllm.config import VllmConfig
     from vllm.diffusion.engine.scheduler.request_state import RequestState
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 
 BLOCKS_AHEAD = 2
 MOST_SCRATCH_PAGES, PAGES_PER_SCRATCH = 64, 32
+_WEIGHTS = "|W"  # begins the end of a salt
+
+logger = init_logger(__name__)
 
 
 def most_positions(num_pages: int, max_model_len: int) -> int:
@@ -91,6 +95,7 @@ class Paging(AdmissionGate):
         self._most_positions = most_positions(kv_cache_config.num_blocks, max_model_len)
         self._new_pages: dict[str, NewPages] = {}
         self._is_short = False  # somebody waits for pages
+        self._generation = 0  # of the weights
 
     def arrived(self, item: RequestState) -> bool:
         """Add the block length, on which keys and values depend, to a request's hashes.
@@ -106,11 +111,28 @@ class Paging(AdmissionGate):
             position = self._page_bytes // PAGE_SIZE
             raise ActivationBudgetError(length, length * position, there * position, there)
         request.cache_salt = f"{request.cache_salt or ''}|B{item.params.block_length}"
-        request.block_hashes.clear()
-        request.update_block_hashes()
+        self._hash(item)
         if not (self.manager.enable_caching and _shares(item)):
             request.skip_reading_prefix_cache = True
         return True
+
+    def _hash(self, item: RequestState) -> None:
+        """Name what a request's pages hold: its tokens, its blocks, and the weights."""
+        request = item.request
+        salt = str(request.cache_salt).partition(_WEIGHTS)[0]
+        request.cache_salt = salt + (f"{_WEIGHTS}{self._generation}" if self._generation else "")
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+    def renew(self, items: Sequence[RequestState], generation: int) -> None:
+        self._generation = generation
+        own = [item for item in items if item.is_paged]
+        if not self.reset(own):
+            logger.warning("kept keys and values of other weights stay until they are evicted")
+        for item in own:
+            self._hash(item)
+            if item.request.prefill_stats is not None:  # what it found is of no use any more
+                item.request.prefill_stats.set(item.request.num_prompt_tokens, 0, 0)
 
     def provide(self, running: Iterable[RequestState], under_way: Collection[str]) -> None:
         """Reserve pages for every next forward, and beyond, as a worker launches one step ahead.

@@ -25,6 +25,8 @@ from vllm.diffusion.engine.messages import MOST_SHARED_ROWS
 from vllm.diffusion.engine.scheduler.gates import AdmissionGate
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.diffusion.engine.scheduler.request_state import RequestState, WaitsFor
     from vllm.diffusion.request.params import DiffusionParams
 
@@ -98,6 +100,14 @@ class PromptGroups(AdmissionGate):
         elif item.prompt_of is not None:
             group.members.append(item)
             group.num_places -= 1
+
+    def renew(self, items: Sequence[RequestState], generation: int) -> None:
+        """Part all groups: those that run compute their prompts again, each by itself."""
+        for group in self._groups.values():
+            for item in group.members[1:]:
+                if item.params.cache == "frozen":
+                    item.demand = replace(item.demand, reads_prompt=False)
+        self._groups.clear()
 
     def left(self, item: RequestState) -> None:
         """Remove a request; if it computed the prompt, the next one's demand counts all room."""

@@ -26,7 +26,7 @@ from vllm.diffusion.engine.messages import (
     StepUsage,
 )
 from vllm.diffusion.engine.planning import make_planner
-from vllm.diffusion.engine.scheduler import outputs
+from vllm.diffusion.engine.scheduler import outputs, weight_versions
 from vllm.diffusion.engine.scheduler.likelihood_calls import LikelihoodCalls
 from vllm.diffusion.engine.scheduler.long_requests import Slicing
 from vllm.diffusion.engine.scheduler.observer import Observer
@@ -89,6 +89,9 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         self._next_deadline = math.inf  # time.monotonic() before which no request is late
         self._heard_at = 0.0  # time.monotonic() of the newest results
         self._finished_req_ids: set[str] = set()
+        self._generation = 0  # of the weights, as workers have said
+        self._weight_version = weight_versions.DEFAULT
+        weight_versions.follow()
         # Guests.
         self._observer = Observer() if log_stats else None
         settings = settings_of(vllm_config)
@@ -195,6 +198,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             next_slice=next_slice,
             long=long,
             drains=self._pause_state == PauseState.PAUSED_ALL,
+            generation=self._generation,
         )
 
     def _start_waiting(self) -> list[NewCanvas]:
@@ -213,6 +217,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
                 self._refuse(item.request, str(error), reason="memory")
                 continue
             self._running[item.req_id] = item
+            item.weight_version = self._weight_version
             admitted.append(item.start())
             if slicing is not None:
                 slicing.started(item, admission)
@@ -268,6 +273,8 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             self._observer.stepped(scheduler_output, done)
         self._learn(done)
         self._launched = done.launched
+        if done.generation != self._generation:
+            self._renew(done)
         for req_id, result in done.results.items():
             item = self._running.get(req_id)
             if item is not None:  # else it was aborted while the step ran
@@ -290,6 +297,29 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         is_reported = done.paused is not None or done.worked is not None
         if slicing is not None and (is_reported or not slicing.is_idle):
             slicing.learn(done, passed_s, self._running.values(), self._admission)
+
+    def _renew(self, done: DiffusionRunnerOutput) -> None:
+        """Take in that weights have changed: nothing that was computed before is used any more."""
+        self._generation = done.generation
+        items = [*self._running.values(), *self._waiting.requests]
+        for gate in self._gates:
+            gate.renew(items, done.generation)
+        for req_id, rows in done.renewed.items():
+            item = self._running.get(req_id)
+            if item is not None and not item.is_paged:
+                item.next_rows = rows
+
+    @property
+    def weight_version(self) -> str:
+        """Label of the weights, which upstream's engine is given."""
+        return self._weight_version
+
+    @weight_version.setter
+    def weight_version(self, label: str) -> None:
+        if label != self._weight_version:
+            for item in self._running.values():
+                item.weight_version = None
+        self._weight_version = label
 
     def _advance(
         self, item: RequestState, result: StepResult, usage: StepUsage | None

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,6 +74,7 @@ class Canvas:
         self._canvas = self.tokens[self.prompt_length :][: self.params.gen_length]
         self._editor = editor_of(self.params, self.tokens, self.prompt_length)
         self._guests = guests_of(self.params, self.tokens, self.prompt_length, self.rule)
+        self._are_only_watching = all(guest.only_watches for guest in self._guests)
         self._num_final = 0  # canvas positions from 0
         self._next_news = 0  # with fewer positions settled a commit makes nothing final
         self._newest: list[int] = []  # tokens that became final since the newest report
@@ -166,6 +168,11 @@ class Canvas:
         """Whether the first forward is over and no other one is under way."""
         return self.num_forwards == 1 and not self.window.is_under_way
 
+    @property
+    def keeps_approximately(self) -> bool:
+        """Whether it keeps keys and values of all positions, in pages of the worker's."""
+        return self.params.cache not in ("none", "exact")
+
     def assign(self, cache: KeptSequence | None, num_kept: int | None) -> None:
         """Use other pages from now on; arguments as for `ForwardWindow.assign`."""
         self.window.assign(cache, num_kept)
@@ -230,8 +237,8 @@ class Canvas:
     @property
     def pick(self) -> ScorePick | None:
         """The rule's choice for a batched decision; None where others take part in it."""
-        is_plain = self._is_for_rule and not self._guests
-        return self.rule.pick if is_plain and not self._is_over else None
+        is_plain = self._is_for_rule and self._are_only_watching and not self._is_over
+        return self.rule.pick if is_plain else None
 
     def commit(self, found: Candidates | BatchedCommit) -> None:
         """Let the rule choose, write the chosen tokens, and collect those that became final.
@@ -240,6 +247,8 @@ class Canvas:
         """
         work, written = None, _NO_POSITIONS
         if isinstance(found, BatchedCommit):
+            for guest in self._guests:
+                guest.watch(found, is_mask_forbidden=self.rule.forbid_mask)
             written = self._write(found)
             work = self.rule.go_on(self.tokens, found.left, found.changes)
             if work is not None:
@@ -284,6 +293,15 @@ class Canvas:
         """Take in which weights compute the next forward."""
         for guest in self._guests:
             guest.use_weights(generation)
+
+    def forget(self) -> None:
+        """Let the next forward compute all positions; what is committed stays."""
+        self.window.forget()
+        self._next_news = 0
+        if not self.keeps_approximately or self.params.cache == "frozen" or self.is_complete:
+            return
+        with suppress(Exception):  # its rule fails, which is told when the forward is launched
+            self._is_for(self.begin()._replace(rows=(0, self.length)))
 
     @property
     def _first_hole(self) -> int:

@@ -7,13 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.diffusion.core.scoring import Scoring
-    from vllm.diffusion.decoding import Candidates, Commit, ForwardTarget
+    from vllm.diffusion.decoding import BatchedCommit, Candidates, Commit, ForwardTarget
     from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.ops import Array
 
 
 class CanvasGuest:
-    """A capability that a request has asked for; this one changes nothing. All ranks have it."""
+    """A capability that a request has asked for; this one changes nothing. All ranks have it.
+
+    Attributes:
+        only_watches: it never changes what is committed, and need not see the candidates for that:
+            it may hear of a commit by `watch`.
+    """
+
+    only_watches = False
 
     def begin(self, tokens: Array) -> None:
         """Take in, and perhaps write to, the sequence [T] before the first forward."""
@@ -30,6 +37,14 @@ class CanvasGuest:
     def commit(self, tokens: Array, candidates: Candidates, commit: Commit) -> Commit:
         """Return what is committed where the rule has chosen `commit` among `candidates`."""
         return commit
+
+    def watch(self, commit: BatchedCommit, *, is_mask_forbidden: bool) -> None:
+        """Take in a commit that was chosen together with those of other requests.
+
+        Args:
+            commit: the commit.
+            is_mask_forbidden: whether the mask token could not be proposed.
+        """
 
     def may_end(self, tokens: Array, end: int) -> bool:
         """Whether the answer may end with what is before canvas position `end`."""

@@ -108,6 +108,10 @@ class FirstForwards:
         """Return the requests whose keys and values others may copy with the next message."""
         return [req_id for req_id in req_ids if is_copied(self._canvases[req_id])]
 
+    def forget_all(self) -> None:
+        """Drop everything, as other weights would compute other hidden states."""
+        self._known.clear()
+
     def forget(self, req_id: str) -> None:
         """Drop a request that has gone; others may hold what it shared."""
         self._known.pop(req_id, None)

@@ -14,7 +14,13 @@ from vllm.diffusion.engine.planning import make_planner
 from vllm.diffusion.engine.worker.agreement import Agreement, Interruptible
 from vllm.diffusion.engine.worker.pool_budget import activation_budget, planning_budget
 from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
-from vllm.diffusion.memory import GraphMemory, activation_pool, rates_of
+from vllm.diffusion.memory import (
+    ArenaWeights,
+    GraphMemory,
+    WeightMemory,
+    activation_pool,
+    rates_of,
+)
 from vllm.diffusion.models.transformer import order_products
 from vllm.diffusion.models.weights import quantised_sizes
 from vllm.diffusion.parallel.groups import ConnectedGroup
@@ -38,14 +44,24 @@ logger = init_logger(__name__)
 _SUMMED_ROWS = 8192
 
 
-def load_model(vllm_config: VllmConfig, load_config: LoadConfig) -> DiffusionModel:
-    """Load the model, ready for its first step, and log its size."""
+def load_model(
+    vllm_config: VllmConfig, load_config: LoadConfig
+) -> tuple[DiffusionModel, WeightMemory]:
+    """Load the model, ready for its first step, and log its size.
+
+    Returns:
+        the model, and the memory of its weights, which may be lent where that is wanted.
+    """
     start, dtype = time.perf_counter(), vllm_config.model_config.dtype
     with set_current_vllm_config(vllm_config), set_default_torch_dtype(dtype):
         model: DiffusionModel = get_model_loader(load_config).load_model(
             vllm_config=vllm_config, model_config=vllm_config.model_config
         )
     model.is_loaded = True  # dummy weights, too, may be replaced tensor by tensor
+    device = model.rotary_frequencies.device
+    memory = WeightMemory(model)
+    if vllm_config.model_config.enable_sleep_mode and device.type == "cuda":
+        memory = ArenaWeights(model, device)
     order_products(model.layers)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     logger.info(
@@ -60,7 +76,7 @@ def load_model(vllm_config: VllmConfig, load_config: LoadConfig) -> DiffusionMod
             quantised / 2**30,
             plain / 2**30,
         )
-    return model
+    return model, memory
 
 
 def join_ranks(ranks: Ranks, model: DiffusionModel, device: torch.device) -> Agreement | None:

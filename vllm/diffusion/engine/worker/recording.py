@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,9 +13,11 @@ from vllm.diffusion.engine.worker.canvas_guest import CanvasGuest
 from vllm.diffusion.request.algorithms import algorithms_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
-    from vllm.diffusion.decoding import Candidates, Commit, DecodingRule
+    from vllm.diffusion.decoding import BatchedCommit, Candidates, Commit, DecodingRule
     from vllm.diffusion.request.params import DiffusionParams
 
     Array = NDArray[Any]
@@ -56,12 +59,17 @@ class Blocks:
 class Recorder(CanvasGuest):
     """Record of which step committed which token, and how probable it was.
 
+    While a step commits, the device may wait: then commits are only noted, and looked at when the
+    answer is complete.
+
     Args:
         params: the request's parameters, with `return_trajectory`.
         tokens: its sequence [T] before decoding.
         prompt_length: tokens before the canvas.
         rule: its decoding rule.
     """
+
+    only_watches = True
 
     def __init__(
         self, params: DiffusionParams, tokens: Array, prompt_length: int, rule: DecodingRule
@@ -71,7 +79,8 @@ class Recorder(CanvasGuest):
         # Rows of the extras before its own: log probabilities that the client sees.
         self._first_row = 0 if params.num_logprobs is None else 4 + 2 * params.num_logprobs
         self._holes = np.empty(0, dtype=np.int64)  # of the prompt
-        self._tokens = tokens.copy()
+        self._tokens = tokens.copy()  # as they were before what is noted
+        self._noted: list[Callable[[], None]] = []
         self._steps = np.zeros(len(tokens), dtype=np.int32)
         self._logprobs = np.full(len(tokens), np.nan, dtype=np.float32)
         self._entropies = np.full(len(tokens), np.nan, dtype=np.float32)
@@ -81,7 +90,7 @@ class Recorder(CanvasGuest):
         self._replaces = False  # some position was written twice, or may be
         self._mask_forbidden: list[int] = []
         self._weight_steps: list[tuple[int, int]] = []
-        self._step = 0
+        self._step = 0  # that has been noted
 
     def begin(self, tokens: Array) -> None:
         self._tokens[:] = tokens
@@ -91,45 +100,82 @@ class Recorder(CanvasGuest):
 
     def use_weights(self, generation: int) -> None:
         following = self._step + 1
+        if self._weight_steps and self._weight_steps[-1][0] == generation:
+            return
         if self._weight_steps and self._weight_steps[-1][1] == following:
             self._weight_steps.pop()  # no step was computed with them
         self._weight_steps.append((generation, following))
 
     def fill(self, start: int, token: int) -> None:
-        changed = start + (self._tokens[start:] != token).nonzero()[0]
-        self._replaces |= bool((self._steps[changed] >= 0).any())
-        self._put(changed, np.full(changed.size, token), np.full(changed.size, np.nan))
-        self._is_filled[changed] = True
+        self._noted.append(partial(self._fill, self._step, start, token))
+
+    def watch(self, commit: BatchedCommit, *, is_mask_forbidden: bool) -> None:
+        self._note(commit, commit.eligible, commit.logprobs, is_mask_forbidden=is_mask_forbidden)
 
     def commit(self, tokens: Array, candidates: Candidates, commit: Commit) -> Commit:
-        self._step += 1
-        if self._rule.forbade_mask:
-            self._mask_forbidden.append(self._step)
-        eligible = candidates.positions
-        if not eligible.size or candidates.logprobs is None:
-            return commit
-        first = self._first_eligible[eligible]
-        self._first_eligible[eligible] = np.where(first == 0, self._step, first)
-        # Rules that replace tokens have candidates where one stands.
-        self._replaces |= bool((tokens[eligible] != self._params.mask_id).any())
-        at = np.searchsorted(eligible, commit.positions)
-        found = CandidateLogprobs.unpack(candidates.logprobs[self._first_row :, at])
-        self._put(commit.positions, commit.tokens, found.of(commit.tokens))
-        self._entropies[commit.positions] = found.entropies
+        self._note(
+            commit,
+            candidates.positions,
+            candidates.logprobs,
+            is_mask_forbidden=self._rule.forbade_mask,
+        )
         return commit
 
-    def _put(self, positions: Array, tokens: Array, logprobs: Array) -> None:
+    def _note(
+        self,
+        commit: Commit | BatchedCommit,
+        eligible: Array | None,
+        logprobs: Array | None,
+        *,
+        is_mask_forbidden: bool,
+    ) -> None:
+        """Note the next step's commit, with the candidates that it was chosen from."""
+        self._step += 1
+        if is_mask_forbidden:
+            self._mask_forbidden.append(self._step)
+        if eligible is None or logprobs is None or not eligible.size:
+            return
+        rows = logprobs[self._first_row :].copy()  # the step's buffer is used again
+        placed = (commit.positions, commit.tokens)
+        self._noted.append(partial(self._commit, self._step, eligible, rows, *placed))
+
+    def _catch_up(self) -> None:
+        """Look at what has been noted."""
+        noted, self._noted = self._noted, []
+        for look in noted:
+            look()
+
+    def _fill(self, step: int, start: int, token: int) -> None:
+        changed = start + (self._tokens[start:] != token).nonzero()[0]
+        self._replaces |= bool((self._steps[changed] >= 0).any())
+        self._put(step, changed, np.full(changed.size, token), np.full(changed.size, np.nan))
+        self._is_filled[changed] = True
+
+    def _commit(
+        self, step: int, eligible: Array, logprobs: Array, positions: Array, tokens: Array
+    ) -> None:
+        first = self._first_eligible[eligible]
+        self._first_eligible[eligible] = np.where(first == 0, step, first)
+        # Rules that replace tokens have candidates where one stands.
+        self._replaces |= bool((self._tokens[eligible] != self._params.mask_id).any())
+        at = np.searchsorted(eligible, positions)
+        found = CandidateLogprobs.unpack(logprobs[:, at])
+        self._put(step, positions, tokens, found.of(tokens))
+        self._entropies[positions] = found.entropies
+
+    def _put(self, step: int, positions: Array, tokens: Array, logprobs: Array) -> None:
         is_open = tokens == self._params.mask_id
         self._tokens[positions] = tokens
-        self._steps[positions] = np.where(is_open, -1, self._step)
+        self._steps[positions] = np.where(is_open, -1, step)
         self._logprobs[positions] = np.where(is_open, np.nan, logprobs)
         self._entropies[positions] = np.nan
         self._is_filled[positions] = False
-        self._commits.append((self._step, positions, tokens, logprobs))
+        self._commits.append((step, positions, tokens, logprobs))
 
     def report(self, tokens: Array, final: range, *, is_complete: bool) -> dict[str, Any]:
         if not (is_complete or self._params.has_stop_strings):
             return {}
+        self._catch_up()
         return {"trajectory": self._record()}
 
     def _record(self) -> Trajectory:
@@ -185,6 +231,8 @@ class WholeBlocks(CanvasGuest):
 
     Arguments are those of `Recorder`.
     """
+
+    only_watches = True
 
     def __init__(
         self, params: DiffusionParams, tokens: Array, prompt_length: int, rule: DecodingRule

@@ -59,6 +59,9 @@ class Windows(ABC):
         """Set the number of positions from 0 whose keys and values are kept."""
         self.kept = num_kept
 
+    def forget(self) -> None:  # noqa: B027 (most of them keep nothing)
+        """Let the next forward compute all positions, as the weights have changed."""
+
 
 class Whole(Windows):
     """Windows without a cache: everything that the rule's rows see is computed anew.
@@ -116,6 +119,9 @@ class Frozen(Windows):
         if committed >= self.least_committed:
             self._start = self._canvas_start
 
+    def forget(self) -> None:
+        self._start = 0
+
 
 class Exact(Windows):
     """Windows with keys and values of whole blocks kept once they are final.
@@ -149,6 +155,9 @@ class Exact(Windows):
     def keep(self, num_kept: int) -> None:
         self.kept = num_kept
         self.least_committed = num_kept + self._visibility.block_length
+
+    def forget(self) -> None:
+        self.keep(0)
 
 
 def windows_of(

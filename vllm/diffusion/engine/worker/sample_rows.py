@@ -151,7 +151,8 @@ class SampleRows:
         if together is not None:
             choices = together.decide(tokens, scores)
         return [
-            choice or Candidates(eligible, tokens[own], certain, greedy[own], draws, logprobs)
+            _told(choice, eligible, logprobs)
+            or Candidates(eligible, tokens[own], certain, greedy[own], draws, logprobs)
             for choice, (eligible, own, certain, draws, logprobs) in zip(
                 choices, awaited, strict=True
             )
@@ -173,6 +174,15 @@ class SampleRows:
     def _ends(self) -> Array:
         """Columns of the table behind those of each request."""
         return np.cumsum([work.eligible.size for work in self.batch.works])
+
+
+def _told(
+    choice: BatchedCommit | None, eligible: Array, logprobs: Array | None
+) -> BatchedCommit | None:
+    """Return a choice, with the log probabilities of all that it was made from, if wanted."""
+    if choice is None or logprobs is None:
+        return choice
+    return choice._replace(eligible=eligible, logprobs=logprobs)
 
 
 class _PartBuilder:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.core import envs
+from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.rooms import rooms
 from vllm.logger import init_logger
 
@@ -92,7 +93,9 @@ def log_build_info(
                 room.remedy,
             )
         elif on_gpu:
-            logger.info("%s: kernels", room.name)
+            is_portable = room.name == "fused_ops" and dispatch.is_portable(device)
+            which = ", products by those for every card" if is_portable else ""
+            logger.info("%s: kernels%s", room.name, which)
         else:
             logger.info("%s: PyTorch reference (no GPU)", room.name)
     is_mapped = info["activation_pool"] == "vmm"

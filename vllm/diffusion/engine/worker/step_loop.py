@@ -9,7 +9,9 @@ that take most. Any other failure ends all requests of the step, on all ranks th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+_HELD_S = 1e-3  # between two messages while no step is taken
 MOST_UNDER_WAY = 2  # steps: one that computes, and one that follows it without a pause
 
 A = TypeVar("A")
@@ -52,6 +55,11 @@ class LaunchResult(NamedTuple):
     @property
     def req_ids(self) -> list[str]:
         return [*(() if self.step is None else self.step.req_ids), *self.failures]
+
+
+def _alone(new: NewCanvas) -> NewCanvas:
+    """Return a request without what another one has computed for it."""
+    return replace(new, prompt_of=None)
 
 
 class StepLoop:
@@ -77,6 +85,8 @@ class StepLoop:
         self._under_way: list[LaunchResult] = []  # in the order in which they were launched
         self._begun_anew: str | None = None  # whose long step has run out of memory once
         self._num_rows = 0  # of the steps collected for this message
+        self._settled: list[dict[str, StepResult]] = []  # results of steps, for the next messages
+        self.held: str | None = None  # why no step is taken, if none is
 
     def execute(self, message: DiffusionSchedulerOutput) -> DiffusionRunnerOutput:
         """Take in started and finished requests, then return the results of one step.
@@ -85,9 +95,13 @@ class StepLoop:
         """
         self._num_rows = 0
         self._forget(message.finished_req_ids)
-        results = self._start_all(message.admitted)
+        is_known = self._follow_weights(message.generation)
+        results = self._start_all(message.admitted if is_known else map(_alone, message.admitted))
         self._runner.assign(message.new_pages)
         asked = message.next_slice
+        if self._settled or self.held is not None or not is_known:
+            results |= self._without_a_step(message)
+            return self._output(message, results)
         stepping = {
             req_id: rows
             for req_id, rows in message.num_scheduled_tokens.items()
@@ -102,20 +116,68 @@ class StepLoop:
         if asked is not None and asked.req_id not in results:
             results |= self._slice(asked)
         self._runner.take_note()
-        return self._output(list(message.num_scheduled_tokens), results)
+        return self._output(message, results)
 
-    def _output(self, req_ids: list[str], results: dict[str, StepResult]) -> DiffusionRunnerOutput:
-        runner = self._runner
+    def _output(
+        self, message: DiffusionSchedulerOutput, results: dict[str, StepResult]
+    ) -> DiffusionRunnerOutput:
+        runner, req_ids = self._runner, list(message.num_scheduled_tokens)
         return DiffusionRunnerOutput(
             req_ids=req_ids,
             req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
             results=results,
             usage=runner.usage if req_ids else runner.idle_usage,
             num_rows=self._num_rows,
-            launched=[launched.req_ids for launched in self._under_way],
+            launched=[*map(list, self._settled), *(s.req_ids for s in self._under_way)],
             paused=None if runner.sliced is None else runner.sliced.paused,
             worked=None if runner.sliced is None else runner.sliced.take_worked(),
+            **self._news_of_weights(message.generation),
         )
+
+    def _news_of_weights(self, known: int) -> dict[str, Any]:
+        """Return the fields that tell the scheduler of weights that it does not know."""
+        runner = self._runner
+        if runner.generation == known or self._settled:
+            return {"generation": known}
+        rows = {
+            r: canvas.next_rows for r, canvas in runner.canvases.items() if not canvas.is_complete
+        }
+        return {"generation": runner.generation, "renewed": rows}
+
+    # ---- weights that change ----
+
+    def settle(self) -> None:
+        """Collect the steps under way, whose results go out with the next messages."""
+        while self._under_way:
+            outcomes = self._collect(self._under_way.pop(0))
+            self._settled.append(self._results(outcomes))
+        self._runner.take_note()
+        self._runner.drop_slices()
+
+    def _follow_weights(self, known: int) -> bool:
+        """Take in new weights, if there are some; return whether the scheduler knows them."""
+        runner = self._runner
+        if runner.has_old_weights:
+            self.settle()
+            self.fail(runner.renew())
+        return runner.generation == known
+
+    def fail(self, failures: Outcomes) -> None:
+        """End requests, with the next message."""
+        if failures:
+            self._settled.append(self._results(failures))
+
+    def _without_a_step(self, message: DiffusionSchedulerOutput) -> dict[str, StepResult]:
+        """Return results of steps that were collected before; else tell of new weights, or wait.
+
+        The scheduler hears of new weights once it has all results of the old ones.
+        """
+        if self._settled:
+            running = self._runner.canvases
+            return {r: found for r, found in self._settled.pop(0).items() if r in running}
+        if self.held is not None:
+            time.sleep(_HELD_S)  # a core is better used by who lifts it
+        return {}
 
     def _forget(self, req_ids: Collection[str]) -> None:
         """Drop requests that are over, and steps under way whose requests have all gone."""

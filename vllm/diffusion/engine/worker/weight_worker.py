@@ -1,27 +1,256 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trainers ask of a worker: its weights, by upstream's names of methods."""
+"""What trainers ask of a worker: its weights, by upstream's names of methods.
+
+```
+start_weight_update     steps under way are collected, and none is taken
+update_weights          some tensors, in place; any number of times
+finish_weight_update    a new generation of weights: what the old one computed is dropped
+```
+
+Memory addresses stay, so do CUDA graphs.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from vllm.config import set_current_vllm_config
+from vllm.diffusion import ops
+from vllm.diffusion.config import TRANSFERS, settings_of
+from vllm.diffusion.core.errors import CheckpointError, ServerConfigError
+from vllm.diffusion.engine.worker.disk_transfer import tensors_in
 from vllm.diffusion.models.weights import stored_weights
 from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.logger import init_logger
 from vllm.v1.worker.worker_base import WorkerBase
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
+    from vllm.diffusion.engine.worker.step_loop import StepLoop
+    from vllm.diffusion.memory import WeightMemory
+    from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.parallel.groups import Ranks
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
+logger = init_logger(__name__)
+
+_UPDATE = "an update of the weights is under way"
+_RESTING, _DISCARDED = "kv_cache", "discarded"
+
+
+class WeightSink(nn.Module):
+    """The model as upstream's transfer engines see it: it loads tensors, and has no parameters.
+
+    They would move parameters away to reload whole layers; ours are written in place.
+    """
+
+    def __init__(self, model: DiffusionModel) -> None:
+        super().__init__()
+        self._load = model.load_weights
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load some tensors; return the names of the parameters that were filled."""
+        return self._load(weights)
 
 
 class WeightWorker(WorkerBase):
     """Worker whose weights can be checked and changed between steps."""
 
     model_runner: DiffusionModelRunner
+    loop: StepLoop
     ranks: Ranks
+    weights: WeightMemory
+    _transfer: WeightTransferEngine[Any, Any] | None = None
+    _is_updating = False
+    _reasons: Mapping[str, str] = MappingProxyType({})  # why no step is taken, by who says so
+
+    # ---- updates ----
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Meet the trainer, as the engine of `weight_transfer_config` does."""
+        transfer = self._transfer_engine()
+        transfer.init_transfer_engine(transfer.parse_init_info(init_info))
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        """Leave the trainer."""
+        if self._is_updating:
+            raise RuntimeError(
+                "shutdown_weight_transfer_engine: wanted finish_weight_update before"
+            )
+        if self._transfer is not None:
+            self._transfer.shutdown()
+            self._transfer = None
+
+    def start_weight_update(self) -> None:
+        """Take no step from now on, and have none under way."""
+        if self._is_updating:
+            raise RuntimeError("start_weight_update: wanted finish_weight_update before")
+        model, transfer = self.model_runner.model, self._transfer_engine()
+        _check_can_change(model)
+        with self._stays_consistent("the update could not start"):
+            self.loop.settle()
+            model.begin_update()
+            transfer.set_weight_update_target(WeightSink(model), self.model_config)
+            transfer.start_weight_update()
+        self._is_updating = True
+        self._hold("update", _UPDATE)
+
+    def start_draft_weight_update(self) -> None:
+        """Refuse: there is no draft model."""
+        raise RuntimeError("start_draft_weight_update: wanted start_weight_update: no draft model")
+
+    def supports_draft_weight_updates(self) -> bool:
+        return False
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Load some tensors of the trainer; of a list, what is meant for this rank."""
+        if not self._is_updating:
+            raise RuntimeError("update_weights: wanted start_weight_update before")
+        if isinstance(update_info, list):
+            parallel = self.parallel_config
+            update_info = update_info[
+                parallel.data_parallel_index * parallel.world_size + self.rank
+            ]
+        with self._stays_consistent("the weights are partly new"):
+            self._transfer_engine().update_weights(update_info)
+
+    def finish_weight_update(self) -> None:
+        """Go on with the new weights."""
+        if not self._is_updating:
+            raise RuntimeError("finish_weight_update: wanted start_weight_update before")
+        with self._stays_consistent("the update could not end"):
+            transfer = self._transfer_engine()
+            transfer.finish_weight_update()
+            transfer.reset_weight_update_target()
+            self._end_update(must_be_complete=settings_of(self.vllm_config).weight_update_complete)
+
+    def _hold(self, who: str, reason: str | None) -> None:
+        """Take no step for a reason, or no longer for this one."""
+        others = {name: why for name, why in self._reasons.items() if name != who}
+        self._reasons = others if reason is None else {**others, who: reason}
+        self.loop.held = next(iter(self._reasons.values()), None)
+
+    def reload_weights(self, weights_path: str | None = None, **_: Any) -> None:
+        """Load a whole checkpoint in place: that of a folder, or the served one."""
+        model = self.model_runner.model
+        _check_can_change(model)
+        with self._stays_consistent("the weights are partly new"):
+            self.loop.settle()
+            model.begin_update()
+            model.load_weights(tensors_in(Path(weights_path or self.model_config.model)))
+            self._end_update(must_be_complete=True)
+
+    def reset_weights(self) -> None:
+        """Set all weights to zero, so that a check sees whether an update brings all of them."""
+        model = self.model_runner.model
+        self.loop.settle()
+        for weight in stored_weights(model).values():
+            weight.zero_()
+        model.begin_update()
+        model.end_update()
+
+    def _end_update(self, *, must_be_complete: bool) -> None:
+        """End an update, with the tensors that did not come as an error or a line of the log."""
+        missing = self.model_runner.model.end_update()
+        if missing:
+            message = f"{len(missing)} tensors did not come: {', '.join(missing[:8])}"
+            if must_be_complete or _DISCARDED in self._reasons:
+                raise CheckpointError(f"finish_weight_update: {message}")
+            logger.warning("update of the weights: %s; they stay as they were", message)
+        self._is_updating = False
+        for who in ("update", _DISCARDED):
+            self._hold(who, None)
+
+    def _transfer_engine(self) -> WeightTransferEngine[Any, Any]:
+        """Return the engine of `weight_transfer_config`; made at first use."""
+        config = self.vllm_config.weight_transfer_config
+        if config is None:
+            raise RuntimeError(
+                "weight_transfer_config: given none; wanted --weight-transfer-config with backend "
+                f"{', '.join(TRANSFERS)}"
+            )
+        if self._transfer is None:
+            device, model = self.device, self.model_runner.model
+            self._transfer = WeightTransferEngineFactory.create_engine(
+                config, self.vllm_config, device, model
+            )
+        return self._transfer
+
+    @contextmanager
+    def _stays_consistent(self, what: str) -> Iterator[None]:
+        """Run a part of an update; if it fails on any rank, no step is taken before another one.
+
+        Raises:
+            Exception: the failure of this rank, or of another one.
+        """
+        failure: Exception | None = None
+        try:
+            with set_current_vllm_config(self.vllm_config), torch.no_grad():
+                yield
+        except Exception as error:
+            failure = error
+        agreement = self.model_runner.agreement
+        if agreement is not None:
+            failure = agreement.reach(failure)
+        if failure is None:
+            return
+        self._is_updating = False
+        if self._transfer is not None:
+            self._transfer.reset_weight_update_target()
+        self._hold("update", f"{what}: {failure}")
+        logger.error("%s: %s; no step is taken before an update has ended", what, failure)
+        raise failure
+
+    # ---- memory that is lent ----
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back: keys and values, the pool's, and that of the weights.
+
+        Level 1 keeps the contents of the weights on the host; level 2 does not, so that an update
+        must bring all of them before the next step.
+
+        Raises:
+            ServerConfigError: the server was not started for it.
+        """
+        if not self.model_config.enable_sleep_mode:
+            raise ServerConfigError(f"sleep: given level {level}; wanted --enable-sleep-mode, or 0")
+        self.discard(("kv_cache",))
+        if "weights" in self._reasons:
+            return
+        self.weights.suspend(keeps=level < 2)
+        self._hold("weights", "the weights sleep")
+        if level >= 2:
+            self._hold(_DISCARDED, "the weights were discarded; an update must bring all of them")
+        logger.info("asleep: level %d, %.2f GiB of weights", level, self.weights.num_bytes / 2**30)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take memory again: of `weights`, of `kv_cache`, or of both."""
+        if "weights" in self._reasons and (tags is None or "weights" in tags):
+            self.weights.resume()
+            self._hold("weights", None)
+        if _RESTING in self._reasons and (tags is None or _RESTING in tags):
+            self.loop.fail(self.model_runner.wake())
+            self._hold(_RESTING, None)
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Give back keys and values, and the pool's memory."""
+        if _RESTING not in tags or _RESTING in self._reasons:
+            return
+        self.loop.settle()
+        self.model_runner.rest()
+        self._hold(_RESTING, "the memory of keys and values is lent")
+
+    # ---- checks ----
 
     def compute_weight_checksums(self) -> dict[str, str]:
         """Return a digest of each tensor of weights on this rank; names are unique among ranks."""
@@ -42,6 +271,26 @@ class WeightWorker(WorkerBase):
         if self.ranks.sequence.size > 1:
             places["sp"] = self.ranks.sequence.rank
         return "".join(f"{name}{place}:" for name, place in places.items())
+
+    def shutdown(self) -> None:
+        """Leave the trainer, if there is one."""
+        if self._transfer is not None:
+            self._transfer.shutdown()
+
+
+def _check_can_change(model: DiffusionModel) -> None:
+    """Refuse a model whose tensors are stored in another form than the checkpoint has them.
+
+    Raises:
+        CheckpointError: naming that form.
+    """
+    form = ops.repacked_form(model.modules())
+    if form is not None:
+        raise CheckpointError(
+            f"update of the weights: given a checkpoint in the form of {form}, repacked as it was "
+            "loaded; wanted a plain one, with --quantization fp8, int4 or nf4 where it is to be "
+            "small"
+        )
 
 
 def _digest(weight: torch.Tensor) -> str:

@@ -67,6 +67,7 @@ class ForwardWindow:
         cache: the same; where the scheduler hands out pages, only those it has handed out.
         room: rows that the next forward may have.
         num_sequences: sequences that are computed: 1, or 2 with guidance.
+        reads_prompt: the prompt's keys and values lie where another request has them.
         kept_starts: per sequence, index of its position 0 among the kept positions.
     """
 
@@ -79,6 +80,7 @@ class ForwardWindow:
         cache: KeptSequence | None = None,
     ) -> None:
         self.cache, self.room = cache, ALL_ROWS
+        self.reads_prompt = False
         self.num_sequences = 2 if params.cfg_scale > 0 else 1
         self.kept_starts = (0, in_whole_pages(length))[: self.num_sequences]
         self._length, self._num_frozen = length, max(prompt_length - params.logit_shift, 0)
@@ -186,8 +188,14 @@ class ForwardWindow:
 
     def read_prompt(self, cache: KeptSequence) -> None:
         """Use the prompt's keys and values that another request's first forward computed."""
-        self.cache = cache
+        self.cache, self.reads_prompt = cache, True
         self._windows.computed(Forward(range(self._length)), self._length)
+
+    def forget(self) -> None:
+        """Begin the next forward without kept keys and values; they stay where they were."""
+        self._windows.forget()
+        self.reset()
+        self.reads_prompt = False
 
     def assign(self, cache: KeptSequence | None, num_kept: int | None) -> None:
         """Use other pages from now on.

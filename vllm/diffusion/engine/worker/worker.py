@@ -87,7 +87,7 @@ class DiffusionWorker(WeightWorker):
         if load_dummy_weights:
             self.load_config.load_format = "dummy"
         device = self._device()
-        model = load_model(self.vllm_config, self.load_config)
+        model, self.weights = load_model(self.vllm_config, self.load_config)
         agreement = join_ranks(self.ranks, model, device)
         no_graphs = why_no_graphs(model, device, is_eager=self.model_config.enforce_eager)
         self.model_runner = make_runner(

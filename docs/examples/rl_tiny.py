@@ -1,0 +1,300 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Train the tiny model by reinforcement learning (GRPO), with its rollouts from a server.
+
+    mkdir -p /tmp/updates
+    MODEL_DIR=models/llada-tiny VLLM_SERVER_DEV_MODE=1 scripts/run_llada_server.sh \
+        --dtype float32 --weight-transfer-config '{"backend": "disk"}' \
+        --additional-config '{"dllm": {"weight_update_root": "/tmp/updates"}}'
+    python docs/examples/rl_tiny.py --updates /tmp/updates
+
+The task: questions in wordings that the model was never taught, as "the sky is of what colour?".
+An answer is worth 1 if it is the right one, else 0. Every iteration asks some questions several
+times at temperature 1 and takes one step of AdamW on what came back: per commit, the log
+probability of its token given the state of the canvas before the step, times how much better than
+the other answers to its question that answer was. The new weights go to the server as a file.
+
+It prints the mean reward of every iteration, and draws it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import httpx  # noqa: E402
+import torch  # noqa: E402 (behind the path of the network)
+from safetensors.torch import save_file  # noqa: E402
+from tiny_model.checkpoint import load_weights, read_config  # noqa: E402
+from tiny_model.facts import KINDS, all_facts  # noqa: E402
+from tiny_model.llada import LLaDANetwork  # noqa: E402
+from tiny_model.tokenizer import load_tokenizer  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+
+CANVAS = {"gen_length": 32, "block_length": 32, "steps": 8}
+SAMPLED = {**CANVAS, "temperature": 1.0, "cache": "none", "return_trajectory": True}
+# None of these wordings is taught or asked when the model is made.
+WORDINGS = {
+    "country": ("Tell me where {capital} is.", "I want to know where {capital} is."),
+    "colour": ("{thing} has which colour?", "{thing} is of what colour?"),
+    "difference": ("What is left of {a} minus {b}?", "Take {a} and minus {b}."),
+    "sum": ("Sum {a} and {b}.", "Add {a} to {b}."),
+}
+LEARNING_RATE = 6e-5
+CLIP = 0.2  # of the ratio of probabilities
+MOST_DIFFERENCE = 1e-4  # between log probabilities of the server and of the trainer
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, as the prompt's token ids, and its only right answer."""
+
+    prompt: list[int]
+    answer: str
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """An answer with its reward, and how much better it was than others to its question."""
+
+    prompt: list[int]
+    trajectory: dict[str, Any]
+    reward: float
+    advantage: float
+
+
+class Server:
+    """The server, as a trainer uses it.
+
+    Args:
+        url: where it listens.
+        updates: its folder for updates.
+    """
+
+    def __init__(self, url: str, updates: Path) -> None:
+        self._http = httpx.Client(base_url=url, timeout=600, trust_env=False)
+        self._updates = updates
+        self._newest: Path | None = None
+
+    def post(self, route: str, body: dict[str, Any] | None = None, **query: str) -> dict[str, Any]:
+        """Send a body, and return the answer."""
+        response = self._http.post(route, json=body, params=query)
+        if response.status_code != 200:
+            raise SystemExit(f"error: {route}: {response.status_code} {response.text}")
+        found: dict[str, Any] = response.json()
+        return found
+
+    def answers(self, questions: Sequence[Question], **fields: Any) -> dict[str, Any]:
+        """Ask all questions at once."""
+        return self.post("/generate", {"prompt": [q.prompt for q in questions], **fields})
+
+    def update(self, weights: dict[str, Tensor], version: str) -> None:
+        """Give it new weights; requests that it has would wait and go on."""
+        folder = self._updates / version
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
+        folder.mkdir()
+        save_file(weights, folder / "model.safetensors")
+        self.post("/pause", mode="keep")
+        self.post("/start_weight_update")
+        self.post("/update_weights", {"update_info": {"path": version}})
+        self.post("/finish_weight_update", {"weight_version": version})
+        self.post("/resume")
+        if self._newest is not None:
+            shutil.rmtree(self._newest)
+        self._newest = folder
+
+
+class Trainer:
+    """The network that learns.
+
+    Args:
+        model: folder of the checkpoint that the server began with.
+        learning_rate: of AdamW.
+    """
+
+    def __init__(self, model: Path, learning_rate: float) -> None:
+        self.network = LLaDANetwork(read_config(model))
+        load_weights(model, self.network)
+        self._mask_id = read_config(model)["mask_token_id"]
+        self._optimizer = torch.optim.AdamW(
+            self.network.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0
+        )
+
+    def learn(self, rollouts: Sequence[Rollout]) -> float:
+        """Take one step.
+
+        Returns:
+            the largest difference between the server's log probabilities and ours before it.
+        """
+        num_commits = sum(len(r.trajectory["token_ids"]) for r in rollouts)
+        largest = 0.0
+        self.network.zero_grad()
+        for alike in _by_length(rollouts):
+            logprobs, given, advantages = self._commits(alike)
+            largest = max(largest, float((logprobs - given).abs().max().detach()))
+            ratio = (logprobs - given).exp()
+            clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+            gain = torch.minimum(ratio * advantages, clipped * advantages).sum()
+            (-gain / num_commits).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
+        self._optimizer.step()
+        return largest
+
+    def _commits(self, rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log probabilities of all K commits, ours and the server's, and advantages, [K].
+
+        The rollouts have prompts of one length. One forward computes the states before all steps.
+        """
+        states, rows, positions, tokens = [], [], [], []
+        given, advantages = [], []
+        for rollout in rollouts:
+            found, start = rollout.trajectory, len(rollout.prompt)
+            steps = torch.tensor(found["commit_steps"])
+            ids = torch.tensor(found["token_ids"])
+            for step in range(1, found["num_steps"] + 1):
+                canvas = ids.masked_fill((steps >= step) | (steps < 0), self._mask_id)
+                committed = (steps == step).nonzero()[:, 0]
+                rows += [len(states)] * len(committed)
+                positions.append(committed + start)
+                tokens.append(ids[committed])
+                given += [found["logprobs"][index] for index in committed.tolist()]
+                advantages += [rollout.advantage] * len(committed)
+                states.append(torch.cat([torch.tensor(rollout.prompt), canvas]))
+        hidden = self.network.hidden(torch.stack(states))[torch.tensor(rows), torch.cat(positions)]
+        distribution = self.network.logits(hidden).log_softmax(dim=-1)
+        ours = distribution.gather(1, torch.cat(tokens)[:, None])[:, 0]
+        return ours, torch.tensor(given), torch.tensor(advantages)
+
+
+def _by_length(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
+    """Group rollouts by the lengths of their prompts; those without an advantage teach nothing."""
+    groups: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        if rollout.advantage:
+            groups.setdefault(len(rollout.prompt), []).append(rollout)
+    return list(groups.values())
+
+
+def judged(
+    questions: Sequence[Question], answers: dict[str, Any], num_answers: int
+) -> list[Rollout]:
+    """Give every answer its reward, and compare it with the others to its question."""
+    rollouts = []
+    for number, question in enumerate(questions):
+        own = range(number * num_answers, (number + 1) * num_answers)
+        rewards = torch.tensor([float(answers["text"][i] == question.answer) for i in own])
+        spread = float(rewards.std(correction=0))
+        for index, reward in zip(own, rewards.tolist(), strict=True):
+            advantage = (reward - float(rewards.mean())) / (spread + 1e-4) if spread else 0.0
+            trajectory = answers["trajectory"][index]
+            rollouts.append(Rollout(question.prompt, trajectory, reward, advantage))
+    return rollouts
+
+
+def questions_of(model: Path) -> tuple[list[Question], list[Question]]:
+    """Return the questions to learn, and those that the model was taught."""
+    tokenizer = load_tokenizer(model)
+
+    def question(text: str, answer: str) -> Question:
+        chat = [{"role": "user", "content": text}]
+        prompt = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return Question(list(prompt), answer)
+
+    new = [
+        question(wording.format(**subject), kind.answer.format(**subject))
+        for kind in KINDS
+        for wording in WORDINGS.get(kind.name, ())
+        for subject in kind.subjects
+    ]
+    return new, [question(fact.question, fact.answer) for fact in all_facts()]
+
+
+def share_right(server: Server, questions: Sequence[Question]) -> float:
+    """Share of questions whose most likely answer is the right one."""
+    found = server.answers(questions, **CANVAS, temperature=0.0)["text"]
+    return sum(text == q.answer for text, q in zip(found, questions, strict=True)) / len(found)
+
+
+def draw(rewards: Sequence[float], path: Path) -> None:
+    """Draw the mean reward of every iteration."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3.5))
+    axes.plot(range(1, len(rewards) + 1), rewards, marker=".")
+    axes.set(xlabel="iteration", ylabel="mean reward", ylim=(0, 1))
+    axes.grid(visible=True, alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Train the tiny model by GRPO over HTTP.")
+    parser.add_argument("--server", metavar="URL", default="http://127.0.0.1:8901")
+    parser.add_argument("--updates", type=Path, required=True, help="the server's folder for them")
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "llada-tiny")
+    parser.add_argument("--iterations", type=int, default=40)
+    parser.add_argument("--questions", type=int, default=16, help="of an iteration")
+    parser.add_argument("--answers", type=int, default=8, help="to a question")
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--curve", type=Path, default=Path("rl_tiny.png"))
+    asked = parser.parse_args()
+    rng = random.Random(asked.seed)
+    server = Server(asked.server, asked.updates)
+    trainer = Trainer(asked.model, asked.learning_rate)
+    new, known = questions_of(asked.model)
+    known = rng.sample(known, 128)
+    print(f"knows {share_right(server, known):.3f} of what it was taught")
+
+    server.update(trainer.network.state_dict(), "step-0")
+    rewards: list[float] = []
+    started = time.monotonic()
+    for iteration in range(asked.iterations):
+        questions = rng.sample(new, asked.questions)
+        seed = asked.seed + 1000 * (iteration + 1)
+        answers = server.answers(questions, **SAMPLED, n=asked.answers, seed=seed)
+        rollouts = judged(questions, answers, asked.answers)
+        versions = {rollout.trajectory["weight_version"] for rollout in rollouts}
+        if versions != {f"step-{iteration}"}:
+            raise SystemExit(f"error: answers of {versions}; wanted step-{iteration} alone")
+        difference = trainer.learn(rollouts)
+        if difference > MOST_DIFFERENCE:
+            raise SystemExit(f"error: log probabilities differ by {difference:.1e}")
+        server.update(trainer.network.state_dict(), f"step-{iteration + 1}")
+        rewards.append(sum(rollout.reward for rollout in rollouts) / len(rollouts))
+        print(
+            f"iteration {iteration + 1}: mean reward {rewards[-1]:.3f}, "
+            f"log probabilities within {difference:.1e}, {time.monotonic() - started:.0f} s",
+            flush=True,
+        )
+    few = min(5, len(rewards))
+    first, last = sum(rewards[:few]) / few, sum(rewards[-few:]) / few
+    still = share_right(server, known)
+    print(f"mean reward {first:.3f} at first, {last:.3f} at last")
+    print(f"knows {still:.3f} of what it was taught")
+    draw(rewards, asked.curve)
+    Path(asked.curve).with_suffix(".json").write_text(json.dumps(rewards))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

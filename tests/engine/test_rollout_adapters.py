@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trajectories in the forms that trainers read (docs/examples/rollout_adapters.py)."""
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import MASK_ID, random_prompt
+from tests.engine.harness import BLOCKS, Ask, running
+from tests.programs import ROOT
+from tests.reference import golden
+from tests.reference.models import load_reference
+
+ADAPTERS: Any = runpy.run_path(str(ROOT / "docs" / "examples" / "rollout_adapters.py"))
+ASKED = {"return_trajectory": True, "return_entropy": True}
+GRID = {"gen_length": 29, "block_length": 8, "temperature": 1.0, **ASKED}
+STOPS = {"stop_token_ids": list(range(0, 240, 9))}
+
+
+@pytest.mark.parametrize("family", ["sdar", "llada2"])
+def test_dares_contract(family: str, checkpoint: Callable[[str], Path]) -> None:
+    """Whole blocks behind any prompt, steps from 1, and the answer's own length."""
+    prompts = [random_prompt(length) for length in (5, 8, 13)]
+    with running(checkpoint(family)) as engine:
+        asks = [Ask(p, {**GRID, "seed": 2, "complete_blocks": True}, STOPS) for p in prompts]
+        answers = engine.ask(*asks)
+        (cut,) = engine.ask(Ask(prompts[0], {**GRID, "seed": 2}, STOPS))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        found = ADAPTERS["dare_contract"](answer.report["trajectory"])
+        replayed, steps = found["dllm_replay_token_ids"], found["dllm_replay_step_maps"]
+        assert (len(prompt) + len(replayed)) % 8 == 0
+        assert len(replayed) - found["dllm_stop_length"] < 8
+        assert replayed[: found["dllm_stop_length"]] == answer.token_ids
+        assert MASK_ID not in replayed and min(steps) >= 1 and len(steps) == len(replayed)
+        assert found["step_maps"] == steps[: len(answer.token_ids)]
+        assert found["dllm_replay_contract_version"] == 1
+    if -1 in cut.report["trajectory"]["commit_steps"]:
+        with pytest.raises(ValueError, match="complete_blocks: given false; wanted true"):
+            ADAPTERS["dare_contract"](cut.report["trajectory"])
+
+
+def test_histories_and_times(checkpoint: Callable[[str], Path]) -> None:
+    """The states are those that the published loop has gone through."""
+    prompt = random_prompt(20, 3)
+    model = load_reference(checkpoint("mha"))
+    decoded = golden.reference(model, prompt, **BLOCKS)
+    with running(checkpoint("mha")) as engine:
+        (answer,) = engine.ask(Ask(prompt, {**BLOCKS, **ASKED, "ignore_eos": True}))
+    found = answer.report["trajectory"]
+    states = ADAPTERS["dare_history"](prompt, found)
+    assert [tuple(state) for state in states[:-1]] == [step.row for step in decoded.trace]
+    assert states[-1] == [*prompt, *decoded.ids]
+    revealed = ADAPTERS["reveal_steps"](found)
+    assert revealed["reveal_steps"] == [step - 1 for step in found["block_steps"]]
+    assert len(revealed["entropies"]) == len(revealed["logprobs"]) == 32
+    assert ADAPTERS["first_unmask_times"](found) == found["commit_steps"]
+
+
+def test_first_times_of_a_rule_that_edits(checkpoint: Callable[[str], Path]) -> None:
+    asked = {**GRID, "temperature": 0.0, "algorithm": "joint_threshold", "threshold": 0.3}
+    with running(checkpoint("llada2")) as engine:
+        (answer,) = engine.ask(Ask(random_prompt(9), {**asked, "editing_threshold": 0.1}))
+    found = answer.report["trajectory"]
+    times = ADAPTERS["first_unmask_times"](found)
+    assert all(0 < first <= last for first, last in zip(times, found["commit_steps"], strict=True))
+    assert times != found["commit_steps"]

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory lent to a trainer while requests wait."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoints import random_prompt
+from tests.engine.harness import BLOCKS, Ask, Engine, finish, running, start
+
+GRID = {"gen_length": 24, "block_length": 8}
+
+
+def begun(engine: Engine, ask: Ask, num_steps: int) -> Any:
+    """The canvas of a request that has taken so many steps."""
+    start(engine, "a", ask)
+    while True:
+        engine.llm.llm_engine.step()
+        for canvas in engine.runner.canvases.values():
+            if canvas.num_steps == num_steps:
+                return canvas
+
+
+@pytest.mark.parametrize(
+    ("family", "asked"),
+    [("mha", {**BLOCKS, "cache": cache}) for cache in ("none", "dual", "frozen")]
+    + [("sdar", GRID)],
+    ids=["none", "dual", "frozen", "exact"],
+)
+def test_a_request_sleeps_and_goes_on(
+    family: str, asked: dict[str, Any], checkpoint: Callable[[str], Path]
+) -> None:
+    """Nothing is kept meanwhile; the answer is as exact as without."""
+    ask = Ask(random_prompt(70), {**asked, "ignore_eos": True, "return_trajectory": True})
+    with running(checkpoint(family), enable_sleep_mode=True) as engine:
+        (wanted,) = engine.ask(ask)
+        canvas = begun(engine, ask, 5)
+        engine.llm.sleep(level=1, mode="keep")
+        assert engine.runner.caches.reserved_bytes == 0 and engine.runner.pool.num_bytes == 0
+        engine.llm.llm_engine.step()
+        assert canvas.num_steps == 5
+        engine.llm.wake_up(["weights"])
+        engine.llm.llm_engine.step()
+        assert canvas.num_steps == 5
+        engine.llm.wake_up(["kv_cache"])
+        answer = finish(engine)["a"]
+        assert engine.is_idle()
+        assert engine.ask(ask)[0].token_ids == wanted.token_ids
+    if asked.get("cache") in ("none", None):
+        assert answer.token_ids == wanted.token_ids
+    assert answer.report["trajectory"]["weight_steps"] == [[0, 1]]
+
+
+def test_discarded_weights_want_an_update(checkpoint: Callable[[str], Path]) -> None:
+    ask = Ask(random_prompt(9), {**BLOCKS, "ignore_eos": True})
+    with running(checkpoint("moe"), quantization="fp8", enable_sleep_mode=True) as engine:
+        (wanted,) = engine.ask(ask)
+        canvas = begun(engine, ask, 2)
+        engine.llm.sleep(level=2, mode="keep")
+        assert not torch.isfinite(engine.runner.model.model.norm.weight).any()
+        engine.llm.wake_up()
+        for _ in range(3):
+            engine.llm.llm_engine.step()
+        assert canvas.num_steps == 2
+        engine.llm.collective_rpc("reload_weights")
+        assert finish(engine)["a"].token_ids == wanted.token_ids
+
+
+def test_memory_of_keys_alone_is_lent(checkpoint: Callable[[str], Path]) -> None:
+    ask = Ask(random_prompt(70), {**GRID, "ignore_eos": True})
+    with running(checkpoint("sdar")) as engine:
+        (wanted,) = engine.ask(ask)
+        assert engine.is_idle()
+        engine.llm.sleep(level=0)
+        engine.core.release_kv_cache_memory()
+        assert engine.runner.caches.reserved_bytes == 0
+        engine.llm.wake_up()
+        assert engine.ask(ask)[0].token_ids == wanted.token_ids
+
+
+def test_sleep_wants_its_flag(checkpoint: Callable[[str], Path]) -> None:
+    with running(checkpoint("mha")) as engine:
+        with pytest.raises(ValueError, match="sleep: given level 1; wanted --enable-sleep-mode"):
+            engine.llm.sleep(level=1)
+        engine.core.resume_scheduler()
+        assert engine.ask(Ask(random_prompt(5), BLOCKS))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_weights_come_back_where_they_were(
+    quantization: str | None, checkpoint: Callable[[str], Path]
+) -> None:
+    """Addresses and captured graphs stay; the card has the memory meanwhile."""
+    ask = Ask(random_prompt(9), {**BLOCKS, "ignore_eos": True})
+    settings = {"quantization": quantization, "dtype": "bfloat16", "enable_sleep_mode": True}
+    with running(checkpoint("mha"), **settings) as engine:
+        (wanted,) = engine.ask(ask)
+        model, graphs = engine.runner.model, len(engine.runner.graphs or ())
+        places = [p.data_ptr() for p in model.parameters()]
+        free_bytes = torch.cuda.mem_get_info()[0]
+        for level in (1, 2):
+            engine.llm.sleep(level=level)
+            assert torch.cuda.mem_get_info()[0] > free_bytes
+            engine.llm.wake_up()
+            if level == 2:
+                engine.llm.collective_rpc("reload_weights")
+            assert [p.data_ptr() for p in model.parameters()] == places
+            assert engine.ask(ask)[0].token_ids == wanted.token_ids
+        assert len(engine.runner.graphs or ()) == graphs

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that come as files: upstream's transfer engine `disk`, for trainers that share a folder.
+
+It needs no GPU. Files are safetensors below the folder that the server names
+(`additional_config`'s `dllm`, `weight_update_root`); no others are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import safe_open
+
+from vllm.diffusion.config import settings_of
+from vllm.diffusion.core.errors import CheckpointError
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+
+@dataclass
+class DiskInitInfo(WeightTransferInitInfo):
+    """Nothing: there is nobody to meet."""
+
+
+@dataclass
+class DiskUpdateInfo(WeightTransferUpdateInfo):
+    """A file of safetensors, or a folder of them.
+
+    Attributes:
+        path: below the server's folder for updates, absolute or from there.
+    """
+
+    path: str
+
+
+class DiskTransfer(WeightTransferEngine[DiskInitInfo, DiskUpdateInfo]):
+    """Reads the tensors of a trainer from files."""
+
+    init_info_cls = DiskInitInfo
+    update_info_cls = DiskUpdateInfo
+    supports_draft_weight_update = False
+
+    def init_transfer_engine(self, init_info: DiskInitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def finish_weight_update(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+    def update_weights(self, update_info: dict[str, object]) -> None:
+        """Load what a message of the trainer names; upstream's would wait for an accelerator."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: DiskUpdateInfo) -> None:
+        root = settings_of(self.vllm_config).weight_update_root
+        self.model.load_weights(tensors_in(allowed_path(update_info.path, root)))
+
+
+def allowed_path(path: str, root: str | None) -> Path:
+    """Return the real path of a file or folder that an update names.
+
+    Raises:
+        CheckpointError: it is not below `root`, or there is no `root`.
+    """
+    if root is None:
+        raise CheckpointError(
+            f"path: given {path!r}; wanted a server with a folder for updates "
+            "(additional_config.dllm.weight_update_root)"
+        )
+    folder = Path(root).resolve()
+    found = (folder / path).resolve()
+    if not found.is_relative_to(folder):
+        raise CheckpointError(f"path: given {path!r}; wanted one below weight_update_root {folder}")
+    return found
+
+
+def tensors_in(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a file of safetensors, or of all such files of a folder.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files or not all(file.is_file() for file in files):
+        raise CheckpointError(
+            f"path: given {str(path)!r}; wanted a file of safetensors, or a folder"
+        )
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                yield name, tensors.get_tensor(name)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of weights that can be given back while nothing runs, and comes back where it was.
+
+```
+addresses of the range    0 ............... used
+awake                     | tensors of weights |      backed by memory
+asleep                    |     not backed     |      their contents: on the host, or nowhere
+```
+
+The tensors stay, so what holds them or their addresses (layers, CUDA graphs) need not be told.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.ops import arena as vmm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+ALIGNMENT = 512  # bytes
+_NAN_BYTE = 0xFF  # four of them are NaN in fp32, two in bf16; one is in e4m3
+
+
+class WeightMemory:
+    """Memory of weights on a device that cannot be given back: only their contents go.
+
+    Args:
+        model: the loaded model; its own buffers, which are computed, stay as they are.
+    """
+
+    num_bytes = 0  # that are given back while they sleep
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def suspend(self, *, keeps: bool) -> None:
+        """Let the weights sleep; without `keeps` their contents are lost."""
+        if not keeps:
+            for _, _, weight in _weights(self._model):
+                weight.view(-1).view(torch.uint8).fill_(_NAN_BYTE)
+
+    def resume(self) -> None:
+        """Wake the weights up, with the contents that were kept."""
+
+
+class ArenaWeights(WeightMemory):
+    """Memory of weights in a range of a GPU's addresses.
+
+    Args:
+        model: the loaded model, whose weights move there; nothing may hold them yet.
+        device: a CUDA device.
+
+    Raises:
+        ServerConfigError: there is no such memory on this machine.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        super().__init__(model)
+        if not vmm.is_built():
+            raise ServerConfigError(
+                "enable_sleep_mode: given true; wanted vmm_allocator built (scripts/setup.sh)"
+            )
+        index = torch.cuda.current_device() if device.index is None else device.index
+        card = torch.cuda.get_device_properties(index).total_memory
+        self._arena = vmm.Arena(card, device=index)
+        self._kept: torch.Tensor | None = None
+        end, moved = 0, dict[int, torch.Tensor]()
+        for owner, name, weight in _weights(model):
+            place = moved.get(weight.data_ptr())
+            if place is None:
+                self._arena.grow(end + weight.nbytes)
+                place = self._arena.tensor(end, tuple(weight.shape), weight.dtype, holds=False)
+                place.copy_(weight)
+                moved[weight.data_ptr()] = place
+                end += -(-weight.nbytes // ALIGNMENT) * ALIGNMENT
+            if name in owner._parameters:
+                owner._parameters[name].data = place  # type: ignore[union-attr]
+            else:
+                owner._buffers[name] = place
+        self.num_bytes = end
+
+    def suspend(self, *, keeps: bool) -> None:
+        if keeps:
+            whole = self._arena.tensor(0, (self._arena.front_bytes,), torch.uint8, holds=False)
+            self._kept = torch.empty(len(whole), dtype=torch.uint8, pin_memory=True)
+            self._kept.copy_(whole)
+        self._arena.shrink(0)
+        self._arena.trim()
+
+    def resume(self) -> None:
+        self._arena.grow(self.num_bytes if self._kept is None else len(self._kept))
+        if self._kept is not None:
+            whole = self._arena.tensor(0, (len(self._kept),), torch.uint8, holds=False)
+            whole.copy_(self._kept)
+            torch.cuda.synchronize()
+            self._kept = None
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Yield each tensor of weights with its module and its name there; shared ones repeat."""
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            yield module, name, parameter.data
+        for name, buffer in module.named_buffers(recurse=False):
+            if path and buffer.numel():
+                yield module, name, buffer
