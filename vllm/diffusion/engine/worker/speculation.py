@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion.decoding.drafting import MOST_TOGETHER, Drafter, State
 from vllm.diffusion.engine.worker.branches import Branch, LastCandidates, has_random_scores
-from vllm.diffusion.engine.worker.governor import HoldingRates, Offer, worthwhile
+from vllm.diffusion.engine.worker.governor import HoldingRates, Offer, StepTimes, worthwhile
 from vllm.diffusion.engine.worker.places import Places
+from vllm.diffusion.engine.worker.step_graphs import ROW_BUCKETS
+from vllm.diffusion.memory import StepShape
 from vllm.diffusion.request.algorithms import algorithms_of
 from vllm.logger import init_logger
 
@@ -30,12 +32,14 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.decoding import BatchedCommit, Candidates, ForwardTarget
     from vllm.diffusion.decoding.drafting import Chance
+    from vllm.diffusion.engine.worker.batch import StepBatch
     from vllm.diffusion.engine.worker.branches import Packed
     from vllm.diffusion.engine.worker.canvas import Canvas
-    from vllm.diffusion.engine.worker.governor import Kind, StepTimes
+    from vllm.diffusion.engine.worker.governor import Kind
     from vllm.diffusion.engine.worker.sample_rows import SampleRows
+    from vllm.diffusion.engine.worker.step_graphs import GraphRunner
     from vllm.diffusion.engine.worker.window import Window
-    from vllm.diffusion.memory import PageAllocator
+    from vllm.diffusion.memory import PageAllocator, Plan, Planner
     from vllm.diffusion.ops import Array
     from vllm.diffusion.request.params import DiffusionParams
 
@@ -328,6 +332,35 @@ class Speculation:
             follows = parent is None or parent.depth == 0 or any(s is parent for s in states)
             if follows and state.depth <= len(states) + 1:
                 self._rates.learn(kind, count, state.depth, holds=number in reached)
+
+
+def times_of(
+    graphs: GraphRunner | None, planner: Planner, *, weighs: bool | None
+) -> Callable[[bool], StepTimes] | None:
+    """Return the times of steps, of windows or not; None where guesses are not to be weighed.
+
+    Args:
+        graphs: the graphs, timed at start, if there are any.
+        planner: predicts times without graphs.
+        weighs: weigh guesses; None: where there are graphs.
+    """
+    if graphs is not None:
+        known = graphs.times
+        return None if weighs is False else known.__getitem__
+    if not weighs:
+        return None
+
+    def predicted(are_windows: bool) -> StepTimes:
+        shapes = [StepShape(n, n, n, num_sequences=2, keeps=are_windows) for n in ROW_BUCKETS]
+        return StepTimes.of({s.rows: planner.plan(s).predicted_seconds for s in shapes})
+
+    return predicted
+
+
+def serves_guesses(batch: StepBatch, plan: Plan, graphs: GraphRunner | None) -> bool:
+    """Whether guesses cost a step nothing but their rows: it is whole, and one graph's."""
+    has_graph = graphs is None or graphs.buckets.find(batch) is not None
+    return has_graph and plan.is_whole(batch.num_rows)
 
 
 def _accepted(
