@@ -145,6 +145,8 @@ class CanvasState(BaseModel):
         committed: whether the token is final.
         confidence: the model's probability of the token in the step that proposed it; null where
             there was none.
+        guessed: whether a guess that came true committed the token, without a forward of its own;
+            left out for requests without guesses.
     """
 
     step: int
@@ -152,11 +154,13 @@ class CanvasState(BaseModel):
     text: list[str]
     committed: list[bool]
     confidence: list[float | None]
+    guessed: list[bool] | None = None
 
     @classmethod
     def of(cls, packed: Mapping[str, Any], texts: TokenTexts) -> CanvasState:
         """Unpack an `engine.messages.CanvasView`."""
         token_ids = np.frombuffer(packed["token_ids"], "<i4").tolist()
+        guessed = packed.get("guessed")
         confidence = np.frombuffer(packed["confidence"], "<f4").astype(float).round(6)
         return cls(
             step=packed["step"],
@@ -164,6 +168,7 @@ class CanvasState(BaseModel):
             text=texts.of(token_ids),
             committed=np.frombuffer(packed["committed"], "?").tolist(),
             confidence=[None if np.isnan(p) else p for p in confidence.tolist()],
+            guessed=None if guessed is None else np.frombuffer(guessed, "?").tolist(),
         )
 
 
