@@ -9,9 +9,10 @@ from ._ops import gather_gemm, is_built
 from .grouped import gated_gemm, weighted_gemm
 from .routing import Routing, route, route_rows, sum_terms
 from .scoring import SOFTMAX, Scoring
-from .top import Top, gather_top, has_top
+from .top import MAX_COLUMNS, Top, gather_top, has_top
 
 __all__ = [
+    "MAX_COLUMNS",
     "SOFTMAX",
     "Routing",
     "Scoring",

@@ -66,6 +66,8 @@ def route(
     ranks = torch.where(ranks > _LEAST, ranks, _LEAST)
     if scoring.num_groups > 1:
         ranks = ranks.masked_fill(~_kept_groups(ranks, scoring), -torch.inf)
+    if scoring.window:
+        ranks = ranks.masked_fill(~_kept_in_windows(ranks, scoring), -torch.inf)
     chosen = _best(ranks, num_chosen).sort(dim=-1).values
     weights = scores.gather(-1, chosen)
     if scoring.is_normalised:
@@ -96,6 +98,17 @@ def _kept_groups(ranks: Tensor, scoring: Scoring) -> Tensor:
     kept = torch.zeros_like(sums, dtype=torch.bool)
     kept.scatter_(1, _best(sums, scoring.num_kept_groups), True)
     return kept.repeat_interleave(num_experts // scoring.num_groups, dim=1)
+
+
+def _kept_in_windows(ranks: Tensor, scoring: Scoring) -> Tensor:
+    """Mark, [R, E] bool, the experts that the window of each row may choose."""
+    num_rows, num_experts = ranks.shape
+    missing = -num_rows % scoring.window
+    padded = torch.nn.functional.pad(ranks, (0, 0, 0, missing), value=-torch.inf)
+    scores = padded.view(-1, scoring.window, num_experts).amax(dim=1)
+    kept = torch.zeros_like(scores, dtype=torch.bool)
+    kept.scatter_(1, _best(scores, scoring.capacity), True)
+    return kept.repeat_interleave(scoring.window, dim=0)[:num_rows]
 
 
 def _best(ranks: Tensor, count: int) -> Tensor:

@@ -48,15 +48,15 @@ def route(
 
     By default the weights are the probabilities of the chosen experts, not normalised to sum 1.
     Among equals the lowest expert, or group of them, is chosen. On CUDA one kernel runs for few
-    rows and two for many; launches depend on shapes alone, and the result does not depend on the
-    order in which blocks run.
+    rows and two for many, and PyTorch where rows choose by windows; launches depend on shapes
+    alone, and the result does not depend on the order in which blocks run.
 
     Args:
         logits: [R, E] bf16, fp16 or fp32, E at most 1,024; rows may be strided.
         num_chosen: k, from 1 to E.
         bias: fp32 [E], added to the scores for the choice only.
         scoring: conversion of logits to a choice and weights; the groups that it keeps have at
-            least k experts, every group at least two.
+            least k experts, every group at least two. With windows, the first row begins one.
         has_shared: whether all rows have one more expert.
 
     Returns:
@@ -67,7 +67,7 @@ def route(
     """
     _check_logits(logits)
     _check_choice("route", logits.shape[1], num_chosen, bias, logits, scoring)
-    if _kernels is None or not can_take(logits) or len(logits) == 0:
+    if _kernels is None or not can_take(logits) or len(logits) == 0 or scoring.window:
         return Routing(*reference.route(logits, num_chosen, bias, scoring, has_shared=has_shared))
     routing = _allocate(logits, logits.shape[1], num_chosen, logits.dtype, has_shared=has_shared)
     with guard(logits):
@@ -109,7 +109,7 @@ def route_rows(
     _check(op, "x", x, x, (-1, -1))
     _check(op, "gate", gate, x, (-1, x.shape[1]))
     _check_choice(op, len(gate), num_chosen, bias, x, scoring)
-    has_parts = in_parts and x.element_size() == 2 and x.numel() > 0
+    has_parts = in_parts and x.element_size() == 2 and x.numel() > 0 and not scoring.window
     if _kernels is None or not can_take(x) or not has_parts:
         logits = _router_logits(x, gate, scoring)
         return route(logits, num_chosen, bias, scoring, has_shared=has_shared)
@@ -224,5 +224,10 @@ def _check_choice(
                 f"{op}: scoring must keep groups of at least {num_chosen} of {num_experts} experts "
                 f"that lie in groups of two or more, got {kept} of {scoring.num_groups} groups"
             )
+    if scoring.window and not num_chosen <= scoring.capacity <= num_experts:
+        raise ValueError(
+            f"{op}: the capacity of a window must be from {num_chosen} to {num_experts}, "
+            f"got {scoring.capacity}"
+        )
     if bias is not None:
         _check_exact(op, "bias", bias, (num_experts,), like, torch.float32)

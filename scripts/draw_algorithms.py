@@ -18,11 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
+import torch  # noqa: E402
 
 from vllm.diffusion.decoding import Candidates, make_rule  # noqa: E402
 from vllm.diffusion.request import decision, fields  # noqa: E402
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS  # noqa: E402
-from vllm.diffusion.request.families import FAST_DLLM, LLADA, LLADA21, SDAR  # noqa: E402
+from vllm.diffusion.request.families import FAST_DLLM, LLADA, LLADA21, LLADA22, SDAR  # noqa: E402
 from vllm.diffusion.request.params import ServedModel, SpecialIds  # noqa: E402
 
 if TYPE_CHECKING:
@@ -31,12 +32,14 @@ if TYPE_CHECKING:
 FOLDER = ROOT / "docs" / "images" / "algorithms"
 MASK, LENGTH, BLOCK, PROMPT = 15, 32, 8, 8
 MOST_STEPS = 40
-FAMILIES = {"hierarchy_block": FAST_DLLM, "joint_threshold": LLADA21}
+FAMILIES = {"hierarchy_block": FAST_DLLM, "joint_threshold": LLADA21, "levenshtein": LLADA22}
+EDITS = (12, 13)
 ASKED: dict[str, dict[str, object]] = {
     "semi_ar": {"steps": 16},
     "dream": {"steps": 16},
     "low_confidence_dynamic": {"steps": 16},
     "sequential": {"steps": 16},
+    "levenshtein": {"steps": 16, "threshold": 0.9},
     "full_attn_multi_block": {"threshold": 0.3},
     "multi_block": {"threshold": 0.3},
     "hierarchy_block": {"threshold": 0.9, "sub_block_length": 4},
@@ -60,7 +63,7 @@ def steps_of(algorithm: Algorithm) -> list[list[tuple[str, float]]]:
     """Return, for every step, each canvas position's kind and its candidate's confidence."""
     is_block = algorithm.is_block_causal
     family = FAMILIES.get(algorithm.name, SDAR) if is_block else LLADA
-    model = ServedModel(family, SpecialIds(MASK, 14, None, frozenset()), 4096, 16)
+    model = ServedModel(family, SpecialIds(MASK, 14, None, frozenset(), edit=EDITS), 4096, 16)
     asked = {"algorithm": algorithm.name, "gen_length": LENGTH, **ASKED.get(algorithm.name, {})}
     if algorithm.blocks != "none":
         asked["block_length"] = BLOCK
@@ -77,11 +80,20 @@ def steps_of(algorithm: Algorithm) -> list[list[tuple[str, float]]]:
         # A few tokens are seen otherwise once all around them are there.
         proposed = np.where((positions % 7 == 3) & (found > 0.8), 2, 1)
         scores = 3 * (found - 1) if _is_entropy(algorithm) else found
+        if algorithm.edits_length:  # it looks up more than the likeliest token
+            rule.adjust_logits(_logits(proposed, found), torch.from_numpy(positions - PROMPT))
         draws = np.random.default_rng(len(rows)).random(len(positions))
         commit = rule.decide(Candidates(positions, proposed, scores, proposed, draws))
         rows.append(_row(tokens, sure, dict(zip(positions, found, strict=True)), commit))
         tokens[commit.positions] = commit.tokens
     return rows
+
+
+def _logits(proposed: np.ndarray, found: np.ndarray) -> torch.Tensor:
+    """Return logits [R, 16] by which the proposed tokens have these probabilities."""
+    rest = np.repeat((1 - found)[:, None] / 15, 16, axis=1)
+    rest[np.arange(len(found)), proposed] = found
+    return torch.from_numpy(np.log(rest))
 
 
 def _is_entropy(algorithm: Algorithm) -> bool:

@@ -6,6 +6,7 @@
     scripts/make_dummy_checkpoint.py --family dream OUTPUT_DIR          Dream-7B
     scripts/make_dummy_checkpoint.py --family llada-moe OUTPUT_DIR      LLaDA-MoE-7B-A1B
     scripts/make_dummy_checkpoint.py --family llada2 OUTPUT_DIR         LLaDA2.0-mini, 16B-A1.4B
+    scripts/make_dummy_checkpoint.py --family llada22 OUTPUT_DIR        LLaDA2.2-mini, 16B-A1.4B
                                                                         (--size flash: 100B-A6.1B)
     scripts/make_dummy_checkpoint.py --family sdar OUTPUT_DIR           SDAR-8B (--size 4b: SDAR-4B)
     scripts/make_dummy_checkpoint.py --family sdar-moe OUTPUT_DIR       SDAR-30B-A3B
@@ -106,6 +107,15 @@ SDAR_SIZES = layers(36) | {
 }
 
 
+# Rows choose experts by blocks; the tokens that delete and insert have no names.
+LLADA22_KEYS = {
+    "block_size": 32,
+    "delete_token_id": 156930,
+    "expert_capacity": 48,
+    "max_position_embeddings": 131072,
+    "rope_theta": 3000000,
+    "split_token_id": 156931,
+}
 PRESETS: dict[tuple[str, str], Preset] = {
     # LLaDA-8B-Base, LLaDA-8B-Instruct, LLaDA-1.5
     ("llada", "8b"): Preset(
@@ -172,6 +182,34 @@ PRESETS: dict[tuple[str, str], Preset] = {
             "num_attention_heads": 32,
         },
         token_ids=LING_TOKEN_IDS,
+    ),
+    # LLaDA2.2-mini
+    ("llada22", "mini"): Preset(
+        sizes={
+            **LLADA2_SIZES,
+            **LLADA22_KEYS,
+            **layers(20),
+            "hidden_size": 2048,
+            "intermediate_size": 5120,
+            "moe_intermediate_size": 512,
+            "num_attention_heads": 16,
+        },
+        token_ids=LING_TOKEN_IDS,
+        like="llada2",
+    ),
+    # LLaDA2.2-flash
+    ("llada22", "flash"): Preset(
+        sizes={
+            **LLADA2_SIZES,
+            **LLADA22_KEYS,
+            **layers(32),
+            "hidden_size": 4096,
+            "intermediate_size": 9216,
+            "moe_intermediate_size": 1024,
+            "num_attention_heads": 32,
+        },
+        token_ids=LING_TOKEN_IDS,
+        like="llada2",
     ),
     # SDAR-8B-Chat, TraDo-8B
     ("sdar", "8b"): Preset(

@@ -60,6 +60,7 @@ DIFFCODER_SPECIAL_TOKENS = special_tokens(
 )
 # Ids 252..255 have logit columns but no token, as the last columns of the released models.
 VOCAB_SIZE = 256
+DELETE_ID, SPLIT_ID = 252, 253  # where a family has them
 
 CHAT_TEMPLATE = (
     "{{ '<|startoftext|>' }}"
@@ -116,6 +117,7 @@ TOKENIZER_STYLES = {
     "sdar": TokenizerStyle(SDAR_SPECIAL_TOKENS, None, "<|MASK|>", SDAR_CHAT_TEMPLATE, nfc=True),
     "sdar_moe": TokenizerStyle(SDAR_SPECIAL_TOKENS, None, "<|MASK|>", SDAR_CHAT_TEMPLATE, nfc=True),
     "llada2": TokenizerStyle(MOE_SPECIAL_TOKENS, "<|startoftext|>", "<|mask|>", MOE_CHAT_TEMPLATE),
+    "llada22": TokenizerStyle(MOE_SPECIAL_TOKENS, "<|startoftext|>", "<|mask|>", MOE_CHAT_TEMPLATE),
     "stable_diffcoder": TokenizerStyle(
         DIFFCODER_SPECIAL_TOKENS, "<|beginoftext|>", None, CHATML_TEMPLATE
     ),
@@ -127,7 +129,7 @@ TOKENIZER_STYLES = {
     ),
 }
 # eos_token_id of generation_config.json where it is not EOS_ID alone
-STOP_IDS = {family: [EOT_ID, EOS_ID] for family in ("sdar", "sdar_moe", "fast_dllm")}
+STOP_IDS = {family: [EOT_ID, EOS_ID] for family in ("sdar", "sdar_moe", "llada22", "fast_dllm")}
 
 WEIGHT_GAIN = 3.0
 # A very sharp attention or routing would magnify rounding until near-ties are everywhere.
@@ -198,6 +200,7 @@ BLOCK_CASES: dict[str, Case] = {
         overrides={"first_k_dense_replace": 0, "num_shared_experts": 0, "n_group": 1}
         | {"topk_group": 1, "num_experts_per_tok": 1},
     ),
+    "llada22": Case(seed=11, family="llada22"),
     "stable_diffcoder": Case(seed=4, family="stable_diffcoder"),
     "fast_dllm": Case(seed=4, family="fast_dllm"),
     "fast_dllm_tied": Case(seed=5, family="fast_dllm", overrides={"tie_word_embeddings": True}),
@@ -265,6 +268,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 4096,
             "use_sliding_window": False,
         },
+    ),
+    "llada22": (
+        "llada2",
+        {**TINY, **EXPERTS, "head_dim": 16, "rotary_dim": 8, "max_window_layers": 3}
+        | {"block_size": 8, "expert_capacity": 4, "num_experts": 16, "n_group": 8}
+        | {"topk_group": 4, "delete_token_id": DELETE_ID, "split_token_id": SPLIT_ID}
+        | {"rope_theta": 3000000},
     ),
     "fast_dllm": (
         "fast-dllm",

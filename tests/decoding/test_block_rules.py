@@ -17,17 +17,19 @@ from tests.reference.block_loops import Draw, NoEnd
 from tests.reference.philox import uniform_matrix
 from vllm.diffusion.core.random_streams import CATEGORICAL
 from vllm.diffusion.request import decision, fields
-from vllm.diffusion.request.families import FAST_DLLM, LLADA2, LLADA21, SDAR, Family
+from vllm.diffusion.request.families import FAST_DLLM, LLADA2, LLADA21, LLADA22, SDAR, Family
 from vllm.diffusion.request.params import DiffusionParams, ServedModel, SpecialIds
 
 V, MASK, STOPS = 24, 23, frozenset({22, 21})
+EDITS = (19, 18)  # what deletes, and what inserts
 NEVER = {MASK: -1e9}  # bias of a token that is never proposed
 
 
 def served(family: Family) -> ServedModel:
+    edit = EDITS if family.edit_tokens else ()
     return ServedModel(
         family=family,
-        ids=SpecialIds(mask=MASK, eos=22, eot=21, stop=STOPS),
+        ids=SpecialIds(mask=MASK, eos=22, eot=21, stop=STOPS, edit=edit),
         max_model_len=4096,
         vocab_size=V,
     )
@@ -66,7 +68,7 @@ class Case:
         family: Family,
         loop: Callable[..., block_loops.Decoded],
         asked: dict[str, Any],
-        **bias: float,
+        **bias: dict[int, float],
     ) -> Decoding:
         """Decode with the rule and with the loop; they agree after every forward."""
         toy = self.toy(**bias)
@@ -138,6 +140,33 @@ def test_llada21(number: int) -> None:
     loop = partial(block_loops.llada21, **options)
     found = case.check(LLADA21, loop, {"algorithm": "JointThreshold", **options})
     assert all(settled % case.block_length == 0 for settled in found.settled[:-1])
+
+
+@pytest.mark.parametrize("number", range(60))
+def test_llada22(number: int) -> None:
+    """Tokens of the prompt that would delete or insert are plain ones."""
+    case = Case(number)
+    options = {
+        "threshold": case.threshold,
+        "editing_threshold": case.chance.choice([0.0, 0.2, 0.5]),
+        "max_post_steps": case.chance.choice([0, 1, 2, 16]),
+    }
+    steps = case.chance.choice([1, 2, 5, 32])
+    loop = partial(block_loops.llada22, edit_ids=EDITS, steps=steps, **options)
+    wanted = {"algorithm": "levenshtein", "steps_per_block": steps, **options}
+    edits = dict.fromkeys(EDITS, case.chance.choice([0.0, 2.0, 6.0]))
+    found = case.check(LLADA22, loop, wanted, bias=edits)
+    assert all(settled % case.block_length == 0 for settled in found.settled[:-1])
+
+
+@pytest.mark.parametrize("temperature", [0.7, 2.0])
+def test_llada22_draws_no_token_that_edits_in_its_last_round(temperature: float) -> None:
+    case = Case(3)
+    toy = case.toy(bias=dict.fromkeys(EDITS, 3.0))
+    asked = {"algorithm": "levenshtein", "temperature": temperature, "max_post_steps": 1}
+    found = Decoding(toy, case.params_of(LLADA22, {**asked, "seed": 1}), case.prompt)
+    answer = found.run()
+    assert not {MASK, *EDITS} & set(answer)
 
 
 @pytest.mark.parametrize("number", CASES)

@@ -12,7 +12,12 @@ from tests.decoding.support import EOS, MASK, MODEL, SHIFTED, candidates
 from vllm.diffusion.decoding import DecodingRule, ForwardTarget, make_rule
 from vllm.diffusion.decoding.base import Array
 from vllm.diffusion.request import decision, fields
-from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, Algorithm
+from vllm.diffusion.request.algorithms import (
+    ALGORITHMS,
+    BLOCK_ALGORITHMS,
+    Algorithm,
+    algorithms_for,
+)
 from vllm.diffusion.request.families import FAST_DLLM, SDAR, Family
 
 PROMPT = [*range(1, 9)]
@@ -61,7 +66,7 @@ def case(algorithm: Algorithm, family: Family, asked: dict[str, Any]) -> Any:
             for a in ALGORITHMS.values()
             for family in (MODEL.family, SHIFTED.family)
         ),
-        *(case(a, SDAR, {}) for a in BLOCK_ALGORITHMS.values() if not a.reads_row_before),
+        *(case(a, SDAR, {}) for a in algorithms_for(SDAR).values()),
         case(BLOCK_ALGORITHMS["hierarchy_block"], FAST_DLLM, {"sub_block_length": 2}),
         case(ALGORITHMS["multi_block"], MODEL.family, {"cache": "delayed", "cache_delay_iter": 1}),
         case(ALGORITHMS["multi_block"], MODEL.family, {"early_stop": True}),

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, random_prompt
-from tests.engine.harness import Answer, Ask, Engine, running, speculating
+from tests.checkpoints import DELETE_ID, EOS_ID, EOT_ID, MASK_ID, SPLIT_ID, random_prompt
+from tests.engine.harness import Answer, Ask, Engine, running, shrink, speculating
 from tests.reference import block_loops, golden
 from tests.reference.models import load_reference
 from vllm.diffusion.request.algorithms import BLOCK_ALGORITHMS
@@ -83,6 +83,30 @@ def shared(steps: int) -> Loop:
     return Loop(block_loops.stable_diffcoder, {"steps": steps}, asked)
 
 
+def edited(
+    threshold: float, editing_threshold: float, max_post_steps: int, steps: int = 32
+) -> Loop:
+    options = {
+        "threshold": threshold,
+        "editing_threshold": editing_threshold,
+        "max_post_steps": max_post_steps,
+    }
+    loop = partial(block_loops.llada22, edit_ids=(DELETE_ID, SPLIT_ID))
+    asked = {"algorithm": "levenshtein", "steps_per_block": steps, **options}
+    return Loop(loop, {"steps": steps, **options}, asked)
+
+
+def unedited(loop: Loop) -> Loop:
+    """The same loop where nothing proposes to delete or to insert."""
+
+    def run(logits_of: Any, *args: Any, **options: Any) -> block_loops.Decoded:
+        logits_of = block_loops.without(logits_of, (DELETE_ID, SPLIT_ID))
+        decoded: block_loops.Decoded = loop.run(logits_of, *args, **options)
+        return decoded
+
+    return loop._replace(run=run)
+
+
 # prompt length, block length, length of the answer, loop
 CASES: dict[str, list[tuple[int, int, int, Loop]]] = {
     "sdar": [
@@ -107,6 +131,14 @@ CASES: dict[str, list[tuple[int, int, int, Loop]]] = {
         (7, 16, 20, joint(0.3, 0.6, 16)),
         (64, 8, 16, joint(0.9, 0.5, 0)),
         (90, 32, 33, joint(0.4, 0.2, 3)),
+    ],
+    "llada22": [
+        (20, 8, 24, edited(0.5, 0.0, 4)),
+        (66, 16, 30, edited(0.3, 0.2, 6, steps=5)),
+        (7, 8, 20, edited(0.9, 0.4, 0, steps=4)),
+        (90, 32, 33, edited(0.6, 0.3, 16)),
+        (40, 8, 24, unedited(dynamic(8, 0.4))),
+        (130, 16, 21, unedited(paced("semi_ar", "static", 8))),
     ],
     "fast_dllm": [
         (64, 32, 33, sub_blocks(8, 0.5)),
@@ -229,6 +261,30 @@ def test_in_mixed_batches(
     asks = [*with_cache(wanted, "exact"), *with_cache(wanted, "none")[::2]]
     same(engine.ask(*asks), [*wanted, *wanted[::2]])
     assert engine.is_idle()
+
+
+def test_in_chunks(served: tuple[Engine, list[Wanted]]) -> None:
+    """Steps that do not fit as a whole; windows of the router are not cut."""
+    engine, wanted = served
+    runner, planner = engine.runner, engine.runner.planner
+    budget = runner.pool.budget_bytes
+    try:
+        shrink(runner, runner.caches.reserved_bytes + 160_000)
+        same(engine.ask(*with_cache(wanted, "exact"), *with_cache(wanted, "none")), [*wanted] * 2)
+    finally:
+        runner.pool.budget_bytes, runner.planner = budget, planner
+
+
+def test_tokens_that_moved_have_probabilities(served: tuple[Engine, list[Wanted]]) -> None:
+    """Also where the last block is longer than the answer."""
+    engine, wanted = served
+    asks = [Ask(ask.prompt, ask.extra, {"logprobs": 0}) for ask, *_ in wanted]
+    for output, case in zip(engine.outputs(*asks), wanted, strict=True):
+        (answer,) = output.outputs
+        assert list(answer.token_ids) == case.answer
+        found = [entry.logprob for place in answer.logprobs for entry in place.values()]
+        if case.ask.extra.get("editing_threshold", 0) == 0:
+            assert torch.tensor(found).isfinite().all()
 
 
 @pytest.mark.parametrize("most", [1, 3, 7])

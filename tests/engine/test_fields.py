@@ -12,7 +12,8 @@ import pytest
 from tests.checkpoints import EOS_ID, EOT_ID, random_prompt
 from tests.engine.cases import CUT, DELAYED, DREAM, FULL, MULTI
 from tests.engine.harness import BLOCKS, NOISY, Ask, running
-from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
+from vllm.diffusion.request.algorithms import ALGORITHMS, algorithms_for
+from vllm.diffusion.request.families import SDAR
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -76,8 +77,7 @@ def test_every_algorithm_and_cache(llada: Engine) -> None:
 
 
 def test_every_algorithm_and_cache_of_a_block_causal_family(sdar: Engine) -> None:
-    algorithms = {n: a for n, a in BLOCK_ALGORITHMS.items() if not a.reads_row_before}
-    check_ways(sdar, ways(algorithms, length=4))
+    check_ways(sdar, ways(algorithms_for(SDAR), length=4))
 
 
 SHAPED: list[dict[str, Any]] = [

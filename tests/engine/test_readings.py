@@ -18,7 +18,7 @@ from vllm.diffusion.api.openai.echo import readings_of
 from vllm.diffusion.api.validator import validator_of
 from vllm.diffusion.core.errors import InvalidParameterError
 
-FAMILIES = ("dream", "sdar", "llada2", "fast_dllm")
+FAMILIES = ("dream", "sdar", "llada2", "llada22", "fast_dllm")
 PROMPT = random_prompt(21, 5)
 
 
@@ -69,3 +69,19 @@ def test_a_token_is_read_in_its_exact_context(checkpoint: Callable[[str], Path],
 
 def reply_score() -> dict[str, Any]:
     return {"positions": [len(PROMPT)], "token_ids": [[3, 9]]}
+
+
+def test_masks_complete_the_windows_of_a_prompt_that_is_read(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    """Where rows choose their experts by windows; beside prompts of other lengths."""
+    folder = checkpoint("llada22")
+    model = load_reference(folder)
+    prompts = [random_prompt(length, length) for length in (21, 5, 16, 9)]
+    with running(folder) as engine:
+        asked = {"positions": [4], "token_ids": [[3, 9]]}
+        answers = engine.ask(*(Ask(prompt, {"score": asked}) for prompt in prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = [*prompt, *[MASK_ID] * (-len(prompt) % 8)]
+        wanted = row(model, tokens, 4, 8)[[3, 9]].tolist()
+        assert answer.report["scores"]["logprobs"][0] == pytest.approx(wanted, rel=1e-4)

@@ -781,3 +781,18 @@ def test_steps_that_are_a_little_smaller_have_one_plan() -> None:
 
     long = StepShape(rows=100_000, sample_rows=33, longest=100_000)
     assert planner.plan_alike(long) == planner.plan(long)
+
+
+def test_chunks_of_the_feed_forward_stage_hold_whole_windows() -> None:
+    """Where rows choose their experts by windows; whatever is left for a chunk."""
+    shape = replace(LLADA_MOE, row_unit=32)
+    step = StepShape(rows=4096, sample_rows=64, longest=4096)
+    search = Planner(shape, 1 << 40, 8192, uses_host=False).search
+    least, most = search.smallest_bytes(step), search.whole_bytes(step)
+    for part in range(10):
+        budget = least + (most - least) * part // 10
+        plan = Planner(shape, budget, 8192, uses_host=False).plan(step)
+        assert plan.rows.feed_forward % 32 == 0
+        assert plan.predicted_peak_bytes <= budget
+    hasty = Planner(shape, most, 8192).plan(step, 0, 1e-9)
+    assert hasty.rows.feed_forward == 32

@@ -10,6 +10,7 @@ from vllm.diffusion.models.dream import DreamConfig
 from vllm.diffusion.models.fast_dllm import FastDLLMConfig
 from vllm.diffusion.models.llada import LLaDAConfig
 from vllm.diffusion.models.llada2 import LLaDA2Config
+from vllm.diffusion.models.llada22 import LLaDA22Config
 from vllm.diffusion.models.llada_moe import LLaDAMoEConfig
 from vllm.diffusion.models.sdar import SDARConfig
 from vllm.diffusion.models.sdar_moe import SDARMoeConfig
@@ -21,6 +22,7 @@ RELEASED = {
     "sdar": (SDARConfig, configuration("sdar", "4b")),
     "sdar_moe": (SDARMoeConfig, configuration("sdar-moe")),
     "llada2": (LLaDA2Config, configuration("llada2", "mini")),
+    "llada22": (LLaDA22Config, configuration("llada22", "mini")),
     "fast_dllm": (FastDLLMConfig, configuration("fast-dllm")),
 }
 

@@ -30,16 +30,20 @@ def test_the_forward_has_the_blocks_of_the_configuration(
     assert_same_logits(logits(model, ids), wanted)
 
 
-@pytest.mark.parametrize("block_length", [1, 4, 7, 32])
+@pytest.mark.parametrize("blocks", [1, 4, 7, 32])
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_sequences_equal_the_reference(
-    name: str, block_length: int, case_path: PathOf, case_model: ModelOf
+    name: str, blocks: int, case_path: PathOf, case_model: ModelOf
 ) -> None:
-    """As a whole, and in chunks."""
-    sequences = [some_ids(length, seed=length) for length in (1, 17, 4, 30)]
+    """As a whole, and in chunks; of whole windows, where rows choose experts by windows."""
+    unit = case_model(name).architecture.scoring.window
+    lengths, block_length, chunk = (1, 17, 4, 30), blocks, 5
+    if unit:
+        lengths, block_length, chunk = (unit, 4 * unit, 2 * unit), unit * (1 + blocks % 3), unit
+    sequences = [some_ids(length, seed=length) for length in lengths]
     visibility, reference = BlockCausal(block_length), load_reference(case_path(name))
     wanted = torch.cat([reference.logits(ids[None], block_length)[0] for ids in sequences])
-    for rows in (None, 5):
+    for rows in (None, chunk):
         given = staged_logits(case_model(name), sequences, rows=rows, visibility=visibility)
         assert_same_logits(torch.cat(given), wanted)
 

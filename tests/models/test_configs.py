@@ -26,10 +26,12 @@ from vllm.diffusion.request.families import (
     LLADA,
     LLADA2,
     LLADA21,
+    LLADA22,
     LLADA_MOE,
     SDAR,
     Family,
     family_of,
+    why_not_served,
 )
 
 make = partial(make_any, "llada")
@@ -285,7 +287,12 @@ def test_copies_and_round_trips(family: str) -> None:
         ("llada2", "router_dtype", "bf16", {}),
         ("llada2", "hidden_act", "gelu", {}),
         ("llada2", "use_sliding_window", True, {}),
-        ("llada2", "expert_capacity", 48, {}),
+        ("llada22", "expert_capacity", 7, {}),
+        ("llada22", "expert_capacity", 257, {}),
+        ("llada22", "expert_capacity", 48.5, {}),
+        ("llada22", "delete_token_id", None, {}),
+        ("llada22", "split_token_id", 157184, {}),
+        ("llada22", "block_size", 0, {}),
         ("llada2", "quantization_config", {"quant_method": "mxfp4"}, {}),
         ("llada2", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}, {}),
         ("llada2", "partial_rotary_factor", 0.3, {"head_dim": 10}),
@@ -385,6 +392,31 @@ def test_the_model_type_tells_versions_apart(model_type: str, family: Family) ->
     config = make_config("llada2", model_type=model_type)
     assert config.family is family
     assert pickle.loads(pickle.dumps(config)).family is family
+
+
+@pytest.mark.parametrize("model_type", ["llada2_moe", "llada21_moe"])
+def test_a_capacity_tells_llada22_apart(model_type: str) -> None:
+    config = make_config("llada22", model_type=model_type, n_group=7, topk_group=0)
+    assert config.family is LLADA22
+    assert pickle.loads(pickle.dumps(config)).family is LLADA22
+    assert config_classes()["llada2_moe"].from_dict(config.to_dict()).family is LLADA22
+    scoring = config.architecture.scoring
+    assert (scoring.window, scoring.capacity, scoring.num_groups) == (32, 48, 1)
+    assert config.block_length == 32
+    assert config.rope_theta == 3000000
+    for absent in (None, 0):
+        assert make_config("llada2", expert_capacity=absent).family is LLADA2
+
+
+def test_a_script_tells_which_one_serves_a_checkpoint() -> None:
+    found = ["LLaDA2MoeModelLM"], "llada2_moe"
+    assert why_not_served("llada2", *found) is None
+    assert why_not_served("llada22", *found, {"expert_capacity": 48}) is None
+    for name, other, capacity in (("llada2", "llada22", 48), ("llada22", "llada2", 0)):
+        reason = why_not_served(name, *found, {"expert_capacity": capacity})
+        assert reason is not None
+        assert "LLaDA2MoeModelLM with expert_capacity" in reason
+        assert f"run_{other}_server.sh serves this one" in reason
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,7 @@ def test_routers_agree_on_every_scoring(generator, num_rows, num_experts, num_ch
     x[num_rows // 2, 3] = torch.nan
     assert fused_ops.has_router(x, gate)
     for given_bias in (None, bias):
-        given = fused_ops.route_rows(x, gate, num_chosen, given_bias, **scoring._asdict())
+        given = fused_ops.route_rows(x, gate, num_chosen, given_bias, **scoring.of_rows())
         wanted = route_rows(x, gate, num_chosen, given_bias, scoring)
         assert torch.equal(given[1], wanted.slots) and torch.equal(given[2], wanted.ends)
         assert given[0].dtype == wanted.weights.dtype
@@ -261,7 +261,7 @@ def test_a_router_as_of_llada2_against_float64(generator, num_rows):
     gate = (torch.randn(128, 2048, generator=generator) / 2048**0.5).bfloat16().cuda()
     bias = (torch.randn(128, generator=generator) / 10).cuda()
     options = Scoring(True, 8, 4, is_normalised=True, scale=2.5, in_fp32=True)
-    given = Routing(*fused_ops.route_rows(x, gate, 8, bias, **options._asdict()))
+    given = Routing(*fused_ops.route_rows(x, gate, 8, bias, **options.of_rows()))
     scores = (x.double() @ gate.double().t()).sigmoid()
     ranks = scores + bias
     groups = ranks.view(num_rows, 8, 16)

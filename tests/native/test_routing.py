@@ -279,3 +279,27 @@ TERMS = torch.zeros(4, 2, 6)
 def test_arguments_are_checked(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_rows", [1, 4, 5, 12, 35])
+def test_rows_of_a_window_choose_among_the_same_experts(generator, device, num_rows):
+    """Few values, so that many scores are equal: then the lowest expert is taken."""
+    window, capacity, num_chosen = 4, 5, 3
+    scoring = Scoring(True, scale=2.5, is_normalised=True, window=window, capacity=capacity)
+    logits = torch.randint(-2, 3, (num_rows, 16), generator=generator).float()
+    bias = torch.randint(0, 3, (16,), generator=generator) / 8
+    given = route(logits.to(device), num_chosen, bias.to(device), scoring)
+    chosen = experts_of(given, num_rows, num_chosen).tolist()
+    scores = logits.sigmoid()
+    for start in range(0, num_rows, window):
+        ranks = scores[start : start + window] + bias
+        best = ranks.amax(dim=0).tolist()
+        allowed = sorted(range(16), key=lambda e: (-best[e], e))[:capacity]
+        for row, own in enumerate(ranks.tolist(), start=start):
+            wanted = sorted(sorted(allowed, key=lambda e: (-own[e], e))[:num_chosen])
+            assert chosen[row] == wanted
+            weights = scores[row, wanted] / scores[row, wanted].sum() * 2.5
+            torch.testing.assert_close(given.weights[row].cpu(), weights)
+    with pytest.raises(ValueError, match="capacity of a window"):
+        route(logits.to(device), 6, None, scoring)

@@ -15,7 +15,16 @@ from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, algorithms_for
 from vllm.diffusion.request.edits import Edits
-from vllm.diffusion.request.families import DREAM, FAST_DLLM, LLADA, LLADA2, LLADA21, SDAR, Family
+from vllm.diffusion.request.families import (
+    DREAM,
+    FAST_DLLM,
+    LLADA,
+    LLADA2,
+    LLADA21,
+    LLADA22,
+    SDAR,
+    Family,
+)
 from vllm.diffusion.request.lengths import forwards_saved
 from vllm.diffusion.request.params import ServedModel
 from vllm.diffusion.request.values import in_words
@@ -38,6 +47,7 @@ SERVED = served()
         (LLADA2, "low_confidence_dynamic", 0.95),
         (LLADA21, "joint_threshold", 0.95),
         (SDAR, "low_confidence_dynamic", 0.85),
+        (LLADA22, "levenshtein", 0.5),
         (FAST_DLLM, "hierarchy_block", 1.0),
     ],
 )
@@ -68,7 +78,35 @@ def test_algorithms_of_a_family(family: Family) -> None:
         FAST_DLLM.name: {"hierarchy_block"},
         LLADA.name: set(ALGORITHMS),
         DREAM.name: set(ALGORITHMS),
-    }.get(family.name, set(BLOCK_ALGORITHMS) - {"hierarchy_block"})
+        LLADA22.name: set(BLOCK_ALGORITHMS) - {"hierarchy_block"},
+    }.get(family.name, set(BLOCK_ALGORITHMS) - {"hierarchy_block", "levenshtein"})
+
+
+def test_blocks_are_whole_windows_of_the_router() -> None:
+    """A server-wide default gives way."""
+    windows = served(LLADA22, block_length=32, block_unit=32)
+    assert resolve(windows, block_length=64).block_length == 64
+    assert resolve(dataclasses.replace(windows, defaults={"block_length": 16})).block_length == 32
+    error = refusal(windows, block_length=48)
+    assert (error.field, error.given) == ("block_length", 48)
+    assert "multiple of 32" in error.wanted
+
+
+def test_where_tokens_move_nothing_is_filled_in_place() -> None:
+    decided = resolve(served(LLADA22), steps=32, gen_length=32)
+    assert (decided.steps_per_block, decided.editing_threshold) == (32, 0.0)
+    assert decided.max_post_steps == 16
+    other = resolve(served(LLADA22), allow_infill=True)
+    assert other.algorithm == "low_confidence_dynamic"
+    error = refusal(served(LLADA22), allow_infill=True, algorithm="levenshtein")
+    assert (error.field, error.given) == ("algorithm", "levenshtein")
+
+
+def test_tokens_that_edit_are_for_one_algorithm() -> None:
+    ids = dataclasses.replace(LLADA_MODEL.ids, edit=(7, 8))
+    windows = served(LLADA22, ids=ids)
+    assert resolve(windows).forbidden_ids == ()
+    assert resolve(windows, algorithm="semi_ar").forbidden_ids == (7, 8)
 
 
 @pytest.mark.parametrize(

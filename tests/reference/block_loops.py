@@ -310,6 +310,94 @@ def stable_diffcoder(
     return row.result()
 
 
+def without(logits_of: LogitsOf, tokens: Collection[int]) -> LogitsOf:
+    """The same logits, with tokens that are never proposed."""
+
+    def logits(ids: Sequence[int]) -> Tensor:
+        found = logits_of(ids).clone()
+        found[:, list(tokens)] = -torch.inf
+        return found
+
+    return logits
+
+
+def llada22(
+    logits_of: LogitsOf,
+    prompt: Sequence[int],
+    *,
+    gen_length: int,
+    mask_id: int,
+    edit_ids: tuple[int, int],
+    block_length: int = 32,
+    steps: int = 32,
+    threshold: float = 0.5,
+    editing_threshold: float = 0.0,
+    max_post_steps: int = 16,
+    stop_ids: Collection[int] = (),
+    draw: Draw = Draw(),
+) -> Decoded:
+    """LLaDA2.2 at temperature 0, with FluxServe's way out of a loop; it never proposes the mask."""
+    delete, split = edit_ids
+    allowed = without(logits_of, [mask_id])
+    row = _Row(allowed, prompt, gen_length, block_length, mask_id, stop_ids, draw)
+    for start in row.block_starts:
+        end = start + block_length
+        own = range(max(start, row.first), end)
+        marks = {p: row.tokens[p] == mask_id for p in own}
+        schedule, seen, post, t = quotas(sum(marks.values()), steps), [], 0, 0
+        while t < 1000:
+            masks = [p for p in own if row.tokens[p] == mask_id]
+            original = [p for p in masks if marks[p]]
+            post = 0 if original else post + 1
+            if not masks and post > max_post_steps:
+                break
+            logits = row.forward(end)
+            p_of = torch.softmax(logits, dim=-1)
+            ranked = {p: logits[p].sort(descending=True, stable=True).indices.tolist() for p in own}
+            conf = {p: float(p_of[p, ranked[p][0]]) for p in own}
+            fills: Collection[int] = masks
+            if t < steps:
+                need = schedule[t] + len(masks) - len(original)
+                fills = by_threshold_or_quota({p: conf[p] for p in masks}, threshold, need)
+            edits = [
+                p
+                for p in own
+                if p not in masks and ranked[p][0] != row.tokens[p] and conf[p] > editing_threshold
+            ]
+            is_last = post >= max_post_steps
+            if max_post_steps == 0:
+                is_last = bool(original) and set(original) <= set(fills)
+            if is_last or t == 999:
+                is_last, fills = True, masks
+            written = {p: row.tokens[p] for p in own}
+            for p in [*fills, *edits]:
+                among = [x for x in ranked[p] if x not in edit_ids] if is_last else ranked[p]
+                written[p] = among[0]
+            changed = [p for p in own if written[p] != row.tokens[p]]
+            for _ in range(5):
+                if is_last or not changed or list(written.values()) not in seen:
+                    break
+                weak = min(changed, key=lambda p: (conf[p], p))
+                written[weak] = next(x for x in ranked[weak] if x != written[weak])
+            seen.append(list(written.values()))
+            scanned: list[tuple[int, bool]] = []
+            for p in own:
+                if written[p] == split:
+                    scanned += [(mask_id, False), (row.tokens[p], marks[p])]
+                elif written[p] != delete:
+                    scanned.append((written[p], marks[p]))
+            scanned = [*scanned, *[(mask_id, False)] * len(own)][: len(own)]
+            is_stable = [token for token, _ in scanned] == row.tokens[own.start : end]
+            marks = {p: mark for p, (_, mark) in zip(own, scanned, strict=True)}
+            row.write({p: token for p, (token, _) in zip(own, scanned, strict=True)})
+            t += 1
+            if is_stable and not any(token == mask_id for token, _ in scanned):
+                break
+        if row.has_stop(end):
+            break
+    return row.result()
+
+
 def within_entropy(distributions: dict[int, Tensor], bound: float) -> list[int]:
     """The lowest entropies whose running sum stays below the bound; at least one."""
     entropy = {p: float(-(d * torch.log(d + 1e-12)).sum()) for p, d in distributions.items()}

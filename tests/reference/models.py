@@ -106,7 +106,7 @@ class Reference:
         folder, weights = Path(path), {}
         for file in sorted(folder.glob("*.safetensors")):
             weights.update(load_file(str(file)))
-        is_precise = cls is LLaDA2Reference
+        is_precise = issubclass(cls, LLaDA2Reference)
         cast = {
             name: tensor.to(wide(dtype) if is_precise and "expert_bias" in name else dtype)
             for name, tensor in weights.items()
@@ -191,6 +191,45 @@ class LLaDA2Reference(Reference):
     network = llada2.network
 
 
+class WindowRouter(llada2.Router):
+    """Chooses experts among those that some row of a window of positions scores highest."""
+
+    window: int
+    capacity: int
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows [R, D] of one sequence, from position 0 on; shares and numbers of experts [R, top].
+
+        The windows of a sequence that is no multiple of them are cut.
+        """
+        dtype = wide(rows.dtype)
+        scores = torch.sigmoid(rows.to(dtype) @ self.weight.to(dtype).T)
+        shares, chosen = [], []
+        for own in scores.split(self.window):
+            ranks = own + self.expert_bias
+            highest = ranks.max(dim=0).values.tolist()
+            allowed = sorted(range(len(highest)), key=lambda e: (-highest[e], e))[: self.capacity]
+            for row, rank in zip(own.tolist(), ranks.tolist(), strict=True):
+                best = sorted(allowed, key=lambda e: (-rank[e], e))[: self.num_chosen]
+                total = sum(row[e] for e in best) + 1e-20 if self.num_chosen > 1 else 1.0
+                shares.append([row[e] / total * self.scale for e in best])
+                chosen.append(best)
+        return torch.tensor(shares, dtype=dtype), torch.tensor(chosen)
+
+
+class LLaDA22Reference(LLaDA2Reference):
+    """LLaDA2.2's, whose rows route by windows: of one sequence, computed as a whole."""
+
+    @staticmethod
+    def network(config: Config) -> Decoder:
+        network: Decoder = llada2.network(config)
+        for module in network.modules():
+            if isinstance(module, llada2.Router):
+                module.__class__ = WindowRouter
+                module.window, module.capacity = config["block_size"], config["expert_capacity"]
+        return network
+
+
 class StableDiffCoderReference(Reference):
     network = staticmethod(dense_network)
 
@@ -215,7 +254,11 @@ REFERENCES: dict[str, type[Reference]] = {
 
 def reference_of(config: Config) -> type[Reference]:
     """By config.json."""
-    return REFERENCES[config["architectures"][0]]
+    return (
+        LLaDA22Reference
+        if config.get("expert_capacity")
+        else REFERENCES[config["architectures"][0]]
+    )
 
 
 def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

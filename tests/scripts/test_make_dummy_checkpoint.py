@@ -18,6 +18,8 @@ BILLIONS = {
     ("llada-moe", "7b-a1b"): 7.4,
     ("llada2", "mini"): 16.3,
     ("llada2", "flash"): 102.9,
+    ("llada22", "mini"): 16.3,
+    ("llada22", "flash"): 102.9,
     ("sdar", "8b"): 8.2,
     ("sdar", "4b"): 4.4,
     ("sdar-moe", "30b-a3b"): 30.5,
@@ -25,7 +27,7 @@ BILLIONS = {
     ("stable-diffcoder", "8b"): 8.25,
 }
 # Where config.json does not name the mask token, as released.
-WITHOUT_MASK = ("llada2", "fast-dllm")
+WITHOUT_MASK = ("llada2", "llada22", "fast-dllm")
 
 
 @pytest.mark.parametrize(("family", "size"), PRESETS)

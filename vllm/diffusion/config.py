@@ -164,7 +164,7 @@ def _why_not_divided(vllm_config: VllmConfig, size: int) -> str | None:
 def family_of(vllm_config: VllmConfig) -> Family | None:
     """Return the family of the configured model; None if it is not one of ours."""
     config = vllm_config.model_config.hf_config
-    return families.family_of(config.architectures, config.model_type)
+    return families.family_of(config.architectures, config.model_type, vars(config))
 
 
 def served_model(vllm_config: VllmConfig) -> ServedModel:
@@ -189,6 +189,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         defaults=check_settings(server_settings(vllm_config.additional_config), family),
         default_steps=envs.default_steps(),
         block_length=getattr(config, "block_length", None),
+        block_unit=max(config.architecture.scoring.window, 1),
         guides=None if encode is None else _guides(model, ids, vocab_size, encode),
         encode=encode,
     )
@@ -369,6 +370,7 @@ def _special_ids(model: ModelConfig, generation: dict[str, Any], family: Family)
         eos=eos,
         eot=eot,
         stop=frozenset([*listed, *_as_list(eot)]),
+        edit=tuple(getattr(config, key) for key in family.edit_tokens),
         line_ends=tuple(sorted(i for token, i in vocabulary.items() if token.endswith(_LINE_END))),
     )
 

@@ -73,7 +73,8 @@ def _check_engines_first() -> None:
         family = Settings.of(server_settings(config.additional_config)).family
         if family is not None:
             found = config.model_config.hf_config
-            preflight.check_family(engine.model, family, found.architectures, found.model_type)
+            named = found.architectures, found.model_type, vars(found)
+            preflight.check_family(engine.model, family, *named)
         return config
 
     EngineArgs.create_engine_config = create_checked

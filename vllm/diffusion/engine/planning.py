@@ -67,6 +67,9 @@ def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
     if params.is_block_causal and params.score is None:
         return _demand_in_blocks(params, num_prompt_tokens)
     length = num_prompt_tokens + params.gen_length
+    if params.is_block_causal:
+        blocks = BlockCausal(params.block_length, is_whole=params.completes_prompts)
+        length = num_positions(blocks, num_prompt_tokens, params.gen_length)
     return Demand(
         length=length,
         sample_positions=length if params.allow_infill else params.gen_length,
@@ -162,6 +165,7 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
         can_group_heads=all(kind.can_slice for kind in kinds) and not architecture.norms_all_heads,
         collects_keys=not (is_short and config.head_dim in HEAD_DIMS),
         num_ranks=num_ranks,
+        row_unit=max(architecture.scoring.window, 1),
         head=(*head.made_of(stages.normed(model.dtype, width)), *head.project),
     )
 

@@ -48,7 +48,8 @@ class ExpertsMLP:
     def feed_forward(self, x: Tensor, buffers: Buffers) -> None:
         """Add shared(h) + sum of weight * expert(h) over the chosen experts, h = norm(x).
 
-        x [R, D] is updated in place.
+        x [R, D] is updated in place. Where rows choose by windows (`ops.Scoring`), the first begins
+        one.
         """
         if x.shape[0] == 0:
             return

@@ -47,6 +47,7 @@ class PlanCandidate:
         longest: most rows of a chunk of every stage, however much memory there is.
         attend_chunk: function of the rows that attend and the most rows of a chunk that returns the
             rows of a chunk.
+        unit: rows of a chunk of the feed-forward stage are a multiple of it.
     """
 
     def __init__(
@@ -57,7 +58,9 @@ class PlanCandidate:
         most_read: int,
         longest: ChunkRows,
         attend_chunk: Callable[[int, int], int],
+        unit: int = 1,
     ) -> None:
+        self._unit = unit
         self.layout, self.step, self._stages = layout, step, row_bytes.stages
         self._resident = row_bytes.resident * step.rows + row_bytes.results * step.sample_rows
         self._resident += row_bytes.collected * step.kept_keys + row_bytes.split + ROUNDING_BYTES
@@ -69,7 +72,7 @@ class PlanCandidate:
 
     def bytes_with(self, chunk_rows: int) -> int:
         """Bytes of the step with chunks of at most `chunk_rows` rows, or the smallest allowed."""
-        most = max(chunk_rows, MIN_CHUNK_ROWS)
+        most = max(chunk_rows, MIN_CHUNK_ROWS, self._unit)
         return max(self.peaks(ChunkRows(*(min(rows, most) for rows in self._longest))))
 
     @property
@@ -104,6 +107,8 @@ class PlanCandidate:
             buffers = min(buffers, max(attending, enough))
         fitting = of_row.feed_forward.rows_in(buffers, temporaries)
         feed_forward = even_chunk(rows, min(fitting, longest.feed_forward))
+        if feed_forward < rows:
+            feed_forward = max(feed_forward // self._unit, 1) * self._unit
         fitting = of_row.keys_values.rows_in(buffers, temporaries)
         most_read = max(min(longest.read, attend, feed_forward), 1)
         return ChunkRows(
@@ -138,7 +143,7 @@ class PlanSearch:
         self._budget_bytes = budget_bytes
         self._costs = Costs(shape, rates)
         self._most_read = max(LOGITS_CHUNK_BYTES // (shape.num_columns * shape.element_bytes), 1)
-        self._shards, self._min_rows = shards, min_rows
+        self._shards, self._min_rows, self._unit = shards, min_rows, shape.row_unit
         # Ways to run with chunks, from the one that computes least to the one that takes least:
         # by how many ranks divide the rows.
         self._layouts = {
@@ -206,7 +211,8 @@ class PlanSearch:
         row_bytes = self._bytes_of_row(layout, step.num_sequences > 1)
         longest = self._longest_chunks(layout, step, longest_chunk_s)
         attend_chunk = partial(self._costs.attend_chunk, groups=layout.head_groups)
-        return PlanCandidate(layout, step, row_bytes, self._most_read, longest, attend_chunk)
+        read = self._most_read
+        return PlanCandidate(layout, step, row_bytes, read, longest, attend_chunk, self._unit)
 
     def _longest_chunks(self, layout: Residency, step: StepShape, seconds: float) -> ChunkRows:
         """Return the most rows of a chunk of every stage that take at most `seconds`."""
@@ -216,7 +222,7 @@ class PlanSearch:
         def seconds_of(rows: int) -> StageSeconds:
             return self._costs.longest_chunks(step, layout, ChunkRows.equal(rows))
 
-        least = min(MIN_CHUNK_ROWS, step.rows)
+        least = min(max(MIN_CHUNK_ROWS, self._unit), step.rows)
         counts = range(least + 1, step.rows + 1)
         return ChunkRows(
             *(

@@ -88,6 +88,7 @@ class ModelShape:
         can_group_heads: whether projections can be sliced by heads and no norm spans all heads.
         collects_keys: whether kept keys and values are copied out of their pages to be read.
         num_ranks: tensor-parallel ranks, whose products are summed.
+        row_unit: rows of a chunk of the feed-forward stage are a multiple of it.
         head: buffers of the output head, besides the logits.
         split_bytes: bytes that attention of few rows takes besides, whatever the rows.
     """
@@ -107,6 +108,7 @@ class ModelShape:
     can_group_heads: bool = True
     collects_keys: bool = False
     num_ranks: int = 1
+    row_unit: int = 1
     head: Listed = ()
     split_bytes: int = 0
 

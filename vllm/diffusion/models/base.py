@@ -118,6 +118,11 @@ class DiffusionModel(Updatable, SupportsQuant):
         """Whether its products take rows of fp8; only once the weights are loaded."""
         return self.layers[0].attention.qkv_proj.quantises
 
+    @property
+    def routes_windows(self) -> bool:
+        """Whether rows choose their experts together, by windows of consecutive rows."""
+        return self.architecture.scoring.window > 0
+
     def attention_backends(self, device: torch.device) -> list[str]:
         """Return the names of the backends that may compute its attention on a device."""
         backends = available_backends(self.dtype, self.head_dim, device)

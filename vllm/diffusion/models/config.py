@@ -18,7 +18,7 @@ from vllm.diffusion.core.errors import ModelConfigError
 from vllm.diffusion.request.families import ARCHITECTURES, FAMILIES, family_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from vllm.diffusion.request.families import Family
 
@@ -34,6 +34,8 @@ class ExpertScoring(NamedTuple):
     is_normalised: bool = False
     scale: float = 1.0
     in_fp32: bool = False
+    window: int = 0
+    capacity: int = 0
 
 
 class Architecture(NamedTuple):
@@ -128,14 +130,13 @@ class DiffusionConfig(PreTrainedConfig):
             ModelConfigError: no architecture of the list is one that we run, or the
                 configuration of that architecture is refused.
         """
-        model_type = config_dict.get("model_type")
-        target = _class_of(config_dict.get("architectures"), model_type, default=cls)
+        target = _class_of(config_dict, default=cls)
         return super(DiffusionConfig, target).from_dict(config_dict, **kwargs)
 
     @property
     def family(self) -> Family:
         """The family of the checkpoint's architecture and model type."""
-        family = family_of(self.architectures, self.model_type)
+        family = family_of(self.architectures, self.model_type, vars(self))
         assert family is not None  # `from_dict` refuses any other
         return family
 
@@ -181,13 +182,12 @@ def config_class_of(family: Family) -> type[DiffusionConfig]:
     return config_class
 
 
-def _class_of(
-    architectures: Sequence[str] | None, model_type: str | None, default: type[DiffusionConfig]
-) -> type[DiffusionConfig]:
-    """Return the configuration class of the first supported architecture."""
+def _class_of(values: Mapping[str, Any], default: type[DiffusionConfig]) -> type[DiffusionConfig]:
+    """Return the configuration class of a config.json, by its first supported architecture."""
+    architectures = values.get("architectures")
     if not architectures:
         return default
-    family = family_of(architectures, model_type)
+    family = family_of(architectures, values.get("model_type"), values)
     if family is not None:
         return config_class_of(family)
     wanted = f"one of {', '.join(sorted(ARCHITECTURES))}"

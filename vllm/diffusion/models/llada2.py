@@ -94,14 +94,30 @@ class LLaDA2Config(StandardConfig):
         for key in ("num_shared_experts", "first_k_dense_replace"):
             if not isinstance(values[key], int) or values[key] < 0:
                 refuse(values, key, "a whole number of at least 0")
-        if values.get("expert_capacity"):
-            refuse(values, "expert_capacity", "only null or 0 is supported: rows choose alone")
         check_quantised_experts(values)
+        if values["num_experts_per_tok"] > values["num_experts"]:
+            refuse(values, "num_experts_per_tok", f"at most num_experts {values['num_experts']}")
+        self.check_routing(values)
+
+    def check_routing(self, values: dict[str, Any]) -> None:
+        """Check among which experts a row may choose."""
         _check_groups(values)
 
     @property
+    def scoring(self) -> ExpertScoring:
+        """How rows choose and weigh experts."""
+        return ExpertScoring(
+            is_sigmoid=True,
+            num_groups=self.n_group,
+            num_kept_groups=self.topk_group,
+            is_normalised=self.num_experts_per_tok > 1,
+            scale=self.routed_scaling_factor,
+            in_fp32=True,
+        )
+
+    @property
     def architecture(self) -> Architecture:
-        num_layers, num_chosen = self.num_hidden_layers, self.num_experts_per_tok
+        num_layers = self.num_hidden_layers
         num_dense = min(self.first_k_dense_replace, num_layers)
         return super().architecture._replace(
             rotary_dim=int(self.head_dim * self.partial_rotary_factor),
@@ -111,14 +127,7 @@ class LLaDA2Config(StandardConfig):
             expert_layers=tuple(range(num_dense, num_layers)),
             expert_width=self.moe_intermediate_size,
             shared_expert_width=self.num_shared_experts * self.moe_intermediate_size,
-            scoring=ExpertScoring(
-                is_sigmoid=True,
-                num_groups=self.n_group,
-                num_kept_groups=self.topk_group,
-                is_normalised=num_chosen > 1,
-                scale=self.routed_scaling_factor,
-                in_fp32=True,
-            ),
+            scoring=self.scoring,
             expert_bias_of="mlp.gate",
             module_names=MODULE_NAMES,
         )
@@ -139,8 +148,6 @@ def _check_groups(values: Mapping[str, Any]) -> None:
     """Check that the kept groups have enough experts."""
     experts, chosen = values["num_experts"], values["num_experts_per_tok"]
     groups, kept = values["n_group"], values["topk_group"]
-    if chosen > experts:
-        refuse(values, "num_experts_per_tok", f"at most num_experts {experts}")
     if groups > 1 and (experts % groups or experts < 2 * groups):
         refuse(values, "n_group", f"a divisor of num_experts {experts} that leaves 2 or more")
     if kept > groups or kept * (experts // groups) < chosen:

@@ -37,6 +37,7 @@ from vllm.diffusion.ops.projection import (
 )
 from vllm.diffusion.ops.quantised_projection import QuantisedProjection
 from vllm.diffusion.ops.sampling import (
+    MOST_IN_HEAD,
     candidates,
     gather_columns,
     kept_columns,
@@ -64,6 +65,7 @@ from vllm_add_llada.cuda_kernels.fused_ops import (
 
 __all__ = [
     "ATTENTION_PAGE",
+    "MOST_IN_HEAD",
     "SOFTMAX",
     "Array",
     "Attended",

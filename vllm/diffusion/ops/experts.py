@@ -56,12 +56,13 @@ def route_rows(
         gate: [E, D], model dtype; no kernel of a step writes it.
         num_chosen: k, from 1 to E.
         bias: [E] fp32, added to the scores for the choice only.
-        scoring: conversion of logits to a choice and weights.
+        scoring: conversion of logits to a choice and weights; with windows, the first row begins
+            one.
         has_shared: whether all rows have one more expert, as `Routing` says.
     """
     is_compiled = dispatch.routes_compiled(len(x), len(gate)) and not has_shared
-    if is_compiled and fused_ops.has_router(x, gate):
-        return Routing(*fused_ops.route_rows(x, gate, num_chosen, bias, **scoring._asdict()))
+    if is_compiled and not scoring.window and fused_ops.has_router(x, gate):
+        return Routing(*fused_ops.route_rows(x, gate, num_chosen, bias, **scoring.of_rows()))
     in_parts = dispatch.routes_in_parts(len(x))
     return gather_gemm.route_rows(
         x, gate, num_chosen, bias, scoring, has_shared=has_shared, in_parts=in_parts

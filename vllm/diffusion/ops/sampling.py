@@ -68,6 +68,9 @@ def kept_columns(
     return flash_sample.kept_columns(logits, temperature, filters)
 
 
+MOST_IN_HEAD = gather_gemm.MAX_COLUMNS  # special columns that `most_likely_in_head` takes
+
+
 def samples_in_head(x: torch.Tensor, matrix: torch.Tensor) -> bool:
     """Whether `most_likely_in_head` is faster than storing logits and `candidates`."""
     if not x.is_cuda or not dispatch.samples_in_head(len(x), len(matrix), x.device):
@@ -81,7 +84,8 @@ def most_likely_in_head(x: torch.Tensor, matrix: torch.Tensor, rows: Rows) -> Sa
     Args:
         x: [R, D] normed hidden states.
         matrix: [V, D], the output matrix.
-        rows: sampling parameters of each row; without noise, and with at most 4 special columns.
+        rows: sampling parameters of each row; without noise, and with at most `MOST_IN_HEAD`
+            special columns.
     """
     top = gather_gemm.gather_top(
         x, None, matrix, columns=rows.columns, forbidden=rows.forbidden, excluded=rows.excluded

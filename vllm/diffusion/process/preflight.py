@@ -17,7 +17,7 @@ import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import ServerConfigError
@@ -119,7 +119,7 @@ def check_model(name: str, *, is_speculating: bool = False, family: str | None =
         )
     try:
         config = json.loads((path / "config.json").read_text())
-        found = config.get("architectures"), config.get("model_type")
+        found = config.get("architectures"), config.get("model_type"), config
     except (OSError, ValueError, AttributeError):
         return  # on the hub, of another format, or broken: upstream tells of it
     if is_speculating and families.family_of(*found) is not None:
@@ -132,14 +132,18 @@ def check_model(name: str, *, is_speculating: bool = False, family: str | None =
 
 
 def check_family(
-    name: str, family: str, architectures: Sequence[str] | None, model_type: str | None
+    name: str,
+    family: str,
+    architectures: Sequence[str] | None,
+    model_type: str | None,
+    config: Mapping[str, Any],
 ) -> None:
     """Refuse a checkpoint whose family is not the wanted one.
 
     Raises:
         ServerConfigError: naming the model, its architecture, and the script that serves it.
     """
-    reason = families.why_not_served(family, architectures, model_type)
+    reason = families.why_not_served(family, architectures, model_type, config)
     if reason is not None:
         raise ServerConfigError(f"{_of(name)}: {reason}")
 

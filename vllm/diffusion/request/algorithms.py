@@ -54,6 +54,8 @@ class Algorithm:
         ends_short: whether the last block may be shorter than the others.
         reads_row_before: in block-causal families: whether it is for those that shift their logits,
             whose block begins with a token that the row before it predicts.
+        edits_length: whether it is for families with tokens that delete and insert, which it alone
+            may propose.
         speculates: how its next states are guessed: one from another, as the number of positions
             that a step commits does not depend on scores ("chain"), or several of each, by that
             number ("fan"); None where its state is not the rule's alone.
@@ -74,6 +76,7 @@ class Algorithm:
     draws: bool = True
     ends_short: bool = False
     reads_row_before: bool = False
+    edits_length: bool = False
     speculates: Literal["chain", "fan"] | None = "fan"
 
     @property
@@ -290,6 +293,21 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
             speculates=None,
         ),
         Algorithm(
+            "levenshtein",
+            "levenshtein.Levenshtein",
+            "every candidate of the block whose confidence exceeds `threshold`, at least the quota "
+            "of the step; and committed tokens of the block are replaced where another exceeds "
+            "`editing_threshold`, deleted, or moved to insert one, until nothing changes or "
+            "`max_post_steps` have passed since the last of the first masks was filled",
+            source=12,
+            pace="steps",
+            parameters=("threshold", "editing_threshold", "max_post_steps", "steps_per_block"),
+            defaults={"threshold": 0.5, "editing_threshold": 0.0},
+            caches=_KEPT_BLOCKS,
+            edits_length=True,
+            speculates=None,
+        ),
+        Algorithm(
             "hierarchy_block",
             "hierarchy_block.HierarchyBlock",
             "every candidate of a part of the block, `sub_block_length` tokens, whose confidence "
@@ -317,7 +335,8 @@ def algorithms_for(family: Family) -> dict[str, Algorithm]:
     return {
         name: algorithm
         for name, algorithm in table.items()
-        if not family.is_block_causal or algorithm.reads_row_before == is_shifted
+        if (not family.is_block_causal or algorithm.reads_row_before == is_shifted)
+        and (family.edit_tokens or not algorithm.edits_length)
     }
 
 
@@ -496,15 +515,15 @@ PARAMETERS: tuple[Field, ...] = tuple(
         Field(
             "editing_threshold",
             float,
-            "joint_threshold: confidence above which a token that was committed is replaced by "
-            "another; 0 replaces whenever another is more likely",
+            "confidence above which a token that was committed is replaced by "
+            "another (joint_threshold, levenshtein); 0 replaces whenever another is more likely",
             default=0.9,
             server_wide=True,
         ),
         Field(
             "max_post_steps",
             int,
-            "joint_threshold: steps of a block after its last mask is filled",
+            "steps of a block after its last mask is filled (joint_threshold, levenshtein)",
             default=16,
             minimum=0,
             server_wide=True,

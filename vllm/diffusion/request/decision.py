@@ -228,7 +228,7 @@ def decide(
     told_ids = _told_ids(request.pop("logprob_token_ids", None), model)
     logprobs, left_out = request.pop("logprobs", None), request.pop(IGNORED, ())
     upstream_max_tokens = request.pop("upstream_max_tokens", None)
-    algorithm = _algorithm(request, model)
+    algorithm = _algorithm(request, model, spec)
     ignored = _ignored(request, algorithm, model)
     for name in ignored:
         del request[name]
@@ -329,6 +329,9 @@ def _values(
         "is_block_causal": family.is_block_causal,
         "scores_after_filters": family.scores_after_filters,
         "counts_masks": family.counts_masks,
+        "completes_prompts": family.visibility.is_whole,
+        "edit_ids": ids.edit,
+        "forbidden_ids": () if algorithm.edits_length else ids.edit,
     }
 
 
@@ -441,8 +444,11 @@ def _with_suffix(
     return longer
 
 
-def _algorithm(request: Mapping[str, Any], model: ServedModel) -> Algorithm:
+def _algorithm(request: Mapping[str, Any], model: ServedModel, spec: Spec | None) -> Algorithm:
+    """Return the algorithm that is asked for; a usual one gives way if it cannot do the rest."""
     allowed = algorithms_for(model.family)
+    keeps_places = {name: a for name, a in allowed.items() if not a.edits_length}
+    needs_places = spec is not None or request.get("allow_infill", False)
     asked = named_algorithm(request, is_block_causal=model.family.is_block_causal)
     if asked is not None:
         if asked not in allowed:
@@ -451,8 +457,14 @@ def _algorithm(request: Mapping[str, Any], model: ServedModel) -> Algorithm:
                 asked,
                 f"a model of family {model.family.name} wants {in_words(allowed)}",
             )
+        if needs_places and asked not in keeps_places:
+            field = "allow_infill" if spec is None else spec.field
+            wanted = f"wanted {in_words(keeps_places)} beside {field}, as tokens move"
+            raise InvalidParameterError("algorithm", asked, wanted)
         return allowed[asked]
     usual = allowed[model.defaults.get("algorithm", model.family.default_algorithm)]
+    if needs_places and usual.edits_length:
+        usual = next(iter(keeps_places.values()))
     if "threshold" in request and "threshold" not in usual.parameters and "threshold" in allowed:
         return allowed["threshold"]
     return usual

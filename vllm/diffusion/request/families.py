@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.request.visibility import FULL, BlockCausal, Visibility
@@ -21,6 +22,8 @@ class Family:
         architectures: values of `architectures` in config.json that load as this family.
         model_types: values of `model_type` in config.json that the family's releases carry; they
             tell families of the same architecture apart.
+        marks: keys of config.json that are set in the family's checkpoints alone, where
+            architecture and model type do not tell them apart.
         config_class: "module:Class" of its configuration.
         default_algorithm: decoding algorithm of a request that names none.
         defaults: defaults of request parameters, where the family's differ from the algorithm's. A
@@ -36,6 +39,8 @@ class Family:
         end_of_turn_tokens: names, in order of preference, of the token that ends a turn, where an
             answer ends there whatever generation_config.json says.
         mask_token: name of the mask token where neither config.json nor the tokenizer gives it.
+        edit_tokens: keys of config.json with the ids of the tokens that delete and that insert a
+            position; no other algorithm than `levenshtein` may propose them.
         served_as: its name for `--family` and for its server script; None where no script serves
             it.
     """
@@ -54,6 +59,8 @@ class Family:
     end_of_turn_tokens: tuple[str, ...] = ()
     mask_token: str | None = None
     served_as: str | None = None
+    marks: tuple[str, ...] = ()
+    edit_tokens: tuple[str, ...] = ()
 
     @property
     def is_block_causal(self) -> bool:
@@ -134,6 +141,18 @@ LLADA21 = replace(
     caps_steps=False,
 )
 
+LLADA22 = replace(
+    LLADA2,
+    name="llada2.2",
+    served_as="llada22",
+    config_class="vllm.diffusion.models.llada22:LLaDA22Config",
+    default_algorithm="levenshtein",
+    caps_steps=False,
+    visibility=BlockCausal(is_whole=True),
+    marks=("expert_capacity",),
+    edit_tokens=("delete_token_id", "split_token_id"),
+)
+
 FAST_DLLM = Family(
     name="fast-dllm",
     served_as="fast-dllm",
@@ -174,40 +193,55 @@ DIFFULLAMA = Family(
 
 FAMILIES: tuple[Family, ...] = (
     *(LLADA, DREAM, LLADA_MOE, DIFFULLAMA),
-    *(LLADA2, LLADA21, SDAR, SDAR_MOE, FAST_DLLM, STABLE_DIFFCODER),
+    *(LLADA2, LLADA21, LLADA22, SDAR, SDAR_MOE, FAST_DLLM, STABLE_DIFFCODER),
 )
 
 ARCHITECTURES = frozenset(name for family in FAMILIES for name in family.architectures)
 
 
-def family_of(architectures: Sequence[str] | None, model_type: str | None) -> Family | None:
+def family_of(
+    architectures: Sequence[str] | None,
+    model_type: str | None,
+    config: Mapping[str, Any] = MappingProxyType({}),
+) -> Family | None:
     """Return the family of a checkpoint; None if it is not one of ours.
 
     The first architecture that is one of ours decides; among several families that have it, the one
-    with the model type, else the first.
+    whose marks `config`, its config.json, bears, else the one with the model type, else the first.
     """
     name = next((name for name in architectures or () if name in ARCHITECTURES), None)
     families = [family for family in FAMILIES if name in family.architectures]
-    named = [family for family in families if model_type in family.model_types]
-    return next(iter(named + families), None)
+    marked = [f for f in families if f.marks and all(config.get(key) for key in f.marks)]
+    plain = [family for family in families if not family.marks]
+    named = [family for family in plain if model_type in family.model_types]
+    return next(iter(marked + named + plain), None)
 
 
 SERVED_AS = tuple(dict.fromkeys(f.served_as for f in FAMILIES if f.served_as is not None))
 
 
 def why_not_served(
-    name: str, architectures: Sequence[str] | None, model_type: str | None
+    name: str,
+    architectures: Sequence[str] | None,
+    model_type: str | None,
+    config: Mapping[str, Any] = MappingProxyType({}),
 ) -> str | None:
     """Say why the server script of a family (`SERVED_AS`) refuses a checkpoint; else None."""
-    family = family_of(architectures, model_type)
+    family = family_of(architectures, model_type, config)
     own = None if family is None else family.served_as
     if own == name:
         return None
-    given = f"architectures: given {', '.join(architectures or ()) or 'none'}"
-    names = sorted({arch for f in FAMILIES if f.served_as == name for arch in f.architectures})
+    marks = () if family is None else family.marks
+    given = f"architectures: given {_with_marks(', '.join(architectures or ()) or 'none', marks)}"
+    wanted_here = [family for family in FAMILIES if family.served_as == name]
+    names = sorted({_with_marks(arch, f.marks) for f in wanted_here for arch in f.architectures})
     wanted = f"{given}; {_script(name)} wants {' or '.join(names)}"
     return wanted if own is None else f"{wanted}; {_script(own)} serves this one"
 
 
 def _script(name: str) -> str:
     return f"scripts/run_{name.replace('-', '_')}_server.sh"
+
+
+def _with_marks(architecture: str, marks: Sequence[str]) -> str:
+    return " with ".join((architecture, *marks))

@@ -201,7 +201,7 @@ def _grid_lengths(
         usual = room if model.default_max_tokens is None else min(model.default_max_tokens, room)
         canvas = max(usual, 1) if max_tokens is None else max_tokens
     _check_room(request, canvas, max_tokens, model, prompt_length)
-    block_length = _first_given("block_length", request, model) or DEFAULT_BLOCK
+    block_length = _grid_block(request, model)
     lengths = Lengths(canvas, canvas if max_tokens is None else max_tokens, block_length, None)
     if algorithm.pace != "steps":
         return lengths
@@ -210,6 +210,20 @@ def _grid_lengths(
     if model.family.caps_steps:
         per_block = min(per_block, canvas)
     return replace(lengths, steps=per_block * num_blocks, steps_per_block=per_block)
+
+
+def _grid_block(request: Mapping[str, Any], model: ServedModel) -> int:
+    """Return a block length that the checkpoint allows; a server-wide one may give way."""
+    block_length = _first_given("block_length", request, model) or DEFAULT_BLOCK
+    if block_length % model.block_unit == 0:
+        return block_length
+    if request.get("block_length") is None:
+        return model.block_length or model.block_unit
+    raise InvalidParameterError(
+        "block_length",
+        block_length,
+        f"wanted a multiple of {model.block_unit}, the checkpoint's block_size",
+    )
 
 
 def _first_given(name: str, request: Mapping[str, Any], model: ServedModel) -> int | None:

@@ -35,6 +35,7 @@ class SpecialIds:
         eot: end of turn; None where the tokenizer has none.
         stop: every id that ends an answer (eos, eot and those of generation_config.json).
         line_ends: ids that end a line, after which adablock may end a block.
+        edit: the tokens that delete and that insert a position, in families that have them.
     """
 
     mask: int
@@ -42,6 +43,7 @@ class SpecialIds:
     eot: int | None
     stop: frozenset[int]
     line_ends: tuple[int, ...] = ()
+    edit: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class ServedModel:
         defaults: server-wide defaults under canonical names.
         default_steps: denoise steps of a request that gives none (None: one per canvas token).
         block_length: block length of a block-causal checkpoint's config.
+        block_unit: block lengths are multiples of it.
         guides: compiler of answer formats; None where none can be used.
         encode: token ids of a text, without special ones; None where there is no tokenizer.
     """
@@ -69,6 +72,7 @@ class ServedModel:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     default_steps: int | None = None
     block_length: int | None = None
+    block_unit: int = 1
     guides: Guides | None = None
     encode: Callable[[str], Sequence[int]] | None = None
 
@@ -85,9 +89,11 @@ class DiffusionParams(AlgorithmParams):
     It crosses processes as a map, and is rebuilt by the types of its attributes.
 
     `steps` is None where no bound was asked for, `top_p` and `top_k` where they are off. `stop_ids`
-    is empty and `early_stop` is false when `ignore_eos` is set. `logit_shift`, `is_block_causal`
-    and `scores_after_filters` are the family's. `logprob_token_ids` are tokens whose log
-    probabilities are reported in place of the most likely ones; `logprobs` is their number then.
+    is empty and `early_stop` is false when `ignore_eos` is set. `logit_shift`, `is_block_causal`,
+    `scores_after_filters`, `counts_masks` and `completes_prompts` are the family's. `edit_ids` are
+    the tokens that delete and that insert a position, `forbidden_ids` are never proposed.
+    `logprob_token_ids` are tokens whose log probabilities are reported in place of the most likely
+    ones; `logprobs` is their number then.
     `seed` is None until the engine draws one. `logprobs` is the number of alternatives reported
     beside every token's log probability, or None. `ignored` names the standard fields that were
     given and cannot act. `priority` is None where upstream's request has it, and `timeout_s` where
@@ -126,6 +132,9 @@ class DiffusionParams(AlgorithmParams):
     is_block_causal: bool
     scores_after_filters: bool
     counts_masks: bool
+    completes_prompts: bool
+    edit_ids: tuple[int, ...]
+    forbidden_ids: tuple[int, ...]
     stream_canvas: bool
     return_trajectory: bool
     return_entropy: bool

@@ -8,7 +8,7 @@ tensors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -45,6 +45,7 @@ class Visibility:
     """
 
     block_length: int = 0
+    is_whole: bool = False
 
     def with_blocks_of(self, block_length: int) -> Visibility:
         """Return this visibility with blocks of `block_length` positions."""
@@ -86,12 +87,17 @@ class BlockCausal(Visibility):
 
     Blocks lie on a grid from position 0; the last one may be cut. A key depends on the tokens of
     its block and of those before, so the keys of committed blocks are final, and exact to keep.
+
+    Attributes:
+        is_whole: whether masks complete the last block of a prompt without an answer, too, as rows
+            of a block depend on each other beyond attention.
     """
 
     block_length: int = 32
+    is_whole: bool = False
 
     def with_blocks_of(self, block_length: int) -> Visibility:
-        return BlockCausal(block_length)
+        return replace(self, block_length=block_length)
 
     def in_whole_blocks(self, length: int) -> int:
         return -(-length // self.block_length) * self.block_length
@@ -111,4 +117,5 @@ FULL = Visibility()
 def num_positions(visibility: Visibility, prompt_length: int, gen_length: int) -> int:
     """Positions of a request's row of tokens; of the prompt alone where nothing is generated."""
     length = prompt_length + gen_length
-    return visibility.in_whole_blocks(length) if gen_length else length
+    is_whole = gen_length or visibility.is_whole
+    return visibility.in_whole_blocks(length) if is_whole else length

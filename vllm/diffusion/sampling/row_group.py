@@ -98,7 +98,8 @@ class RowGroup:
         """Token ids that must not be proposed."""
         eos = self.params.eos_id if self.params.logits_eos_inf else None
         mask = self.params.mask_id if self.forbid_mask else None
-        return tuple(token for token in (eos, mask) if token is not None)
+        own = self.params.forbidden_ids
+        return tuple(token for token in (eos, mask, *own) if token is not None)
 
     @property
     def excluded(self) -> tuple[int, ...]:

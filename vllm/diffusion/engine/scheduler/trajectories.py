@@ -67,7 +67,7 @@ def parameters_of(params: DiffusionParams) -> dict[str, Any]:
     return {
         **{name: list(v) if isinstance(v, tuple) else v for name, v in found.items()},
         "stop_ids": sorted(params.stop_ids),
-        "forbidden_ids": forbidden,
+        "forbidden_ids": [*forbidden, *params.forbidden_ids],
         "suffix_ids": list(params.suffix_ids),
     }
 

@@ -4,7 +4,7 @@
 Only attention mixes rows, so every other stage may run on any chunk of rows. The residual stream
 and one layer's keys and values are all that lives from stage to stage; requests with a cache keep
 the keys and values of every layer. Of the last layer all rows have keys and values, but only the
-sample rows get the rest.
+sample rows get the rest; where rows choose their experts by windows, all do.
 
 The layers are a generator that stops before every chunk, so that whoever runs it may do something
 else in between; what it yields is the time that the plan predicts for the chunk.
@@ -105,7 +105,8 @@ class ForwardPass:
                 inputs, samples = ops.to_device(given, caches.device)
                 if batch.slot_mapping.size:
                     caches.begin_step(batch.slot_mapping, reads=batch.reads_kept)
-                body = yield from run_body(model, inputs, plan, pool, pool, caches)
+                where, ended = (pool, pool, caches), model.routes_windows
+                body = yield from run_body(model, inputs, plan, *where, to_the_end=ended)
             found = []
             with closing(run_last_layer(model, body, samples, pool, caches)) as hidden:
                 for part, on_device in zip(parts, samples, strict=True):

@@ -55,25 +55,37 @@ class Proposals(CanvasGuest):
     def commit(self, tokens: NDArray[np.int64], candidates: Candidates, commit: Commit) -> Commit:
         """Record what a forward proposed, and what was committed instead.
 
-        A committed token that was neither proposed nor the greedy one has no log probability.
+        A committed token that was neither proposed nor the greedy one has no log probability until
+        a forward proposes it.
         """
         if candidates.logprobs is not None and candidates.positions.size:
             found = Logprobs.unpack(torch.from_numpy(candidates.logprobs), self._num_top)
-            was_masked = tokens[candidates.positions] == self._mask_id
-            self._note(candidates, found, commit, was_masked)
+            standing = tokens[candidates.positions]
+            is_new = (standing == self._mask_id) | self._confirms(candidates, standing)
+            self._note(candidates, found, commit, is_new)
         positions = commit.positions - self._prompt_length
-        self._guessed[positions[positions >= 0]] = self._is_guess
+        on_canvas = (positions >= 0) & (
+            positions < self._guessed.size
+        )  # the last block may be longer
+        self._guessed[positions[on_canvas]] = self._is_guess
         self._is_guess = True
         return commit
+
+    def _confirms(self, candidates: Candidates, standing: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether a forward proposes the token that stands there, which has no probability yet."""
+        places = candidates.positions - self._prompt_length
+        is_unknown = np.isnan(self._logprobs[places.clip(0, len(self._ranks) - 1), 0])
+        confirms: NDArray[np.bool_] = is_unknown & (candidates.tokens == standing)
+        return confirms
 
     def _note(
         self,
         candidates: Candidates,
         found: Logprobs,
         commit: Commit,
-        was_masked: NDArray[np.bool_],
+        is_new: NDArray[np.bool_],
     ) -> None:
-        tokens, is_new = candidates.tokens.copy(), was_masked.copy()
+        tokens = candidates.tokens.copy()
         committed = np.searchsorted(candidates.positions, commit.positions)
         tokens[committed], is_new[committed] = commit.tokens, True
         value, rank = np.full(tokens.size, np.nan), np.ones(tokens.size)

@@ -103,7 +103,10 @@ class Division:
 
 
 class Cuts(NamedTuple):
-    """Chunks of every stage of a step; for the last layer, only those with sample rows."""
+    """Chunks of every stage of a step; for the last layer, only those with sample rows.
+
+    Where rows choose their experts by windows, chunks hold whole windows in the last layer, too.
+    """
 
     keys_values: list[Chunk]
     attend: list[Chunk]
@@ -112,7 +115,14 @@ class Cuts(NamedTuple):
     last_feed_forward: list[Chunk]
 
     @classmethod
-    def of(cls, division: Division, plan: Plan, parts: Sequence[SamplePart[Array]]) -> Cuts:
+    def of(
+        cls,
+        division: Division,
+        plan: Plan,
+        parts: Sequence[SamplePart[Array]],
+        *,
+        in_windows: bool = False,
+    ) -> Cuts:
         """Cut a step as planned; `parts` are its sample rows."""
         attend = division.chunks(plan.rows.attend)
         feed_forward = division.chunks(plan.rows.feed_forward)
@@ -121,8 +131,8 @@ class Cuts(NamedTuple):
             division.chunks(plan.rows.keys_values),
             attend,
             feed_forward,
-            division.narrowed(attend, rows),
-            division.narrowed(feed_forward, rows),
+            attend if in_windows else division.narrowed(attend, rows),
+            feed_forward if in_windows else division.narrowed(feed_forward, rows),
         )
 
 

@@ -267,7 +267,7 @@ class GraphRunner:
 
         def run() -> BodyOutputs:
             given.upload()
-            ended = bucket.is_ended
+            ended = bucket.is_ended or self._model.routes_windows
             work = run_body(self._model, given.tensors, plan, *where, to_the_end=ended)
             return run_to_end(work)
 

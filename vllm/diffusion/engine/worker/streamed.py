@@ -58,7 +58,11 @@ def run_streamed(
     is_joint = any(rows.joints)
     if is_joint:
         parts = to_first(parts, peers.size)
-    rounds, cuts = rounds_of(parts, division), Cuts.of(division, plan, parts)
+    in_windows = forward.model.routes_windows
+    rounds, cuts = (
+        rounds_of(parts, division),
+        Cuts.of(division, plan, parts, in_windows=in_windows),
+    )
     with pool.scope("step"):
         INPUTS.expect(pool, division.longest)
         RESULTS.expect(pool, peers.size * even)

@@ -164,7 +164,8 @@ def _request(
     canvas = min(num_sampled, length - 1)
     asked: dict[str, object] = {"algorithm": "semi_ar", "block_length": canvas, "steps": canvas}
     if model.family.is_block_causal:  # then the last block is the one that is decoded
-        block_length = length if length <= _CANVAS else _BLOCK
+        length = max(length - length % model.block_unit, model.block_unit)
+        block_length = length if length <= _CANVAS else max(_BLOCK, model.block_unit)
         length -= length % block_length
         canvas = min(num_sampled, block_length - 1)
         asked = {"block_length": block_length}
