@@ -3,13 +3,16 @@
 """Quality against speed of the decoding algorithms, on the tiny trained models.
 
     benchmarks/quality_speed.py [--models llada-tiny dream-tiny llada-moe-tiny]
-        [--algorithms semi_ar threshold] [--limit N] [--output-dir results/quality_speed]
+        [--algorithms semi_ar threshold] [--guesses 7] [--temperature 0] [--limit N]
+        [--output-dir results/quality_speed]
 
 Every algorithm of `vllm.diffusion.request.algorithms` answers the facts that a model was trained
 on, with its defaults, with other values of its parameters (one changed at a time), and with each
 cache. A combination that the engine refuses is listed as refused. All questions of a combination
-are decoded together by an engine inside this process, at temperature 0 and seed 0. Models that are
-missing under models/ are trained first.
+are decoded together by an engine inside this process, at seed 0. Models that are missing under
+models/ are trained first. With --guesses, so many states may be guessed for a forward
+(`num_speculative_states`), and eight questions are decoded at a time: answers stay, forwards become
+fewer, and `steps per forward` says how many steps of the algorithm each served.
 
 The models are sure of the taught questions and answer most of them in one forward, whatever the
 algorithm. So each is also asked with words before it that no model was taught; then the order of
@@ -20,6 +23,7 @@ Written: quality_speed.csv, .json, .md (tables) and .png (accuracy against token
     accuracy              share of answers that are exactly right
     forwards per answer   denoise steps until the answer was final (mean)
     tokens per forward    canvas tokens committed, over all forwards
+    steps per forward     steps of the algorithm, over all forwards; 1 without guesses
     seconds               wall time of all answers
 """
 
@@ -55,6 +59,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Sequence
 
+GUESSING = 8  # questions decoded together, where states are guessed
 DEFAULT_MODELS = ("llada-tiny", "dream-tiny", "llada-moe-tiny")
 
 # How a question is asked: as it was taught, or in words that no model was taught.
@@ -71,7 +76,7 @@ PACE: dict[str, tuple[float, ...]] = {
 }
 STEPS_PER_TOKEN = (1.0, 0.5, 0.25, 0.125)
 COLUMNS = ("model", "questions", "algorithm", "parameters", "cache", "accuracy")
-COLUMNS += ("forwards per answer", "tokens per forward", "seconds")
+COLUMNS += ("forwards per answer", "tokens per forward", "steps per forward", "seconds")
 MARKS = "osD^vP"  # of caches in the plot
 
 
@@ -127,6 +132,7 @@ class Row(Asked):
     forwards_per_answer: float
     tokens_per_forward: float
     seconds: float
+    steps_per_forward: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -174,7 +180,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.option("--gen-length", 32, "canvas length in tokens", type=positive)
     parser.option("--block-length", 8, "tokens of one block", type=positive)
     parser.option("--dtype", "float32", "precision of the model")
-    parser.set_defaults(temperature=0.0, seed=0)
+    parser.option("--guesses", 0, "states that may be guessed for a forward")
+    parser.option("--temperature", 0.0)
+    parser.set_defaults(seed=0)
     return parser.parse_args(arguments)
 
 
@@ -242,6 +250,9 @@ def measure_all(
                     progress.set_postfix_str(f"{folder.name} {case.algorithm} {case.told()}")
                     identity = (folder.name, wording, case.algorithm, case.cache, case.told())
                     request = case.request(options.gen_length, options.block_length)
+                    request["temperature"] = options.temperature
+                    if ALGORITHMS[case.algorithm].speculates and options.guesses:
+                        request["num_speculative_states"] = options.guesses
                     found.append(measure(llm, worded(facts, wording), request, identity))
                     progress.update()
     rows = [row for row in found if isinstance(row, Row)]
@@ -315,16 +326,22 @@ def measure(
         forwards_per_answer=round(num_forwards / len(ran), 2),
         tokens_per_forward=round(sum(report["num_committed"] for report in ran) / num_forwards, 3),
         seconds=round(seconds, 2),
+        steps_per_forward=round(
+            sum(report.get("num_steps", report["num_forwards"]) for report in ran) / num_forwards, 3
+        ),
     )
 
 
 def ask(llm: Any, facts: Sequence[tuple[str, str]], request: dict[str, Any]) -> list[Any]:
-    """Ask all questions together, greedily, by the chat template; return outputs in order."""
+    """Ask all questions by the chat template, few at a time with guesses; return outputs."""
     from vllm import SamplingParams
 
     conversations = [[{"role": "user", "content": question}] for question, _ in facts]
     sampling = SamplingParams(temperature=0.0, seed=0, extra_args=request)
-    outputs: list[Any] = llm.chat(conversations, sampling, use_tqdm=False)
+    count = GUESSING if "num_speculative_states" in request else len(conversations)
+    outputs: list[Any] = []
+    for start in range(0, len(conversations), count):
+        outputs += llm.chat(conversations[start : start + count], sampling, use_tqdm=False)
     return outputs
 
 
@@ -341,7 +358,8 @@ def markdown(rows: Sequence[Row], refused: Sequence[Refused]) -> str:
     cells = [
         [
             *(row.model, row.wording, f"`{row.algorithm}`", row.parameters, row.cache),
-            *(f"{row.accuracy:.1%}", row.forwards_per_answer, row.tokens_per_forward, row.seconds),
+            *(f"{row.accuracy:.1%}", row.forwards_per_answer, row.tokens_per_forward),
+            *(row.steps_per_forward, row.seconds),
         ]
         for row in rows
     ]

@@ -155,6 +155,7 @@ def test_a_folder_of_folders(home: Path) -> None:
 def test_speculative_decoding_has_no_meaning(flag: str, home: Path) -> None:
     told = start(home, *SERVE, "models/llada-tiny", flag, "ngram")
     assert told.startswith("error: model models/llada-tiny: --speculative-config: wanted none; ")
+    assert told.endswith("""--additional-config '{"dllm": {"num_speculative_states": 7}}'""")
     other = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     (home / "models" / "llada-tiny" / "config.json").write_text(json.dumps(other))
     assert start(home, *SERVE, "models/llada-tiny", "--port", "0", flag, "ngram") == PASSED

@@ -123,6 +123,21 @@ def test_a_report_tells_of_all_commits_since_the_one_before() -> None:
     assert [result.canvas and result.canvas.step for result in found] == [1, 4, 4, 6]
 
 
+def test_a_canvas_tells_what_guesses_have_committed() -> None:
+    """The first commit of a round is a forward's own, whatever follows before the report."""
+    asked = {"block_length": 1, "steps": 16, "stream_canvas": True, "num_speculative_states": 3}
+    made = canvas(LLADA, **asked)
+    for count in (1, 3, 2):
+        for _ in range(count):
+            positions = made.begin().eligible
+            made.commit(Candidates(positions, 20 + positions, np.full(positions.size, 0.5)))
+        view = made.report().canvas
+    assert view is not None and view.guessed is not None
+    assert list(view.guessed)[:7] == [0, 0, 1, 1, 0, 1, 0]
+    plain = canvas(LLADA, **{**asked, "num_speculative_states": 0}).report().canvas
+    assert plain is None or plain.guessed is None
+
+
 def test_a_token_keeps_the_probability_with_which_it_was_committed() -> None:
     """Also where a rule that edits asks for another one and leaves it."""
     made = canvas(SDAR, algorithm="joint_threshold", stream_canvas=True, editing_threshold=0.8)

@@ -23,6 +23,7 @@ from tests.engine.harness import (
     rows_of_launches,
     running,
     shrink,
+    speculating,
     start,
     step,
 )
@@ -143,6 +144,23 @@ def test_who_loses_its_pages_goes_on_where_it_was(
     same(engine.ask(*asks), alone)
     assert len(preemptions) >= 2
     assert engine.is_idle()
+
+
+def test_guesses_survive_the_loss_of_pages(
+    engine: Engine, runs_ahead: bool, preemptions: list[str]
+) -> None:
+    """Places lie behind the pages that requests have, and lose what they copied."""
+    engine.runner.pages.fix(NUM_PAGES, 1000, scratch=8)
+    asks = [ask(random_prompt(50, seed), block_length=8, gen_length=85) for seed in range(5)]
+    alone = [engine.ask(uncached(one))[0] for one in asks]
+    assert engine.scheduler.reset_prefix_cache()
+    guessed = engine.ask(*speculating(asks, 2))
+    assert [(a.token_ids, a.num_steps) for a in guessed] == [
+        (a.token_ids, a.num_forwards) for a in alone
+    ]
+    assert sum(answer.report["states_accepted"] for answer in guessed) > 0
+    assert len(preemptions) >= 2
+    assert engine.is_idle() and len(engine.runner.caches.free) == 8
 
 
 def test_chunks_give_the_same_tokens(engine: Engine, wanted: list[Answer]) -> None:

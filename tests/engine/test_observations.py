@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's observations: what crosses to the server's process, and that it harms nobody."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import BLOCKS, Ask, Engine, record, running, start
+from tests.engine.harness import BLOCKS, Ask, Engine, record, running, speculating, start
 from vllm.diffusion import metrics
 from vllm.diffusion.engine.scheduler import observer
 from vllm.diffusion.metrics import Metric, Observations, observations_in
@@ -104,6 +105,29 @@ def test_statistics_wait_for_an_output(
     counts = [times for name, _, times in seen if name == "dllm:forwards"]
     assert sum(counts) == answer.num_forwards == BLOCKS["steps"]
     assert (len(counts) == BLOCKS["steps"]) == (seconds == 0.0)
+
+
+def test_guesses_that_come_true_are_counted(
+    telling: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = record_sent(monkeypatch)
+    asks = [Ask(random_prompt(20, n), {**BLOCKS, "ignore_eos": True}) for n in range(4)]
+    answers = telling.ask(*speculating(asks, 3))
+    telling.is_idle()
+    totals: Counter[str] = Counter()
+    for name, value, times in seen:
+        totals[name] += times * (float(value) if value else 1)
+    for name, field in (
+        ("dllm:request_steps", "num_steps"),
+        ("dllm:forwards", "num_forwards"),
+        ("dllm:draft_states", "states_drafted"),
+        ("dllm:accepted_states", "states_accepted"),
+    ):
+        assert totals[name] == sum(answer.report[field] for answer in answers) > 0, name
+    paces = [answer.report["num_steps"] / answer.report["num_forwards"] for answer in answers]
+    assert totals["dllm:steps_per_forward"] == pytest.approx(sum(paces))
+    saved = [answer.report["num_forwards_saved"] for answer in answers]
+    assert saved == [answer.report["states_accepted"] for answer in answers]
 
 
 def test_an_abort_after_some_steps_is_an_end(

@@ -15,19 +15,24 @@ from tests.engine.harness import (
     Engine,
     as_request,
     clear_case,
+    finish,
     record,
     refusal_error,
     running,
     speculating,
+    start,
+    step,
     to_answer,
 )
 from tests.reference.models import LLaDAReference
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.decoding.block_grid import GridRule
 from vllm.diffusion.decoding.drafting import Drafter, State
+from vllm.diffusion.engine.worker.governor import StepTimes
 
 ONE_BY_ONE: dict[str, Any] = {"gen_length": 32, "block_length": 32, "steps": 32}
 THRESHOLD: dict[str, Any] = {"gen_length": 32, "block_length": 16, "threshold": 0.3}
+WEIGHED: dict[str, Any] = {"dllm": {"longest_pause_ms": 0, "weighs_guesses": True}}
 Draft = Callable[[State, Any, int, Any], list[State]]
 
 
@@ -270,3 +275,55 @@ def test_memory_that_runs_out_costs_guesses_alone(
     (answer,) = engine.ask(*speculating([ask], 3))
     assert answer.token_ids == plain.token_ids
     assert answer.report["states_drafted"] == 0
+
+
+@pytest.mark.parametrize("cache", ["none", "dual", "prefix", "frozen"])
+def test_several_answers_and_aborts(
+    engine: Engine, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers that share a prompt, and requests that go in the middle of a block."""
+    monkeypatch.setattr(engine.loop, "runs_ahead", cache in ("dual", "none"))
+    asked = {**BLOCKS, "cache": cache, "ignore_eos": True}
+    several = Ask(random_prompt(40, 2), asked, {"n": 4, "temperature": 0.3, "seed": 3})
+    (plain,), (guessed,) = (engine.outputs(*a) for a in ([several], speculating([several], 3)))
+    assert [o.token_ids for o in guessed.outputs] == [o.token_ids for o in plain.outputs]
+    asks = [Ask(random_prompt(30 + n, n), {**BLOCKS, "cache": cache}) for n in range(6)]
+    wanted = engine.ask(*asks)
+    names = [start(engine, str(n), one) for n, one in enumerate(speculating(asks, 3))]
+    for number in range(8):
+        step(engine)
+        if number in (3, 5):
+            engine.llm.llm_engine.abort_request([names[number]], internal=True)
+    answers = finish(engine)
+    for name in ("0", "1", "2", "4"):
+        assert name not in answers or answers[name].token_ids == wanted[int(name)].token_ids
+    assert answers
+    assert engine.is_idle()
+    assert engine.runner.caches.num_bytes == 0
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "ahead"])
+def test_guesses_end_where_they_do_not_hold_and_begin_where_they_would(
+    checkpoint: Callable[[str], Path], ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How a step's time grows with its rows is made up: as on a GPU."""
+    times = StepTimes.of({52 * n: 1 + 0.1 * n for n in range(1, 9)})
+    monkeypatch.setattr(StepTimes, "of", lambda _: times)
+    with running(checkpoint("mha"), additional_config=WEIGHED) as engine:
+        engine.loop.runs_ahead = ahead
+        ask = as_request(random_prompt(20, 1), **ONE_BY_ONE)
+        recorded, chance = Recorded(engine, ask, monkeypatch), random.Random(5)
+
+        def wrong(*given: Any) -> list[State]:
+            return [wrong_token(state, chance) for state in recorded.draft(*given)]
+
+        drafted = []
+        for draft in (wrong, wrong, recorded.draft, recorded.draft):
+            monkeypatch.setattr(Drafter, "draft", lambda _, *given, draft=draft: draft(*given))
+            (answer,) = engine.ask(*speculating([ask], 7))
+            assert answer.token_ids == recorded.answer.token_ids
+            drafted.append((answer.report["states_drafted"], answer.report["states_accepted"]))
+    (first, none), (second, nothing), _, (fourth, held) = drafted
+    assert (none, nothing, second) == (0, 0, 0)
+    assert 0 < first < 7 * 32  # all of them in fewer than 32 steps
+    assert fourth == held > 16

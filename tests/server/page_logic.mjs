@@ -55,6 +55,17 @@ test("what a step committed is fresh in that step alone", () => {
   assert.deepEqual(trace.commits(), [1, 1, 1]);
 });
 
+test("what a guess has committed is told apart", () => {
+  const trace = new Trace(3);
+  trace.push(canvas(1, "1c0.5", ".", "."), 0.1);
+  assert.equal(trace.hasGuesses, false);
+  trace.push({ ...canvas(3, "1c0.5", "2c0.5", "2c1"), guessed: [false, false, true] }, 0.2);
+  assert.deepEqual([...trace.view.guessed], [0, 0, 1]);
+  trace.seek(0);
+  assert.deepEqual([...trace.view.guessed], [0, 0, 0]);
+  assert.equal(trace.hasGuesses, true);
+});
+
 test("a reader of an old step is not moved by a new one", () => {
   const trace = traced();
   trace.seek(0);

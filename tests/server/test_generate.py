@@ -109,6 +109,7 @@ def test_shape_of_an_answer(client: Client) -> None:
     assert {key for key in report if not key.endswith("_bytes")} == {  # memory has its own tests
         *("steps", "num_forwards", "num_forwards_saved", "tokens_per_forward"),
         *("queue_ms", "denoise_ms", "seeds", "ignored", "num_end_tokens"),
+        *("num_steps", "states_drafted", "states_accepted", "steps_per_forward"),
     }
     assert (report["steps"], report["seeds"], report["tokens_per_forward"]) == (32, [9], 1.0)
     assert report["num_forwards"] + report["num_forwards_saved"] == 32

@@ -49,8 +49,8 @@ def configure(vllm_config: VllmConfig) -> None:
         )
     if vllm_config.speculative_config is not None:
         raise ServerConfigError(
-            "speculative_config: wanted none; a diffusion language model fills several tokens a "
-            "step by itself"
+            "speculative_config: wanted none; a diffusion language model guesses states of its "
+            'own: additional_config={"dllm": {"num_speculative_states": 7}}'
         )
     if vllm_config.lora_config is not None:
         raise ServerConfigError("enable_lora: wanted false for a diffusion language model")

@@ -86,6 +86,17 @@ FORWARDS_SAVED = Metric(
     "counter",
     "Forwards that answered requests did without, as they could not have changed the answer.",
 )
+REQUEST_STEPS = Metric(
+    "dllm:request_steps",
+    "counter",
+    "Steps of requests; guesses that come true let a forward serve several.",
+)
+DRAFT_STATES = Metric(
+    "dllm:draft_states", "counter", "States of answers that were guessed and evaluated."
+)
+ACCEPTED_STATES = Metric(
+    "dllm:accepted_states", "counter", "Guessed states that came true: each saved a forward."
+)
 COMMITTED_TOKENS = Metric(
     "dllm:committed_tokens", "counter", "Canvas positions that were committed."
 )
@@ -94,6 +105,12 @@ TOKENS_PER_FORWARD = Metric(
     "histogram",
     "Canvas positions committed per forward, of each request that has ended.",
     (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0),
+)
+STEPS_PER_FORWARD = Metric(
+    "dllm:steps_per_forward",
+    "histogram",
+    "Steps per forward, of each request that has ended and for which states were guessed.",
+    (1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 16.0),
 )
 QUEUE_TIME = Metric(
     "dllm:queue_time_seconds",
@@ -181,8 +198,12 @@ METRICS: tuple[Metric, ...] = (
     DENOISE_STEPS,
     FORWARDS,
     FORWARDS_SAVED,
+    REQUEST_STEPS,
+    DRAFT_STATES,
+    ACCEPTED_STATES,
     COMMITTED_TOKENS,
     TOKENS_PER_FORWARD,
+    STEPS_PER_FORWARD,
     QUEUE_TIME,
     TIME_TO_FIRST_COMMIT,
     POOL_BUDGET,

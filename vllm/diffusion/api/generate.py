@@ -172,7 +172,8 @@ class GenerateHandler:
         found, completion = told(output).get(0, {}), output.outputs[0]
         if "canvas" in found:
             canvas = CanvasState.of(found["canvas"], self._token_texts)
-            yield GenerateCanvas(id=request_id, index=index, canvas=canvas).model_dump_json()
+            found_canvas = GenerateCanvas(id=request_id, index=index, canvas=canvas)
+            yield found_canvas.model_dump_json(exclude_none=True)
         if completion.token_ids:
             text = completion.text
             yield GenerateChunk(

@@ -21,10 +21,13 @@ class DiffusionReport(BaseModel):
 
     Attributes:
         steps: denoise steps asked for; null where nothing bounds them.
+        num_steps: denoise steps of the answers; guesses that come true let a forward serve several.
         num_forwards: forwards that were run.
-        num_forwards_saved: forwards that were not, because the answer was complete or a step
-            would have committed nothing. Where the number of steps does not set the pace, at least
-            so many.
+        num_forwards_saved: forwards that were not, because the answer was complete, a step would
+            have committed nothing, or a guess came true. Where the number of steps does not set the
+            pace, at least so many.
+        states_drafted, states_accepted: states that were guessed, and those of them that came true.
+        steps_per_forward: steps that a forward served.
         num_end_tokens: canvas positions from the token that ended an answer on, which are no part
             of it: of an empty answer all.
         tokens_per_forward: canvas tokens committed per forward.
@@ -41,8 +44,12 @@ class DiffusionReport(BaseModel):
     """
 
     steps: int | None
+    num_steps: int
     num_forwards: int
     num_forwards_saved: int
+    states_drafted: int
+    states_accepted: int
+    steps_per_forward: float
     num_end_tokens: int
     tokens_per_forward: float
     queue_ms: float
@@ -63,14 +70,19 @@ class DiffusionReport(BaseModel):
         told = list(told)
         found = [t for t in told if "num_forwards" in t]
         forwards = sum(t["num_forwards"] for t in found)
+        steps = sum(t.get("num_steps", t["num_forwards"]) for t in found)
         committed = sum(t["num_committed"] for t in found)
         infilled = [t.get("infilled", {}) for t in found]
         ignored = found[0]["ignored"] if found else []
         largest = max(found, key=lambda t: t.get("peak_bytes", 0), default={})
         return cls(
             steps=found[0]["steps"] if found else None,
+            num_steps=steps,
             num_forwards=forwards,
             num_forwards_saved=sum(t["num_forwards_saved"] for t in found),
+            states_drafted=sum(t.get("states_drafted", 0) for t in found),
+            states_accepted=sum(t.get("states_accepted", 0) for t in found),
+            steps_per_forward=round(steps / forwards, 3) if forwards else 0.0,
             num_end_tokens=sum(t["num_end_tokens"] for t in found),
             tokens_per_forward=round(committed / forwards, 3) if forwards else 0.0,
             queue_ms=max((t["queue_ms"] for t in found), default=0.0),
@@ -133,6 +145,8 @@ class CanvasState(BaseModel):
         committed: whether the token is final.
         confidence: the model's probability of the token in the step that proposed it; null where
             there was none.
+        guessed: whether a guess that came true committed the token, without a forward of its own;
+            left out for requests without guesses.
     """
 
     step: int
@@ -140,11 +154,13 @@ class CanvasState(BaseModel):
     text: list[str]
     committed: list[bool]
     confidence: list[float | None]
+    guessed: list[bool] | None = None
 
     @classmethod
     def of(cls, packed: Mapping[str, Any], texts: TokenTexts) -> CanvasState:
         """Unpack an `engine.messages.CanvasView`."""
         token_ids = np.frombuffer(packed["token_ids"], "<i4").tolist()
+        guessed = packed.get("guessed")
         confidence = np.frombuffer(packed["confidence"], "<f4").astype(float).round(6)
         return cls(
             step=packed["step"],
@@ -152,6 +168,7 @@ class CanvasState(BaseModel):
             text=texts.of(token_ids),
             committed=np.frombuffer(packed["committed"], "?").tolist(),
             confidence=[None if np.isnan(p) else p for p in confidence.tolist()],
+            guessed=None if guessed is None else np.frombuffer(guessed, "?").tolist(),
         )
 
 

@@ -64,12 +64,15 @@ class CanvasView:
         committed: N bytes, 1 where the token is committed.
         confidence: N fp32, little-endian: the model's probability of the token in the forward that
             proposed it; NaN where none has.
+        guessed: N bytes, 1 where a guess that came true committed the token; None for requests
+            without guesses.
     """
 
     step: int
     token_ids: bytes
     committed: bytes
     confidence: bytes
+    guessed: bytes | None = None
 
 
 @dataclass(frozen=True)

@@ -124,8 +124,8 @@ def check_model(name: str, *, is_speculating: bool = False, family: str | None =
         return  # on the hub, of another format, or broken: upstream tells of it
     if is_speculating and families.family_of(*found) is not None:
         raise ServerConfigError(
-            f"{_of(name)}: --speculative-config: wanted none; a diffusion language model fills "
-            "several tokens a step by itself (docs/decoding.md)"
+            f"{_of(name)}: --speculative-config: wanted none; a diffusion language model guesses "
+            """states of its own: --additional-config '{"dllm": {"num_speculative_states": 7}}'"""
         )
     if family is not None:
         check_family(name, family, *found)

@@ -107,10 +107,11 @@ class EchoClient:
         output.prompt_logprobs = prompt_logprobs(prompt, found, self._texts)
         reports = told(output)
         if not self._writes and found:
-            reports = {0: {**found[0].report, "num_forwards": 0}}
+            reports = {0: {**found[0].report, "num_forwards": 0, "num_steps": 0}}
         if "num_forwards" in reports.get(0, {}):  # of the first of several answers
             taken = sum(read.report["num_forwards"] for read in found)
-            reports[0]["num_forwards"] += taken
+            for name in ("num_forwards", "num_steps"):
+                reports[0][name] += taken
             is_several = len(output.outputs) > 1
             output.kv_transfer_params = {"dllm": [*reports.values()] if is_several else reports[0]}
         return output

@@ -324,7 +324,7 @@ def _canvas_writer(
     """Make a function that writes a chunk with a canvas, which adds nothing to the answer."""
 
     def write(index: int, packed: dict[str, Any]) -> str:
-        canvas = CanvasState.of(packed, texts).model_dump()
+        canvas = CanvasState.of(packed, texts).model_dump(exclude_none=True)
         chunk = {**head, "choices": [{"index": index, **choice}], "diffusion": {"canvas": canvas}}
         return event(json.dumps(chunk))
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # In the page's order; an algorithm's own parameters follow.
 COMMON = (
     *("gen_length", "steps", "block_length", "temperature", "cache"),
-    *("cfg_scale", "remasking", "seed"),
+    *("cfg_scale", "remasking", "seed", "num_speculative_states"),
 )
 
 

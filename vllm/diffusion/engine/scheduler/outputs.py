@@ -148,7 +148,7 @@ def _report(item: RequestState) -> dict[str, Any]:
         "num_steps": item.num_steps,
         "num_forwards": item.num_forwards,
         "states_drafted": item.num_drafted,
-        "states_accepted": item.num_steps - item.num_forwards,
+        "states_accepted": item.num_accepted,
         "num_forwards_saved": item.num_forwards_saved,
         "num_committed": item.num_committed,
         "num_end_tokens": _num_end_tokens(item),

@@ -171,10 +171,15 @@ class RequestState:
         return new
 
     @property
+    def num_accepted(self) -> int:
+        """Guessed states that came true."""
+        return self.num_steps - self.num_forwards
+
+    @property
     def num_forwards_saved(self) -> int:
         """Forwards that it did without: those of steps that were not run, or shared one."""
         unneeded = forwards_saved(self.params, self.num_steps, self.num_committed)
-        return unneeded + self.num_steps - self.num_forwards
+        return unneeded + self.num_accepted
 
     def leave(self) -> None:
         """Tell the gates that the request is over, whether it has started or not."""

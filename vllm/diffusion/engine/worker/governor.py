@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+import numpy as np
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
+
+    from vllm.diffusion.ops import Array
 
 MARGIN = 0.02  # of a step's time, for a guess: drafting and accepting it are work of the host
 FADES = 0.995  # what is left of a try after the next one of its kind
@@ -60,8 +64,31 @@ class Offer(NamedTuple):
     rows: int
 
 
+class StepTimes(NamedTuple):
+    """Time of a step by its rows, which count as the next larger size.
+
+    Attributes:
+        rows: [N] int64, sizes, ascending.
+        seconds: [N + 1] float64, their times; the last is that of more rows.
+    """
+
+    rows: Array
+    seconds: Array
+
+    @classmethod
+    def of(cls, known: Mapping[int, float]) -> StepTimes:
+        """Make the table of known times; a step of more rows is never worth it."""
+        rows = sorted(known)
+        return cls(np.array(rows), np.array([*(known[size] for size in rows), np.inf]))
+
+    def at(self, rows: Array | int) -> Array:
+        """Return the times [R] of steps of so many rows."""
+        found: Array = self.seconds[self.rows.searchsorted(rows)]
+        return found
+
+
 def worthwhile(
-    offers: Sequence[Offer], num_requests: int, rows: int, seconds: Callable[[int], float]
+    offers: Sequence[Offer], num_requests: int, rows: int, times: StepTimes
 ) -> list[int]:
     """Return how many of its first guesses each request should have.
 
@@ -72,15 +99,20 @@ def worthwhile(
         offers: what requests could have.
         num_requests: requests of the step.
         rows: its rows without guesses.
-        seconds: time of a step of so many rows.
+        times: times of steps.
     """
-    expected, drafting_s = float(num_requests), MARGIN * seconds(rows)
-    best_pace, best, counts = expected / seconds(rows), [0] * len(offers), [0] * len(offers)
-    ranked = [(chance, i) for i, offer in enumerate(offers) for chance in offer.chances]
-    for number, (chance, i) in enumerate(sorted(ranked, key=lambda found: -found[0]), 1):
-        counts[i] += 1
-        rows, expected = rows + offers[i].rows, expected + chance
-        pace = expected / (seconds(rows) + number * drafting_s)
-        if pace > best_pace:
-            best_pace, best = pace, counts.copy()
-    return best
+    sizes = [len(offer.chances) for offer in offers]
+    owners = np.repeat(np.arange(len(offers)), sizes)
+    alone_s = float(times.at(rows))
+    if not owners.size or alone_s == np.inf:
+        return [0] * len(offers)
+    chances = np.concatenate([offer.chances for offer in offers])
+    order = (-chances).argsort(kind="stable")
+    all_rows = rows + np.repeat([offer.rows for offer in offers], sizes)[order].cumsum()
+    seconds = times.at(all_rows) + MARGIN * alone_s * np.arange(1, order.size + 1)
+    paces = (num_requests + chances[order].cumsum()) / seconds
+    best = int(paces.argmax())
+    if not paces[best] * alone_s > num_requests:
+        return [0] * len(offers)
+    counts: list[int] = np.bincount(owners[order[: best + 1]], minlength=len(offers)).tolist()
+    return counts

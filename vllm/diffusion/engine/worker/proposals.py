@@ -42,6 +42,8 @@ class Proposals(CanvasGuest):
         self._tokens = np.full(shape, params.mask_id, dtype=np.int32)
         self._logprobs = np.full(shape, np.nan, dtype=np.float32)
         self._ranks = np.ones(params.gen_length, dtype=np.int32)
+        self._guessed = np.zeros(params.gen_length, dtype=np.bool_)
+        self._is_guess = False  # the next commit; the first after a look is a forward's own
 
     def begin(self, tokens: NDArray[np.int64]) -> None:
         """Record the tokens on the canvas before the first forward as certain."""
@@ -59,6 +61,9 @@ class Proposals(CanvasGuest):
             found = Logprobs.unpack(torch.from_numpy(candidates.logprobs), self._num_top)
             was_masked = tokens[candidates.positions] == self._mask_id
             self._note(candidates, found, commit, was_masked)
+        positions = commit.positions - self._prompt_length
+        self._guessed[positions[positions >= 0]] = self._is_guess
+        self._is_guess = True
         return commit
 
     def _note(
@@ -97,6 +102,7 @@ class Proposals(CanvasGuest):
 
     def look(self, tokens: NDArray[np.int64], step: int) -> None:
         """Keep the whole canvas after forward number `step`, where the request asks to see it."""
+        self._is_guess = False
         if self._params.stream_canvas:
             self._view = self._view_of(tokens[self._canvas], step)
 
@@ -125,4 +131,5 @@ class Proposals(CanvasGuest):
             token_ids=np.where(committed, canvas, self._tokens[:, 0]).astype("<i4").tobytes(),
             committed=committed.tobytes(),
             confidence=np.exp(self._logprobs[:, 0]).astype("<f4").tobytes(),
+            guessed=self._guessed.tobytes() if self._params.num_speculative_states else None,
         )

@@ -23,13 +23,13 @@ from vllm.diffusion.engine.worker.first_forwards import FirstForwards, shares_fi
 from vllm.diffusion.engine.worker.forward import ForwardPass, run_to_end
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.engine.worker.sliced_step import SlicedStep
-from vllm.diffusion.engine.worker.speculation import Speculation
+from vllm.diffusion.engine.worker.speculation import Speculation, serves_guesses, times_of
 from vllm.diffusion.engine.worker.step_graphs import GraphRunner
 from vllm.diffusion.engine.worker.step_log import StepLog
 from vllm.diffusion.engine.worker.step_log import logger as step_logger
 from vllm.diffusion.engine.worker.step_memory import PoolAccount, Step
 from vllm.diffusion.engine.worker.streamed import run_streamed
-from vllm.diffusion.memory import HostBuffers, PageAllocator, PageStore, StepShape
+from vllm.diffusion.memory import HostBuffers, PageAllocator, PageStore
 from vllm.diffusion.parallel.groups import Ranks
 from vllm.logger import init_logger
 
@@ -109,9 +109,7 @@ class DiffusionModelRunner:
         self._account = PoolAccount(pool, self.pages, graph_memory, ranks)
         self._forward = ForwardPass(model, pool, self.caches, ranks)
         self._firsts: FirstForwards | None = None  # from the first request that shares a prompt on
-        self._weighs_guesses = (
-            graph_memory is not None if weighs_guesses is None else weighs_guesses
-        )
+        self._weighs_guesses = weighs_guesses
         self._speculation: Speculation | None = None  # from the first request that asks for it on
         self.sliced: SlicedStep | None = None  # from the first long step on
         self._log = StepLog() if is_reporting else None
@@ -131,7 +129,7 @@ class DiffusionModelRunner:
         if self._speculation is not None:
             packed = self._speculation.with_branches(canvases, self.planner.row_budget)
         batch, plan, planner_us = self._planned(packed)
-        if len(packed) > len(canvases) and not self._serves_guesses(batch, plan):
+        if len(packed) > len(canvases) and not serves_guesses(batch, plan, self.graphs):
             batch, plan, planner_us = self._planned(canvases)
         self.pool.reset_peak(looks_often=not plan.is_whole(batch.num_rows))
         rows = SampleRows(batch)
@@ -202,11 +200,6 @@ class DiffusionModelRunner:
             batch = self._batch(canvases)
         return batch, plan, planner_us
 
-    def _serves_guesses(self, batch: StepBatch, plan: Plan) -> bool:
-        """Whether guesses cost a step nothing but their rows: it is whole, and one graph's."""
-        has_graph = self.graphs is None or self.graphs.buckets.find(batch) is not None
-        return has_graph and plan.is_whole(batch.num_rows)
-
     def drop_guesses(self) -> bool:
         """Guess no states in the next step; whether there may have been some in the last one."""
         return self._speculation is not None and self._speculation.pause()
@@ -248,21 +241,10 @@ class DiffusionModelRunner:
             self._forward.note_first = self._firsts.note
         self.canvases[new.req_id] = canvas
         if new.params.num_speculative_states and not layers and self._ranks.sequence.size == 1:
-            self._speculate(canvas)
-
-    def _speculate(self, canvas: Canvas) -> None:
-        """Guess states of a request, if it takes part in that."""
-        if self._speculation is None:
-            seconds = self._seconds_of if self._weighs_guesses else None
-            self._speculation = Speculation(self.canvases, self.pages, seconds)
-        self._speculation.start(canvas)
-
-    def _seconds_of(self, num_rows: int, are_windows: bool) -> float:
-        """Time of a step of so many rows, of windows or not; without graphs as predicted."""
-        if self.graphs is not None:
-            return self.graphs.seconds(num_rows, are_windows)
-        shape = StepShape(num_rows, num_rows, num_rows, num_sequences=2, keeps=are_windows)
-        return self.planner.plan(shape).predicted_seconds
+            if self._speculation is None:
+                times = times_of(self.graphs, self.planner, weighs=self._weighs_guesses)
+                self._speculation = Speculation(self.canvases, self.pages, times)
+            self._speculation.start(canvas)
 
     @torch.inference_mode()
     def step_known(self, new: NewCanvas) -> Outcomes:

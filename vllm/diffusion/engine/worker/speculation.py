@@ -15,13 +15,16 @@ The rule sees only what is committed, so a wrong guess costs its rows and change
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion.decoding.drafting import MOST_TOGETHER, Drafter, State
-from vllm.diffusion.engine.worker.branches import Branch, LastCandidates, has_random_scores
-from vllm.diffusion.engine.worker.governor import HoldingRates, Offer, worthwhile
+from vllm.diffusion.engine.worker.branches import Branch
+from vllm.diffusion.engine.worker.governor import HoldingRates, Offer, StepTimes, worthwhile
+from vllm.diffusion.engine.worker.last_candidates import LastCandidates, has_random_scores
 from vllm.diffusion.engine.worker.places import Places
+from vllm.diffusion.engine.worker.step_graphs import ROW_BUCKETS
+from vllm.diffusion.memory import StepShape
 from vllm.diffusion.request.algorithms import algorithms_of
 from vllm.logger import init_logger
 
@@ -30,12 +33,14 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.decoding import BatchedCommit, Candidates, ForwardTarget
     from vllm.diffusion.decoding.drafting import Chance
+    from vllm.diffusion.engine.worker.batch import StepBatch
     from vllm.diffusion.engine.worker.branches import Packed
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.governor import Kind
     from vllm.diffusion.engine.worker.sample_rows import SampleRows
+    from vllm.diffusion.engine.worker.step_graphs import GraphRunner
     from vllm.diffusion.engine.worker.window import Window
-    from vllm.diffusion.memory import PageAllocator
+    from vllm.diffusion.memory import PageAllocator, Plan, Planner
     from vllm.diffusion.ops import Array
     from vllm.diffusion.request.params import DiffusionParams
 
@@ -45,6 +50,9 @@ MOST_BLOCKS = 3  # of a window of exact keys: two are finished, but not kept yet
 MOST_LATER_DRAWS = 3  # each samples all rows once more
 MOST_REQUESTS = 32  # of a step with guesses: drafting is work of the host
 _GONE = RuntimeError("its request is over")
+# Of more requests than FEW_REQUESTS, where no guess is worth it: steps after which that is looked
+# at again, and in how many of them.
+FEW_REQUESTS, RESTS, LOOKS = 4, 32, 2
 NOISY_INTERVAL = 16  # steps in which a request that draws tokens, but has no guesses, is watched
 
 
@@ -80,22 +88,24 @@ class Speculation:
     Args:
         canvases: all running requests.
         pages: pages of kept keys and values.
-        seconds: time of a step of so many rows, and whether they are windows; None where as many
-            states are guessed as requests ask for.
+        times: times of steps, of windows or not; None where as many states are guessed as requests
+            ask for.
     """
 
     def __init__(
         self,
         canvases: Mapping[str, Canvas],
         pages: PageAllocator,
-        seconds: Callable[[int, bool], float] | None = None,
+        times: Callable[[bool], StepTimes] | None = None,
     ) -> None:
-        self._canvases, self._places, self._seconds = canvases, Places(pages), seconds
+        self._canvases, self._places = canvases, Places(pages)
+        self._times = None if times is None else cache(times)
         self._rates = HoldingRates()
         self._guessing: dict[str, _Guessing] = {}  # by request
         self._sources: dict[str, LastCandidates] = {}  # by request, from its first commit on
-        self._watched: _Watched | None = None
-        self._num_rounds, self._failed = 0, False
+        self._watched: list[_Watched] = []
+        self._num_rounds = self._rests_until = 0
+        self._failed = False
 
     def start(self, canvas: Canvas) -> None:
         """Take in a request, if it takes part."""
@@ -144,18 +154,21 @@ class Speculation:
             canvases: the requests.
             most_rows: rows that the step may have.
         """
+        self._num_rounds += 1
+        if not self._guessing or self._is_resting(len(canvases)):
+            self._stand_by(canvases)
+            return list(canvases)
         rows = sum(canvas.next_rows for canvas in canvases)
         numbers = self._numbers(canvases, rows)
         packed: list[Packed] = []
         room = most_rows - rows
-        self._num_rounds += 1
         for index, canvas in enumerate(canvases):
             packed.append(canvas)
             if canvas.req_id not in self._guessing:
                 continue
             work, window = canvas.next_forward()
             self._places.leave(canvas.req_id, window)
-            number = numbers.get(canvas.req_id, 0)
+            number = numbers[canvas.req_id]
             canvas.later_draws = _later_draws(canvas, number)
             branches = list[Branch]()
             if number and work.eligible.size and _may_keep(canvas, window):
@@ -166,22 +179,37 @@ class Speculation:
                 self._watch(canvas, work)
         return packed
 
+    def _is_resting(self, num_requests: int) -> bool:
+        """Whether nothing is guessed for so many requests, nor looked at whether it would pay."""
+        if num_requests > MOST_REQUESTS:
+            return True
+        return num_requests > FEW_REQUESTS and self._num_rounds < self._rests_until
+
+    def _stand_by(self, canvases: Sequence[Canvas]) -> None:
+        """Hold nothing for guesses: there are none for some steps."""
+        self._places.release_all()
+        self._sources.clear()
+        for canvas in canvases:
+            canvas.later_draws = 0
+
     def _numbers(self, canvases: Sequence[Canvas], rows: int) -> dict[str, int]:
         """Return how many guesses requests should have at most."""
         asking = [canvas for canvas in canvases if canvas.req_id in self._guessing]
-        if not asking or len(canvases) > MOST_REQUESTS:
-            return {}
         asked = {canvas.req_id: canvas.params.num_speculative_states for canvas in asking}
-        if self._seconds is None:
+        if self._times is None:
             return asked
-        are_windows = all(canvas.window.cache is not None for canvas in canvases)
+        times = self._times(all(canvas.window.cache is not None for canvas in canvases))
+        known: dict[tuple[Kind, int], list[float]] = {}  # most often requests are alike
         offers = []
         for canvas in asking:
-            drafter, _, chance = self._guessing[canvas.req_id]
-            chances = drafter.chances(asked[canvas.req_id], chance)
+            (drafter, kind, chance), most = self._guessing[canvas.req_id], asked[canvas.req_id]
+            chances = known.get((kind, most))
+            if chances is None:
+                chances = known[kind, most] = drafter.chances(most, chance)
             offers.append(Offer(chances, canvas.next_rows))
-        step_seconds = self._seconds
-        counts = worthwhile(offers, len(canvases), rows, lambda n: step_seconds(n, are_windows))
+        counts = worthwhile(offers, len(canvases), rows, times)
+        if not any(counts) and self._num_rounds >= self._rests_until + LOOKS:
+            self._rests_until = self._num_rounds + RESTS
         return {canvas.req_id: count for canvas, count in zip(asking, counts, strict=True)}
 
     def _branches(
@@ -228,30 +256,32 @@ class Speculation:
     def _watch(self, canvas: Canvas, work: ForwardTarget) -> None:
         """Note the state of a request whose step has no guesses."""
         source = self._sources.get(canvas.req_id)
-        if self._seconds is not None and source is not None and source.at(1) is not None:
+        if self._times is not None and source is not None and source.at(1) is not None:
             certain = State(0, canvas.tokens.copy(), canvas.rule.fork(), work)
-            self._watched = _Watched(canvas, certain, source, canvas.num_steps)
+            self._watched.append(_Watched(canvas, certain, source, canvas.num_steps))
 
     def take_note(self) -> None:
-        """Learn by the step that was watched whether guesses would have held.
+        """Learn by steps that were watched whether guesses would have held.
 
         Called after the next launch, so the device does not wait for it.
         """
-        watched, self._watched = self._watched, None
-        if watched is None:
-            return
-        canvas, certain, source, num_steps = watched
-        if self._canvases.get(canvas.req_id) is not canvas or canvas.is_complete:
-            return
-        if canvas.num_steps == num_steps:  # not collected yet
-            self._watched = watched
-            return
-        work, kind = canvas.begin(), self._guessing[canvas.req_id].kind
-        for state in self._drafted(canvas, certain, source, MOST_TOGETHER):
+        watched, self._watched = self._watched, []
+        for step in watched:
+            canvas = step.canvas
+            if self._canvases.get(canvas.req_id) is not canvas or canvas.is_complete:
+                continue
+            if canvas.num_steps == step.num_steps:
+                self._watched.append(step)  # it is under way
+            elif canvas.num_steps == step.num_steps + 1:
+                self._learn_by(step)
+
+    def _learn_by(self, step: _Watched) -> None:
+        """Learn by a step that has committed what guesses would have been about."""
+        canvas, kind = step.canvas, self._guessing[step.canvas.req_id].kind
+        work = canvas.begin()
+        for state in self._drafted(canvas, step.certain, step.source, MOST_TOGETHER):
             if state.depth == 1:
-                holds = canvas.num_steps == num_steps + 1 and state.is_of(
-                    canvas.tokens, canvas.rule, work
-                )
+                holds = state.is_of(canvas.tokens, canvas.rule, work)
                 self._rates.learn(kind, state.committed, 1, holds=holds)
 
     # ---- after a step ----
@@ -272,6 +302,8 @@ class Speculation:
             outcomes: requests whose own candidates were committed, and why those fail that do; the
                 failures of further commits are added.
         """
+        if len(rows.batch.canvases) == len(outcomes) and self._is_resting(len(outcomes)):
+            return
         own, guessed = dict[str, int](), dict[str, dict[int, Branch]]()
         for number, packed in enumerate(rows.batch.canvases):
             if isinstance(packed, Branch):
@@ -301,6 +333,35 @@ class Speculation:
             follows = parent is None or parent.depth == 0 or any(s is parent for s in states)
             if follows and state.depth <= len(states) + 1:
                 self._rates.learn(kind, count, state.depth, holds=number in reached)
+
+
+def times_of(
+    graphs: GraphRunner | None, planner: Planner, *, weighs: bool | None
+) -> Callable[[bool], StepTimes] | None:
+    """Return the times of steps, of windows or not; None where guesses are not to be weighed.
+
+    Args:
+        graphs: the graphs, timed at start, if there are any.
+        planner: predicts times without graphs.
+        weighs: weigh guesses; None: where there are graphs.
+    """
+    if graphs is not None:
+        known = graphs.times
+        return None if weighs is False else known.__getitem__
+    if not weighs:
+        return None
+
+    def predicted(are_windows: bool) -> StepTimes:
+        shapes = [StepShape(n, n, n, num_sequences=2, keeps=are_windows) for n in ROW_BUCKETS]
+        return StepTimes.of({s.rows: planner.plan(s).predicted_seconds for s in shapes})
+
+    return predicted
+
+
+def serves_guesses(batch: StepBatch, plan: Plan, graphs: GraphRunner | None) -> bool:
+    """Whether guesses cost a step nothing but their rows: it is whole, and one graph's."""
+    has_graph = graphs is None or graphs.buckets.find(batch) is not None
+    return has_graph and plan.is_whole(batch.num_rows)
 
 
 def _accepted(

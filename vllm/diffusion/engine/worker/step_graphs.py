@@ -22,6 +22,7 @@ from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.spans import AttentionLayout, PageTable
 from vllm.diffusion.engine.worker.batch import StepInputs
 from vllm.diffusion.engine.worker.forward import run_body, run_to_end
+from vllm.diffusion.engine.worker.governor import StepTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -162,6 +163,7 @@ class GraphRunner:
         max_keys: keys of the longest sequence.
 
     Attributes:
+        times: times of the layers, of windows (True) and of whole sequences, see `measure`.
         captures_more: whether buckets get their first graph when they are needed. A server clears
             it when clients may come; buckets without a graph then do without. A graph whose keys
             and values have moved is captured anew all the same, which takes the time of a launch
@@ -191,7 +193,7 @@ class GraphRunner:
         self._captured: dict[Bucket, _Captured] = {}
         self.captures_more = True
         self.buckets = buckets_of(model.config, is_fp8=model.is_fp8)
-        self._seconds: dict[tuple[bool, int], float] = {}  # by kind and rows, see `measure`
+        self.times = {False: StepTimes.of({}), True: StepTimes.of({})}
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -224,20 +226,16 @@ class GraphRunner:
 
     def measure(self) -> None:
         """Time each graph, by its best of two replays on the slowest rank."""
-        found: dict[tuple[bool, int], float] = {}
+        found: dict[bool, dict[int, float]] = {False: {}, True: {}}
         for bucket, captured in self._captured.items():
+            if captured.generation != self._caches.generation * bucket.is_cached:
+                continue  # it writes to pages of the past
             took_us = self._agreement.most(
                 round(1e6 * min(_replayed(captured.graph) for _ in "12"))
             )
-            size = bucket.is_cached, bucket.rows
-            found[size] = min(found.get(size, math.inf), took_us / 1e6)
-        self._seconds = found
-
-    def seconds(self, num_rows: int, is_cached: bool) -> float:
-        """Time of the layers of a step of `num_rows` rows, of windows or not; inf without graph."""
-        served = self.buckets.windows if is_cached else self.buckets.whole
-        sizes = ((is_cached, rows) for rows in served if rows >= num_rows)
-        return next((self._seconds[size] for size in sizes if size in self._seconds), math.inf)
+            known = found[bucket.is_cached]
+            known[bucket.rows] = min(known.get(bucket.rows, math.inf), took_us / 1e6)
+        self.times = {is_cached: StepTimes.of(known) for is_cached, known in found.items()}
 
     def _copy_table(self) -> None:
         """Update the page table that graphs read from the store's."""

@@ -131,6 +131,10 @@ export class BoardView {
     if (isMap) context.fillRect(x, y, w, h);
     else tile(context, x, y, w, h);
     context.globalAlpha = 1;
+    if (this.trace.view.guessed[i]) {
+      context.fillStyle = look.text;
+      context.fillRect(x + 2, y + h - 3, Math.min(8, w - 4), 1.5);
+    }
     if (look.state === EDITED) notch(context, x, y, w, isMap ? 4 : 7, ink.accent);
     if (!this.layout.tidy && i % this.layout.block === 0) {
       context.fillStyle = ink.accent;

@@ -155,6 +155,7 @@ export class Pane {
     const of = used.steps ? `/${used.steps}` : "";
     this.put("step", shown ? `${shown.step}${of}` : "0");
     this.put("forwards", report?.diffusion.num_forwards ?? newest?.step ?? 0);
+    this.part("guessed").hidden = !trace.hasGuesses;
     this.put("committed", `${shown?.committed ?? 0}/${trace.length}`);
     const answered = report ? report.token_ids[0].length : trace.counted().numOthers;
     this.put("rate", newest ? rounded(answered / seconds) : "–");
@@ -245,8 +246,9 @@ export class Pane {
     if (state === UNUSED) return `${where}: not needed, the answer ended before it`;
     const what = state === PROPOSED ? "proposed" : trace.isFresh(i) ? "just committed"
       : state === EDITED ? "edited" : "committed";
+    const how = trace.view.guessed[i] ? " by a guess that came true" : "";
     const p = trace.view.confidence[i];
-    return `${where}: ${JSON.stringify(trace.textAt(i))} ${what}, confidence ${p.toFixed(3)}`;
+    return `${where}: ${JSON.stringify(trace.textAt(i))} ${what}${how}, confidence ${p.toFixed(3)}`;
   }
 
   // ---- what can be taken away ----------------------------------------------------------------

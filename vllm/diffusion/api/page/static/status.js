@@ -130,6 +130,7 @@ function rowOf(request) {
     element("td", isRunning ? `${request.algorithm}, ${request.cache}` : ""),
     number(String(request.prompt_tokens)), progress,
     number(isRunning ? `${request.forwards}${request.steps ? `/${request.steps}` : ""}` : ""),
+    number(request.states_drafted ? `${request.states_accepted}/${request.states_drafted}` : ""),
     number(request.kept_bytes ? bytes(request.kept_bytes) : ""),
     number(request.seconds === null ? "" : seconds(request.seconds)),
     number(left === null ? "" : seconds(left)),

@@ -5,13 +5,14 @@
 export const MASKED = 0, PROPOSED = 1, UNUSED = 2, COMMITTED = 3, EDITED = 4;
 
 // The parts of a position's state, in the order of a change's two halves.
-const PARTS = ["ids", "confidence", "state"];
+const PARTS = ["ids", "confidence", "state", "guessed"];
 
 class Board {
   constructor(length) {
     this.ids = new Int32Array(length).fill(-1);
     this.confidence = new Float32Array(length);
     this.state = new Uint8Array(length);
+    this.guessed = new Uint8Array(length); // 1: committed by a guess that came true
   }
 }
 
@@ -82,6 +83,7 @@ export class Trace {
       this.head.ids[i] = after.ids[k] = canvas.token_ids[i];
       this.head.confidence[i] = after.confidence[k] = canvas.confidence[i] ?? 0;
       this.head.state[i] = after.state[k] = state;
+      this.head.guessed[i] = after.guessed[k] = Number(state >= COMMITTED && !!canvas.guessed?.[i]);
     });
     const positions = Uint32Array.from(changed);
     const committed = this.numCommitted;
@@ -108,6 +110,11 @@ export class Trace {
   // Whether a position was committed, or changed, by the step that is shown.
   isFresh(i) {
     return this.at >= 0 && this.frame.fresh.has(i);
+  }
+
+  // Whether a guess that came true committed some token.
+  get hasGuesses() {
+    return this.head.guessed.includes(1);
   }
 
   textAt(i) {
@@ -150,7 +157,8 @@ function stateOf(canvas, i, head) {
 }
 
 const halfOf = (count) => ({
-  ids: new Int32Array(count), confidence: new Float32Array(count), state: new Uint8Array(count),
+  ids: new Int32Array(count), confidence: new Float32Array(count),
+  state: new Uint8Array(count), guessed: new Uint8Array(count),
 });
 
 // A token as one short line: what cannot be seen has a sign.
