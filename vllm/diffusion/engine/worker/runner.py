@@ -244,7 +244,8 @@ class DiffusionModelRunner:
         if new.params.num_speculative_states and not layers and self._ranks.sequence.size == 1:
             if self._speculation is None:
                 times = times_of(self.graphs, self.planner, weighs=self._weighs_guesses)
-                self._speculation = Speculation(self.canvases, self.pages, times)
+                is_alone = self.agreement is None
+                self._speculation = Speculation(self.canvases, self.pages, times, is_alone=is_alone)
             self._speculation.start(canvas)
 
     @torch.inference_mode()

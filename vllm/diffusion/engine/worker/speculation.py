@@ -89,6 +89,7 @@ class Speculation:
         pages: pages of kept keys and values.
         times: times of steps, of windows or not; None where as many states are guessed as requests
             ask for.
+        is_alone: there is one rank: what another one could not do alike may be tried.
     """
 
     def __init__(
@@ -96,8 +97,10 @@ class Speculation:
         canvases: Mapping[str, Canvas],
         pages: PageAllocator,
         times: Callable[[bool], StepTimes] | None = None,
+        *,
+        is_alone: bool = True,
     ) -> None:
-        self._canvases, self._places = canvases, Places(pages)
+        self._canvases, self._places = canvases, Places(pages, grows=is_alone)
         self._times = None if times is None else cache(times)
         self._rates = HoldingRates()
         self._guessing: dict[str, _Guessing] = {}  # by request
@@ -277,7 +280,10 @@ class Speculation:
     def _learn_by(self, step: _Watched) -> None:
         """Learn by a step that has committed what guesses would have been about."""
         canvas, kind = step.canvas, self._guessing[step.canvas.req_id].kind
-        work = canvas.begin()
+        try:
+            work = canvas.begin()
+        except Exception:  # the next step, which it is for, will tell
+            return
         for state in self._drafted(canvas, step.certain, step.source, MOST_TOGETHER):
             if state.depth == 1:
                 holds = state.is_of(canvas.tokens, canvas.rule, work)
