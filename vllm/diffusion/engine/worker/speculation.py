@@ -404,10 +404,11 @@ def _later_draws(canvas: Canvas, number: int) -> int:
 def _may_keep(canvas: Canvas, window: Window) -> bool:
     """Whether guesses of a request's next forward may have places, or need none.
 
-    None has a forward of all positions, nor one that computes more than the rule needs.
+    None has a forward of all positions that refreshes keys, nor one that computes more than the
+    rule needs.
     """
     if canvas.window.cache is None:
         return True
-    is_long = window.num_rows > MOST_BLOCKS * canvas.params.block_length
-    is_exact = canvas.params.cache == "exact"
-    return window.reads_kept and not (is_exact and is_long)
+    if canvas.params.cache == "exact":
+        return window.num_rows <= MOST_BLOCKS * canvas.params.block_length
+    return window.reads_kept
