@@ -208,6 +208,29 @@ PRESETS: dict[tuple[str, str], Preset] = {
         sizes=QWEN_7B_SIZES,
         token_ids=QWEN_TOKEN_IDS | {"|<MASK>|": 151665},
     ),
+    # Stable-DiffCoder-8B-Base, Stable-DiffCoder-8B-Instruct; tokens bear Dream's names
+    ("stable-diffcoder", "8b"): Preset(
+        sizes=layers(32)
+        | {
+            "architectures": ["StableDiffcoderForCausalLM"],
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 8192,
+            "model_type": "llama",
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "rope_theta": 500000.0,
+            "vocab_size": 155136,
+        },
+        token_ids={
+            "<|beginoftext|>": 0,
+            "<|endoftext|>": 2,
+            "<|im_start|>": 3,
+            "<|im_end|>": 4,
+            "<|mask|>": 5,
+        },
+        like="dream",
+    ),
 }
 """(family, size) -> the model; the first size of a family is its default."""
 

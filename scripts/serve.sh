@@ -54,10 +54,12 @@ serve_family() {
   local default=${MOSAIC_MODEL_ROOT:-$home/models}/$default_name
   local model=${MODEL_DIR:-${!variable:-$default}}
 
+  local tiny=$family
+  [ "$family" != stable-diffcoder ] || tiny=llada # of which there is a tiny model
   [ "$model" != "$default" ] || [ -d "$model" ] || refuse "no model: MODEL_DIR and $variable are" \
     "not set, and MOSAIC_MODEL_ROOT has no folder $default; give a folder or a name on the Hugging" \
     "Face Hub; for a try without a download: .venv/bin/python scripts/make_tiny_model.py" \
-    "--family $family makes models/$family-tiny"
+    "--family $tiny makes models/$tiny-tiny"
 
   local python=$home/.venv/bin/python
   [ -x "$python" ] || python=python3

@@ -61,6 +61,7 @@ FAMILIES = {
     "llada2": ModelFamily(156895, port=8902),
     "sdar": ModelFamily(151669, port=8903, block_length=4),
     "fast-dllm": ModelFamily(151665, port=8904),
+    "stable-diffcoder": ModelFamily(5, port=8907, block_length=4),
 }
 
 

@@ -55,6 +55,9 @@ SDAR_SPECIAL_TOKENS = special_tokens(
 FAST_DLLM_SPECIAL_TOKENS = special_tokens(
     "<|object_ref_start|>", "<|im_start|>", "<|object_ref_end|>", "<|im_end|>", "|<MASK>|"
 )
+DIFFCODER_SPECIAL_TOKENS = special_tokens(
+    "<|beginoftext|>", "<|im_start|>", "<|vision_pad|>", "<|im_end|>", "<[MASK_TOKEN]>"
+)
 # Ids 252..255 have logit columns but no token, as the last columns of the released models.
 VOCAB_SIZE = 256
 
@@ -113,6 +116,9 @@ TOKENIZER_STYLES = {
     "sdar": TokenizerStyle(SDAR_SPECIAL_TOKENS, None, "<|MASK|>", SDAR_CHAT_TEMPLATE, nfc=True),
     "sdar_moe": TokenizerStyle(SDAR_SPECIAL_TOKENS, None, "<|MASK|>", SDAR_CHAT_TEMPLATE, nfc=True),
     "llada2": TokenizerStyle(MOE_SPECIAL_TOKENS, "<|startoftext|>", "<|mask|>", MOE_CHAT_TEMPLATE),
+    "stable_diffcoder": TokenizerStyle(
+        DIFFCODER_SPECIAL_TOKENS, "<|beginoftext|>", None, CHATML_TEMPLATE
+    ),
     "diffullama": TokenizerStyle(
         DREAM_SPECIAL_TOKENS, "<|beginoftext|>", "<|mask|>", CHATML_TEMPLATE
     ),
@@ -192,6 +198,7 @@ BLOCK_CASES: dict[str, Case] = {
         overrides={"first_k_dense_replace": 0, "num_shared_experts": 0, "n_group": 1}
         | {"topk_group": 1, "num_experts_per_tok": 1},
     ),
+    "stable_diffcoder": Case(seed=4, family="stable_diffcoder"),
     "fast_dllm": Case(seed=4, family="fast_dllm"),
     "fast_dllm_tied": Case(seed=5, family="fast_dllm", overrides={"tie_word_embeddings": True}),
 }
@@ -264,6 +271,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {**TINY, "auto_map": remote_code("", "Fast_dLLM_Qwen"), "bd_size": 8}
         | {"layer_types": ["full_attention"] * 3, "max_window_layers": 3, "use_cache": True},
     ),
+    "stable_diffcoder": (  # Llama's
+        "dream",
+        {**TINY, "architectures": ["StableDiffcoderForCausalLM"], "model_type": "llama"}
+        | {"attention_bias": False, "mlp_bias": False, "bos_token_id": BOS_ID}
+        | {"num_key_value_heads": 2, "pretraining_tp": 1, "rope_theta": 500000.0},
+    ),
     "diffullama": (  # Llama's
         "dream",
         {**TINY, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -273,6 +286,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 LEFT_OUT: dict[str, tuple[str, ...]] = {
+    "stable_diffcoder": (
+        *("mask_token_id", "pad_token_id", "max_window_layers"),
+        *("sliding_window", "use_sliding_window"),
+    ),
     "diffullama": (
         *("mask_token_id", "pad_token_id", "max_window_layers"),
         *("sliding_window", "use_sliding_window"),

@@ -72,6 +72,17 @@ def sub_blocks(sub_block_length: int, threshold: float) -> Loop:
     return Loop(block_loops.fast_dllm_v2, options, {"algorithm": "hierarchy_block", **options})
 
 
+def reached(threshold: float) -> Loop:
+    options = {"threshold": threshold}
+    asked = {"algorithm": "low_confidence_dynamic", **options}
+    return Loop(block_loops.stable_diffcoder, options, asked)
+
+
+def shared(steps: int) -> Loop:
+    asked = {"algorithm": "semi_ar", "steps_per_block": steps}
+    return Loop(block_loops.stable_diffcoder, {"steps": steps}, asked)
+
+
 # prompt length, block length, length of the answer, loop
 CASES: dict[str, list[tuple[int, int, int, Loop]]] = {
     "sdar": [
@@ -82,6 +93,13 @@ CASES: dict[str, list[tuple[int, int, int, Loop]]] = {
         (33, 8, 30, paced("sequential", "sequential", 4)),
         (50, 7, 16, dynamic(3, 0.4)),
         (17, 32, 40, paced("semi_ar", "static", 5)),
+    ],
+    "stable_diffcoder": [
+        (20, 4, 16, reached(0.4)),
+        (5, 8, 21, reached(0.25)),
+        (66, 4, 12, shared(4)),
+        (7, 16, 30, shared(5)),
+        (35, 32, 40, reached(0.3)),
     ],
     "llada2": [
         (40, 8, 24, joint(0.4, 0.3, 4)),

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoints import random_prompt
 from tests.engine.harness import (
     BLOCKS,
     Ask,
@@ -192,3 +193,26 @@ def test_steps_in_chunks_are_not_launched_ahead(
     engine.llm.llm_engine.step()
     assert len(launches) == 1
     assert finish(engine)["long"].token_ids == wanted.ids
+
+
+def test_a_pause_collects_what_was_launched(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing more is launched: three steps later nothing is to be done, until it goes on."""
+    monkeypatch.setattr(engine.loop, "runs_ahead", True)
+    asks = [Ask(random_prompt(20, seed), {**BLOCKS, "ignore_eos": True}) for seed in range(3)]
+    wanted = [answer.token_ids for answer in engine.ask(*asks)]
+    for number, ask in enumerate(asks):
+        start(engine, str(number), ask)
+    for _ in range(4):
+        engine.llm.llm_engine.step()
+    launched = record_steps(engine, monkeypatch)
+    engine.core.pause_scheduler("keep", clear_cache=False)
+    assert engine.scheduler.get_num_unfinished_requests() > 0
+    for _ in range(3):
+        if engine.scheduler.has_requests():
+            engine.llm.llm_engine.step()
+    assert engine.scheduler.get_num_unfinished_requests() == 0 and not launched
+    engine.core.resume_scheduler()
+    found = finish(engine)
+    assert [found[str(number)].token_ids for number in range(3)] == wanted

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine tells when it starts: what it runs on, and nothing that does not apply."""
 
+import functools
 import importlib
 import inspect
 import logging
@@ -167,6 +168,22 @@ def test_other_lines_of_the_same_loggers_stay() -> None:
     assert logged(logger, logger.warning, "port %s is used", 7) == [
         (logging.WARNING, "port 7 is used")
     ]
+
+
+def test_the_end_of_an_engine_leaves_no_stack_trace() -> None:
+    """Of other errors it stays. Which process has ended is told in upstream's words."""
+    from vllm.v1 import utils
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    log_filter.leave_out_what_does_not_apply()
+    ended = RuntimeError("Engine core process EngineCore_DP0 died unexpectedly.")
+    for name in log_filter.TRACING:
+        logger = logging.getLogger(name)
+        for error, num_lines in ((EngineDeadError(), 0), (ended, 0), (RuntimeError("other"), 1)):
+            fail = functools.partial(logger.error, "failed", exc_info=error)
+            assert len(logged(logger, fail)) == num_lines
+    source = inspect.getsource(utils.wait_for_completion_or_failure)
+    assert all(words.strip() in source for words in log_filter.DIED)
 
 
 def test_the_settings_of_an_engine_are_one_short_line(llama: Path, tmp_path: Path) -> None:

@@ -212,8 +212,15 @@ def processes_equal_one(folder: Path, ranks: dict[str, Any], *errors: str) -> No
     """Divided, undivided, with kept keys and values, in slices, after an abort, and after errors.
 
     A rank that fails by itself in a divided step ends the requests of that step. At last with the
-    weights of another checkpoint, in place.
+    weights of another checkpoint, in place, which every rank is sent from a place of its own; what
+    one rank cannot take, none has.
     """
+    root = folder.parent / f"{folder.name}-others"
+    num_ranks = 2 * ranks.get("tensor_parallel_size", 1)
+    others = [make_checkpoint(root / str(rank), seed=64) for rank in range(num_ranks)]
+    dllm = {**ranks["additional_config"]["dllm"], "weight_update_root": str(root)}
+    ranks = {**ranks, "additional_config": {"dllm": dllm}}
+    ranks["weight_transfer_config"] = {"backend": "disk"}
     long = Ask(random_prompt(150, 1), {**SHORT, "cfg_scale": 1.0})
     with running(folder) as engine:
         wanted, whole = tokens(engine.ask(long, *mixed_asks())), tokens(engine.ask(*whole_asks()))
@@ -235,10 +242,15 @@ def processes_equal_one(folder: Path, ranks: dict[str, Any], *errors: str) -> No
             assert ("RankError" in answer.report.get("error", "")) == (error == "other")
             assert error == "other" or tokens([answer]) == wanted[:1]
         assert tokens(engine.ask(long, *mixed_asks())) == wanted
-        other = make_checkpoint(folder.parent / f"{folder.name}-other", seed=64)
-        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+        paths = [{"path": str(rank)} for rank in range(num_ranks)]
+        engine.llm.start_weight_update()
+        with pytest.raises(Exception, match=r"path|rank failed"):
+            engine.llm.update_weights({"update_info": [*paths[:-1], {"path": "missing"}]})
+        engine.llm.start_weight_update()  # on all ranks the one before is over
+        engine.llm.update_weights({"update_info": paths})
+        engine.llm.finish_weight_update()
         changed = tokens(engine.ask(*whole_asks()))
-    with running(other) as engine:
+    with running(others[0]) as engine:
         assert changed == tokens(engine.ask(*whole_asks())) != whole
 
 

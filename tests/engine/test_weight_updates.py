@@ -22,6 +22,7 @@ from tests.checkpoints import (
     make_checkpoint,
     random_prompt,
 )
+from tests.engine.cases import ADABLOCK
 from tests.engine.harness import (
     BLOCKS,
     Ask,
@@ -31,10 +32,13 @@ from tests.engine.harness import (
     logged,
     rows_of_launches,
     running,
+    sampling_params,
     start,
 )
-from tests.reference import dispatch, golden
+from tests.reference import block_loops, dispatch, golden
 from tests.reference.models import KeyValues, load_reference
+from vllm.diffusion.config import served_model
+from vllm.diffusion.request.decision import asked_by, attach, decide
 
 ALL: dict[str, Case] = {**CASES, **FAMILY_CASES, **BLOCK_CASES, "diffullama": DIFFULLAMA_CASE}
 TRACED = {"return_trajectory": True}
@@ -143,8 +147,8 @@ class Changing:
         self._left -= 1
         return self._models[self._left < 0], self._left == -1
 
-    def logits(self, ids: Tensor) -> Tensor:
-        found: Tensor = self._model()[0].logits(ids)
+    def logits(self, ids: Tensor, block_length: int | None = None) -> Tensor:
+        found: Tensor = self._model()[0].logits(ids, block_length)
         return found
 
     def forward_with_kv(
@@ -169,6 +173,7 @@ CACHES = {
     "prefix": {**BLOCKS, "cache": "prefix"},
     "dual": {**BLOCKS, "cache": "dual"},
     "frozen": {**BLOCKS, "cache": "frozen"},
+    "adablock, dual": {**ADABLOCK, "gen_length": 32, "block_length": 8, "cache": "dual"},
     "threshold, dual": {"gen_length": 32, "block_length": 8, "threshold": 0.6, "cache": "dual"},
 }
 
@@ -183,6 +188,8 @@ def test_a_request_goes_on_as_if_the_model_had_changed_at_that_step(
     models = load_reference(folder), load_reference(new)
     prompt, asked = random_prompt(20, 3), CACHES[cache]
     options = {"algorithm": "threshold" if "threshold" in asked else "semi_ar", **asked}
+    if "delimiter_ids" in options:
+        options["delimiter_threshold"] = 0.3
     wanted = dispatch.run(
         Changing(models, num_before, len(prompt)), prompt, ids=golden.IDS, **options
     )
@@ -202,6 +209,67 @@ def test_a_request_goes_on_as_if_the_model_had_changed_at_that_step(
     found = answer.report["trajectory"]
     assert found["weight_steps"] == [[0, 1], [1, num_before + 1]]
     assert found["weight_version"] is None
+
+
+@pytest.mark.parametrize("cache", ["exact", "none"])
+def test_blocks_go_on_with_the_changed_model(
+    cache: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """In a block-causal family all kept blocks are computed again."""
+    folder, new = checkpoint("sdar"), other(tmp_path / "new", "sdar")
+    model = Changing((load_reference(folder), load_reference(new)), 9, 70)
+    prompt, asked = random_prompt(70, 3), {"gen_length": 24, "block_length": 8}
+
+    def logits_of(tokens: Any) -> Tensor:
+        return model.logits(torch.tensor([list(tokens)]), 8)[0]
+
+    wanted = block_loops.run(
+        logits_of, prompt, algorithm="semi_ar", mask_id=MASK_ID, steps_per_block=8, **asked
+    )
+    extra = {**asked, "algorithm": "semi_ar", "steps_per_block": 8, "cache": cache}
+    with running(folder) as engine:
+        start(engine, "a", Ask(prompt, {**extra, "ignore_eos": True, **TRACED}))
+        while not any(c.num_steps == 9 for c in engine.runner.canvases.values()):
+            engine.llm.llm_engine.step()
+        engine.runner.model.load_weights(weights_of(new).items())
+        answer = finish(engine)["a"]
+    assert answer.token_ids == wanted.answer
+    assert answer.report["trajectory"]["weight_steps"] == [[0, 1], [1, 10]]
+
+
+@pytest.mark.parametrize("cache", ["none", "dual", "frozen"])
+def test_answers_to_one_prompt_share_nothing_old(
+    cache: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Two begin with what the first has computed, unless the weights have changed since."""
+    folder, new = checkpoint("mha"), other(tmp_path / "new", "mha")
+    extra = {**BLOCKS, "cache": cache, "ignore_eos": True, "temperature": 1.0}
+    prompt = random_prompt(100)
+
+    def begin(engine: Engine) -> None:
+        served = served_model(engine.llm.llm_engine.vllm_config)
+        for number in range(3):
+            sampling = sampling_params(Ask(prompt, {**extra, "seed": 5}))
+            decided = decide(asked_by(sampling), served, prompt).with_answers(3)
+            attach(sampling, decided, number)
+            tokens: Any = {"prompt_token_ids": prompt}
+            engine.llm.llm_engine.add_request(str(number), tokens, sampling)
+
+    def told(engine: Engine) -> list[list[int]]:
+        return [answer.token_ids for _, answer in sorted(finish(engine).items())]
+
+    with running(new) as engine:
+        begin(engine)
+        wanted = told(engine)
+    with running(folder) as engine:
+        begin(engine)
+        while not engine.runner.canvases:
+            engine.llm.llm_engine.step()
+        before = len(engine.runner.canvases)
+        engine.runner.model.load_weights(weights_of(new).items())
+        found = told(engine)
+        assert engine.is_idle()
+    assert before == 1 and found[1:] == wanted[1:]
 
 
 def test_old_pages_are_never_read(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.checkpoints import make_checkpoint
@@ -25,6 +26,7 @@ from tests.reference.models import LLaDAReference
 from vllm.diffusion import ops
 from vllm.diffusion.core.errors import CheckpointError, ModelConfigError
 from vllm.diffusion.core.quantisation import PackedScheme, scheme_of
+from vllm.diffusion.models.weights import stored_weights
 
 GROUP = 16
 
@@ -275,3 +277,59 @@ def test_other_forms_of_gptq_are_refused(changes: dict[str, Any], message: str) 
 def test_other_forms_of_bitsandbytes_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ModelConfigError, match=r"load_in_4bit.*wanted 4 bits, nf4"):
         scheme_of(None, bitsandbytes(**changes))
+
+
+def test_weights_with_scales_of_blocks_are_replaced_in_place(
+    tmp_path: Path, load_model: Callable[..., Any]
+) -> None:
+    """By the checkpoint's own tensors, and by plain ones, as a trainer has them."""
+    reference = write(tmp_path / "fp8", "fp8_blocks")
+    model, ids = load_model(tmp_path / "fp8"), some_ids(30)
+    model.is_loaded = True
+    wanted = logits(model, ids)
+    (file,) = (tmp_path / "fp8").glob("*.safetensors")
+    for weights in (reference.weights, load_file(file)):
+        for weight in stored_weights(model).values():
+            weight.zero_()
+        assert not torch.equal(logits(model, ids), wanted)
+        model.load_weights(weights.items())
+        assert_same_logits(logits(model, ids), wanted)
+
+
+@pytest.mark.parametrize("format_", CONFIGS)
+def test_forms_that_cannot_be_updated_are_known(
+    format_: str, tmp_path: Path, load_model: Callable[..., Any]
+) -> None:
+    write(tmp_path / format_, format_)
+    can_change = format_ in ("fp8_blocks", "nf4", "nf4_nested")
+    form = ops.repacked_form(load_model(tmp_path / format_).modules())
+    assert (form is None) == can_change
+
+
+def test_the_scale_of_rows_is_the_largest_of_the_newest_weights(
+    tmp_path: Path, load_model: Callable[..., Any]
+) -> None:
+    """Of those that share rows; an update forgets what came before, and wants fp8."""
+    config = {"quant_method": "fp8", "activation_scheme": "static"}
+
+    def matrix(path: str, weight: Tensor) -> dict[str, Tensor]:
+        scale = weight.abs().max() / 448
+        values = (weight / scale).to(torch.float8_e4m3fn)
+        rows = torch.tensor(2.0 if path.endswith("q_proj") else 1.0)
+        return {"weight": values, "weight_scale": scale, "input_scale": rows}
+
+    make_checkpoint(tmp_path, seed=3, num_shards=1)
+    quantise_checkpoint(tmp_path, config, matrix)
+    model = load_model(tmp_path)
+    scale = model.layers[0].self_attn.qkv_proj.input_scale
+    assert scale.item() == 2.0
+    model.is_loaded = True
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    model.begin_update()
+    model.load_weights((n, t / 4 if n.endswith("input_scale") else t) for n, t in tensors.items())
+    assert model.end_update() == []
+    assert scale.item() == 0.5
+    name = "model.transformer.blocks.0.q_proj.weight"
+    with pytest.raises(CheckpointError, match="wanted fp8 with scales"):
+        model.load_weights([(name, tensors[name].float())])

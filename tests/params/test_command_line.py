@@ -231,14 +231,16 @@ class TestUpstreamsCommand:
     [
         (KeyError("invalid tool call parser: x"), "error: invalid tool call parser: x"),
         (ValueError("a\n b"), "error: a b"),
+        (RuntimeError("Engine x died unexpectedly."), "error: Engine x died unexpectedly."),
     ],
 )
 def test_what_ends_a_server_is_one_line(error: Exception, told: str) -> None:
     with pytest.raises(SystemExit) as caught, cli.errors_in_one_line(argparse.Namespace(model="m")):
         raise error
     assert str(caught.value) == told
-    with pytest.raises(KeyError), cli.errors_in_one_line(argparse.Namespace()):
-        raise KeyError("a mistake of ours")
+    for mistake in (KeyError("a mistake of ours"), RuntimeError("another one")):
+        with pytest.raises(type(mistake)), cli.errors_in_one_line(argparse.Namespace()):
+            raise mistake
 
 
 def test_the_version_is_ours_and_upstreams(capsys: pytest.CaptureFixture[str]) -> None:

@@ -273,6 +273,43 @@ def sdar(
     return row.result()
 
 
+def stable_diffcoder(
+    logits_of: LogitsOf,
+    prompt: Sequence[int],
+    *,
+    gen_length: int,
+    mask_id: int,
+    block_length: int = 4,
+    steps: int | None = None,
+    threshold: float | None = None,
+    stop_ids: Collection[int] = (),
+    draw: Draw = Draw(),
+) -> Decoded:
+    """Stable-DiffCoder: the best and all that reach the threshold, or a share of the masks."""
+
+    def logits(tokens: Sequence[int]) -> Tensor:
+        return logits_of(tokens).double()
+
+    row = _Row(logits, prompt, gen_length, block_length, mask_id, stop_ids, draw)
+    for start in row.block_starts:
+        end = start + block_length
+        schedule = iter(quotas(len(row.masked(start, end)), steps or block_length))
+        while masked := row.masked(start, end):
+            found = row.proposals(row.forward(end), masked)
+            confidence = {p: c for p, (_, c, _) in found.items()}
+            if threshold is None:
+                chosen = set(most_confident(confidence, next(schedule)))
+            else:
+                chosen = {p for p, c in confidence.items() if c >= threshold}
+                chosen |= set(most_confident(confidence, 1))
+            row.write({p: found[p][0] for p in chosen})
+            if all(row.tokens[p] == mask_id for p in masked):
+                raise NoEnd
+        if row.has_stop(end):
+            break
+    return row.result()
+
+
 def within_entropy(distributions: dict[int, Tensor], bound: float) -> list[int]:
     """The lowest entropies whose running sum stays below the bound; at least one."""
     entropy = {p: float(-(d * torch.log(d + 1e-12)).sum()) for p, d in distributions.items()}

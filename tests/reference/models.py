@@ -191,6 +191,10 @@ class LLaDA2Reference(Reference):
     network = llada2.network
 
 
+class StableDiffCoderReference(Reference):
+    network = staticmethod(dense_network)
+
+
 class FastDLLMReference(Reference):
     network = fast_dllm.network
     logit_shift = 1
@@ -200,6 +204,7 @@ REFERENCES: dict[str, type[Reference]] = {
     **dict.fromkeys(("LLaDAModelLM", "LLaDAForDiffusionLM"), LLaDAReference),
     **dict.fromkeys(("DreamModel", "DreamForDiffusionLM"), DreamReference),
     "LlamaForCausalLM": DreamReference,  # DiffuLLaMA
+    "StableDiffcoderForCausalLM": StableDiffCoderReference,
     **dict.fromkeys(("LLaDAMoEModelLM", "LLaDAMoEForDiffusionLM"), LLaDAMoEReference),
     "SDARForCausalLM": SDARReference,
     "SDARMoeForCausalLM": SDARMoeReference,

@@ -22,6 +22,7 @@ BILLIONS = {
     ("sdar", "4b"): 4.4,
     ("sdar-moe", "30b-a3b"): 30.5,
     ("fast-dllm", "7b"): 7.6,
+    ("stable-diffcoder", "8b"): 8.25,
 }
 # Where config.json does not name the mask token, as released.
 WITHOUT_MASK = ("llada2", "fast-dllm")

@@ -214,6 +214,7 @@ async def test_states(site: Site) -> None:
     assert await site.lifecycle.state() == "dead"
     site.engine.shutdown(timeout=60)
     assert await site.lifecycle.state() == "draining"
+    assert lifecycle.take_status() == 1
 
 
 def test_an_engine_inside_a_long_step_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +286,7 @@ def test_the_loss_of_an_engine_ends_the_server(monkeypatch: pytest.MonkeyPatch) 
         assert second.wait(10) == -signal.SIGKILL
         assert site.engine.stopped == []
         site.engine.shutdown(timeout=60)  # upstream's call behind its server
-        assert lifecycle.status() == 1
+        assert lifecycle.take_status() == 1
         told = f"EngineCore_DP0 (process {first.pid}) is gone: the server ends with status 1"
         assert lines == [told]
 

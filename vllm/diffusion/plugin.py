@@ -83,17 +83,17 @@ def _register_configurations() -> None:
     """Register configuration classes by model type, and the hooks that adapt an engine's config."""
     from transformers import AutoConfig
 
-    from vllm.diffusion.models import diffullama
+    from vllm.diffusion.models import llamas
     from vllm.diffusion.models.config import config_classes
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
     class LlamaModelConfig(VerifyAndUpdateConfig):
-        """Upstream's hook for Llama, some of whose checkpoints are DiffuLLaMA's."""
+        """Upstream's hook for Llama, some of whose checkpoints are of families of ours."""
 
         @staticmethod
         def verify_and_update_model_config(model_config: ModelConfig) -> None:
-            diffullama.adopt(model_config)
+            llamas.adopt(model_config)
 
     class DiffusionModelConfig(LlamaModelConfig):
         """Hook for our architectures; it runs while the engine is configured."""

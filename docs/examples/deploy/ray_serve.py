@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mosaic on Ray Serve: each replica is a whole server, with all routes and fields.
-
-serve run docs.examples.deploy.ray_serve:app model=models/llada-tiny arguments="--no-page"
-"""
+"""Mosaic on Ray Serve, whose replicas are whole servers; docs/fleet.md has the command."""
 
 import shlex
 import sys

@@ -22,6 +22,8 @@ from vllm.exceptions import VLLMNotFoundError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+OF_ROUTERS = "return_hidden_states"  # in each body of /generate that `vllm-router` has rewritten
+
 
 class GenerateBody(BaseModel):
     """Fields of the body that are not diffusion parameters."""
@@ -93,9 +95,13 @@ def check_body(body: GenerateBody) -> None:
     Raises:
         InvalidParameterError: naming the field.
     """
+    extra = body.model_extra or {}
+    if OF_ROUTERS in extra:
+        told = "a router has rewritten this body and dropped fields; wanted POST /v1/generate"
+        raise InvalidParameterError(OF_ROUTERS, extra[OF_ROUTERS], told)
     if not 1 <= body.n <= MAX_CHOICES:
         raise InvalidParameterError("n", body.n, f"wanted 1 to {MAX_CHOICES}")
-    refuse_unsupported(body.model_extra or {})
+    refuse_unsupported(extra)
     if (body.prompt is None) == (body.messages is None):
         given = "neither" if body.prompt is None else "both"
         raise InvalidParameterError("prompt", given, "wanted either prompt or messages")

@@ -2,11 +2,13 @@
 """Rules of LLaDA2.0 and SDAR (arXiv:2510.06303): steps of a block, with a quota each.
 
 Quotas spread the length of a block over its steps, however many of its positions are masked: the
-first block may begin with tokens of the prompt.
+first block may begin with tokens of the prompt. In families that count masks (Stable-DiffCoder)
+they spread the positions that are masked when the block begins.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,8 +37,11 @@ class Quota(GridRule):
         if params.steps_per_block is None:
             raise ValueError("steps_per_block: must be resolved, got None")
         self._num_steps = params.steps_per_block
+        self._num_shared = params.block_length  # positions of the block that quotas add up to
 
     def work(self, masked: Array) -> ForwardTarget:
+        if self.step == 0 and self.params.counts_masks:
+            self._num_shared = masked.size
         self.forbid_mask |= self.step >= self._num_steps
         return super().work(masked)
 
@@ -54,19 +59,24 @@ class Quota(GridRule):
         return chosen
 
     def _quota(self) -> int:
-        length = self.params.block_length
         if self.step >= self._num_steps:
-            return length
-        quota = transfer_quota(length, self._num_steps, self.step)
+            return self.params.block_length
+        quota = transfer_quota(self._num_shared, self._num_steps, self.step)
         return max(quota, int(self.forbid_mask))  # a forward without the mask token gets on
 
 
 class ConfidenceOrQuota(Quota):
-    """Commit all that exceeds the threshold if that meets the quota, else the best ones."""
+    """Commit all that exceeds the threshold if that meets the quota, else the best ones.
+
+    In families that count masks: all that reaches it, and always the best.
+    """
 
     @property
     def pick(self) -> ScorePick:
-        return ScorePick(self._quota(), self.params.threshold)
+        threshold = self.params.threshold
+        if self.params.counts_masks:
+            return ScorePick(1, math.nextafter(threshold, -math.inf))
+        return ScorePick(self._quota(), threshold)
 
 
 class FirstMasked(Quota):

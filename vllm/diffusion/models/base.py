@@ -13,7 +13,6 @@ import functools
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import nn
 
 from vllm.diffusion import ops
 from vllm.diffusion.core import stages
@@ -29,11 +28,11 @@ from vllm.diffusion.layers.rotary import Rotary, inverse_frequencies, rotary_row
 from vllm.diffusion.models.bitsandbytes import widened
 from vllm.diffusion.models.mixture import unstacked
 from vllm.diffusion.models.transformer import Transformer, destinations_of, run_whole
+from vllm.diffusion.models.updates import Updatable
 from vllm.diffusion.models.weights import (
     Destination,
     checkpoint_name,
     load_checkpoint,
-    missing_tensors,
     module_names,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.models.transformer import DiffusionLayer
 
 
-class DiffusionModel(nn.Module, SupportsQuant):
+class DiffusionModel(Updatable, SupportsQuant):
     """A checkpoint as a vLLM model: stages for the engine, and upstream's model interface.
 
     Attributes:
@@ -61,14 +60,9 @@ class DiffusionModel(nn.Module, SupportsQuant):
         hidden_size, num_heads, num_kv_heads, head_dim: D, H, KV, hd (heads of this rank).
         vocab_size: V of the whole model, the rows of its embedding and of its head.
         vocab_start, num_columns: first logit column of this rank, and number of its columns.
-        is_loaded: it serves; from then on some of its weights may be loaded without the others.
-        weight_generation: how often its weights have changed since then.
     """
 
     rotary_frequencies: Tensor
-    is_loaded = False
-    weight_generation = 0
-    _received: set[str] | None = None  # tensors of an update that has begun
     packed_modules_mapping = {  # noqa: RUF012 (upstream declares it as an attribute of instances)
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
@@ -202,23 +196,15 @@ class DiffusionModel(nn.Module, SupportsQuant):
         Raises:
             CheckpointError: naming the tensors that are missing or not part of the model.
         """
-        received: set[str] | None = None
-        if self.is_loaded:
-            if self.rotary_frequencies.is_cuda:
-                torch.cuda.synchronize(self.rotary_frequencies.device)  # steps may read them
-            received = self._received
-            if received is None:
-                received = set()
-                self._renew_largest()
-                self.weight_generation += 1
-        destinations, ignored = self._destinations()
+        received = self.receive()
+        destinations, ignored = self.destinations()
         weights = widened(weights)
         if self.architecture.expert_layers:
             weights = unstacked(weights, self.config)
         with torch.no_grad():
             return load_checkpoint(self, weights, destinations, ignored, received=received)
 
-    def _destinations(self) -> tuple[dict[str, Destination], set[str]]:
+    def destinations(self) -> tuple[dict[str, Destination], set[str]]:
         """Return where the checkpoint's modules go, and which of them are skipped."""
         destinations = destinations_of(self.architecture, self.model)
         if not self.config.tie_word_embeddings:
@@ -226,23 +212,6 @@ class DiffusionModel(nn.Module, SupportsQuant):
         head = self.architecture.module_names.get("lm_head", "lm_head")
         del destinations[head]
         return destinations, {head}
-
-    def begin_update(self) -> None:
-        """Let the loads that follow be one change of the weights, which `end_update` ends."""
-        self._received = set()
-        self._renew_largest()
-
-    def end_update(self) -> list[str]:
-        """End an update; return the names of the tensors that did not come."""
-        received, self._received = self._received or set(), None
-        self.weight_generation += 1
-        return missing_tensors(self, self._destinations()[0], received)
-
-    def _renew_largest(self) -> None:
-        """Let parameters that keep the largest of what comes begin with what comes next."""
-        for parameter in self.parameters():
-            if isinstance(parameter, ops.StreamedParameter):
-                parameter.begins_anew = True
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Return the embeddings [T, D] of ids [T], in a new tensor."""

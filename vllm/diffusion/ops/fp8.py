@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.diffusion.core import stages
-from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.core.errors import CheckpointError, ServerConfigError
 from vllm.diffusion.core.quantisation import Fp8Scheme
 from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter, wide_rows
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.ops.projection import ParallelLayer
 
 _AT_REST = True  # no kernel of a step writes a weight, so it may be read before the one before ends
+_WIDE = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # of both sizes of a matrix, on a GPU
 
 
@@ -83,6 +84,11 @@ class Fp8Method(StreamedMethod[Fp8Scheme]):
             stored = own.weight.data[rows]
             if self._scheme.is_online:
                 quantise_weight(part, stored, own.weight_scale[rows])
+            elif part.dtype in _WIDE:
+                raise CheckpointError(
+                    f"given {part.dtype} for a matrix that the checkpoint has in fp8; wanted fp8 "
+                    "with scales, or a plain checkpoint with --quantization fp8"
+                )
             else:
                 stored.copy_(part)
 

@@ -328,6 +328,7 @@ def _values(
         "logit_shift": family.logit_shift,
         "is_block_causal": family.is_block_causal,
         "scores_after_filters": family.scores_after_filters,
+        "counts_masks": family.counts_masks,
     }
 
 

@@ -28,6 +28,9 @@ class Family:
         caps_steps: whether a block has at most as many steps as the answer has tokens (LLaDA2.0).
         scores_after_filters: whether a candidate's confidence, in block-causal families, is its
             probability among the tokens that top_k and top_p leave, or among all.
+        counts_masks: whether a quota, in block-causal families, is a share of the block's masked
+            positions when it begins, not of its length, and `low_confidence_dynamic` commits what
+            reaches the threshold, and always the best one.
         logit_shift: 1 when the token at position i is read from row i - 1, else 0.
         visibility: which positions attend to which.
         end_of_turn_tokens: names, in order of preference, of the token that ends a turn, where an
@@ -45,6 +48,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     caps_steps: bool = False
     scores_after_filters: bool = False
+    counts_masks: bool = False
     logit_shift: int = 0
     visibility: Visibility = FULL
     end_of_turn_tokens: tuple[str, ...] = ()
@@ -143,6 +147,20 @@ FAST_DLLM = Family(
     mask_token="|<MASK>|",
 )
 
+# Its model type is Llama's, which stays upstream's.
+STABLE_DIFFCODER = Family(
+    name="stable-diffcoder",
+    served_as="stable-diffcoder",
+    architectures=("StableDiffcoderForCausalLM",),
+    model_types=(),
+    config_class="vllm.diffusion.models.stable_diffcoder:StableDiffCoderConfig",
+    default_algorithm="low_confidence_dynamic",
+    defaults={"threshold": 0.95, "temperature": 0.0, "confidence_dtype": "float64"},
+    counts_masks=True,
+    visibility=BlockCausal(),
+    mask_token="<[MASK_TOKEN]>",
+)
+
 # Its checkpoints carry Llama's model type and architecture, which stay upstream's.
 DIFFULLAMA = Family(
     name="diffullama",
@@ -156,7 +174,7 @@ DIFFULLAMA = Family(
 
 FAMILIES: tuple[Family, ...] = (
     *(LLADA, DREAM, LLADA_MOE, DIFFULLAMA),
-    *(LLADA2, LLADA21, SDAR, SDAR_MOE, FAST_DLLM),
+    *(LLADA2, LLADA21, SDAR, SDAR_MOE, FAST_DLLM, STABLE_DIFFCODER),
 )
 
 ARCHITECTURES = frozenset(name for family in FAMILIES for name in family.architectures)

@@ -125,6 +125,7 @@ class DiffusionParams(AlgorithmParams):
     logit_shift: int
     is_block_causal: bool
     scores_after_filters: bool
+    counts_masks: bool
     stream_canvas: bool
     return_trajectory: bool
     return_entropy: bool

@@ -97,12 +97,27 @@ def fused_linear_packed(
     is_portable = tiling == PORTABLE
     has_kernel = has_portable_packed if is_portable else has_packed_linear
     _check(x, weight, out, bias, epilogue, look_up, has_kernel=has_kernel(x, weight))
-    values, scales, zeros, _ = weight
-    assert native is not None
     if is_portable:
         number = getattr(native, epilogue.name)
         launch_portable(x, weight, out, bias, number, early=early, look_up=look_up)
         return
+    _launch_packed(x, weight, out, tiling, look_up or (0,) * 8, bias, epilogue, early, ahead)
+
+
+def _launch_packed(
+    x: Tensor,
+    weight: Packed,
+    out: Tensor,
+    tiling: Tiling,
+    table: tuple[int, ...],
+    bias: Tensor | None,
+    epilogue: Epilogue,
+    early: bool,
+    ahead: Tensor | None,
+) -> None:
+    """Enqueue Hopper's kernel on checked tensors."""
+    values, scales, zeros, _ = weight
+    assert native is not None
     launch(
         native.packed_linear,
         x,
@@ -110,7 +125,7 @@ def fused_linear_packed(
         values=values.data_ptr(),
         scales=scales.data_ptr(),
         zeros=0 if zeros is None else zeros.data_ptr(),
-        table=look_up or (0,) * 8,
+        table=table,
         bias=0 if bias is None else bias.data_ptr(),
         out=out.data_ptr(),
         x_stride=x.stride(0),

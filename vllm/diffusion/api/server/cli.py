@@ -69,8 +69,8 @@ def errors_in_one_line(args: Namespace) -> Iterator[None]:
     """
     try:
         yield
-        if lifecycle.status():
-            raise SystemExit(lifecycle.status())
+        if status := lifecycle.take_status():
+            raise SystemExit(status)
     except (KeyError, OSError, TypeError, ValueError, VLLMValidationError) as error:
         if isinstance(error, KeyError) and not str(error.args[0]).startswith("invalid "):
             raise  # our own mistake; the others are parser names that upstream lacks
@@ -79,7 +79,7 @@ def errors_in_one_line(args: Namespace) -> Iterator[None]:
     except RuntimeError as error:
         if not is_loss(error):
             raise
-        raise SystemExit(f"error: {error} The server ends.") from None
+        raise SystemExit(f"error: {error}") from None
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -50,9 +50,11 @@ def fail() -> None:
     _status = 1
 
 
-def status() -> int:
-    """Return the status with which this process is to end."""
-    return _status
+def take_status() -> int:
+    """Return the status with which this process is to end, and forget it."""
+    global _status
+    found, _status = _status, 0
+    return found
 
 
 class Lifecycle:

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from vllm.diffusion.engine.worker.canvas_guest import CanvasGuest
 from vllm.diffusion.request.algorithms import algorithms_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -56,6 +55,23 @@ class Blocks:
         return [range(a, b) for a, b in zip(self._bounds, self._bounds[1:], strict=False)]
 
 
+class _Noted(NamedTuple):
+    """A commit as it was noted.
+
+    Attributes:
+        step: number of the step.
+        eligible: [R] int64, ascending: positions of the candidates.
+        rows: [5, R], their `CandidateLogprobs`.
+        positions, tokens: [K] int64, what was committed.
+    """
+
+    step: int
+    eligible: Array
+    rows: Array
+    positions: Array
+    tokens: Array
+
+
 class Recorder(CanvasGuest):
     """Record of which step committed which token, and how probable it was.
 
@@ -80,13 +96,13 @@ class Recorder(CanvasGuest):
         self._first_row = 0 if params.num_logprobs is None else 4 + 2 * params.num_logprobs
         self._holes = np.empty(0, dtype=np.int64)  # of the prompt
         self._tokens = tokens.copy()  # as they were before what is noted
-        self._noted: list[Callable[[], None]] = []
+        self._noted: list[_Noted | tuple[int, int, int]] = []  # the latter: step, start and token
         self._steps = np.zeros(len(tokens), dtype=np.int32)
         self._logprobs = np.full(len(tokens), np.nan, dtype=np.float32)
         self._entropies = np.full(len(tokens), np.nan, dtype=np.float32)
         self._is_filled = np.zeros(len(tokens), dtype=np.bool_)
         self._first_eligible = np.zeros(len(tokens), dtype=np.int32)  # step; 0 for none
-        self._commits: list[tuple[int, Array, Array, Array]] = []
+        self._commits: list[tuple[Array, Array, Array, Array]] = []  # as `_put` has them
         self._replaces = False  # some position was written twice, or may be
         self._mask_forbidden: list[int] = []
         self._weight_steps: list[tuple[int, int]] = []
@@ -107,7 +123,7 @@ class Recorder(CanvasGuest):
         self._weight_steps.append((generation, following))
 
     def fill(self, start: int, token: int) -> None:
-        self._noted.append(partial(self._fill, self._step, start, token))
+        self._noted.append((self._step, start, token))
 
     def watch(self, commit: BatchedCommit, *, is_mask_forbidden: bool) -> None:
         self._note(commit, commit.eligible, commit.logprobs, is_mask_forbidden=is_mask_forbidden)
@@ -136,41 +152,59 @@ class Recorder(CanvasGuest):
         if eligible is None or logprobs is None or not eligible.size:
             return
         rows = logprobs[self._first_row :].copy()  # the step's buffer is used again
-        placed = (commit.positions, commit.tokens)
-        self._noted.append(partial(self._commit, self._step, eligible, rows, *placed))
+        self._noted.append(_Noted(self._step, eligible, rows, commit.positions, commit.tokens))
 
     def _catch_up(self) -> None:
-        """Look at what has been noted."""
+        """Look at what has been noted: at commits all at once, as far as no fill comes between."""
         noted, self._noted = self._noted, []
-        for look in noted:
-            look()
+        commits: list[_Noted] = []
+        for item in noted:
+            if isinstance(item, _Noted):
+                commits.append(item)
+                continue
+            self._take(commits)
+            commits = []
+            self._fill(*item)
+        self._take(commits)
 
     def _fill(self, step: int, start: int, token: int) -> None:
         changed = start + (self._tokens[start:] != token).nonzero()[0]
         self._replaces |= bool((self._steps[changed] >= 0).any())
-        self._put(step, changed, np.full(changed.size, token), np.full(changed.size, np.nan))
+        count = changed.size
+        self._put(np.full(count, step), changed, np.full(count, token), np.full(count, np.nan))
         self._is_filled[changed] = True
 
-    def _commit(
-        self, step: int, eligible: Array, logprobs: Array, positions: Array, tokens: Array
-    ) -> None:
-        first = self._first_eligible[eligible]
-        self._first_eligible[eligible] = np.where(first == 0, step, first)
+    def _take(self, commits: Sequence[_Noted]) -> None:
+        if not commits:
+            return
+        steps, *parts = zip(*commits, strict=True)
+        eligible, positions, tokens = (np.concatenate(parts[index]) for index in (0, 2, 3))
+        seen, placed = (np.repeat(steps, [part.size for part in parts[index]]) for index in (0, 2))
+        width, total = len(self._tokens), np.iinfo(np.int32).max
+        # Both in ascending order of step, then of position.
+        at = np.searchsorted(seen * width + eligible, placed * width + positions)
+        found = CandidateLogprobs.unpack(np.concatenate(parts[1], axis=1)[:, at])
+        first = np.zeros(width, dtype=np.int32)
+        first[eligible[::-1]] = seen[::-1]  # of several numbers the last one stays
+        self._first_eligible = np.where(self._first_eligible > 0, self._first_eligible, first)
         # Rules that replace tokens have candidates where one stands.
-        self._replaces |= bool((self._tokens[eligible] != self._params.mask_id).any())
-        at = np.searchsorted(eligible, positions)
-        found = CandidateLogprobs.unpack(logprobs[:, at])
-        self._put(step, positions, tokens, found.of(tokens))
-        self._entropies[positions] = found.entropies
+        stands = np.where(self._steps >= 0, 0, total)
+        is_token = tokens != self._params.mask_id
+        filled = np.full(width, total)
+        filled[positions[is_token][::-1]] = placed[is_token][::-1]
+        stands = np.minimum(stands, filled)
+        self._replaces |= bool((seen > stands[eligible]).any())
+        self._put(placed, positions, tokens, found.of(tokens))
+        self._entropies[positions] = np.where(is_token, found.entropies, np.nan)
 
-    def _put(self, step: int, positions: Array, tokens: Array, logprobs: Array) -> None:
+    def _put(self, steps: Array, positions: Array, tokens: Array, logprobs: Array) -> None:
         is_open = tokens == self._params.mask_id
         self._tokens[positions] = tokens
-        self._steps[positions] = np.where(is_open, -1, step)
+        self._steps[positions] = np.where(is_open, -1, steps)
         self._logprobs[positions] = np.where(is_open, np.nan, logprobs)
         self._entropies[positions] = np.nan
         self._is_filled[positions] = False
-        self._commits.append((step, positions, tokens, logprobs))
+        self._commits.append((steps, positions, tokens, logprobs))
 
     def report(self, tokens: Array, final: range, *, is_complete: bool) -> dict[str, Any]:
         if not (is_complete or self._params.has_stop_strings):
@@ -218,11 +252,9 @@ class Recorder(CanvasGuest):
         return Commits(steps, holes, tokens, self._logprobs[holes])
 
     def _edits(self) -> Commits:
-        positions, tokens, logprobs = (
-            np.concatenate(parts) for parts in list(zip(*self._commits, strict=True))[1:]
+        steps, positions, tokens, logprobs = (
+            np.concatenate(parts) for parts in zip(*self._commits, strict=True)
         )
-        counts = [positions.size for _, positions, _, _ in self._commits]
-        steps = np.repeat([step for step, *_ in self._commits], counts)
         return Commits(steps, positions - self._prompt_length, tokens, logprobs)
 
 

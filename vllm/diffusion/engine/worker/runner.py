@@ -16,7 +16,7 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.engine.messages import StepUsage
-from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY, Agreement
+from vllm.diffusion.engine.worker.agreement import Agreement
 from vllm.diffusion.engine.worker.batch import build_batch
 from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.engine.worker.first_forwards import FirstForwards, shares_first_forward
@@ -104,8 +104,7 @@ class DiffusionModelRunner:
             )
         self.canvases: dict[str, Canvas] = {}
         self.generation = 0  # how often all that was computed has been dropped
-        self._weights = model.weight_generation  # with which the next step is computed
-        self._fixed_pages: tuple[int, int] | None = None  # of a fixed store, while it is lent
+        self.weights = model.weight_generation  # with which the next step is computed
         ranks = self._ranks = ranks or Ranks()
         self._account = PoolAccount(pool, self.pages, graph_memory, ranks)
         self._forward = ForwardPass(model, pool, self.caches, ranks)
@@ -225,7 +224,7 @@ class DiffusionModelRunner:
     def start(self, new: NewCanvas) -> None:
         """Take in a request. Raises where there is no memory for what it keeps."""
         canvas = Canvas(new, visibility=self.model.family.visibility)
-        canvas.use_weights(self._weights)
+        canvas.use_weights(self.weights)
         length, layers = canvas.window.num_places, new.host_layers
         if new.prompt_of is not None and new.params.cache == "frozen":
             canvas.window.read_prompt(
@@ -261,60 +260,13 @@ class DiffusionModelRunner:
         (found,) = rows.found(ops.HostCopy(sampled))
         return {new.req_id: _commit(self.canvases[new.req_id], found)}
 
-    @property
-    def has_old_weights(self) -> bool:
-        """Whether the model's weights have changed since `renew`."""
-        return self._weights != self.model.weight_generation
-
-    def renew(self) -> Outcomes:
-        """Drop all that was computed: the weights have changed, or keys and values are gone.
-
-        Returns:
-            why requests cannot go on, by request: that read another one's prompt, and for whose own
-            there is no memory.
-        """
-        self.generation += 1
-        self._weights = self.model.weight_generation
+    def forget_computed(self) -> None:
+        """Drop what is kept of forwards between steps, but for keys and values in pages."""
         self.drop_slices()
         self.drop_guesses()
         if self._firsts is not None:
             self._firsts.forget_all()
         self._packing = None
-        failures: Outcomes = {}
-        for req_id, canvas in self.canvases.items():
-            window = canvas.window
-            try:
-                if window.reads_prompt or (window.cache is None and canvas.keeps_approximately):
-                    layers = self.caches.host_layers
-                    window.cache = self.pages.allocate(req_id, window.num_places, layers)
-            except OUT_OF_MEMORY as error:
-                failures[req_id] = error.with_traceback(None)
-            canvas.forget()
-            canvas.use_weights(self._weights)
-        return failures
-
-    def rest(self) -> None:
-        """Give back kept keys and values, and the pool's memory, while nothing runs."""
-        self.drop_slices()
-        store = self.caches
-        if self.pages.fixed_bytes:
-            self._fixed_pages = store.num_pages, store.most_entries
-        for req_id, canvas in self.canvases.items():
-            self.pages.release(req_id)
-            canvas.window.assign(None, 0 if canvas.params.cache == "exact" else None)
-        store.begin_anew(store.host_layers)
-        self.pool.trim()
-
-    def wake(self) -> Outcomes:
-        """Take the memory again; requests begin their next forwards without kept keys and values.
-
-        Returns:
-            as `renew`.
-        """
-        if self._fixed_pages is not None:
-            self.pages.fix(*self._fixed_pages)
-            self._fixed_pages = None
-        return self.renew()
 
     def to_be_copied(self, req_ids: Iterable[str]) -> list[str]:
         """Return the requests whose keys and values others may copy with the next message."""

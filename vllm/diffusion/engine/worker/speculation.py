@@ -19,8 +19,9 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion.decoding.drafting import MOST_TOGETHER, Drafter, State
-from vllm.diffusion.engine.worker.branches import Branch, LastCandidates, has_random_scores
+from vllm.diffusion.engine.worker.branches import Branch
 from vllm.diffusion.engine.worker.governor import HoldingRates, Offer, StepTimes, worthwhile
+from vllm.diffusion.engine.worker.last_candidates import LastCandidates, has_random_scores
 from vllm.diffusion.engine.worker.places import Places
 from vllm.diffusion.engine.worker.step_graphs import ROW_BUCKETS
 from vllm.diffusion.memory import StepShape

@@ -18,6 +18,7 @@ import torch
 from vllm.diffusion.engine.messages import DiffusionRunnerOutput, StepResult
 from vllm.diffusion.engine.scheduler.turns import to_the_end
 from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY
+from vllm.diffusion.engine.worker.renewal import renew
 from vllm.diffusion.engine.worker.reuse import ALL_ROWS
 from vllm.diffusion.engine.worker.run_ahead import next_behind
 from vllm.logger import init_logger
@@ -137,12 +138,13 @@ class StepLoop:
     def _news_of_weights(self, known: int) -> dict[str, Any]:
         """Return the fields that tell the scheduler of weights that it does not know."""
         runner = self._runner
-        if runner.generation == known or self._settled:
+        newest = runner.generation
+        if newest == known or self._settled:
             return {"generation": known}
         rows = {
             r: canvas.next_rows for r, canvas in runner.canvases.items() if not canvas.is_complete
         }
-        return {"generation": runner.generation, "renewed": rows}
+        return {"generation": newest, "renewed": rows}
 
     # ---- weights that change ----
 
@@ -157,9 +159,9 @@ class StepLoop:
     def _follow_weights(self, known: int) -> bool:
         """Take in new weights, if there are some; return whether the scheduler knows them."""
         runner = self._runner
-        if runner.has_old_weights:
+        if runner.weights != runner.model.weight_generation:
             self.settle()
-            self.fail(runner.renew())
+            self.fail(renew(runner))
         return runner.generation == known
 
     def fail(self, failures: Outcomes) -> None:

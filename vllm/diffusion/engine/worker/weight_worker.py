@@ -12,13 +12,14 @@ Memory addresses stay, so do CUDA graphs.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from vllm.config import set_current_vllm_config
@@ -26,14 +27,20 @@ from vllm.diffusion import ops
 from vllm.diffusion.config import TRANSFERS, settings_of
 from vllm.diffusion.core.errors import CheckpointError, ServerConfigError
 from vllm.diffusion.engine.worker.disk_transfer import tensors_in
+from vllm.diffusion.engine.worker.renewal import rest, wake
 from vllm.diffusion.models.weights import stored_weights
-from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
+from vllm.distributed.parallel_state import (
+    get_pcp_group,
+    get_pp_group,
+    get_tp_group,
+    get_world_group,
+)
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.logger import init_logger
 from vllm.v1.worker.worker_base import WorkerBase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
     from vllm.diffusion.engine.worker.step_loop import StepLoop
@@ -46,6 +53,47 @@ logger = init_logger(__name__)
 
 _UPDATE = "an update of the weights is under way"
 _RESTING, _DISCARDED = "kv_cache", "discarded"
+
+
+Call = TypeVar("Call", bound="Callable[..., None]")
+
+
+class OutOfTurnError(RuntimeError):
+    """A call that is not meant for now; nothing has changed."""
+
+
+def _by_all_ranks(what: str | None = None) -> Callable[[Call], Call]:
+    """Let all ranks succeed in a call, or none: a failure of one is all ranks'.
+
+    Upstream's executor reads the answers of ranks up to the first error, and would take those
+    behind it for answers to the next call. So the last rank alone tells of a failure.
+
+    Args:
+        what: what has happened where the call fails, after which no step is taken; None where
+            steps may go on.
+    """
+
+    def wrapped(call: Call) -> Call:
+        @functools.wraps(call)
+        def called(self: WeightWorker, *args: Any, **named: Any) -> None:
+            failure: Exception | None = None
+            try:
+                with set_current_vllm_config(self.vllm_config), torch.no_grad():
+                    call(self, *args, **named)
+            except Exception as error:
+                failure = error
+            is_misplaced = isinstance(failure, OutOfTurnError)
+            failure = self.agreed(failure)
+            if failure is None:
+                return
+            if what is not None and not is_misplaced:
+                self.give_up(what, failure)
+            if self.rank == self.parallel_config.world_size - 1:
+                raise failure
+
+        return cast("Call", called)
+
+    return wrapped
 
 
 class WeightSink(nn.Module):
@@ -72,84 +120,79 @@ class WeightWorker(WorkerBase):
     weights: WeightMemory
     _transfer: WeightTransferEngine[Any, Any] | None = None
     _is_updating = False
+    _fixed_pages: tuple[int, int] | None = None  # of keys and values, while their memory is lent
     _reasons: Mapping[str, str] = MappingProxyType({})  # why no step is taken, by who says so
 
     # ---- updates ----
 
+    @_by_all_ranks()
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Meet the trainer, as the engine of `weight_transfer_config` does."""
         transfer = self._transfer_engine()
         transfer.init_transfer_engine(transfer.parse_init_info(init_info))
 
+    @_by_all_ranks()
     def shutdown_weight_transfer_engine(self) -> None:
         """Leave the trainer."""
-        if self._is_updating:
-            raise RuntimeError(
-                "shutdown_weight_transfer_engine: wanted finish_weight_update before"
-            )
+        self._check_turn("shutdown_weight_transfer_engine", is_updating=False)
         if self._transfer is not None:
             self._transfer.shutdown()
             self._transfer = None
 
+    @_by_all_ranks("the update could not start")
     def start_weight_update(self) -> None:
         """Take no step from now on, and have none under way."""
-        if self._is_updating:
-            raise RuntimeError("start_weight_update: wanted finish_weight_update before")
+        self._check_turn("start_weight_update", is_updating=False)
         model, transfer = self.model_runner.model, self._transfer_engine()
         _check_can_change(model)
-        with self._stays_consistent("the update could not start"):
-            self.loop.settle()
-            model.begin_update()
-            transfer.set_weight_update_target(WeightSink(model), self.model_config)
-            transfer.start_weight_update()
+        self.loop.settle()
+        model.begin_update()
+        transfer.set_weight_update_target(WeightSink(model), self.model_config)
+        transfer.start_weight_update()
         self._is_updating = True
         self._hold("update", _UPDATE)
 
+    @_by_all_ranks()
     def start_draft_weight_update(self) -> None:
         """Refuse: there is no draft model."""
-        raise RuntimeError("start_draft_weight_update: wanted start_weight_update: no draft model")
+        raise OutOfTurnError(
+            "start_draft_weight_update: wanted start_weight_update: no draft model"
+        )
 
     def supports_draft_weight_updates(self) -> bool:
         return False
 
+    @_by_all_ranks("the weights are partly new")
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Load some tensors of the trainer; of a list, what is meant for this rank."""
-        if not self._is_updating:
-            raise RuntimeError("update_weights: wanted start_weight_update before")
+        self._check_turn("update_weights", is_updating=True)
         if isinstance(update_info, list):
             parallel = self.parallel_config
-            update_info = update_info[
-                parallel.data_parallel_index * parallel.world_size + self.rank
-            ]
-        with self._stays_consistent("the weights are partly new"):
-            self._transfer_engine().update_weights(update_info)
+            first = parallel.data_parallel_index * parallel.world_size
+            update_info = update_info[first + self.rank]
+        self._transfer_engine().update_weights(update_info)
 
+    @_by_all_ranks("the update could not end")
     def finish_weight_update(self) -> None:
         """Go on with the new weights."""
-        if not self._is_updating:
-            raise RuntimeError("finish_weight_update: wanted start_weight_update before")
-        with self._stays_consistent("the update could not end"):
-            transfer = self._transfer_engine()
-            transfer.finish_weight_update()
-            transfer.reset_weight_update_target()
-            self._end_update(must_be_complete=settings_of(self.vllm_config).weight_update_complete)
+        self._check_turn("finish_weight_update", is_updating=True)
+        transfer = self._transfer_engine()
+        transfer.finish_weight_update()
+        transfer.reset_weight_update_target()
+        self._end_update(must_be_complete=settings_of(self.vllm_config).weight_update_complete)
 
-    def _hold(self, who: str, reason: str | None) -> None:
-        """Take no step for a reason, or no longer for this one."""
-        others = {name: why for name, why in self._reasons.items() if name != who}
-        self._reasons = others if reason is None else {**others, who: reason}
-        self.loop.held = next(iter(self._reasons.values()), None)
-
+    @_by_all_ranks("the weights are partly new")
     def reload_weights(self, weights_path: str | None = None, **_: Any) -> None:
         """Load a whole checkpoint in place: that of a folder, or the served one."""
+        self._check_turn("reload_weights", is_updating=False)
         model = self.model_runner.model
         _check_can_change(model)
-        with self._stays_consistent("the weights are partly new"):
-            self.loop.settle()
-            model.begin_update()
-            model.load_weights(tensors_in(Path(weights_path or self.model_config.model)))
-            self._end_update(must_be_complete=True)
+        self.loop.settle()
+        model.begin_update()
+        model.load_weights(tensors_in(Path(weights_path or self.model_config.model)))
+        self._end_update(must_be_complete=True)
 
+    @_by_all_ranks()
     def reset_weights(self) -> None:
         """Set all weights to zero, so that a check sees whether an update brings all of them."""
         model = self.model_runner.model
@@ -158,6 +201,18 @@ class WeightWorker(WorkerBase):
             weight.zero_()
         model.begin_update()
         model.end_update()
+
+    def _check_turn(self, name: str, *, is_updating: bool) -> None:
+        """Refuse a call that is not meant for now."""
+        if self._is_updating != is_updating:
+            before = "start" if is_updating else "finish"
+            raise OutOfTurnError(f"{name}: wanted {before}_weight_update before")
+
+    def _hold(self, who: str, reason: str | None) -> None:
+        """Take no step for a reason, or no longer for this one."""
+        others = {name: why for name, why in self._reasons.items() if name != who}
+        self._reasons = others if reason is None else {**others, who: reason}
+        self.loop.held = next(iter(self._reasons.values()), None)
 
     def _end_update(self, *, must_be_complete: bool) -> None:
         """End an update, with the tensors that did not come as an error or a line of the log."""
@@ -186,33 +241,27 @@ class WeightWorker(WorkerBase):
             )
         return self._transfer
 
-    @contextmanager
-    def _stays_consistent(self, what: str) -> Iterator[None]:
-        """Run a part of an update; if it fails on any rank, no step is taken before another one.
-
-        Raises:
-            Exception: the failure of this rank, or of another one.
-        """
-        failure: Exception | None = None
-        try:
-            with set_current_vllm_config(self.vllm_config), torch.no_grad():
-                yield
-        except Exception as error:
-            failure = error
+    def agreed(self, failure: Exception | None) -> Exception | None:
+        """Return the failure of any rank, on all of them; None if there is none."""
         agreement = self.model_runner.agreement
-        if agreement is not None:
-            failure = agreement.reach(failure)
-        if failure is None:
-            return
+        if agreement is None or agreement.reach(failure) is None:
+            return failure
+        own = None if failure is None else str(failure)
+        told: list[str | None] = [None] * self.parallel_config.world_size
+        dist.all_gather_object(told, own, group=get_world_group().cpu_group)
+        return failure or RuntimeError(next(text for text in told if text is not None))
+
+    def give_up(self, what: str, failure: Exception) -> None:
+        """End an update that has failed; no step is taken before another one has ended."""
         self._is_updating = False
         if self._transfer is not None:
             self._transfer.reset_weight_update_target()
         self._hold("update", f"{what}: {failure}")
         logger.error("%s: %s; no step is taken before an update has ended", what, failure)
-        raise failure
 
     # ---- memory that is lent ----
 
+    @_by_all_ranks()
     def sleep(self, level: int = 1) -> None:
         """Give memory back: keys and values, the pool's, and that of the weights.
 
@@ -224,7 +273,7 @@ class WeightWorker(WorkerBase):
         """
         if not self.model_config.enable_sleep_mode:
             raise ServerConfigError(f"sleep: given level {level}; wanted --enable-sleep-mode, or 0")
-        self.discard(("kv_cache",))
+        self._rest()
         if "weights" in self._reasons:
             return
         self.weights.suspend(keeps=level < 2)
@@ -233,21 +282,27 @@ class WeightWorker(WorkerBase):
             self._hold(_DISCARDED, "the weights were discarded; an update must bring all of them")
         logger.info("asleep: level %d, %.2f GiB of weights", level, self.weights.num_bytes / 2**30)
 
+    @_by_all_ranks()
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Take memory again: of `weights`, of `kv_cache`, or of both."""
         if "weights" in self._reasons and (tags is None or "weights" in tags):
             self.weights.resume()
             self._hold("weights", None)
         if _RESTING in self._reasons and (tags is None or _RESTING in tags):
-            self.loop.fail(self.model_runner.wake())
+            self.loop.fail(wake(self.model_runner, self._fixed_pages))
             self._hold(_RESTING, None)
 
+    @_by_all_ranks()
     def discard(self, tags: tuple[str, ...]) -> None:
         """Give back keys and values, and the pool's memory."""
-        if _RESTING not in tags or _RESTING in self._reasons:
+        if _RESTING in tags:
+            self._rest()
+
+    def _rest(self) -> None:
+        if _RESTING in self._reasons:
             return
         self.loop.settle()
-        self.model_runner.rest()
+        self._fixed_pages = rest(self.model_runner)
         self._hold(_RESTING, "the memory of keys and values is lent")
 
     # ---- checks ----

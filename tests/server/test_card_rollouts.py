@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that come from a trainer's GPU memory: by handles on the same card, by NCCL from another.
+
+This process is the trainer, with upstream's own side of a transfer.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+from tests.server.client import Client
+from tests.server.process import SERVER, ServerProcess, free_port, healthy
+
+HEAD = "model.transformer.ff_out.weight"
+
+
+class Tensors(WeightSource):
+    """The weights of a checkpoint on this process's card."""
+
+    def __init__(self, folder: Path) -> None:
+        files = sorted(folder.glob("*.safetensors"))
+        found = {name: weight for file in files for name, weight in load_file(file).items()}
+        self.weights = {name: weight.cuda().bfloat16() for name, weight in found.items()}
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(n, w.dtype, tuple(w.shape)) for n, w in self.weights.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.weights.items()
+
+
+def transferred(server: ServerProcess, model_dir: Path, init_info: Any) -> None:
+    """Send a head of zeros, then the model's own weights, which the server must have again."""
+    source = Tensors(model_dir)
+    with healthy(server), server.client() as http:
+        client = Client(http)
+        asked = {"gen_length": 32, "steps": 8, "ignore_eos": True}
+
+        def check(**body: Any) -> Any:
+            response = http.post("/weight_checker", json=body)
+            assert response.status_code == 200, response.text
+            return response.json()
+
+        before = client.ask(**asked)["token_ids"]
+        own = check(action="checksum")["checksums"]
+        trainer = WeightTransferTrainerFactory.trainer_init(
+            init_info, client=HTTPVLLMWeightSyncClient(server.url), source=source
+        )
+        head = source.weights[HEAD]
+        source.weights[HEAD] = torch.zeros_like(head)
+        trainer.send_weights()
+        assert len(check(action="compare", baseline=own)["mismatches"]) == 1
+        assert client.ask(**asked)["token_ids"] != before
+        source.weights[HEAD] = head
+        trainer.send_weights()
+        assert check(action="compare", baseline=own)["match"]
+        assert client.ask(**asked)["token_ids"] == before
+        trainer.shutdown()
+
+
+def server_of(model_dir: Path, log: Path, backend: str, **variables: str) -> ServerProcess:
+    command = [*SERVER, "--model", str(model_dir), "--dtype", "bfloat16"]
+    command += ["--weight-transfer-config", f'{{"backend": "{backend}"}}']
+    command += ["--gpu-memory-utilization", "0.2"]
+    return ServerProcess(command, log, VLLM_SERVER_DEV_MODE="1", **variables)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["tensors", "packed"])
+def test_a_trainer_on_the_same_card(model_dir: Path, tmp_path: Path, packed: bool) -> None:
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+    insecure = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    server = server_of(model_dir, tmp_path / "server.log", "ipc", **insecure)
+    transferred(server, model_dir, IPCTrainerInitInfo(rank=0, packed=packed))
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["tensors", "packed"])
+def test_a_trainer_on_another_card(model_dir: Path, tmp_path: Path, packed: bool) -> None:
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    server = server_of(model_dir, tmp_path / "server.log", "nccl", CUDA_VISIBLE_DEVICES="1")
+    info = NCCLTrainerInitInfo(
+        rank=0, master_address="127.0.0.1", master_port=free_port(), world_size=2, packed=packed
+    )
+    transferred(server, model_dir, info)

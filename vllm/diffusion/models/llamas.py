@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of model type "llama" that are of a family of ours: DiffuLLaMA, Stable-DiffCoder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.diffusion.models.config import DiffusionConfig, config_class_of
+from vllm.diffusion.request.families import DIFFULLAMA, family_of
+from vllm.logger import init_logger
+from vllm.transformers_utils.config import get_hf_text_config
+from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+logger = init_logger(__name__)
+
+TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+
+
+def adopt(model: ModelConfig) -> None:
+    """Turn the configuration of such a checkpoint into ours; leave any other llama as it is.
+
+    Its architecture says which family it is of (that of `--hf-overrides`, where given); a plain
+    llama with a mask token is DiffuLLaMA's.
+
+    Raises:
+        ModelConfigError: it is ours, and asks for what its forward does not have.
+    """
+    config = model.hf_config
+    if isinstance(config, DiffusionConfig) or model.runner_type != "generate":
+        return
+    family = family_of(config.architectures, None)
+    if family is None:
+        if not _has_mask_token(model):
+            return
+        logger.info("A llama checkpoint with a mask token: it is run as DiffuLLaMA.")
+        family = DIFFULLAMA
+    architectures = list(family.architectures)
+    values = {**config.to_dict(), "architectures": architectures}
+    model.hf_config = config_class_of(family).from_dict(values)
+    model.hf_text_config = get_hf_text_config(model.hf_config)
+    model.model_arch_config = model.get_model_arch_config()
+    found = model.registry.inspect_model_cls(architectures, model)
+    model._model_info, model._architecture = found
+
+
+def _has_mask_token(model: ModelConfig) -> bool:
+    if getattr(model.hf_config, "mask_token_id", None) is not None:
+        return True
+    return any(
+        (get_hf_file_to_dict(name, model.tokenizer, model.tokenizer_revision) or {}).get(
+            "mask_token"
+        )
+        for name in TOKENIZER_FILES
+    )
