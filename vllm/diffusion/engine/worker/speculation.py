@@ -366,7 +366,7 @@ def times_of(
 
 def serves_guesses(batch: StepBatch, plan: Plan, graphs: GraphRunner | None) -> bool:
     """Whether guesses cost a step nothing but their rows: it is whole, and one graph's."""
-    has_graph = graphs is None or graphs.buckets.find(batch) is not None
+    has_graph = graphs is None or graphs.serves(batch)
     return has_graph and plan.is_whole(batch.num_rows)
 
 
