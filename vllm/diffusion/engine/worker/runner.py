@@ -263,7 +263,8 @@ class DiffusionModelRunner:
     def forget_computed(self) -> None:
         """Drop what is kept of forwards between steps, but for keys and values in pages."""
         self.drop_slices()
-        self.drop_guesses()
+        if self._speculation is not None:
+            self._speculation.begin_anew()
         if self._firsts is not None:
             self._firsts.forget_all()
         self._packing = None

@@ -144,6 +144,12 @@ class Speculation:
         self._places.release_all()
         return had
 
+    def begin_anew(self) -> None:
+        """Forget what other weights have said, and how often guesses by them have held."""
+        self.pause()
+        self._watched.clear()
+        self._rates.forget()
+
     def leave_places(self, req_id: str) -> None:
         """Give back the places of a request, which gets other pages."""
         self._places.release(req_id)
