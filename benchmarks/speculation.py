@@ -5,6 +5,7 @@
     benchmarks/speculation.py [--family llada] [--size 8b] [--quantization fp8] [--context 512]
         [--gen-length 256] [--block-length 32] [--states 2 4 8] [--clients 1 2 4 8 16 32 64]
         [--chances 0 0.5 0.7 0.85 1] [--output-dir results/speculation]
+    benchmarks/speculation.py --models llada-tiny sdar-tiny
 
 Released shape, random weights, one token a step, with kept keys and values (`cache: dual`; exact
 ones in block-causal families). How often guesses hold depends on trained weights, so here it is
@@ -22,11 +23,17 @@ worth their rows, up to eight.
     a         steps per forward
     held      share of the guessed states that were reached
 
-Written: speculation.json, speculation.png.
+With --models, how often guesses hold on trained checkpoints (names of tiny ones under models/,
+which are trained if they are missing): steps per forward of the engine's own guesses, up to seven,
+at temperatures 0 and 1, for answers of 32 tokens with 1, 2 and 4 tokens a step, and with a
+threshold of 0.9. Other checkpoints tell as much of every answer in `diffusion.steps_per_forward`.
+
+Written: speculation.json, speculation.png (reached.json with --models).
 """
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from contextlib import contextmanager
@@ -43,14 +50,19 @@ import numpy as np
 
 from benchmarks import harness, windows
 from benchmarks.harness import Table, positive
+from benchmarks.quality_speed import checkpoint, read_facts
 from benchmarks.shapes import BLOCK_FAMILIES, Shape
 from vllm.diffusion.decoding.drafting import Drafter, State
+from vllm.diffusion.request.families import family_of
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Sequence
 
 MOST_GUESSES = 7
+LENGTH, QUOTAS = 32, (1, 2, 4)  # of answers of trained checkpoints; tokens a step
+REACHED = {"model": "<16", "temperature": ">11", "1 a step": ">8.2f", "2 a step": ">8.2f"}
+REACHED |= {"4 a step": ">8.2f", "threshold": ">9.2f"}
 COLUMNS = {"clients": ">7", "states": ">6", "chance": ">6.2f", "steps/s": ">9.1f", "gain": ">5.2f"}
 COLUMNS |= {"between": ">8.1f", "gain ": ">5.2f", "a": ">5.2f", "held": ">5.2f"}
 
@@ -164,6 +176,9 @@ def _spoilt(state: State) -> Any:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options = parse_arguments(arguments)
+    if options.models:
+        reached(options)
+        return
     num_rows = 1 + len(options.states) + len(options.clients) * (1 + len(options.chances))
     attributes = "clients states chance steps_per_s gain between gain_between"
     attributes += " steps_per_forward held"
@@ -186,6 +201,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = harness.Parser("speculation", __doc__)
     parser.shape("llada", [family for family in harness.FAMILIES if family != "fast-dllm"])
+    parser.option("--models", (), "trained checkpoints: measure how often guesses hold on these")
+    parser.option("--questions", 24, "of a trained checkpoint", type=positive)
     parser.option("--quantization", None, "fp8, int4 or nf4")
     parser.option("--context", 512, "tokens of every prompt")
     parser.option("--gen-length", 256, "tokens of every answer")
@@ -284,6 +301,68 @@ class Case:
         pairs = zip(pairwise(steps), whole, strict=False)
         seconds = sum(b.started - a.started for (a, b), is_whole in pairs if not is_whole)
         return pace, (num_steps - sum(whole)) / seconds, reports
+
+
+# --- trained checkpoints ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Steps per forward of a checkpoint's answers."""
+
+    model: str
+    temperature: float
+    quota_1: float
+    quota_2: float
+    quota_4: float
+    threshold: float
+
+
+def reached(options: argparse.Namespace) -> None:
+    """Measure how often the engine's own guesses hold."""
+    table = Table(REACHED, "model temperature quota_1 quota_2 quota_4 threshold")
+    for name in options.models:
+        folder = checkpoint(name)
+        questions = [question for question, _ in read_facts(folder, options.questions)]
+        settings = {"additional_config": {"dllm": {"weighs_guesses": False}}, "dtype": "float32"}
+        with in_process.engine(
+            folder, dummy_weights=False, max_model_len=LENGTH + 256, **settings
+        ) as (llm, _):
+            for temperature in (0.0, 1.0):
+                found = [
+                    steps_per_forward(llm, questions, asked, temperature)
+                    for asked in paces_of(folder)
+                ]
+                table.add(Reached(folder.name, temperature, *found))
+    harness.write("reached", options, table.rows)
+
+
+def paces_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the parameters of 1, 2 and 4 tokens a step, and of a threshold."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    family = family_of(config["architectures"], config["model_type"])
+    if family is None or not family.is_block_causal:
+        paced: list[dict[str, Any]] = [{"steps": LENGTH // quota} for quota in QUOTAS]
+        return [{"algorithm": "semi_ar", **p} for p in paced] + [{"algorithm": "threshold"}]
+    block = config.get("block_size", LENGTH)
+    paced = [{"steps_per_block": max(block // quota, 1)} for quota in QUOTAS]
+    sure = {"algorithm": "low_confidence_dynamic", "threshold": 0.9}
+    return [{"algorithm": "semi_ar", **p} for p in paced] + [sure]
+
+
+def steps_per_forward(
+    llm: Any, questions: Sequence[str], asked: dict[str, Any], temperature: float
+) -> float:
+    """Return the steps that a forward served, over all answers, one after the other."""
+    from vllm import SamplingParams
+
+    parameters = {"gen_length": LENGTH, "num_speculative_states": MOST_GUESSES, **asked}
+    sampling = SamplingParams(temperature=temperature, seed=0, extra_args=parameters)
+    reports = [
+        harness.report_of(llm.chat([chat], sampling, use_tqdm=False)[0])
+        for chat in ([{"role": "user", "content": question}] for question in questions)
+    ]
+    return sum(r["num_steps"] for r in reports) / sum(r["num_forwards"] for r in reports)
 
 
 def paint(axis: Any, rows: Sequence[Row]) -> None:

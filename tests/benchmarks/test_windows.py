@@ -15,6 +15,7 @@ from benchmarks import (
     commit_fusion,
     performance_tables,
     prefix_cache,
+    speculation,
     step_latency,
     windows,
 )
@@ -135,3 +136,21 @@ def test_routers_forget_what_all_rows_share_and_experts_are_counted() -> None:
         assert (gate @ rows.mean(dim=0)).abs().max() < 1e-3
     assert alike < windows.touched_experts(runner, 32, lambda: runner.run(rows)) == 8
     assert windows.touched_experts(runner, 5, lambda: runner.run(other)) < 8.1
+
+
+@pytest.mark.slow
+def test_right_guesses_save_forwards(tmp_path: Path) -> None:
+    arguments = [
+        *("--context", "132", "--gen-length", "16", "--block-length", "8", "--rounds", "1"),
+        *("--states", "4", "--clients", "1", "--chances", "1"),
+        *("--family", "llada", *SMALL, "--output-dir", str(tmp_path)),
+    ]
+    assert speculation.main(arguments) == 0
+    rows = json.loads((tmp_path / "speculation.json").read_text())["rows"]
+    plain, oracle, *weighed = rows
+    assert (plain["steps_per_forward"], plain["held"], plain["gain"]) == (1, None, 1)
+    # Of each block a whole forward, and the other seven steps in two.
+    assert (oracle["steps_per_forward"], oracle["held"]) == (pytest.approx(16 / 6), 1)
+    assert all(row["steps_per_s"] > 0 for row in rows)
+    assert [(row["clients"], row["chance"]) for row in weighed] == [(1, None), (1, 1)]
+    assert (tmp_path / "speculation.png").stat().st_size > 1000

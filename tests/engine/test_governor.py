@@ -33,6 +33,8 @@ def test_rates_are_learned_by_kind_count_and_depth() -> None:
     for _ in range(500):
         rates.learn("a", None, 1, holds=True)
     assert rates.chance("a", None, 1) > 0.9
+    rates.forget()
+    assert rates.chance("a", None, 1) == 0.5
 
 
 def test_a_step_counts_as_the_next_larger_one() -> None:

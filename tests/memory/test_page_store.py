@@ -311,6 +311,8 @@ def test_places_leave_steps_their_memory() -> None:
     assert len(places) == 23  # with the request's a quarter of the pool
     assert len(store.table.rows) == 2 * 24
     assert pages.places("a", [range(3)], names[30:]) == []
+    pages.release("7")
+    assert len(pages.places("a", [range(3)], names[30:], grows=False)) == 1
     assert not store.table.rows.is_inference()
 
 

@@ -121,7 +121,9 @@ class PageAllocator:
         (kept,) = self._share([req_id], owner, length, is_shared)
         return kept
 
-    def places(self, owner: str, own: Sequence[range], names: Sequence[str]) -> list[KeptSequence]:
+    def places(
+        self, owner: str, own: Sequence[range], names: Sequence[str], *, grows: bool = True
+    ) -> list[KeptSequence]:
         """Give names what a request keeps, with pages of their own at some positions.
 
         Rows of these pages at other positions are copies of those that the request keeps now.
@@ -130,6 +132,8 @@ class PageAllocator:
             owner: the request.
             own: positions that are written.
             names: whoever writes them.
+            grows: whether the store may grow for it. Else free pages are used, which all ranks have
+                alike, and nothing is raised.
 
         Returns:
             the sequences of the first names; fewer where more would take a part of the pool that
@@ -144,7 +148,7 @@ class PageAllocator:
             is_shared[positions.start : positions.stop] = False
         pages_each = int(np.count_nonzero(~is_shared.reshape(-1, PAGE_SIZE).all(axis=1)))
         room = len(store.free)
-        if not self._is_fixed:
+        if grows and not self._is_fixed:
             most = int(PART_WITH_PLACES * self._pool.budget_bytes) // store.page_bytes
             room = max(room, most - store.num_pages + room)
         names = names[: room // pages_each]

@@ -30,6 +30,10 @@ class HoldingRates:
     def __init__(self) -> None:
         self._known: dict[tuple[Kind, int | None, int], tuple[float, float]] = {}
 
+    def forget(self) -> None:
+        """Forget all that was learned."""
+        self._known.clear()
+
     def chance(self, kind: Kind, count: int | None, depth: int) -> float:
         """Return how often a guess holds whose parent does.
 

@@ -28,10 +28,11 @@ class Places:
 
     Args:
         pages: the pages of all requests.
+        grows: whether the store may grow for guesses.
     """
 
-    def __init__(self, pages: PageAllocator) -> None:
-        self._pages = pages
+    def __init__(self, pages: PageAllocator, *, grows: bool) -> None:
+        self._pages, self._grows = pages, grows
         self._held: dict[str, _Held] = {}  # by request
 
     def of(self, canvas: Canvas, first: int, stop: int, count: int) -> list[KeptSequence]:
@@ -56,7 +57,7 @@ class Places:
             room = MOST_PLACES - sum(len(held.places) for held in self._held.values())
             with suppress(*OUT_OF_MEMORY):
                 more = names[num_held:][: max(room, 0)]
-                held.places += self._pages.places(canvas.req_id, own, more)
+                held.places += self._pages.places(canvas.req_id, own, more, grows=self._grows)
         return held.places[:count]
 
     def leave(self, req_id: str, window: Window) -> None:

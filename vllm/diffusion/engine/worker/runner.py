@@ -243,7 +243,8 @@ class DiffusionModelRunner:
         if new.params.num_speculative_states and not layers and self._ranks.sequence.size == 1:
             if self._speculation is None:
                 times = times_of(self.graphs, self.planner, weighs=self._weighs_guesses)
-                self._speculation = Speculation(self.canvases, self.pages, times)
+                is_alone = self.agreement is None
+                self._speculation = Speculation(self.canvases, self.pages, times, is_alone=is_alone)
             self._speculation.start(canvas)
 
     @torch.inference_mode()
@@ -262,7 +263,8 @@ class DiffusionModelRunner:
     def forget_computed(self) -> None:
         """Drop what is kept of forwards between steps, but for keys and values in pages."""
         self.drop_slices()
-        self.drop_guesses()
+        if self._speculation is not None:
+            self._speculation.begin_anew()
         if self._firsts is not None:
             self._firsts.forget_all()
         self._packing = None

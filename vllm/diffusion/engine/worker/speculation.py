@@ -90,6 +90,7 @@ class Speculation:
         pages: pages of kept keys and values.
         times: times of steps, of windows or not; None where as many states are guessed as requests
             ask for.
+        is_alone: there is one rank: what another one could not do alike may be tried.
     """
 
     def __init__(
@@ -97,8 +98,10 @@ class Speculation:
         canvases: Mapping[str, Canvas],
         pages: PageAllocator,
         times: Callable[[bool], StepTimes] | None = None,
+        *,
+        is_alone: bool = True,
     ) -> None:
-        self._canvases, self._places = canvases, Places(pages)
+        self._canvases, self._places = canvases, Places(pages, grows=is_alone)
         self._times = None if times is None else cache(times)
         self._rates = HoldingRates()
         self._guessing: dict[str, _Guessing] = {}  # by request
@@ -140,6 +143,12 @@ class Speculation:
         had, self._sources = bool(self._sources), {}
         self._places.release_all()
         return had
+
+    def begin_anew(self) -> None:
+        """Forget what other weights have said, and how often guesses by them have held."""
+        self.pause()
+        self._watched.clear()
+        self._rates.forget()
 
     def leave_places(self, req_id: str) -> None:
         """Give back the places of a request, which gets other pages."""
@@ -278,7 +287,10 @@ class Speculation:
     def _learn_by(self, step: _Watched) -> None:
         """Learn by a step that has committed what guesses would have been about."""
         canvas, kind = step.canvas, self._guessing[step.canvas.req_id].kind
-        work = canvas.begin()
+        try:
+            work = canvas.begin()
+        except Exception:  # the next step, which it is for, will tell
+            return
         for state in self._drafted(canvas, step.certain, step.source, MOST_TOGETHER):
             if state.depth == 1:
                 holds = state.is_of(canvas.tokens, canvas.rule, work)
@@ -360,7 +372,7 @@ def times_of(
 
 def serves_guesses(batch: StepBatch, plan: Plan, graphs: GraphRunner | None) -> bool:
     """Whether guesses cost a step nothing but their rows: it is whole, and one graph's."""
-    has_graph = graphs is None or graphs.buckets.find(batch) is not None
+    has_graph = graphs is None or graphs.serves(batch)
     return has_graph and plan.is_whole(batch.num_rows)
 
 
@@ -399,10 +411,11 @@ def _later_draws(canvas: Canvas, number: int) -> int:
 def _may_keep(canvas: Canvas, window: Window) -> bool:
     """Whether guesses of a request's next forward may have places, or need none.
 
-    None has a forward of all positions, nor one that computes more than the rule needs.
+    None has a forward of all positions that refreshes keys, nor one that computes more than the
+    rule needs.
     """
     if canvas.window.cache is None:
         return True
-    is_long = window.num_rows > MOST_BLOCKS * canvas.params.block_length
-    is_exact = canvas.params.cache == "exact"
-    return window.reads_kept and not (is_exact and is_long)
+    if canvas.params.cache == "exact":
+        return window.num_rows <= MOST_BLOCKS * canvas.params.block_length
+    return window.reads_kept

@@ -50,6 +50,7 @@ MOST_WHOLE_ROWS = 1536
 MOST_WHOLE_ROWS_FP8 = 3072
 MOST_WINDOW_ROWS = 1024
 ENDED_ROWS = 128  # up to which all rows go through the last layer
+MOST_TIMED_ROWS = 512  # of a step: more rows take longer on any card, so guesses save nothing
 MOST_SEQUENCES = 256  # of a bucket: every program of attention counts them
 
 
@@ -224,12 +225,18 @@ class GraphRunner:
         captured.graph.replay()
         return captured.outputs
 
+    def serves(self, batch: StepBatch) -> bool:
+        """Whether a graph serves a batch, if it is computed as a whole."""
+        bucket = self.buckets.find(batch)
+        return bucket is not None and (self.captures_more or bucket in self._captured)
+
     def measure(self) -> None:
-        """Time each graph, by its best of two replays on the slowest rank."""
+        """Time short steps of several sequences: the best of two replays, on the slowest rank."""
         found: dict[bool, dict[int, float]] = {False: {}, True: {}}
         for bucket, captured in self._captured.items():
-            if captured.generation != self._caches.generation * bucket.is_cached:
-                continue  # it writes to pages of the past
+            is_stale = captured.generation != self._caches.generation * bucket.is_cached
+            if is_stale or bucket.sequences == 1 or bucket.rows > MOST_TIMED_ROWS:
+                continue  # what is stale writes to pages of the past
             took_us = self._agreement.most(
                 round(1e6 * min(_replayed(captured.graph) for _ in "12"))
             )
