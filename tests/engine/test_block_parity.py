@@ -198,10 +198,11 @@ def run_ahead(worker: Any) -> None:
 
 # First in this file: where no other engine is there yet, its ranks are forked.
 @pytest.mark.slow
-def test_two_ranks(checkpoint: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("name", ["llada2", "llada22"])
+def test_two_ranks(name: str, checkpoint: Callable[[str], Path]) -> None:
     """Both ranks keep the same pages, and take the same steps ahead."""
-    folder = checkpoint("llada2")
-    wanted = wanted_of(folder, "llada2")
+    folder = checkpoint(name)
+    wanted = wanted_of(folder, name)
     asks = with_cache(wanted, "exact")
     with running(
         folder,
@@ -269,7 +270,7 @@ def test_in_chunks(served: tuple[Engine, list[Wanted]]) -> None:
     runner, planner = engine.runner, engine.runner.planner
     budget = runner.pool.budget_bytes
     try:
-        shrink(runner, runner.caches.reserved_bytes + 160_000)
+        shrink(runner, runner.caches.reserved_bytes + 120_000)
         same(engine.ask(*with_cache(wanted, "exact"), *with_cache(wanted, "none")), [*wanted] * 2)
     finally:
         runner.pool.budget_bytes, runner.planner = budget, planner
