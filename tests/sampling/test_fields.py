@@ -79,7 +79,8 @@ def row_of_logits() -> Tensor:
 
 
 def decided(family: Family, **asked: Any) -> DiffusionParams:
-    served = dataclasses.replace(MODEL, family=family, encode=WORDS.__getitem__)
+    ids = dataclasses.replace(MODEL.ids, edit=(33, 34) if family.edit_tokens else ())
+    served = dataclasses.replace(MODEL, family=family, ids=ids, encode=WORDS.__getitem__)
     # A canvas whose positions are the draws; only the first ones stand in blocks of their own.
     asked = {"gen_length": 16, "top_p": 1.0, **asked}
     return decision.decide(fields.canonical(asked), served, PROMPT)
