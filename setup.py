@@ -18,9 +18,9 @@ Environment:
 
 * ``BUILD_<ROOM>=0`` (``BUILD_FLASH_SAMPLE``, ``BUILD_VLLM_ADD_LLADA``, ``BUILD_VMM_ALLOCATOR``)
   leaves a room out.
-* ``NATIVE_CUDA_ARCHS`` lists the targets, by default ``80 90a 100``, or of these, where the modules
-  are left in the source tree, those of the GPUs that nvidia-smi names. What the toolkit does not
-  know is left out.
+* ``NATIVE_CUDA_ARCHS`` lists the targets, by default ``80 89 90a 100 120``, or of these, where the
+  modules are left in the source tree, those of the GPUs that nvidia-smi names. What the toolkit
+  does not know is left out. PTX of the first is there for all other cards.
 * ``CUDA_HOME`` names the toolkit; otherwise ``nvcc`` is looked up on ``PATH`` and in
   ``/usr/local/cuda/bin``.
 * ``MAX_JOBS`` (default: the number of processors) bounds the compilers run at once.
@@ -47,8 +47,9 @@ except ImportError:
 ROOT = Path(__file__).resolve().parent
 # One for each interpreter: objects of the bindings depend on Python's headers.
 FOLDER = ROOT / "build" / "native" / str(sysconfig.get_config_var("SOABI"))
-DEFAULT_ARCHS = "80 90a 100"
-ARCH_OF_MAJOR = {"8": "80", "9": "90a", "10": "100"}  # by compute capability
+DEFAULT_ARCHS = "80 89 90a 100 120"
+# By compute capability. Code of 8.0 runs on 8.6, too.
+ARCH_OF_CARD = {"8.0": "80", "8.6": "80", "8.9": "89", "9.0": "90a", "10.0": "100", "12.0": "120"}
 
 OVERLAY = "mosaic_overlay"  # the wheel's folder
 PACKAGES = ("vllm", "flash_sample", "gather_gemm", "vllm_add_llada", "vmm_allocator")
@@ -134,10 +135,16 @@ def archs_of_cards() -> str:
         return DEFAULT_ARCHS
     query = [smi, "--query-gpu=compute_cap", "--format=csv,noheader"]
     answer = subprocess.run(query, capture_output=True, text=True, check=False)
-    majors = {line.partition(".")[0].strip() for line in answer.stdout.splitlines()}
-    if answer.returncode != 0 or not majors or not majors <= set(ARCH_OF_MAJOR):
+    cards = {line.strip() for line in answer.stdout.splitlines()}
+    if answer.returncode != 0 or not cards:
         return DEFAULT_ARCHS
-    return " ".join(ARCH_OF_MAJOR[major] for major in sorted(majors, key=int))
+    others = cards - set(ARCH_OF_CARD)
+    if others:
+        names = ", ".join(sorted(others))
+        logging.warning("no target of compute capability %s: compiled as PTX of 8.0", names)
+        return DEFAULT_ARCHS
+    archs = {ARCH_OF_CARD[card] for card in cards}
+    return " ".join(arch for arch in DEFAULT_ARCHS.split() if arch in archs)
 
 
 def arch_flags(nvcc: str, default: str) -> list[str]:
@@ -147,7 +154,14 @@ def arch_flags(nvcc: str, default: str) -> list[str]:
         raise BuildError(f"{nvcc} --list-gpu-arch: {listed.stderr.strip()}")
     known = set(re.findall(r"compute_(\d+)", listed.stdout))
     wanted = os.environ.get("NATIVE_CUDA_ARCHS") or default
-    archs = [arch for arch in re.split(r"[,; ]+", wanted) if arch.rstrip("af") in known]
+
+    def known_of(targets: str) -> list[str]:
+        return [arch for arch in re.split(r"[,; ]+", targets) if arch.rstrip("af") in known]
+
+    archs = known_of(wanted)
+    if not archs and wanted == default:
+        logging.warning("%s does not know %s: compiled for other cards, and as PTX", nvcc, wanted)
+        archs = known_of(DEFAULT_ARCHS)
     if not archs:
         raise BuildError(f"NATIVE_CUDA_ARCHS={wanted!r}: none of these is known to {nvcc}")
     flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"yaml": "pyyaml"}  # where they are not named as their modules
-OF_THE_READER = {"langchain_openai"}  # an example is for those who have it
+OF_THE_READER = {"langchain_openai", "ray"}  # an example is for those who have it
 
 
 def imported(file: Path) -> set[str]:

@@ -253,7 +253,13 @@ def test_only_what_is_out_of_date_is_made_again(checkout, folder):
 
 @pytest.mark.parametrize(
     ("cards", "targets"),
-    [("9.0\n9.0\n", ["90a"]), ("8.9\n", ["80"]), ("12.0\n", ["80", "90a"]), ("", ["80", "90a"])],
+    [
+        ("9.0\n9.0\n", ["90a"]),
+        ("8.6\n", ["80"]),
+        ("8.9\n", ["80", "90a"]),  # which this compiler does not know
+        ("13.7\n", ["80", "90a"]),
+        ("", ["80", "90a"]),
+    ],
 )
 def test_the_targets_are_those_of_the_cards_at_hand(checkout, tmp_path, cards, targets):
     root, build = checkout

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 ALIGNMENT = 512  # bytes
+CHUNK_BYTES = 32 << 20  # mapped at a time; all of them come and go together
+MOST_LEFT_BYTES = 1 << 30  # that PyTorch may keep of what has moved
 _NAN_BYTE = 0xFF  # four of them are NaN in fp32, two in bf16; one is in e4m3
 
 
@@ -69,38 +71,46 @@ class ArenaWeights(WeightMemory):
             )
         index = torch.cuda.current_device() if device.index is None else device.index
         card = torch.cuda.get_device_properties(index).total_memory
-        self._arena = vmm.Arena(card, device=index)
-        self._kept: torch.Tensor | None = None
-        end, moved = 0, dict[int, torch.Tensor]()
+        self._arena = vmm.Arena(card, device=index, chunk_bytes=CHUNK_BYTES)
+        self._host = torch.empty(0, dtype=torch.uint8)  # pinned once, which takes long
+        self._keeps = False
+        end, moved, left = 0, dict[int, torch.Tensor](), 0
         for owner, name, weight in _weights(model):
             place = moved.get(weight.data_ptr())
             if place is None:
                 self._arena.grow(end + weight.nbytes)
                 place = self._arena.tensor(end, tuple(weight.shape), weight.dtype, holds=False)
                 place.copy_(weight)
-                moved[weight.data_ptr()] = place
+                moved[weight.data_ptr()] = moved[place.data_ptr()] = place
                 end += -(-weight.nbytes // ALIGNMENT) * ALIGNMENT
+                left += weight.nbytes
             if name in owner._parameters:
                 owner._parameters[name].data = place  # type: ignore[union-attr]
             else:
                 owner._buffers[name] = place
+            if left > MOST_LEFT_BYTES:  # PyTorch keeps what the weights had
+                left = 0
+                torch.cuda.empty_cache()
         self.num_bytes = end
 
     def suspend(self, *, keeps: bool) -> None:
+        self._keeps = keeps
         if keeps:
-            whole = self._arena.tensor(0, (self._arena.front_bytes,), torch.uint8, holds=False)
-            self._kept = torch.empty(len(whole), dtype=torch.uint8, pin_memory=True)
-            self._kept.copy_(whole)
+            if not len(self._host):
+                self._host = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True)
+            self._host.copy_(self._whole())
         self._arena.shrink(0)
         self._arena.trim()
 
     def resume(self) -> None:
-        self._arena.grow(self.num_bytes if self._kept is None else len(self._kept))
-        if self._kept is not None:
-            whole = self._arena.tensor(0, (len(self._kept),), torch.uint8, holds=False)
-            whole.copy_(self._kept)
+        self._arena.grow(self.num_bytes)
+        if self._keeps:
+            self._whole().copy_(self._host)
             torch.cuda.synchronize()
-            self._kept = None
+
+    def _whole(self) -> torch.Tensor:
+        """Return all weights as bytes."""
+        return self._arena.tensor(0, (self.num_bytes,), torch.uint8, holds=False)
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:

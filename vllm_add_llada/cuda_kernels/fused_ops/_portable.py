@@ -89,7 +89,7 @@ def launch_portable(
     of_x, of_weight = (0, 0) if scales is None else (scales[0].data_ptr(), scales[1].data_ptr())
     zeros = None if packed is None else packed.zeros
     launch(
-        native.portable if packed is None else native.portable_packed,
+        native.portable,
         out,
         dtype=getattr(native, _DTYPES[out.dtype]),
         x=x.data_ptr(),

@@ -72,6 +72,11 @@ cudaError_t launch_linear(const LinearParams& params, cudaStream_t stream) {
                                     : launch_skinny_linear(params, stream);
 }
 
+cudaError_t launch_any_portable(const PortableParams& params, cudaStream_t stream) {
+  return params.scales != nullptr ? launch_portable_packed(params, stream)
+                                  : launch_portable(params, stream);
+}
+
 #define FIELD(name) field(#name, &P::name)
 
 void bind_rows(Module& module) {
@@ -144,6 +149,15 @@ void bind_products(Module& module) {
                     FIELD(early), FIELD(ahead));
   }
   {
+    using P = PortableParams;
+    module.function("portable", &launch_any_portable, FIELD(dtype), FIELD(x), FIELD(weight),
+                    FIELD(x_scales), FIELD(weight_scales), FIELD(scales), FIELD(zeros),
+                    FIELD(table), FIELD(bias), FIELD(out), FIELD(parts), FIELD(counts),
+                    FIELD(parts_bytes), FIELD(num_counts), FIELD(x_stride), FIELD(weight_stride),
+                    FIELD(scales_stride), FIELD(out_stride), FIELD(num_rows), FIELD(num_columns),
+                    FIELD(depth), FIELD(group), FIELD(most_blocks), FIELD(epilogue), FIELD(early));
+  }
+  {
     using P = UnpackParams;
     module.function("unpack", &launch_unpack, FIELD(values), FIELD(scales), FIELD(zeros),
                     FIELD(table), FIELD(out), FIELD(values_stride), FIELD(scales_stride),
@@ -163,17 +177,6 @@ void bind_products(Module& module) {
                     FIELD(slots), FIELD(ends), FIELD(x_stride), FIELD(gate_stride), FIELD(num_rows),
                     FIELD(num_experts), FIELD(num_chosen), FIELD(depth), FIELD(scoring));
   }
-}
-
-void bind_portable(Module& module, const char* name,
-                   cudaError_t (*launch)(const PortableParams&, cudaStream_t)) {
-  using P = PortableParams;
-  module.function(name, launch, FIELD(dtype), FIELD(x), FIELD(weight), FIELD(x_scales),
-                  FIELD(weight_scales), FIELD(scales), FIELD(zeros), FIELD(table), FIELD(bias),
-                  FIELD(out), FIELD(parts), FIELD(counts), FIELD(parts_bytes), FIELD(num_counts),
-                  FIELD(x_stride), FIELD(weight_stride), FIELD(scales_stride), FIELD(out_stride),
-                  FIELD(num_rows), FIELD(num_columns), FIELD(depth), FIELD(group),
-                  FIELD(most_blocks), FIELD(epilogue), FIELD(early));
 }
 
 void bind_attention(Module& module) {
@@ -216,8 +219,6 @@ PYBIND11_MODULE(_fused_ops, python_module) {
   module.constant("MAX_RANK_BLOCKS", kMaxRankBlocks);
   bind_rows(module);
   bind_products(module);
-  bind_portable(module, "portable", &launch_portable);
-  bind_portable(module, "portable_packed", &launch_portable_packed);
   bind_attention(module);
   bind_ranks(module);
 }

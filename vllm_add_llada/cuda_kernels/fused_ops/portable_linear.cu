@@ -78,6 +78,11 @@ cudaError_t launch_portable(const PortableParams& params, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   if (is_fp8) {
+    cudaFuncAttributes attributes{};
+    const auto kernel = portable_kernel<Fp8Weight<32>, __nv_bfloat16, 32>;
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error != cudaSuccess) return error;
+    if (attributes.ptxVersion < 89) return cudaErrorNotSupported;  // code without these products
     if (params.dtype == DataType::kFloat16) return launch_of<Fp8Weight, __half>(params, stream);
     return launch_of<Fp8Weight, __nv_bfloat16>(params, stream);
   }

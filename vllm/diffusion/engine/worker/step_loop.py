@@ -9,16 +9,14 @@ that take most. Any other failure ends all requests of the step, on all ranks th
 
 from __future__ import annotations
 
-import time
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
 from vllm.diffusion.engine.messages import DiffusionRunnerOutput, StepResult
 from vllm.diffusion.engine.scheduler.turns import to_the_end
 from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY
-from vllm.diffusion.engine.worker.renewal import renew
+from vllm.diffusion.engine.worker.renewal import Standstill
 from vllm.diffusion.engine.worker.reuse import ALL_ROWS
 from vllm.diffusion.engine.worker.run_ahead import next_behind
 from vllm.logger import init_logger
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_HELD_S = 1e-3  # between two messages while no step is taken
 MOST_UNDER_WAY = 2  # steps: one that computes, and one that follows it without a pause
 
 A = TypeVar("A")
@@ -58,11 +55,6 @@ class LaunchResult(NamedTuple):
         return [*(() if self.step is None else self.step.req_ids), *self.failures]
 
 
-def _alone(new: NewCanvas) -> NewCanvas:
-    """Return a request without what another one has computed for it."""
-    return replace(new, prompt_of=None)
-
-
 class StepLoop:
     """Starts the requests of a runner and moves them one step at a time.
 
@@ -71,6 +63,9 @@ class StepLoop:
         agreement: agreement with the ranks that run the same steps; None for one rank.
         runs_ahead: a step is launched before the results of the one before are handed out.
         limits: limits above which a step takes only some requests, where it is launched so.
+
+    Attributes:
+        standstill: what happens instead of steps; None where they go on.
     """
 
     def __init__(
@@ -86,8 +81,7 @@ class StepLoop:
         self._under_way: list[LaunchResult] = []  # in the order in which they were launched
         self._begun_anew: str | None = None  # whose long step has run out of memory once
         self._num_rows = 0  # of the steps collected for this message
-        self._settled: list[dict[str, StepResult]] = []  # results of steps, for the next messages
-        self.held: str | None = None  # why no step is taken, if none is
+        self.standstill: Standstill | None = None
 
     def execute(self, message: DiffusionSchedulerOutput) -> DiffusionRunnerOutput:
         """Take in started and finished requests, then return the results of one step.
@@ -96,13 +90,17 @@ class StepLoop:
         """
         self._num_rows = 0
         self._forget(message.finished_req_ids)
-        is_known = self._follow_weights(message.generation)
-        results = self._start_all(message.admitted if is_known else map(_alone, message.admitted))
+        if self._runner.weights != self._runner.model.weight_generation:
+            self.stop().renew()
+        still = self.standstill
+        if still is not None and still.is_over(message):
+            self.standstill = still = None
+        results = self._start_all(message.admitted if still is None else still.admitted(message))
         self._runner.assign(message.new_pages)
+        if still is not None:
+            results |= still.take_results()
+            return still.tell(self._output(message, results), message)
         asked = message.next_slice
-        if self._settled or self.held is not None or not is_known:
-            results |= self._without_a_step(message)
-            return self._output(message, results)
         stepping = {
             req_id: rows
             for req_id, rows in message.num_scheduled_tokens.items()
@@ -129,57 +127,20 @@ class StepLoop:
             results=results,
             usage=runner.usage if req_ids else runner.idle_usage,
             num_rows=self._num_rows,
-            launched=[*map(list, self._settled), *(s.req_ids for s in self._under_way)],
+            launched=[s.req_ids for s in self._under_way],
             paused=None if runner.sliced is None else runner.sliced.paused,
             worked=None if runner.sliced is None else runner.sliced.take_worked(),
-            **self._news_of_weights(message.generation),
+            generation=runner.generation,
         )
 
-    def _news_of_weights(self, known: int) -> dict[str, Any]:
-        """Return the fields that tell the scheduler of weights that it does not know."""
-        runner = self._runner
-        newest = runner.generation
-        if newest == known or self._settled:
-            return {"generation": known}
-        rows = {
-            r: canvas.next_rows for r, canvas in runner.canvases.items() if not canvas.is_complete
-        }
-        return {"generation": newest, "renewed": rows}
-
-    # ---- weights that change ----
-
-    def settle(self) -> None:
-        """Collect the steps under way, whose results go out with the next messages."""
+    def stop(self) -> Standstill:
+        """Collect the steps under way, and take none before what stands still is over."""
+        still = self.standstill = self.standstill or Standstill(self._runner, self._results)
         while self._under_way:
-            outcomes = self._collect(self._under_way.pop(0))
-            self._settled.append(self._results(outcomes))
+            still.add(self._collect(self._under_way.pop(0)))
         self._runner.take_note()
         self._runner.drop_slices()
-
-    def _follow_weights(self, known: int) -> bool:
-        """Take in new weights, if there are some; return whether the scheduler knows them."""
-        runner = self._runner
-        if runner.weights != runner.model.weight_generation:
-            self.settle()
-            self.fail(renew(runner))
-        return runner.generation == known
-
-    def fail(self, failures: Outcomes) -> None:
-        """End requests, with the next message."""
-        if failures:
-            self._settled.append(self._results(failures))
-
-    def _without_a_step(self, message: DiffusionSchedulerOutput) -> dict[str, StepResult]:
-        """Return results of steps that were collected before; else tell of new weights, or wait.
-
-        The scheduler hears of new weights once it has all results of the old ones.
-        """
-        if self._settled:
-            running = self._runner.canvases
-            return {r: found for r, found in self._settled.pop(0).items() if r in running}
-        if self.held is not None:
-            time.sleep(_HELD_S)  # a core is better used by who lifts it
-        return {}
+        return still
 
     def _forget(self, req_ids: Collection[str]) -> None:
         """Drop requests that are over, and steps under way whose requests have all gone."""

@@ -145,7 +145,7 @@ class WeightWorker(WorkerBase):
         self._check_turn("start_weight_update", is_updating=False)
         model, transfer = self.model_runner.model, self._transfer_engine()
         _check_can_change(model)
-        self.loop.settle()
+        self.loop.stop()
         model.begin_update()
         transfer.set_weight_update_target(WeightSink(model), self.model_config)
         transfer.start_weight_update()
@@ -187,7 +187,7 @@ class WeightWorker(WorkerBase):
         self._check_turn("reload_weights", is_updating=False)
         model = self.model_runner.model
         _check_can_change(model)
-        self.loop.settle()
+        self.loop.stop()
         model.begin_update()
         model.load_weights(tensors_in(Path(weights_path or self.model_config.model)))
         self._end_update(must_be_complete=True)
@@ -196,7 +196,7 @@ class WeightWorker(WorkerBase):
     def reset_weights(self) -> None:
         """Set all weights to zero, so that a check sees whether an update brings all of them."""
         model = self.model_runner.model
-        self.loop.settle()
+        self.loop.stop()
         for weight in stored_weights(model).values():
             weight.zero_()
         model.begin_update()
@@ -212,7 +212,7 @@ class WeightWorker(WorkerBase):
         """Take no step for a reason, or no longer for this one."""
         others = {name: why for name, why in self._reasons.items() if name != who}
         self._reasons = others if reason is None else {**others, who: reason}
-        self.loop.held = next(iter(self._reasons.values()), None)
+        self.loop.stop().held = next(iter(self._reasons.values()), None)
 
     def _end_update(self, *, must_be_complete: bool) -> None:
         """End an update, with the tensors that did not come as an error or a line of the log."""
@@ -289,7 +289,7 @@ class WeightWorker(WorkerBase):
             self.weights.resume()
             self._hold("weights", None)
         if _RESTING in self._reasons and (tags is None or _RESTING in tags):
-            self.loop.fail(wake(self.model_runner, self._fixed_pages))
+            self.loop.stop().add(wake(self.model_runner, self._fixed_pages))
             self._hold(_RESTING, None)
 
     @_by_all_ranks()
@@ -301,7 +301,7 @@ class WeightWorker(WorkerBase):
     def _rest(self) -> None:
         if _RESTING in self._reasons:
             return
-        self.loop.settle()
+        self.loop.stop()
         self._fixed_pages = rest(self.model_runner)
         self._hold(_RESTING, "the memory of keys and values is lent")
 
