@@ -200,17 +200,13 @@ def fused_linear_fp8(
     num_columns = out.shape[1] * (2 if epilogue is Epilogue.SILU_MUL else 1)
     _check_linear("fused_linear_fp8", x, weight, scales, out, num_columns)
     is_tiled = tiling is not None and tiling.rows > 0  # and written eight elements at once
-    if tiling == PORTABLE and has_portable(x.values, weight) and takes_columns(weight, out):
-        both = x.scales, scales
-        launch_linear(
-            x.values, weight, out, tiling, bias, epilogue, early=early, ahead=None, scales=both
-        )
-        return
-    if (
-        tiling is None
-        or not _has_linear(x, weight, scales, out)
-        or (is_tiled and not feeds_tensor_cores(out))
-    ):
+    if tiling == PORTABLE:
+        has_kernel = out.dtype == torch.bfloat16 and has_portable(x.values, weight)
+        has_kernel = has_kernel and takes_columns(weight, out)
+    else:
+        has_kernel = tiling is not None and _has_linear(x, weight, scales, out)
+        has_kernel = has_kernel and (not is_tiled or feeds_tensor_cores(out))
+    if tiling is None or not has_kernel:
         _linear(x, weight, scales, out, bias, epilogue)
         return
     both = x.scales, scales

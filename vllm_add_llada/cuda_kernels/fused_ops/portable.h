@@ -9,8 +9,8 @@ namespace fused_ops {
 // Products for every card of compute capability 8.0 or later: out = x weight^T of any number of
 // rows, with fp32 sums in an order that depends on the sizes of the weight and on the card alone.
 struct PortableParams {
-  DataType dtype;      // of x and out: bf16 or fp16; of out alone where there are x_scales
-  const void* x;       // [num_rows, depth], rows x_stride apart
+  DataType dtype;  // of x and out: bf16 or fp16; bf16, and of out alone, where there are x_scales
+  const void* x;   // [num_rows, depth], rows x_stride apart
   const void* weight;  // [num_columns, depth], or bytes [num_columns, depth / 2] of 4-bit numbers
   const float* x_scales;       // [num_rows], of fp8 operands
   const float* weight_scales;  // [num_columns], of fp8 operands

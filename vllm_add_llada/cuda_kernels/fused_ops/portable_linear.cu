@@ -83,7 +83,7 @@ cudaError_t launch_portable(const PortableParams& params, cudaStream_t stream) {
     const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
     if (error != cudaSuccess) return error;
     if (attributes.ptxVersion < 89) return cudaErrorNotSupported;  // code without these products
-    if (params.dtype == DataType::kFloat16) return launch_of<Fp8Weight, __half>(params, stream);
+    if (params.dtype != DataType::kBFloat16) return cudaErrorInvalidValue;
     return launch_of<Fp8Weight, __nv_bfloat16>(params, stream);
   }
   if (params.dtype == DataType::kFloat16) return launch_of<Float16Weight, __half>(params, stream);
