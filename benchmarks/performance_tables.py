@@ -4,8 +4,8 @@
 
     benchmarks/performance_tables.py results/step_latency/step_latency.json ...
 
-Reads the JSON files of step_latency.py, compare_hf.py, llada/run_benchmark.py and its twins, and
-of the benchmarks that give their columns: fragmentation.py and those of kernels.
+Reads the JSON files of step_latency.py, compare_hf.py, speculation.py, llada/run_benchmark.py and
+its twins, and of the benchmarks that give their columns: fragmentation.py and those of kernels.
 """
 
 from __future__ import annotations
@@ -194,10 +194,25 @@ def kernel(content: dict[str, Any]) -> Iterator[str]:
     yield from markdown(content["columns"], content["rows"])
 
 
+def speculation(content: dict[str, Any]) -> Iterator[str]:
+    """Yield the table of guesses that hold with a given chance."""
+    settings = content["settings"]
+    quantised = f", {settings['quantization']}" if settings.get("quantization") else ""
+    name = NAMES_OF_FAMILIES[settings["family"]]
+    yield f"### Guesses: {name}{quantised}, blocks of {settings['block_length']}, one token a step"
+    yield ""
+    header = ("clients", "states", "chance", "steps/s", "gain", "steps/s between refreshes")
+    header += ("gain", "steps a forward")
+    names = ("clients", "states", "chance", "steps_per_s", "gain", "between", "gain_between")
+    names += ("steps_per_forward",)
+    yield from markdown(header, [[row[name] for name in names] for row in content["rows"]])
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], Iterator[str]]] = {
     "step_latency": step_latency,
     "throughput": throughput,
     "context_length": context_length,
+    "speculation": speculation,
 }
 
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-BLOCK_FAMILIES = ("llada2", "sdar", "sdar-moe", "fast-dllm")  # under a block-causal mask
+# Under a block-causal mask.
+BLOCK_FAMILIES = ("llada2", "llada22", "sdar", "sdar-moe", "fast-dllm", "stable-diffcoder")
 
 
 @dataclass(frozen=True)

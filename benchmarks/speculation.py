@@ -340,7 +340,7 @@ def reached(options: argparse.Namespace) -> None:
 def paces_of(folder: Path) -> list[dict[str, Any]]:
     """Return the parameters of 1, 2 and 4 tokens a step, and of a threshold."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    family = family_of(config["architectures"], config["model_type"])
+    family = family_of(config["architectures"], config["model_type"], config)
     if family is None or not family.is_block_causal:
         paced: list[dict[str, Any]] = [{"steps": LENGTH // quota} for quota in QUOTAS]
         return [{"algorithm": "semi_ar", **p} for p in paced] + [{"algorithm": "threshold"}]

@@ -153,4 +153,6 @@ def test_right_guesses_save_forwards(tmp_path: Path) -> None:
     assert (oracle["steps_per_forward"], oracle["held"]) == (pytest.approx(16 / 6), 1)
     assert all(row["steps_per_s"] > 0 for row in rows)
     assert [(row["clients"], row["chance"]) for row in weighed] == [(1, None), (1, 1)]
+    content = json.loads((tmp_path / "speculation.json").read_text())
+    assert any("| 1 | 4 | 1.00 |" in line for line in performance_tables.speculation(content))
     assert (tmp_path / "speculation.png").stat().st_size > 1000

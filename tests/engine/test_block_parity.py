@@ -288,7 +288,7 @@ def test_tokens_that_moved_have_probabilities(served: tuple[Engine, list[Wanted]
             assert torch.tensor(found).isfinite().all()
 
 
-@pytest.mark.parametrize("most", [1, 3, 7])
+@pytest.mark.parametrize("most", [3, 7])
 def test_guesses_change_nothing(
     served: tuple[Engine, list[Wanted]], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,6 +171,7 @@ def test_a_part_that_the_row_budget_holds_is_taken_of_what_can_be_cut() -> None:
     [
         *({"long_share": value} for value in (-0.1, 1, "half", True, None, float("nan"))),
         *({"longest_pause_ms": value} for value in (-1, 0.5, 1e9, "100", False)),
+        {"weighs_guesses": "no"},
     ],
     ids=str,
 )

@@ -562,6 +562,17 @@ def test_server_wide_defaults_and_requests_own_values() -> None:
     assert resolve(served, algorithm="semi_ar").algorithm == "semi_ar"
 
 
+def test_guesses_are_asked_for_of_algorithms_that_can() -> None:
+    """A server's wish is dropped elsewhere; a request's is refused."""
+    served = served_with(num_speculative_states=7)
+    assert resolve(served).num_speculative_states == 7
+    assert resolve(served, num_speculative_states=0).num_speculative_states == 0
+    assert resolve(served, algorithm="credit").num_speculative_states == 0
+    assert resolve(served, algorithm="credit", num_speculative_states=0).algorithm == "credit"
+    with pytest.raises(InvalidParameterError, match="num_speculative_states: given 1; algorithm"):
+        resolve(served, algorithm="credit", num_speculative_states=1)
+
+
 OF_A_REQUEST = ("gen_length", "seed", "mask_id", "ignore_eos", "temperature")
 
 

@@ -156,7 +156,8 @@ def _check(
     op, (values, scales, zeros, _) = "fused_linear_packed", weight
     if x.dim() != 2 or len(x) == 0 or not has_kernel:
         raise ValueError(
-            f"{op}: wanted rows [R, K] and a matrix in groups that a kernel takes, got {x.dtype} "
+            f"{op}: wanted rows [R, K] and a matrix in groups that a kernel of the card's compute "
+            f"capability takes, got {x.dtype} "
             f"{list(x.shape)} on {x.device}, {list(values.shape)} bytes "
             f"and {list(scales.shape)} scales"
         )

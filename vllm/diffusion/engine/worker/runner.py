@@ -243,8 +243,9 @@ class DiffusionModelRunner:
         if new.params.num_speculative_states and not layers and self._ranks.sequence.size == 1:
             if self._speculation is None:
                 times = times_of(self.graphs, self.planner, weighs=self._weighs_guesses)
-                is_alone = self.agreement is None
-                self._speculation = Speculation(self.canvases, self.pages, times, is_alone=is_alone)
+                # Graphs would be captured anew, and another rank might not have the memory.
+                grows = self.graphs is None and self.agreement is None
+                self._speculation = Speculation(self.canvases, self.pages, times, grows=grows)
             self._speculation.start(canvas)
 
     @torch.inference_mode()

@@ -90,7 +90,7 @@ class Speculation:
         pages: pages of kept keys and values.
         times: times of steps, of windows or not; None where as many states are guessed as requests
             ask for.
-        is_alone: there is one rank: what another one could not do alike may be tried.
+        grows: whether the store of pages may grow for guesses.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class Speculation:
         pages: PageAllocator,
         times: Callable[[bool], StepTimes] | None = None,
         *,
-        is_alone: bool = True,
+        grows: bool = True,
     ) -> None:
-        self._canvases, self._places = canvases, Places(pages, grows=is_alone)
+        self._canvases, self._places = canvases, Places(pages, grows=grows)
         self._times = None if times is None else cache(times)
         self._rates = HoldingRates()
         self._guessing: dict[str, _Guessing] = {}  # by request

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+_PORTABLE = "portable kernels"
+
 
 def status_of(runner: DiffusionModelRunner) -> dict[str, Any]:
     """Return the bytes that parts of a rank's pool take, and the progress of its requests.
@@ -74,6 +76,8 @@ def build_info(
         for room in rooms()
         if room.name != "vmm_allocator"
     }
+    if dispatch.is_portable(device):
+        found["fused_ops"] = _PORTABLE
     return {
         **found,
         "activation_pool": pool.backing_name,
@@ -95,7 +99,7 @@ def log_build_info(
                 room.remedy,
             )
         elif on_gpu:
-            is_portable = room.name == "fused_ops" and dispatch.is_portable(device)
+            is_portable = info.get(room.name) == _PORTABLE
             which = ", products by those for every card" if is_portable else ""
             logger.info("%s: kernels%s", room.name, which)
         else:
