@@ -126,15 +126,25 @@ PTH
 
 # setup [test]: the virtual environment, the packages of this machine's kind, the native rooms.
 setup() {
-  local kind
+  local kind rooms=
   make_venv
   kind=$(device_kind)
+  if find_nvcc >/dev/null; then
+    command -v c++ >/dev/null || command -v g++ >/dev/null || die "nvcc is here but no C++" \
+      "compiler; on Debian or Ubuntu: sudo apt-get install build-essential"
+    install_once build install_build "$ROOT/requirements/build.txt"
+    build_native_rooms & # compilers work while packages come
+    rooms=$!
+  else # PyTorch's references serve
+    say "left out: the native rooms: nvcc not found (CUDA_HOME names the toolkit); PyTorch serves" \
+      "in their place: on a GPU slower and in more memory, on a CPU no difference"
+  fi
   install_once "$kind" "install_$kind" "$ROOT/requirements/$kind.txt"
   if [ "${1:-}" = test ]; then
     install_once test install_test "$ROOT/requirements/test.txt"
   fi
   put_on_path
-  build_native_rooms
+  [ -z "$rooms" ] || wait "$rooms" || exit 1
 }
 
 # find_nvcc: where setup.py finds it: CUDA_HOME when set, else PATH, else /usr/local/cuda.
@@ -146,18 +156,9 @@ find_nvcc() {
   fi
 }
 
-# build_native_rooms: compile what changed; without nvcc the PyTorch references serve.
+# build_native_rooms: compile what changed.
 build_native_rooms() {
-  local nvcc
-  if ! nvcc=$(find_nvcc); then
-    say "left out: the native rooms: nvcc not found (CUDA_HOME names the toolkit); PyTorch serves" \
-      "in their place: on a GPU slower and in more memory, on a CPU no difference"
-    return
-  fi
-  command -v c++ >/dev/null || command -v g++ >/dev/null ||
-    die "nvcc is here but no C++ compiler; on Debian or Ubuntu: sudo apt-get install build-essential"
-  install_once build install_build "$ROOT/requirements/build.txt"
-  say "building the native rooms with $nvcc"
+  say "building the native rooms with $(find_nvcc)"
   (cd "$ROOT" && "$PY" setup.py -q build_ext --inplace) ||
     die "the native rooms did not build (the compiler's message is above)"
 }
