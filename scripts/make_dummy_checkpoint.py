@@ -6,8 +6,8 @@
     scripts/make_dummy_checkpoint.py --family dream OUTPUT_DIR          Dream-7B
     scripts/make_dummy_checkpoint.py --family llada-moe OUTPUT_DIR      LLaDA-MoE-7B-A1B
     scripts/make_dummy_checkpoint.py --family llada2 OUTPUT_DIR         LLaDA2.0-mini, 16B-A1.4B
-    scripts/make_dummy_checkpoint.py --family llada22 OUTPUT_DIR        LLaDA2.2-mini, 16B-A1.4B
                                                                         (--size flash: 100B-A6.1B)
+    scripts/make_dummy_checkpoint.py --family llada22 OUTPUT_DIR        LLaDA2.2-mini, or flash
     scripts/make_dummy_checkpoint.py --family sdar OUTPUT_DIR           SDAR-8B (--size 4b: SDAR-4B)
     scripts/make_dummy_checkpoint.py --family sdar-moe OUTPUT_DIR       SDAR-30B-A3B
     scripts/make_dummy_checkpoint.py --family fast-dllm OUTPUT_DIR      Fast-dLLM v2 7B
@@ -99,14 +99,22 @@ LLADA2_SIZES = {
     "topk_group": 4,
     "vocab_size": 157184,
 }
-SDAR_SIZES = layers(36) | {
-    "head_dim": 128,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 151936,
+LLADA2_MINI = {
+    **LLADA2_SIZES,
+    **layers(20),
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
 }
-
-
+LLADA2_FLASH = {
+    **LLADA2_SIZES,
+    **layers(32),
+    "hidden_size": 4096,
+    "intermediate_size": 9216,
+    "moe_intermediate_size": 1024,
+    "num_attention_heads": 32,
+}
 # Rows choose experts by blocks; the tokens that delete and insert have no names.
 LLADA22_KEYS = {
     "block_size": 32,
@@ -116,6 +124,14 @@ LLADA22_KEYS = {
     "rope_theta": 3000000,
     "split_token_id": 156931,
 }
+SDAR_SIZES = layers(36) | {
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 151936,
+}
+
+
 PRESETS: dict[tuple[str, str], Preset] = {
     # LLaDA-8B-Base, LLaDA-8B-Instruct, LLaDA-1.5
     ("llada", "8b"): Preset(
@@ -161,53 +177,23 @@ PRESETS: dict[tuple[str, str], Preset] = {
     ),
     # LLaDA2.0-mini, LLaDA2.1-mini
     ("llada2", "mini"): Preset(
-        sizes={
-            **LLADA2_SIZES,
-            **layers(20),
-            "hidden_size": 2048,
-            "intermediate_size": 5120,
-            "moe_intermediate_size": 512,
-            "num_attention_heads": 16,
-        },
+        sizes=LLADA2_MINI,
         token_ids=LING_TOKEN_IDS,
     ),
     # LLaDA2.0-flash, LLaDA2.1-flash
     ("llada2", "flash"): Preset(
-        sizes={
-            **LLADA2_SIZES,
-            **layers(32),
-            "hidden_size": 4096,
-            "intermediate_size": 9216,
-            "moe_intermediate_size": 1024,
-            "num_attention_heads": 32,
-        },
+        sizes=LLADA2_FLASH,
         token_ids=LING_TOKEN_IDS,
     ),
     # LLaDA2.2-mini
     ("llada22", "mini"): Preset(
-        sizes={
-            **LLADA2_SIZES,
-            **LLADA22_KEYS,
-            **layers(20),
-            "hidden_size": 2048,
-            "intermediate_size": 5120,
-            "moe_intermediate_size": 512,
-            "num_attention_heads": 16,
-        },
+        sizes=LLADA2_MINI | LLADA22_KEYS,
         token_ids=LING_TOKEN_IDS,
         like="llada2",
     ),
     # LLaDA2.2-flash
     ("llada22", "flash"): Preset(
-        sizes={
-            **LLADA2_SIZES,
-            **LLADA22_KEYS,
-            **layers(32),
-            "hidden_size": 4096,
-            "intermediate_size": 9216,
-            "moe_intermediate_size": 1024,
-            "num_attention_heads": 32,
-        },
+        sizes=LLADA2_FLASH | LLADA22_KEYS,
         token_ids=LING_TOKEN_IDS,
         like="llada2",
     ),
