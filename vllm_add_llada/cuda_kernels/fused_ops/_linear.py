@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from ._portable import has_portable, launch_portable, takes_columns
-from ._support import ahead_of, feeds_tensor_cores, launch, native
+from ._support import ahead_of, feeds_tensor_cores, launch, native, takes_pairs
 
 
 class Epilogue(Enum):
@@ -172,7 +172,7 @@ def _has_kernel(x: Tensor, weight: Tensor, out: Tensor | None, tiling: Tiling) -
         return True
     if tiling.rows > 0:  # eight elements at once, else two
         return feeds_tensor_cores(out)
-    return out.stride(1) == 1 and out.stride(0) % 2 == 0 and out.data_ptr() % 4 == 0
+    return takes_pairs(out)
 
 
 def _check(

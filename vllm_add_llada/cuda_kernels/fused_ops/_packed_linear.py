@@ -10,7 +10,15 @@ from torch import Tensor
 from ._linear import PORTABLE, Epilogue, Tiling
 from ._packed import Packed
 from ._portable import has_portable_packed, launch_portable
-from ._support import ahead_of, capability_of, check_vector, feeds_tensor_cores, launch, native
+from ._support import (
+    ahead_of,
+    capability_of,
+    check_vector,
+    feeds_tensor_cores,
+    launch,
+    native,
+    takes_pairs,
+)
 
 _GROUPS = (64, 128)
 _STRIP = 128
@@ -167,7 +175,7 @@ def _check(
         check_vector(op, "weight.zeros", zeros, (torch.uint8,), tuple(scales.shape), x.device)
     is_gated = epilogue is Epilogue.SILU_MUL
     fits = out.shape == (len(x), num_columns // (2 if is_gated else 1))
-    is_even = out.stride(1) == 1 and out.stride(0) % 2 == 0 and out.data_ptr() % 4 == 0
+    is_even = takes_pairs(out)
     if 2 * values.shape[1] != depth or not fits or out.dtype != x.dtype or not is_even:
         raise ValueError(
             f"{op}: wanted a matrix of depth {depth} and rows of its columns, got "

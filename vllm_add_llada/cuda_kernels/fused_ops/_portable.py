@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ._packed import Packed
-from ._support import capability_of, launch, native
+from ._support import capability_of, launch, native, takes_pairs
 
 _COLUMNS = 16  # of the weight, a multiple
 _STRIP = 128
@@ -64,10 +64,7 @@ def has_portable_packed(x: Tensor, weight: Packed) -> bool:
 
 def takes_columns(weight: Tensor, out: Tensor | None) -> bool:
     """Whether the portable kernels take so many columns, and write rows that lie as in `out`."""
-    fits = len(weight) % _COLUMNS == 0
-    if out is None:
-        return fits
-    return fits and out.stride(1) == 1 and out.stride(0) % 2 == 0 and out.data_ptr() % 4 == 0
+    return len(weight) % _COLUMNS == 0 and (out is None or takes_pairs(out))
 
 
 def launch_portable(

@@ -21,6 +21,7 @@ from ._support import (
     launch,
     native,
     rows_of,
+    takes_pairs,
 )
 
 FP8 = reference.FP8
@@ -301,9 +302,7 @@ def _has_linear(x: QuantisedRows, weight: Tensor, scales: Tensor, out: Tensor) -
         hopper_multiprocessors(out.device.index) > 0
         and all(m.stride(1) == 1 and m.stride(0) % _ALIGNMENT == 0 for m in matrices)
         and all(m.data_ptr() % _ALIGNMENT == 0 for m in (*matrices, scales))
-        and out.stride(1) == 1
-        and out.stride(0) % 2 == 0
-        and out.data_ptr() % 4 == 0
+        and takes_pairs(out)
     )
 
 

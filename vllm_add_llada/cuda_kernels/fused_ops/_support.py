@@ -108,6 +108,11 @@ def feeds_tensor_cores(*matrices: Tensor, dtype: torch.dtype = torch.bfloat16) -
     )
 
 
+def takes_pairs(out: Tensor) -> bool:
+    """Whether pairs of 16-bit numbers can be written to the rows of a matrix."""
+    return out.stride(1) == 1 and out.stride(0) % 2 == 0 and out.data_ptr() % 4 == 0
+
+
 def check_rows(name: str, argument: str, tensor: Tensor, dims: tuple[int, ...]) -> None:
     if tensor.dim() not in dims or tensor.dtype not in _KERNEL_DTYPES:
         wanted = " or ".join(f"{dim}-D" for dim in dims)

@@ -271,8 +271,8 @@ __device__ bool gather(const PortableParams& params, const Work& work, int tile,
 //
 // static: kDepth, kParts (lines of a row of x), kStageBytes, kStages, kBlocks (of a multiprocessor
 // that have enough registers)
-// void copy(params, work, at, stage, next): the weight of a step; `next` is the step after it
-// void multiply(stage, x, sums)
+// void copy(params, work, at, target, memory): the weight of a step, to an address of shared memory
+// void multiply(params, stage, memory, x, sums)
 template <typename W, typename T, int kRows>
 __global__ void __launch_bounds__(kThreads<kRows>, W::kBlocks)
     portable_kernel(const PortableParams params, const Work work) {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guessed states, packed into a step like requests, and the candidates that they follow from."""
+"""Guessed states, packed into a step like requests."""
 
 from __future__ import annotations
 
