@@ -232,9 +232,8 @@ def engine(options: argparse.Namespace, *, weighs: bool) -> Iterator[Case]:
     length = options.context + options.gen_length + options.block_length
     with in_process.engine_of(
         options, max_model_len=length, max_num_seqs=max(options.clients), **settings
-    ) as (llm, runner):
-        with settled():
-            yield Case(options, llm, runner)
+    ) as (llm, runner), settled():
+        yield Case(options, llm, runner)
 
 
 @contextmanager
