@@ -76,8 +76,7 @@ def build_info(
         for room in rooms()
         if room.name != "vmm_allocator"
     }
-    if dispatch.is_portable(device):
-        found["fused_ops"] = _PORTABLE
+    found["fused_ops"] = dispatch.card_of(device).tier.value
     return {
         **found,
         "activation_pool": pool.backing_name,
