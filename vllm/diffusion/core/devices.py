@@ -13,11 +13,7 @@ from vllm.diffusion.core import envs
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of a GPU, or the one that `VLLM_DLLM_KERNELS` names."""
-    named = envs.kernels()
-    if named is None:
-        return torch.cuda.get_device_capability(device)
-    major, minor = map(int, named.split("."))
-    return major, minor
+    return envs.kernels() or torch.cuda.get_device_capability(device)
 
 
 @functools.cache
