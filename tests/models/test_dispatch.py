@@ -10,6 +10,7 @@ from vllm.diffusion.ops import dispatch
 from vllm_add_llada.cuda_kernels.fused_ops import PORTABLE, Tiling
 
 CARD = dispatch.Card(dispatch.Tier.HOPPER, 132)  # an H200
+OTHER_CARD = dispatch.Card(dispatch.Tier.PORTABLE, 48)
 
 
 def tiling(num_rows: int, columns: int, depth: int, *, gated: bool = False) -> Tiling | None:
@@ -58,7 +59,7 @@ def test_without_the_card_there_is_no_kernel() -> None:
 
 
 def test_other_cards_have_one_tiling_for_up_to_256_rows() -> None:
-    card = dispatch.Card(dispatch.Tier.PORTABLE, 48)
+    card = OTHER_CARD
     for gated, tiling_of in itertools.product(
         (False, True), (dispatch.linear_tiling, dispatch.fp8_tiling)
     ):
@@ -85,7 +86,8 @@ def test_experts_by_their_rows() -> None:
     assert [rows for rows in (8, 9, 64, 65) if dispatch.routes_compiled(rows, 64)] == [9, 64]
     assert [rows for rows in (7, 8, 32, 33) if dispatch.routes_compiled(rows, 128)] == [8, 32]
     assert not dispatch.routes_compiled(32, 256)
-    assert [rows for rows in (0, 128, 129) if dispatch.routes_in_parts(rows)] == [0, 128]
+    for card, most in ((CARD, 128), (OTHER_CARD, 256)):
+        assert dispatch.routes_in_parts(most, card) and not dispatch.routes_in_parts(most + 1, card)
     slots = (63, 64, 2048, 2049)
     assert [num for num in slots if dispatch.streams_gated(num, 64)] == [2049]
     assert [num for num in slots if dispatch.streams_weighted(num, 64)] == [64, 2048, 2049]

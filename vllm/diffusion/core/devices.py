@@ -17,6 +17,12 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 @functools.cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel can start while the one before it ends: from Hopper on, as the card is."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors of a GPU; 1 on the CPU."""
     if device.type != "cuda":

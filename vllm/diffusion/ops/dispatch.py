@@ -309,9 +309,9 @@ def routes_compiled(num_rows: int, num_experts: int) -> bool:
     return num_rows in _ROUTER_ROWS.get(num_experts, ())
 
 
-def routes_in_parts(num_rows: int) -> bool:
+def routes_in_parts(num_rows: int, card: Card) -> bool:
     """Whether Triton's product with the router is faster than PyTorch's."""
-    return num_rows <= _PARTS_ROWS
+    return num_rows <= (_PORTABLE_ROWS if card.tier is Tier.PORTABLE else _PARTS_ROWS)
 
 
 def streams_gated(num_slots: int, num_experts: int) -> bool:
