@@ -67,7 +67,7 @@ __device__ inline void widen(uint32_t word, uint32_t& lower, uint32_t& upper) {
 enum class Operands { kBFloat16, kFloat16, kFp8 };
 
 // sums [16, 8] += left [16, 32 bytes] right [8, 32 bytes]^T. Of fp8 from compute capability 8.9 on,
-// where 9.0 has instructions for fp16 alone.
+// where the cards of data centres after it have instructions for fp16 alone.
 template <Operands kOperands>
 __device__ inline void multiply_add(float (&sums)[4], const uint32_t (&left)[4], uint32_t right0,
                                     uint32_t right1) {
@@ -80,7 +80,7 @@ __device__ inline void multiply_add(float (&sums)[4], const uint32_t (&left)[4],
   } else if constexpr (kOperands == Operands::kFloat16) {
     MOSAIC_MMA("m16n8k16.row.col.f32.f16.f16.f32");
   } else {
-#if __CUDA_ARCH__ == 900
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
     uint32_t wide[8], right[4];
     for (int i = 0; i < 4; ++i)
       widen(left[i], wide[i / 2 * 4 + i % 2], wide[i / 2 * 4 + 2 + i % 2]);

@@ -66,19 +66,18 @@ struct Strips {
   int strip;      // copied next
   int64_t scale;  // of this thread's row of the tile: its first one
   bool has_scale;
-  uint32_t zeros = 0;  // of the strip that is copied next
+  uint32_t zeros = 0;           // of the strip that is copied next
+  int groups, strips_of_group;  // of a strip, 0 where it has less than one; of a group
 
-  // Groups of a strip, one at least, and the place of its first one in a row.
-  static __device__ int groups(const PortableParams& params) { return kStrip / params.group; }
-  __device__ int64_t place(const PortableParams& params) const {
-    const int some = groups(params);
-    return scale + (some > 1 ? strip * some : some == 1 ? strip : strip / (params.group / kStrip));
+  // The place of the strip's first group.
+  __device__ int64_t place() const {
+    return scale + (groups > 0 ? strip * groups : strip / strips_of_group);
   }
 
   __device__ void load_zeros(const PortableParams& params) {
     if (kIsTable || !has_scale) return;
-    const uint8_t* source = params.zeros + place(params);
-    switch (groups(params)) {
+    const uint8_t* source = params.zeros + place();
+    switch (groups) {
       case 2:
         zeros = __ldg(reinterpret_cast<const uint16_t*>(source));
         break;
@@ -94,6 +93,8 @@ struct Strips {
     const Columns columns = columns_of(params, work, tile);
     lines.begin(params, columns, threadIdx.x / 4, params.weight_stride);
     strip = step;
+    groups = kStrip / params.group;
+    strips_of_group = params.group / kStrip;
     has_scale = threadIdx.x < kTileColumns && columns.column(threadIdx.x) < columns.end;
     scale = columns.row(threadIdx.x) * params.scales_stride;
     load_zeros(params);
@@ -108,9 +109,9 @@ struct Strips {
                      lines.is_there(i));
     }
     if (S::kThreads == kTileColumns || threadIdx.x < kTileColumns) {
-      const float* source = params.scales + place(params);
+      const float* source = params.scales + place();
       const uint32_t scale_target = target + kValueBytes + threadIdx.x * (kMostGroups * 4);
-      switch (groups(params)) {
+      switch (groups) {
         case 2:
           copy_later<8>(scale_target, source, has_scale);
           break;
