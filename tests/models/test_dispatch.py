@@ -2,10 +2,13 @@
 """Which kernel serves which rows and shapes."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from vllm.diffusion.core import devices
+from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.ops import dispatch
 from vllm_add_llada.cuda_kernels.fused_ops import PORTABLE, Tiling
 
@@ -68,6 +71,17 @@ def test_other_cards_have_one_tiling_for_up_to_256_rows() -> None:
     few = [dispatch.packed_tiling(rows, 4096, 4096, 128, card=card) for rows in (0, 1, 256, 257)]
     assert few == [None, PORTABLE, PORTABLE, None]
     assert dispatch.gated_tiling(1024, 24576, 4096, card=card) is None
+
+
+@pytest.mark.parametrize(("given", "is_refused"), [((7, 5), True), ((8, 0), False)])
+def test_cards_before_ampere_are_refused(
+    given: tuple[int, int], is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: given)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A Card")
+    wanted = "^GPU: given A Card of compute capability 7.5; wanted 8.0 or later$"
+    with pytest.raises(ServerConfigError, match=wanted) if is_refused else nullcontext():
+        devices.check_card(torch.device("cuda", 0))
 
 
 def test_the_head_by_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
