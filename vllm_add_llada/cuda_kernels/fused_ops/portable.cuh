@@ -28,6 +28,7 @@ using namespace native;
 
 constexpr int kTileColumns = 128;       // rows of the weight
 constexpr int kGateColumns = 32;        // of a gated product 16 gates and their 16 ups in each
+constexpr int kLeastSteps = 4;          // of a block: fewer mostly start, and add up parts
 constexpr int kMostShared = 98 * 1024;  // of a block, on any card, beside what is static
 
 // Numbers of 16 bits, in pairs.
@@ -381,8 +382,8 @@ cudaError_t launch_portable_kernel(const PortableParams& params, const Sizes& si
   if (error != cudaSuccess) return error;
   const int each =
       std::min({residents.each, params.most_blocks, params.shared_bytes / (shared_bytes + 1024)});
-  int64_t blocks =
-      std::min<int64_t>(std::max(each, 1) * residents.multiprocessors, num_tiles * num_steps);
+  int64_t blocks = std::min<int64_t>(std::max(each, 1) * residents.multiprocessors,
+                                     std::max(num_tiles, num_tiles * num_steps / kLeastSteps));
   Work work{};
   work.num_steps = static_cast<int>(num_steps);
   work.row_tiles = static_cast<int>(row_tiles);
