@@ -36,11 +36,14 @@ class ForwardTarget(NamedTuple):
             its candidate is read from the block's last row.
         fill: (position, token): every position from there on is set to the token before the
             forward. Candidates of `eligible` positions there are delivered nevertheless.
+        is_causal: in families whose context is causal: positions see what stands before them
+            alone, and a candidate is read from the row before its position.
     """
 
     eligible: Array
     rows: tuple[int, int]
     fill: tuple[int, int] | None = None
+    is_causal: bool = False
 
 
 class Candidates(NamedTuple):

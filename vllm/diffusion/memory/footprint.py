@@ -39,7 +39,8 @@ class Footprint:
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape
-        self._tables = stages.rotary(shape.rotary_dtype, shape.rotary_dim)
+        scale = shape.dtype if shape.scales_queries else None
+        self._tables = stages.rotary(shape.rotary_dtype, shape.rotary_dim, scale=scale)
 
     def resident(self, layout: Residency) -> Listed:
         """Buffers of a row that stay on the device from the first to the last stage."""

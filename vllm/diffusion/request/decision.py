@@ -327,11 +327,14 @@ def _values(
         "eot_id": ids.eot,
         "logit_shift": family.logit_shift,
         "is_block_causal": family.is_block_causal,
+        "has_causal_context": family.has_causal_context,
         "scores_after_filters": family.scores_after_filters,
         "counts_masks": family.counts_masks,
         "completes_prompts": family.visibility.is_whole,
         "edit_ids": ids.edit,
         "forbidden_ids": () if algorithm.edits_length else ids.edit,
+        "think_ids": ids.think,
+        "thinking_token_budget": None,
     }
 
 

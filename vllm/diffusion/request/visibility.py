@@ -20,11 +20,14 @@ class Forward(NamedTuple):
         kept: positions, from 0, whose keys and values earlier forwards have stored; no position
             between the last of them and the window is missing.
         committed: positions from 0 whose tokens never change again.
+        is_causal: in families whose context is causal: positions see those before them alone, and
+            none of a block that is denoised.
     """
 
     window: range
     kept: int = 0
     committed: int = 0
+    is_causal: bool = False
 
     @property
     def num_keys(self) -> int:
@@ -54,6 +57,14 @@ class Visibility:
     def in_whole_blocks(self, length: int) -> int:
         """Round a number of positions up to whole blocks."""
         return length
+
+    def parts(self, forward: Forward) -> tuple[tuple[range, Visibility], ...]:
+        """Split the window of a forward into parts whose positions see by one visibility each."""
+        return ((forward.window, self),)
+
+    def first_end(self, prompt_length: int) -> int:
+        """Return the end of a request's first forward, if the sequence reaches as far."""
+        return self.in_whole_blocks(prompt_length + 1)
 
     def num_seen(self, query: int, num_keys: int) -> int:
         """Number of keys, of those at positions 0 to `num_keys` - 1, that a query reads.
@@ -112,6 +123,39 @@ class BlockCausal(Visibility):
 
 
 FULL = Visibility()
+CAUSAL = BlockCausal(1)
+
+
+@dataclass(frozen=True)
+class CausalContext(Visibility):
+    """Visibility in which the context is causal, and a block that is denoised sees all of it.
+
+    So a key of the context depends on the tokens before it alone, whatever blocks they came in: it
+    is final where a causal forward has seen final tokens. Keys of a block that is denoised never
+    are. Blocks begin anywhere behind the prompt, so there is room for a whole one behind the last
+    position of an answer.
+    """
+
+    block_length: int = 32
+
+    def with_blocks_of(self, block_length: int) -> Visibility:
+        return replace(self, block_length=block_length)
+
+    def in_whole_blocks(self, length: int) -> int:
+        return length + self.block_length - 1
+
+    def first_end(self, prompt_length: int) -> int:
+        return prompt_length
+
+    def parts(self, forward: Forward) -> tuple[tuple[range, Visibility], ...]:
+        window = forward.window
+        block = window.stop if forward.is_causal else max(window.stop - self.block_length, 0)
+        context = range(window.start, max(block, window.start))
+        found = (context, CAUSAL), (range(context.stop, window.stop), FULL)
+        return tuple([part for part in found if part[0]])
+
+    def final(self, forward: Forward) -> range:
+        return CAUSAL.final(forward) if forward.is_causal else range(0)
 
 
 def num_positions(visibility: Visibility, prompt_length: int, gen_length: int) -> int:

@@ -200,7 +200,7 @@ class Canvas:
     def _is_for(self, work: ForwardTarget) -> ForwardTarget:
         """Set the target of the next forward."""
         self._work = work
-        self.window.aim(work.rows)
+        self.window.aim(work.rows, is_causal=work.is_causal)
         return work
 
     def _prepare(self) -> ForwardTarget:
@@ -254,7 +254,9 @@ class Canvas:
             if work is not None:
                 self._is_for(work)
         elif self._is_for_rule:
-            written = self._write(self._chosen(found))
+            commit = self._chosen(found)
+            written = commit.positions[self.tokens[commit.positions] != commit.tokens]
+            self._write(commit)
         num_settled = self.rule.settled(self.tokens) if work is None else work.rows[0]
         forward, self._is_for_rule = self.window.end(), True
         self._num_committed = None

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from vllm.diffusion.core import envs
-from vllm.diffusion.request.visibility import BlockCausal, Forward
+from vllm.diffusion.request.visibility import BlockCausal, CausalContext, Forward
 
 if TYPE_CHECKING:
     from vllm.diffusion.request.params import DiffusionParams
@@ -29,8 +29,10 @@ class Windows(ABC):
         unit: granularity, in rows, at which a forward can be cut; None if it cannot be cut.
         least_committed: `computed` has no effect below this number of committed positions; callers
             may skip it.
+        is_causal: the rule's next forward is causal, in families whose context is.
     """
 
+    is_causal = False
     kept: int = 0
     unit: int | None = None
     least_committed: int = ALL_ROWS
@@ -76,7 +78,8 @@ class Whole(Windows):
         self._length = length
 
     def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:
-        return Forward(range(self._length if self._sees_all else rows[1]))
+        end = self._length if self._sees_all else rows[1]
+        return Forward(range(end), is_causal=self.is_causal)
 
 
 class Approximate(Windows):
@@ -160,6 +163,40 @@ class Exact(Windows):
         self.keep(0)
 
 
+class KeptContext(Windows):
+    """Windows with keys and values of a causal context kept.
+
+    A causal forward starts where these end; so does what a forward of a block lacks of its context,
+    which is computed before it. A block that is denoised leaves nothing.
+
+    Args:
+        visibility: of the family, with the request's blocks.
+    """
+
+    def __init__(self, visibility: CausalContext) -> None:
+        self._visibility = visibility
+        self.unit, self.least_committed = visibility.block_length, 1
+
+    def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:
+        (start, end), kept = rows, self.kept
+        is_causal = self.is_causal or kept < start
+        if kept < start and not self.is_causal:
+            end = start
+        if end - kept > room:
+            end = kept + room
+        return Forward(range(kept, end), kept, is_causal=is_causal)
+
+    def computed(self, forward: Forward, committed: int) -> None:
+        ended = forward._replace(committed=committed)
+        self.keep(max(self.kept, self._visibility.final(ended).stop))
+
+    def keep(self, num_kept: int) -> None:
+        self.kept, self.least_committed = num_kept, num_kept + 1
+
+    def forget(self) -> None:
+        self.keep(0)
+
+
 def windows_of(
     params: DiffusionParams, visibility: Visibility, prompt_length: int, length: int
 ) -> Windows:
@@ -174,6 +211,8 @@ def windows_of(
         return Frozen(prompt_length, length, params.logit_shift)
     if params.cache != "exact":
         return Approximate(length, params.logit_shift)
+    if isinstance(visibility, CausalContext):
+        return KeptContext(visibility)
     if not isinstance(visibility, BlockCausal):
         raise ValueError(f"cache: given exact; wanted a block-causal family, not {visibility}")
     return Exact(visibility, fuses=envs.fuses_commits())

@@ -24,29 +24,48 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.visibility import Visibility
 
 
-class Window(NamedTuple):
-    """Positions that a forward computes of a sequence, and the keys that these read.
+class WindowPart(NamedTuple):
+    """Consecutive positions of a window that see by one visibility.
 
     Attributes:
-        forward: the forward as `visibility` describes it.
-        first, stop: positions that are computed, half-open.
+        first, stop: the positions, half-open.
         num_keys, block_length: keys that are read, see `Visibility.seen_by`.
-        reads_kept: some of these keys are not computed by the forward.
+        reads_kept: some keys of the window are not computed by the forward.
     """
 
-    forward: Forward
     first: int
     stop: int
     num_keys: int
     block_length: int
     reads_kept: bool
 
+
+class Window(NamedTuple):
+    """Positions that a forward computes of a sequence, and the keys that these read.
+
+    Attributes:
+        forward: the forward as `visibility` describes it.
+        first, stop: positions that are computed, half-open.
+        reads_kept: some of the keys that are read are not computed by the forward.
+        parts: its positions by what they see, in order; most often one part. The last one's are
+            sampled.
+    """
+
+    forward: Forward
+    first: int
+    stop: int
+    reads_kept: bool
+    parts: tuple[WindowPart, ...]
+
     @classmethod
     def of(cls, forward: Forward, visibility: Visibility) -> Window:
-        positions, num_keys = forward.window, forward.num_keys
-        seen, block_length = visibility.seen_by(positions, num_keys)
-        first, stop = positions.start, positions.stop
-        return cls(forward, first, stop, seen, block_length, num_keys > stop - first)
+        first, stop, num_keys = forward.window.start, forward.window.stop, forward.num_keys
+        reads_kept = num_keys > stop - first
+        parts = [
+            WindowPart(own.start, own.stop, *sees.seen_by(own, num_keys), reads_kept)
+            for own, sees in visibility.parts(forward)
+        ]
+        return cls(forward, first, stop, reads_kept, tuple(parts))
 
     @property
     def num_rows(self) -> int:
@@ -123,10 +142,13 @@ class ForwardWindow:
         """Whether a forward was begun and not committed."""
         return self._under_way is not None
 
-    def aim(self, rows: tuple[int, int]) -> None:
-        """Set the positions, first and last + 1, that the rule of the next forward works on."""
-        if rows != self._target:
-            self._target = rows
+    def aim(self, rows: tuple[int, int], *, is_causal: bool = False) -> None:
+        """Set the positions, first and last + 1, that the rule of the next forward works on.
+
+        `is_causal` is what `ForwardTarget` says.
+        """
+        if rows != self._target or is_causal != self._windows.is_causal:
+            self._target, self._windows.is_causal = rows, is_causal
             self.reset()
 
     def reset(self) -> None:
