@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.checkpoints import DELETE_ID, EOS_ID, EOT_ID, MASK_ID, SPLIT_ID, random_prompt
+from tests.checkpoints import (
+    DELETE_ID,
+    EOS_ID,
+    EOT_ID,
+    MASK_ID,
+    SPLIT_ID,
+    THINK_IDS,
+    random_prompt,
+)
 from tests.engine.harness import Answer, Ask, Engine, running, shrink, speculating
 from tests.reference import block_loops, causal_loops, golden
 from tests.reference.models import load_reference
@@ -107,6 +115,20 @@ def seeded_shares(steps: int) -> Loop:
     return Loop(causal_loops.diffusion, {"steps": steps}, asked)
 
 
+def confirmed(threshold: float) -> Loop:
+    asked = {"algorithm": "self_speculation", "threshold": threshold}
+    return Loop(causal_loops.self_speculation, {"threshold": threshold}, asked)
+
+
+ONE_BY_ONE = Loop(causal_loops.autoregressive, {}, {"algorithm": "autoregressive"})
+
+
+def bounded(loop: Loop, budget: int) -> Loop:
+    thinking = causal_loops.Thinking(*THINK_IDS, budget)
+    asked = {**loop.asked, "thinking_token_budget": budget}
+    return Loop(loop.run, {**loop.options, "thinking": thinking}, asked)
+
+
 def unedited(loop: Loop) -> Loop:
     """The same loop where nothing proposes to delete or to insert."""
 
@@ -158,6 +180,13 @@ CASES: dict[str, list[tuple[int, int, int, Loop]]] = {
         (130, 32, 40, seeded(0.3)),
         (64, 7, 30, seeded_shares(5)),
         (91, 5, 3, seeded(0.9)),
+        (21, 1, 30, ONE_BY_ONE),
+        (70, 1, 9, bounded(ONE_BY_ONE, 4)),
+        (30, 8, 24, confirmed(0.0)),
+        (64, 32, 33, confirmed(0.0)),
+        (100, 5, 20, confirmed(0.4)),
+        (40, 8, 24, bounded(seeded(0.4), 11)),
+        (9, 4, 16, bounded(seeded_shares(2), 8)),
     ],
     "fast_dllm": [
         (64, 32, 33, sub_blocks(8, 0.5)),

@@ -22,6 +22,7 @@ from vllm.diffusion.request.families import (
     LLADA2,
     LLADA21,
     LLADA22,
+    NEMOTRON,
     SDAR,
     Family,
 )
@@ -49,6 +50,7 @@ SERVED = served()
         (SDAR, "low_confidence_dynamic", 0.85),
         (LLADA22, "levenshtein", 0.5),
         (FAST_DLLM, "hierarchy_block", 1.0),
+        (NEMOTRON, "low_confidence_dynamic", 0.9),
     ],
 )
 def test_defaults_of_a_family(family: Family, algorithm: str, threshold: float) -> None:
@@ -64,7 +66,9 @@ def test_a_familys_threshold_is_meant_for_its_own_algorithm() -> None:
     assert resolve(SERVED, algorithm="entropy_bounded").threshold == 0.35
 
 
-@pytest.mark.parametrize("family", [*BLOCK_FAMILIES, LLADA, DREAM], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "family", [*BLOCK_FAMILIES, LLADA22, NEMOTRON, LLADA, DREAM], ids=lambda f: f.name
+)
 def test_algorithms_of_a_family(family: Family) -> None:
     allowed = algorithms_for(family)
     for name in (*ALGORITHMS, *BLOCK_ALGORITHMS):
@@ -78,8 +82,12 @@ def test_algorithms_of_a_family(family: Family) -> None:
         FAST_DLLM.name: {"hierarchy_block"},
         LLADA.name: set(ALGORITHMS),
         DREAM.name: set(ALGORITHMS),
-        LLADA22.name: set(BLOCK_ALGORITHMS) - {"hierarchy_block"},
-    }.get(family.name, set(BLOCK_ALGORITHMS) - {"hierarchy_block", "levenshtein"})
+        NEMOTRON.name: {"low_confidence_dynamic", "semi_ar", "self_speculation", "autoregressive"},
+    }.get(
+        family.name,
+        {"low_confidence_dynamic", "semi_ar", "sequential", "entropy_bounded", "joint_threshold"}
+        | ({"levenshtein"} if family is LLADA22 else set()),
+    )
 
 
 def test_blocks_are_whole_windows_of_the_router() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm.diffusion.core.scoring import Scoring
-from vllm.diffusion.decoding.base import Array, Candidates, Commit, ForwardTarget, ScorePick
+from vllm.diffusion.decoding.base import Array, Candidates, ForwardTarget, ScorePick
 from vllm.diffusion.decoding.block_quota import ConfidenceOrQuota, Quota
 
 if TYPE_CHECKING:
@@ -73,9 +73,18 @@ class SeededQuota(Quota):
 
     def prepare(self, tokens: Array) -> ForwardTarget | None:
         target = super().prepare(tokens)
-        if target is not None and self._is_seed:
+        if target is None:
+            return None
+        if self._is_seed:
             self._think_end = self._budget.ends_at(tokens, *self._rows)
-        return target
+            return target
+        end, self._think_end = self._think_end, None
+        if end is None or self._budget.end_id in tokens[[self.start, end]]:
+            return target
+        self._front = None  # thinking ends before the block is denoised
+        eligible = target.eligible[target.eligible != end]
+        self._num_shared = eligible.size
+        return target._replace(eligible=eligible, fill=(end, self._budget.end_id), fill_end=end + 1)
 
     def work(self, masked: Array) -> ForwardTarget:
         was_seed, start = self._is_seed, self.start
@@ -96,25 +105,22 @@ class SeededQuota(Quota):
     def pick(self) -> ScorePick | None:
         if not self._is_seed:
             return super().pick
-        return ScorePick(1) if self._think_end is None else None
+        return None if self._think_end == self.start else ScorePick(1)
 
     def go_on(self, tokens: Array, left: Array, changes: bool) -> ForwardTarget | None:
         if self._is_seed:
             self._front = None
-            return self.prepare(tokens)
+            return self.prepare(tokens) if self._think_end is None else None
         target = super().go_on(tokens, left, changes)
         return None if self._is_seed else target  # so that the block before it is delivered
 
     def choose(self, candidates: Candidates) -> Array:
         return np.arange(1) if self._is_seed else super().choose(candidates)
 
-    def decide(self, candidates: Candidates) -> Commit:
-        commit = super().decide(candidates)
-        if not self._is_seed or self._think_end is None:
-            return commit
-        seed, end_id = int(commit.tokens[0]), self._budget.end_id
-        written = {self.start: seed} | ({} if seed == end_id else {self._think_end: end_id})
-        return Commit(np.array(list(written)), np.array(list(written.values())))
+    def replacement(self, candidates: Candidates) -> Array:
+        if self._is_seed and self._think_end == self.start:
+            return np.array([self._budget.end_id])
+        return super().replacement(candidates)
 
 
 class SeededConfidence(SeededQuota, ConfidenceOrQuota):

@@ -37,11 +37,12 @@ class SelfSpeculation(DecodingRule):
         self._end = prompt_length + params.gen_length
         self._budget = ThinkingBudget(params, prompt_length)
         self._think_end: int | None = None
+        self._is_drafting = False  # some masks of the block have been filled
         self._drafted: Array | None = None  # [B - 1] behind the seed; None: masks are left
         self._threshold = math.nextafter(params.threshold, -math.inf)
 
     def prepare(self, tokens: Array) -> ForwardTarget | None:
-        if self._drafted is None:
+        if self._drafted is None and not self._is_drafting:
             self._pass_known(tokens)
         start, length = self._next, self.params.block_length
         if start >= self._end:
@@ -54,6 +55,7 @@ class SelfSpeculation(DecodingRule):
         block = tokens[start : rows[1]]
         masked = (block == self._mask).nonzero()[0]
         if masked.size:
+            self._is_drafting = True
             return ForwardTarget(start + masked, rows)
         self._drafted = block.copy()
         return ForwardTarget(np.arange(start, start + length), rows, is_causal=True)
@@ -77,6 +79,7 @@ class SelfSpeculation(DecodingRule):
             tokens = self._with_think_end(candidates)
         if self._drafted is None:
             chosen = self.select(candidates)
+            self.num_drafted += int((candidates.positions[chosen] < self._end).sum())
             return Commit(candidates.positions[chosen], tokens[chosen])
         self.forbade_mask = True
         differ = (self._drafted != tokens[: self._drafted.size]).nonzero()[0]
@@ -85,6 +88,7 @@ class SelfSpeculation(DecodingRule):
         written = np.where(np.arange(tokens.size) < count, tokens, self.params.mask_id)
         written = written[: max(count, self._drafted.size)]
         self._next, self._drafted = self._next + count, None
+        self._is_drafting, self.num_drafted = False, 0
         return Commit(candidates.positions[: written.size], written)
 
     def _with_think_end(self, candidates: Candidates) -> Array:

@@ -330,6 +330,32 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
             caches=_KEPT_BLOCKS,
             reads_row_before=True,
         ),
+        Algorithm(
+            "self_speculation",
+            "self_speculation.SelfSpeculation",
+            "the answer of `autoregressive`, in fewer forwards: a block is drafted, in a forward "
+            "every candidate whose confidence reaches `threshold`; what a causal forward confirms "
+            "is committed, and the token that follows",
+            source=13,
+            pace="rule alone",
+            parameters=("threshold",),
+            defaults={"threshold": 0.0},
+            caches=_KEPT_BLOCKS,
+            causal_rule="self_speculation.SelfSpeculation",
+            drafts=True,
+            speculates=None,
+        ),
+        Algorithm(
+            "autoregressive",
+            "self_speculation.Autoregressive",
+            "the token that follows those so far",
+            source=13,
+            blocks="none",
+            pace="rule alone",
+            caches=_KEPT_BLOCKS,
+            causal_rule="self_speculation.Autoregressive",
+            speculates=None,
+        ),
     )
 }
 

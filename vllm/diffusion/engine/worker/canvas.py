@@ -211,9 +211,9 @@ class Canvas:
         if work.fill is not None:
             self._look()
             start, token = work.fill
-            self.tokens[start:] = token
+            self.tokens[start : work.fill_end] = token
             for guest in self._guests:
-                guest.fill(start, token)
+                guest.fill(start, token, work.fill_end)
         return work
 
     def draws(self, positions: Array, step: int | None = None) -> Array | None:
@@ -339,7 +339,7 @@ class Canvas:
         """
         if self._num_committed is None:
             num_masked = int(np.count_nonzero(self._canvas == self.params.mask_id))
-            num_given = self.params.gen_length - self.params.num_open
+            num_given = self.params.gen_length - self.params.num_open + self.rule.num_drafted
             self._num_committed = self._canvas.size - num_masked - num_given
             for guest in self._guests:
                 guest.look(self.tokens, self.num_steps)
