@@ -224,6 +224,9 @@ def decide(
     for name in ignored:
         del request[name]
     _check(request, algorithm, model)
+    if score is None and request.get("allow_infill") and model.family.has_causal_context:
+        wanted = f"wanted false: a model of family {model.family.name} reads a prompt causally"
+        raise InvalidParameterError("allow_infill", True, wanted)
     if request.get("return_entropy") and not request.get("return_trajectory"):
         raise InvalidParameterError(
             "return_entropy", True, "wanted false, or return_trajectory: true"
@@ -364,6 +367,13 @@ def _told_ids(given: Any, model: ServedModel) -> tuple[int, ...]:
 
 def _only_read(score: ScoreRequest, model: ServedModel) -> dict[str, Any]:
     """Return the other parameters of a likelihood request."""
+    if 0 in score.positions and model.family.has_causal_context:
+        raise InvalidParameterError(
+            f"{SCORE}.positions",
+            list(score.positions),
+            f"wanted positions from 1 on: a model of family {model.family.name} predicts the next "
+            "token",
+        )
     if score.cfg_scale > 0 and model.family.is_block_causal:
         raise InvalidParameterError(
             f"{SCORE}.cfg_scale",
@@ -531,9 +541,6 @@ def _check(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel)
         wanted = f"wanted the model's: {model.ids.mask}"
         raise InvalidParameterError("mask_id", request["mask_id"], wanted)
     _check_special_ids(request, model.ids)
-    if request.get("allow_infill") and model.family.has_causal_context:
-        wanted = f"wanted false: a model of family {model.family.name} reads a prompt causally"
-        raise InvalidParameterError("allow_infill", True, wanted)
 
 
 def _wanted_instead(spec: Field, algorithm: Algorithm, model: ServedModel) -> str:
