@@ -18,6 +18,7 @@ from vllm.diffusion.request.algorithms import (
     Algorithm,
     algorithms_for,
 )
+from vllm.diffusion.request.causal_context import visibility_of
 from vllm.diffusion.request.families import FAST_DLLM, NEMOTRON, SDAR, Family
 from vllm.diffusion.request.visibility import num_positions
 
@@ -40,7 +41,8 @@ def see(rule: DecodingRule, tokens: Array, work: ForwardTarget, chance: random.R
 def decode(rule: DecodingRule, *, forks: bool) -> list[list[int]]:
     """What every forward commits; with `forks`, copies go astray before each of them."""
     chance, other = random.Random(3), random.Random(4)
-    length = num_positions(rule.params.visibility, 0, 32) if rule.params.has_causal_context else 32
+    params = rule.params
+    length = num_positions(visibility_of(params), 0, 32) if params.has_causal_context else 32
     tokens, committed = np.array([*PROMPT, *[MASK] * length]), list[list[int]]()
     while (work := rule.prepare(tokens)) is not None and len(committed) < 300:
         if work.fill is not None:

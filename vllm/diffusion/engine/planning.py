@@ -20,6 +20,7 @@ from vllm.diffusion.core import envs, stages
 from vllm.diffusion.core.pages import HEAD_DIMS
 from vllm.diffusion.memory import Demand, Experts, LinearBuffers, ModelShape, Planner
 from vllm.diffusion.ops import arena
+from vllm.diffusion.request.causal_context import visibility_of
 from vllm.diffusion.request.visibility import num_positions
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
     """Return the memory and rows that a request takes while it runs."""
     if params.is_block_causal and params.score is None:
         return _demand_in_blocks(params, num_prompt_tokens)
-    length = num_positions(params.visibility, num_prompt_tokens, params.gen_length)
+    length = num_positions(visibility_of(params), num_prompt_tokens, params.gen_length)
     return Demand(
         length=length,
         sample_positions=length if params.allow_infill else params.gen_length,
@@ -84,7 +85,7 @@ def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int) -> Demand
     more together with the next one, as any other rows before the block being decoded: in parts, if
     need be.
     """
-    visibility = params.visibility
+    visibility = visibility_of(params)
     length = num_positions(visibility, num_prompt_tokens, params.gen_length)
     is_exact = params.cache == "exact"
     return Demand(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,12 +10,13 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.core import stages
 from vllm.diffusion.core.buffers import FreshBuffers
+from vllm.diffusion.layers.yarn import write_factors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.core.buffers import Buffers
-    from vllm.diffusion.core.positions import QueryGrowth, Yarn
+    from vllm.diffusion.core.positions import QueryGrowth
 
 
 class Rotary(NamedTuple):
@@ -28,7 +28,7 @@ class Rotary(NamedTuple):
 
     cos: Tensor  # [R, rd]
     sin: Tensor  # [R, rd]
-    scale: Tensor | None = None  # [R], in the model's dtype
+    scale: Tensor | None = None  # [R], in the dtype of the tables
 
     def rows(self, chunk: slice) -> Rotary:
         """Return the rows of a chunk."""
@@ -37,8 +37,8 @@ class Rotary(NamedTuple):
 
     def select(self, rows: Tensor, buffers: Buffers) -> Rotary:
         """Copy single rows [R] int64 into `buffers`."""
-        scale = None if self.scale is None else self.scale.dtype
-        listed = stages.rotary(self.cos.dtype, self.cos.shape[1], scale=scale, is_read=True)
+        scales = self.scale is not None
+        listed = stages.rotary(self.cos.dtype, self.cos.shape[1], scales=scales, is_read=True)
         copies = Rotary(*(table.take(buffers, rows.numel()) for table in listed))
         for table, out in zip(self, copies, strict=True):
             if table is not None:
@@ -59,28 +59,6 @@ def inverse_frequencies(theta: float, rotary_dim: int) -> Tensor:
     return 1.0 / theta ** (exponents / rotary_dim)
 
 
-def yarn_frequencies(theta: float, rotary_dim: int, yarn: Yarn) -> Tensor:
-    """Return the frequencies, as `inverse_frequencies` does, that YaRN makes of them.
-
-    Raises:
-        ValueError: a base of at most 1.
-    """
-    if theta <= 1:
-        raise ValueError(f"theta: given {theta}; wanted more than 1")
-
-    def channel(num_turns: float) -> float:
-        """Pair of channels that turns so often within the original length."""
-        turns = yarn.original_length / (num_turns * 2 * math.pi)
-        return rotary_dim * math.log(turns) / (2 * math.log(theta))
-
-    low = max(math.floor(channel(yarn.beta_fast)), 0)
-    high = min(math.ceil(channel(yarn.beta_slow)), rotary_dim - 1)
-    pairs = torch.arange(rotary_dim // 2, dtype=torch.float32)
-    slowed = ((pairs - low) / max(high - low, 1e-3)).clamp(0, 1)
-    usual = inverse_frequencies(theta, rotary_dim)
-    return usual / yarn.factor * slowed + usual * (1 - slowed)
-
-
 def rotary_rows(
     positions: Tensor,
     frequencies: Tensor,
@@ -88,7 +66,6 @@ def rotary_rows(
     dtype: torch.dtype = torch.float32,
     buffers: Buffers | None = None,
     growth: QueryGrowth | None = None,
-    scale_dtype: torch.dtype = torch.float32,
 ) -> Rotary:
     """Compute cos and sin of position * frequency, each twice side by side.
 
@@ -100,17 +77,14 @@ def rotary_rows(
         dtype: dtype of the tables, which are computed in fp32 and cast.
         buffers: memory for the tables; None allocates.
         growth: how queries grow with their position; None for not at all.
-        scale_dtype: dtype of their factors, which are computed in fp32 and cast.
 
     Returns:
         tables of shape [R, rd].
     """
     buffers = FreshBuffers(positions.device) if buffers is None else buffers
-    scale = None if growth is None else scale_dtype
-    listed = stages.rotary(dtype, 2 * frequencies.numel(), scale=scale)
+    listed = stages.rotary(dtype, 2 * frequencies.numel(), scales=growth is not None)
     rotary = Rotary(*(table.take(buffers, positions.numel()) for table in listed))
     ops.rotary_tables(positions, frequencies, rotary.cos, rotary.sin)
     if growth is not None and rotary.scale is not None:
-        rounds = positions.div(growth.length, rounding_mode="floor").float()
-        rotary.scale.copy_(1 + growth.beta * torch.log(1 + rounds))
+        write_factors(positions, growth, rotary.scale)
     return rotary

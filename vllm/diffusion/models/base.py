@@ -24,12 +24,8 @@ from vllm.diffusion.layers.attention_backends import (
     reads_pages,
 )
 from vllm.diffusion.layers.parallel import keep_plain
-from vllm.diffusion.layers.rotary import (
-    Rotary,
-    inverse_frequencies,
-    rotary_rows,
-    yarn_frequencies,
-)
+from vllm.diffusion.layers.rotary import Rotary, inverse_frequencies, rotary_rows
+from vllm.diffusion.layers.yarn import yarn_frequencies
 from vllm.diffusion.models.bitsandbytes import widened
 from vllm.diffusion.models.mixture import unstacked
 from vllm.diffusion.models.transformer import Transformer, destinations_of, run_whole
@@ -97,9 +93,7 @@ class DiffusionModel(Updatable, SupportsQuant):
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
         frequencies = inverse_frequencies(config.rope_theta, architecture.rotary_dim)
-        if architecture.yarn is not None:
-            of_theta = (config.rope_theta, architecture.rotary_dim)
-            frequencies = yarn_frequencies(*of_theta, architecture.yarn)
+        frequencies = yarn_frequencies(frequencies, config.rope_theta, architecture.yarn)
         self._growth = architecture.growth_within(vllm_config.model_config.max_model_len)
         self.register_buffer("rotary_frequencies", frequencies, persistent=False)
 
@@ -157,14 +151,8 @@ class DiffusionModel(Updatable, SupportsQuant):
         Positions count from their sequence's start.
         """
         dtype = torch.float32 if self.architecture.rotates_in_fp32 else self.dtype
-        return rotary_rows(
-            positions,
-            self.rotary_frequencies,
-            dtype=dtype,
-            buffers=buffers,
-            growth=self._growth,
-            scale_dtype=self.dtype,
-        )
+        of_positions = positions, self.rotary_frequencies
+        return rotary_rows(*of_positions, dtype=dtype, buffers=buffers, growth=self._growth)
 
     def final_norm(self, x: Tensor, buffers: Buffers | None = None) -> Tensor:
         """Apply the last norm to x [R, D]; the result is in `buffers` if given."""
@@ -248,8 +236,7 @@ class DiffusionModel(Updatable, SupportsQuant):
     ) -> Tensor:
         """Return the final, normed hidden states [T, D] of one sequence, in one chunk a stage.
 
-        The family's visibility applies, in blocks of the configuration's length; a causal context
-        is all context.
+        The family's visibility applies, in blocks of the configuration's length.
 
         Args:
             input_ids: [T] token ids; unused where `inputs_embeds` is given.
@@ -264,6 +251,5 @@ class DiffusionModel(Updatable, SupportsQuant):
         else:
             raise ValueError("input_ids: wanted token ids, or inputs_embeds; given neither")
         visibility = self.family.visibility.with_blocks_of(self.config.block_length)
-        block_length = 1 if self.family.has_causal_context else visibility.block_length
-        span = Span(0, len(x), 0, len(x), block_length)
+        span = Span(0, len(x), 0, len(x), visibility.kept_unit)
         return self.final_norm(run_whole(self.layers, x, self.rotary(positions), span))

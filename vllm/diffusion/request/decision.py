@@ -224,14 +224,10 @@ def decide(
     for name in ignored:
         del request[name]
     _check(request, algorithm, model)
+    _check_prompt(prompt_token_ids, model, request.get("allow_infill", False))
     if score is None and request.get("allow_infill") and model.family.has_causal_context:
         wanted = f"wanted false: a model of family {model.family.name} reads a prompt causally"
         raise InvalidParameterError("allow_infill", True, wanted)
-    if request.get("return_entropy") and not request.get("return_trajectory"):
-        raise InvalidParameterError(
-            "return_entropy", True, "wanted false, or return_trajectory: true"
-        )
-    _check_prompt(prompt_token_ids, model, request.get("allow_infill", False))
     num_prompt = len(prompt_token_ids)
     guide = None if spec is None else _guide(spec, request, model, stop_token_ids)
     lengths = _lengths(request, guide, algorithm, model, num_prompt, upstream_max_tokens)
@@ -541,6 +537,10 @@ def _check(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel)
         wanted = f"wanted the model's: {model.ids.mask}"
         raise InvalidParameterError("mask_id", request["mask_id"], wanted)
     _check_special_ids(request, model.ids)
+    if request.get("return_entropy") and not request.get("return_trajectory"):
+        raise InvalidParameterError(
+            "return_entropy", True, "wanted false, or return_trajectory: true"
+        )
 
 
 def _wanted_instead(spec: Field, algorithm: Algorithm, model: ServedModel) -> str:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.request.visibility import FULL, BlockCausal, CausalContext, Visibility
+from vllm.diffusion.request.causal_context import CausalContext
+from vllm.diffusion.request.visibility import FULL, BlockCausal, Visibility
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

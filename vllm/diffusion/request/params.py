@@ -14,14 +14,12 @@ from vllm.diffusion.guided.guides import Guide  # noqa: TC001 (read when a decis
 from vllm.diffusion.request.algorithms import AlgorithmParams
 from vllm.diffusion.request.edits import Edits  # noqa: TC001 (read when a decision is received)
 from vllm.diffusion.request.likelihood import ScoreRequest  # noqa: TC001 (read when a decision is received)
-from vllm.diffusion.request.visibility import FULL, BlockCausal, CausalContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from vllm.diffusion.guided.guides import Guides
     from vllm.diffusion.request.families import Family
-    from vllm.diffusion.request.visibility import Visibility
 
 SEED_BITS = 64
 DRAWN_SEED_BITS = 52  # JavaScript's numbers are exact below 2^53, and answer i uses seed + i
@@ -160,15 +158,6 @@ class DiffusionParams(AlgorithmParams):
     suffix_ids: tuple[int, ...] = ()
     num_speculative_states: int = 0
     has_stop_strings: bool = False
-
-    @property
-    def visibility(self) -> Visibility:
-        """Which positions attend to which, in blocks of the request's length."""
-        if self.has_causal_context:
-            return CausalContext(self.block_length)
-        if self.is_block_causal:
-            return BlockCausal(self.block_length, is_whole=self.completes_prompts)
-        return FULL
 
     @property
     def kept_unit(self) -> int:

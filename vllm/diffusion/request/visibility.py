@@ -35,6 +35,21 @@ class Forward(NamedTuple):
         return max(self.kept, self.window.stop)
 
 
+class WindowPart(NamedTuple):
+    """Consecutive positions of a window, `first` to `stop` - 1, that see by one visibility.
+
+    Attributes:
+        num_keys, block_length: keys that are read, see `Visibility.seen_by`.
+        reads_kept: some keys of the window are not computed by the forward.
+    """
+
+    first: int
+    stop: int
+    num_keys: int
+    block_length: int
+    reads_kept: bool
+
+
 @dataclass(frozen=True)
 class Visibility:
     """Visibility of full attention: every position attends to every other one.
@@ -58,9 +73,20 @@ class Visibility:
         """Round a number of positions up to whole blocks."""
         return length
 
-    def parts(self, forward: Forward) -> tuple[tuple[range, Visibility], ...]:
-        """Split the window of a forward into parts whose positions see by one visibility each."""
-        return ((forward.window, self),)
+    @property
+    def kept_unit(self) -> int:
+        """Positions whose keys depend on each other; 0 where all do."""
+        return self.block_length
+
+    def parts(self, forward: Forward) -> tuple[WindowPart, ...]:
+        """Split the window of a forward by what its positions see; most often it is one part."""
+        return (self.part(forward, forward.window),)
+
+    def part(self, forward: Forward, positions: range) -> WindowPart:
+        """Return a part of a forward's window whose positions see by this visibility."""
+        num_keys = forward.num_keys
+        seen = self.seen_by(positions, num_keys)
+        return WindowPart(positions.start, positions.stop, *seen, num_keys > len(forward.window))
 
     def first_end(self, prompt_length: int) -> int:
         """Return the end of a request's first forward, if the sequence reaches as far."""
@@ -123,39 +149,6 @@ class BlockCausal(Visibility):
 
 
 FULL = Visibility()
-CAUSAL = BlockCausal(1)
-
-
-@dataclass(frozen=True)
-class CausalContext(Visibility):
-    """Visibility in which the context is causal, and a block that is denoised sees all of it.
-
-    So a key of the context depends on the tokens before it alone, whatever blocks they came in: it
-    is final where a causal forward has seen final tokens. Keys of a block that is denoised never
-    are. Blocks begin anywhere behind the prompt, so there is room for a whole one behind the last
-    position of an answer.
-    """
-
-    block_length: int = 32
-
-    def with_blocks_of(self, block_length: int) -> Visibility:
-        return replace(self, block_length=block_length)
-
-    def in_whole_blocks(self, length: int) -> int:
-        return length + self.block_length - 1
-
-    def first_end(self, prompt_length: int) -> int:
-        return prompt_length
-
-    def parts(self, forward: Forward) -> tuple[tuple[range, Visibility], ...]:
-        window = forward.window
-        block = window.stop if forward.is_causal else max(window.stop - self.block_length, 0)
-        context = range(window.start, max(block, window.start))
-        found = (context, CAUSAL), (range(context.stop, window.stop), FULL)
-        return tuple([part for part in found if part[0]])
-
-    def final(self, forward: Forward) -> range:
-        return CAUSAL.final(forward) if forward.is_causal else range(0)
 
 
 def num_positions(visibility: Visibility, prompt_length: int, gen_length: int) -> int:

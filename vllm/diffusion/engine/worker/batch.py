@@ -100,13 +100,10 @@ class Packing:
     def of_requests(self) -> tuple[tuple[Span, ...], ...]:
         """Sequences of each request; of one in parts, the part that is sampled."""
         sequences = iter(self.sequences)
-        counts = [canvas.window.num_sequences for canvas in self.canvases]
-        return tuple(
-            [
-                tuple(islice(sequences, count * len(window.parts)))[-count:]
-                for count, window in zip(counts, self.windows, strict=True)
-            ]
-        )
+        sizes = [
+            (c.window.num_sequences, w) for c, w in zip(self.canvases, self.windows, strict=True)
+        ]
+        return tuple([tuple(islice(sequences, n * len(w.parts)))[-n:] for n, w in sizes])
 
     @cached_property
     def longest(self) -> int:

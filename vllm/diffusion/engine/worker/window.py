@@ -21,23 +21,7 @@ from vllm.diffusion.request.visibility import Forward
 if TYPE_CHECKING:
     from vllm.diffusion.memory import KeptSequence
     from vllm.diffusion.request.params import DiffusionParams
-    from vllm.diffusion.request.visibility import Visibility
-
-
-class WindowPart(NamedTuple):
-    """Consecutive positions of a window that see by one visibility.
-
-    Attributes:
-        first, stop: the positions, half-open.
-        num_keys, block_length: keys that are read, see `Visibility.seen_by`.
-        reads_kept: some keys of the window are not computed by the forward.
-    """
-
-    first: int
-    stop: int
-    num_keys: int
-    block_length: int
-    reads_kept: bool
+    from vllm.diffusion.request.visibility import Visibility, WindowPart
 
 
 class Window(NamedTuple):
@@ -47,8 +31,7 @@ class Window(NamedTuple):
         forward: the forward as `visibility` describes it.
         first, stop: positions that are computed, half-open.
         reads_kept: some of the keys that are read are not computed by the forward.
-        parts: its positions by what they see, in order; most often one part. The last one's are
-            sampled.
+        parts: its positions by what they see, in order; those of the last part are sampled.
     """
 
     forward: Forward
@@ -59,13 +42,9 @@ class Window(NamedTuple):
 
     @classmethod
     def of(cls, forward: Forward, visibility: Visibility) -> Window:
-        first, stop, num_keys = forward.window.start, forward.window.stop, forward.num_keys
-        reads_kept = num_keys > stop - first
-        parts = [
-            WindowPart(own.start, own.stop, *sees.seen_by(own, num_keys), reads_kept)
-            for own, sees in visibility.parts(forward)
-        ]
-        return cls(forward, first, stop, reads_kept, tuple(parts))
+        first, stop = forward.window.start, forward.window.stop
+        reads_kept = forward.num_keys > stop - first
+        return cls(forward, first, stop, reads_kept, visibility.parts(forward))
 
     @property
     def num_rows(self) -> int:
@@ -143,10 +122,7 @@ class ForwardWindow:
         return self._under_way is not None
 
     def aim(self, rows: tuple[int, int], *, is_causal: bool = False) -> None:
-        """Set the positions, first and last + 1, that the rule of the next forward works on.
-
-        `is_causal` is what `ForwardTarget` says.
-        """
+        """Set the positions, first and last + 1, and the kind, of the rule's next forward."""
         if rows != self._target or is_causal != self._windows.is_causal:
             self._target, self._windows.is_causal = rows, is_causal
             self.reset()
