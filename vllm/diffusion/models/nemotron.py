@@ -62,6 +62,8 @@ class NemotronConfig(StandardConfig):
     def read_rope(self, values: dict[str, Any]) -> float | None:
         if values.get("sliding_window") is not None:
             refuse(values, "sliding_window", "only null is supported")
+        for key in ("rope_theta", "rope_scaling"):  # what counts stands in `rope_parameters`
+            values.pop(key, None)
         described = values.get("rope_parameters") or {}
         if described.get("rope_type", described.get("type")) != "yarn":
             refuse(values, "rope_parameters", 'only rope_type "yarn" is supported')
