@@ -190,6 +190,8 @@ class SelfAttention:
         else:
             weights = (q_norm.weight, k_norm.weight)
             ops.norm_rotary(q, k, *weights, q_norm.eps, rotary.cos, rotary.sin, kept)
+        if q is not None and rotary.scale is not None:
+            q.mul_(rotary.scale[:, None, None])
 
     def _add(self, x: Tensor, heads: Tensor, group: HeadGroup, buffers: Buffers) -> None:
         """Add Wo heads to x, with heads [R, H / groups, hd] of one group."""
