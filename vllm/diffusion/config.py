@@ -190,6 +190,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         default_steps=envs.default_steps(),
         block_length=getattr(config, "block_length", None),
         block_unit=max(config.architecture.scoring.window, 1),
+        fp8_attention_from=settings_of(vllm_config).fp8_attention_min_tokens,
         guides=None if encode is None else _guides(model, ids, vocab_size, encode),
         encode=encode,
     )
@@ -252,6 +253,8 @@ class Settings:
             the times of steps have been measured, on a GPU with graphs.
         page: whether the server has its web pages.
         fp8_head: whether the output head is quantised, too.
+        fp8_attention_min_tokens: positions of a sequence from which attention is fp8, in requests
+            whose `attention_dtype` is.
         family: the only family whose checkpoints are accepted; None accepts all.
         weight_update_root: folder below which updates by `disk` may read; None for no such updates.
         weight_update_complete: whether an update must bring every tensor.
@@ -264,6 +267,7 @@ class Settings:
     weighs_guesses: bool | None = None
     page: bool = True
     fp8_head: bool = False
+    fp8_attention_min_tokens: int = 8192
     family: str | None = None
     weight_update_root: str | None = None
     weight_update_complete: bool = False
@@ -294,6 +298,7 @@ class Settings:
         if found.longest_pause_ms is False or found.longest_pause_ms != 0:
             _check_number("longest_pause_ms", found.longest_pause_ms, 1, 60_000, "0 or ")
         _check_count("sequence_parallel_size", found.sequence_parallel_size, 1)
+        _check_count("fp8_attention_min_tokens", found.fp8_attention_min_tokens, 1)
         if found.sequence_parallel_min_tokens is not None:
             _check_count("sequence_parallel_min_tokens", found.sequence_parallel_min_tokens, 0)
         names = ("page", "fp8_head", "weight_update_complete", "weighs_guesses")
@@ -345,9 +350,29 @@ def check_settings(settings: Mapping[str, Any], family: Family | None) -> dict[s
     Raises:
         ServerConfigError: as `Settings.of` and `server_defaults`.
     """
-    Settings.of(settings)
+    own = Settings.of(settings)
     rest = {name: value for name, value in settings.items() if name not in _OF_THE_ENGINE}
-    return server_defaults(rest, family)
+    defaults = server_defaults(rest, family)
+    if defaults.get("attention_dtype", "model") != "model":
+        _check_fp8_attention(own, family)
+    return defaults
+
+
+def _check_fp8_attention(settings: Settings, family: Family | None) -> None:
+    """Refuse fp8 attention where no step can have it, whatever the device.
+
+    Its steps are those of long requests, so they must be cut.
+    """
+    if family is not None and family.is_block_causal:
+        raise ServerConfigError(
+            f"dllm settings: attention_dtype: given fp8; wanted model: family {family.name} is "
+            "block-causal, for which there is no fp8 attention"
+        )
+    if not settings.longest_pause_ms:
+        raise ServerConfigError(
+            "dllm settings: longest_pause_ms: given 0 beside attention_dtype fp8; wanted a number "
+            "from 1 to 60000"
+        )
 
 
 def _special_ids(model: ModelConfig, generation: dict[str, Any], family: Family) -> SpecialIds:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.diffusion import ops
     from vllm.diffusion.core.spans import Span
     from vllm.diffusion.layers.attention import SelfAttention
+    from vllm.diffusion.layers.fp8_attention import Fp8Attention
     from vllm.diffusion.layers.mlp import GatedMLP
     from vllm.diffusion.layers.moe import ExpertsMLP
     from vllm.diffusion.layers.rotary import Rotary
@@ -57,6 +58,13 @@ class DiffusionLayer(nn.Module):
     def attention(self) -> SelfAttention:
         """The keys-values and attend stages; only once the weights are loaded."""
         return self.self_attn.stage(self.input_layernorm)
+
+    @functools.cached_property
+    def fp8_attention(self) -> Fp8Attention:
+        """Attention with fp8 heads; only once the weights are loaded."""
+        from vllm.diffusion.layers.fp8_attention import Fp8Attention
+
+        return Fp8Attention(self.attention)
 
     @functools.cached_property
     def mlp_stage(self) -> GatedMLP | ExpertsMLP:

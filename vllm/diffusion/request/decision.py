@@ -332,6 +332,7 @@ def _values(
         "completes_prompts": family.visibility.is_whole,
         "edit_ids": ids.edit,
         "forbidden_ids": () if algorithm.edits_length else ids.edit,
+        "fp8_attention_from": model.fp8_attention_from,
     }
 
 
@@ -511,6 +512,10 @@ def _check(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel)
         wanted = f"wanted the model's: {model.ids.mask}"
         raise InvalidParameterError("mask_id", request["mask_id"], wanted)
     _check_special_ids(request, model.ids)
+    attention = request.get("attention_dtype", "model")
+    if attention not in ("model", model.defaults.get("attention_dtype")):
+        wanted = "wanted model, or a server whose --additional-config has it, too"
+        raise InvalidParameterError("attention_dtype", attention, wanted)
 
 
 def _wanted_instead(spec: Field, algorithm: Algorithm, model: ServedModel) -> str:
