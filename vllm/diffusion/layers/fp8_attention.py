@@ -73,9 +73,10 @@ class Fp8Attention:
         """
         if num_rows <= SURVEYED_ROWS:
             return np.arange(num_rows)
-        places = np.arange(SURVEYED_ROWS) + np.random.default_rng(0).random(SURVEYED_ROWS)
-        places[0] = 0.0
-        rows: Array = np.floor(places * num_rows / SURVEYED_ROWS).astype(np.int64)
+        edges = np.arange(SURVEYED_ROWS + 1) * num_rows // SURVEYED_ROWS
+        drawn = np.random.default_rng(0).random(SURVEYED_ROWS)
+        rows: Array = edges[:-1] + (drawn * np.diff(edges)).astype(np.int64)
+        rows[0] = 0
         return rows
 
     def survey(self, group: HeadGroup, x: Tensor, rotary: Rotary, buffers: Buffers) -> Tensor:
