@@ -10,9 +10,13 @@ import torch
 
 from tests.checkpoints import random_prompt
 from tests.engine.cases import CUT, SHORT
-from tests.engine.harness import Ask, Engine, record, running, tokens
+from tests.engine.harness import Ask, Engine, record, refusal_error, running, tokens
 from tests.engine.ranks import Ranked, ranked
+from vllm.diffusion.config import Settings
+from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.memory.plan import Plan, Residency
+from vllm.diffusion.request.families import SDAR
+from vllm.diffusion.request.fields import server_defaults
 from vllm.diffusion.request.params import DiffusionParams
 
 OWN: dict[str, Any] = {"attention_dtype": "fp8", "fp8_attention_min_tokens": 40}
@@ -102,3 +106,22 @@ def test_ranks_find_the_same_scales(
             assert (scores(engine, LONG) - alone).abs().max() < ALIKE
         assert ranks.num_exchanges > 0
         assert engine.is_idle() and ranks.are_idle()
+
+
+def test_where_no_step_is_cut_a_request_runs_alone(checkpoint: Callable[[str], Path]) -> None:
+    settings = {"additional_config": {"dllm": {**OWN, "longest_pause_ms": 0}}}
+    asks = [Ask(random_prompt(n, n), SHORT) for n in (50, 9, 44)]
+    asks.append(Ask(random_prompt(60, 6), {**SHORT, "num_speculative_states": 3}))
+    with running(checkpoint("mha"), **settings) as engine:
+        alone = [found for ask in asks for found in tokens(engine.ask(ask))]
+        assert tokens(engine.ask(*asks)) == alone
+        assert engine.is_idle()
+
+
+def test_what_cannot_be_is_refused(checkpoint: Callable[[str], Path]) -> None:
+    with running(checkpoint("mha")) as engine, pytest.raises(refusal_error(), match="attention_d"):
+        engine.ask(Ask([5], {**SHORT, "attention_dtype": "fp8"}))
+    with pytest.raises(ServerConfigError, match="sdar is block-causal"):
+        server_defaults({"attention_dtype": "fp8"}, SDAR)
+    with pytest.raises(ServerConfigError, match="fp8_attention_min_tokens"):
+        Settings.of({"fp8_attention_min_tokens": 0})

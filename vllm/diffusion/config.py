@@ -180,6 +180,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
     ids = _special_ids(model, generation, family)
     vocab_size = config.architecture.num_embeddings
     encode = None if model.skip_tokenizer_init else partial(_encode, model)
+    settings = settings_of(vllm_config)
     return ServedModel(
         family=family,
         ids=ids,
@@ -190,7 +191,8 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         default_steps=envs.default_steps(),
         block_length=getattr(config, "block_length", None),
         block_unit=max(config.architecture.scoring.window, 1),
-        fp8_attention_from=settings_of(vllm_config).fp8_attention_min_tokens,
+        fp8_from=settings.fp8_attention_min_tokens,
+        cuts_steps=settings.longest_pause_ms > 0,
         guides=None if encode is None else _guides(model, ids, vocab_size, encode),
         encode=encode,
     )
@@ -350,29 +352,9 @@ def check_settings(settings: Mapping[str, Any], family: Family | None) -> dict[s
     Raises:
         ServerConfigError: as `Settings.of` and `server_defaults`.
     """
-    own = Settings.of(settings)
+    Settings.of(settings)
     rest = {name: value for name, value in settings.items() if name not in _OF_THE_ENGINE}
-    defaults = server_defaults(rest, family)
-    if defaults.get("attention_dtype", "model") != "model":
-        _check_fp8_attention(own, family)
-    return defaults
-
-
-def _check_fp8_attention(settings: Settings, family: Family | None) -> None:
-    """Refuse fp8 attention where no step can have it, whatever the device.
-
-    Its steps are those of long requests, so they must be cut.
-    """
-    if family is not None and family.is_block_causal:
-        raise ServerConfigError(
-            f"dllm settings: attention_dtype: given fp8; wanted model: family {family.name} is "
-            "block-causal, for which there is no fp8 attention"
-        )
-    if not settings.longest_pause_ms:
-        raise ServerConfigError(
-            "dllm settings: longest_pause_ms: given 0 beside attention_dtype fp8; wanted a number "
-            "from 1 to 60000"
-        )
+    return server_defaults(rest, family)
 
 
 def _special_ids(model: ModelConfig, generation: dict[str, Any], family: Family) -> SpecialIds:

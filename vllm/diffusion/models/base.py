@@ -17,6 +17,7 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.core import stages
 from vllm.diffusion.core.buffers import FreshBuffers
+from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.core.spans import Span
 from vllm.diffusion.layers.attention_backends import (
     available_backends,
@@ -50,6 +51,22 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.models.config import DiffusionConfig
     from vllm.diffusion.models.transformer import DiffusionLayer
+
+
+def fp8_attention_by(device: torch.device, head_dim: int) -> str:
+    """Name what computes fp8 attention of heads of this width on a device.
+
+    Raises:
+        ServerConfigError: nothing does.
+    """
+    from vllm.diffusion.layers import cudnn_fp8
+
+    wanted = cudnn_fp8.why_not(device, head_dim)
+    if wanted is not None:
+        raise ServerConfigError(
+            f"dllm settings: attention_dtype: given fp8; wanted model, or {wanted}"
+        )
+    return cudnn_fp8.described(device)
 
 
 class DiffusionModel(Updatable, SupportsQuant):

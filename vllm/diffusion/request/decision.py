@@ -98,6 +98,10 @@ _PLAIN: tuple[str, ...] = tuple(
 )
 
 
+# Its steps are those of one request, without guesses.
+_WITH_FP8_ATTENTION: dict[str, Any] = {"num_speculative_states": 0}
+
+
 def attach(sampling: Any, decided: DiffusionParams, index: int = 0) -> None:
     """Let a request's `SamplingParams` carry its decision, in place of the values it was made from.
 
@@ -244,6 +248,8 @@ def decide(
     lengths = _with_suffix(lengths, request.get("suffix_ids"), algorithm, model, num_prompt)
     cache = _cache(request, algorithm, model)
     values = _values(request, algorithm, model, cache, lengths)
+    if values["attention_dtype"] == "fp8" and num_prompt + lengths.canvas >= model.fp8_from:
+        values |= _WITH_FP8_ATTENTION | ({} if model.cuts_steps else {"force_single_batch": True})
     params = DiffusionParams(
         algorithm=algorithm.name,
         cache=cache,
@@ -332,7 +338,7 @@ def _values(
         "completes_prompts": family.visibility.is_whole,
         "edit_ids": ids.edit,
         "forbidden_ids": () if algorithm.edits_length else ids.edit,
-        "fp8_attention_from": model.fp8_attention_from,
+        "fp8_attention_from": model.fp8_from,
     }
 
 

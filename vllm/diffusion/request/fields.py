@@ -534,6 +534,12 @@ def server_defaults(given: Mapping[str, Any], family: Family | None) -> dict[str
     if named is not None:
         defaults["algorithm"] = named
     _check_together(defaults, algorithms_for(family))
+    attention = defaults.get("attention_dtype", "model")
+    if family.is_block_causal and attention != "model":
+        raise ServerConfigError(
+            f"dllm settings: attention_dtype: given {attention}; wanted model: family "
+            f"{family.name} is block-causal"
+        )
     return defaults
 
 

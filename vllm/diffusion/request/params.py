@@ -60,7 +60,8 @@ class ServedModel:
         default_steps: denoise steps of a request that gives none (None: one per canvas token).
         block_length: block length of a block-causal checkpoint's config.
         block_unit: block lengths are multiples of it.
-        fp8_attention_from: positions of a sequence from which its attention may be fp8.
+        fp8_from: positions of a sequence from which its attention may be fp8.
+        cuts_steps: whether long steps are cut, so that other requests run beside them.
         guides: compiler of answer formats; None where none can be used.
         encode: token ids of a text, without special ones; None where there is no tokenizer.
     """
@@ -74,7 +75,8 @@ class ServedModel:
     default_steps: int | None = None
     block_length: int | None = None
     block_unit: int = 1
-    fp8_attention_from: int = 0
+    fp8_from: int = 0
+    cuts_steps: bool = True
     guides: Guides | None = None
     encode: Callable[[str], Sequence[int]] | None = None
 
