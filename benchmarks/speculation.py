@@ -10,7 +10,10 @@
 Released shape, random weights, one token a step, with kept keys and values (`cache: dual`; exact
 ones in block-causal families). How often guesses hold depends on trained weights, so here it is
 given: a run without guesses records the states of every request, and with them guesses are made
-that hold with a chance of 0 to 1. What holds is what the engine accepts.
+that hold with a chance of 0 to 1. What holds is what the engine accepts. Of random weights all
+tokens are nearly equal, and another number of rows is another rounding; so that a request has the
+same states whatever stands beside it, its position says what is found for it, once the engine has
+sampled all the same.
 
 First as many states a forward as --states says, all guesses right; then as many as the engine finds
 worth their rows, up to eight.
@@ -53,6 +56,7 @@ from benchmarks.harness import Table, positive
 from benchmarks.quality_speed import checkpoint, read_facts
 from benchmarks.shapes import BLOCK_FAMILIES, Shape
 from vllm.diffusion.decoding.drafting import Drafter, State
+from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.request.families import family_of
 
 if TYPE_CHECKING:
@@ -139,7 +143,7 @@ class Oracle:
 
     def _draft(self, certain: State, most: int) -> list[State]:
         here = self._places.get(certain.tokens.tobytes())
-        if here is None:  # rounding has led the request elsewhere
+        if here is None:
             return []
         found, holds, parent = list[State](), True, certain
         for depth, state in enumerate(self._paths[_prompt_of(certain)][here + 1 :][:most], 1):
@@ -228,8 +232,28 @@ def engine(options: argparse.Namespace, *, weighs: bool) -> Iterator[Case]:
     length = options.context + options.gen_length + options.block_length
     with in_process.engine_of(
         options, max_model_len=length, max_num_seqs=max(options.clients), **settings
-    ) as (llm, runner):
+    ) as (llm, runner), settled():
         yield Case(options, llm, runner)
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """Let tokens and scores depend on their positions alone, no two scores of a block alike."""
+    found = SampleRows.found
+
+    def read(rows: SampleRows, table: Any) -> Any:
+        table.wait()
+        tokens, scores, greedy = table.host.numpy()[:3]
+        at = np.concatenate([work.eligible for work in rows.batch.works])
+        tokens[:] = greedy[:] = 1 + at * 7919 % 29989
+        scores[:] = 1 / (2 + at * 37 % 1009)
+        return found(rows, table)
+
+    SampleRows.found = read  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SampleRows.found = found  # type: ignore[method-assign]
 
 
 class Case:

@@ -92,7 +92,7 @@ def test_every_bucket_that_a_step_can_need_has_been_run(
     with running(folder, max_model_len=200) as engine:
         model = served_model(engine.llm.llm_engine.vllm_config)
         batches = record(monkeypatch, engine.runner, "launch", lambda step, _: step.batch)
-        warm_up(engine.runner, model, row_budget=budget, max_requests=64, shows_progress=False)
+        warm_up(engine.runner, model, row_budget=budget, shows_progress=False)
         buckets = buckets_of(engine.runner.model.config)
         run = {buckets.find(batch) for batch in batches}
         assert {len(batch.packing.sequences) for batch in batches} >= {1, 2}

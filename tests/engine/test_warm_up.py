@@ -34,7 +34,7 @@ def test_a_warm_engine_answers_as_before(
 
     monkeypatch.setattr(warming, "run_alone", recorded)
     frozen_before = gc.get_freeze_count()
-    warm_up(engine.runner, SERVED, row_budget=64, max_requests=2, shows_progress=False)
+    warm_up(engine.runner, SERVED, row_budget=64, shows_progress=False)
     buckets = buckets_of(engine.runner.model.config)
     assert {*buckets.whole, *buckets.windows} == set(rows)
     assert rows == sorted(rows, reverse=True)
@@ -56,7 +56,7 @@ def test_blocks_in_pages_are_warm_as_well(
     ) as engine:
         batches = record(monkeypatch, engine.runner, "launch", lambda step, _: step.batch)
         model = served_model(engine.llm.llm_engine.vllm_config)
-        warm_up(engine.runner, model, row_budget=64, max_requests=2, shows_progress=False)
+        warm_up(engine.runner, model, row_budget=64, shows_progress=False)
         for is_kept in (True, False):
             rows = {b.num_rows for b in batches if (b.slot_mapping.size > 0) == is_kept}
             assert rows == {own for own in ROW_BUCKETS if own <= 1024}

@@ -50,10 +50,10 @@ MOST_BLOCKS = 3  # of a window of exact keys: two are finished, but not kept yet
 MOST_LATER_DRAWS = 3  # each samples all rows once more
 MOST_REQUESTS = 32  # of a step with guesses: drafting is work of the host
 _GONE = RuntimeError("its request is over")
-# Of more requests than FEW_REQUESTS, where no guess is worth it: steps after which that is looked
-# at again, and in how many of them.
-FEW_REQUESTS, RESTS, LOOKS = 4, 32, 2
-NOISY_INTERVAL = 16  # steps in which a request that draws tokens, but has no guesses, is watched
+# Where no guess is worth it: steps after which that is looked at again, of few requests and of
+# more, and in how many of them.
+FEW_REQUESTS, FEW_RESTS, RESTS, LOOKS = 4, 12, 32, 2
+NOISY_INTERVAL = 4  # steps in which a request that draws tokens, but has no guesses, is watched
 
 
 def takes_part(params: DiffusionParams) -> bool:
@@ -177,10 +177,10 @@ class Speculation:
                 continue
             work, window = canvas.next_forward()
             self._places.leave(canvas.req_id, window)
-            number = numbers[canvas.req_id]
+            number = numbers.get(canvas.req_id, 0)
             canvas.later_draws = _later_draws(canvas, number)
             branches = list[Branch]()
-            if number and work.eligible.size and _may_keep(canvas, window):
+            if number:
                 branches = self._branches(canvas, work, window, number, room)
                 room -= sum(branch.num_rows for branch in branches)
                 packed += branches
@@ -190,9 +190,7 @@ class Speculation:
 
     def _is_resting(self, num_requests: int) -> bool:
         """Whether nothing is guessed for so many requests, nor looked at whether it would pay."""
-        if num_requests > MOST_REQUESTS:
-            return True
-        return num_requests > FEW_REQUESTS and self._num_rounds < self._rests_until
+        return num_requests > MOST_REQUESTS or self._num_rounds < self._rests_until
 
     def _stand_by(self, canvases: Sequence[Canvas]) -> None:
         """Hold nothing for guesses: there are none for some steps."""
@@ -202,10 +200,10 @@ class Speculation:
             canvas.later_draws = 0
 
     def _numbers(self, canvases: Sequence[Canvas], rows: int) -> dict[str, int]:
-        """Return how many guesses requests should have at most."""
-        asking = [canvas for canvas in canvases if canvas.req_id in self._guessing]
+        """Return how many guesses requests should have at most, of those that may have some."""
+        asking = [c for c in canvases if c.req_id in self._guessing and _may_guess(c)]
         asked = {canvas.req_id: canvas.params.num_speculative_states for canvas in asking}
-        if self._times is None:
+        if self._times is None or not asking:
             return asked
         times = self._times(all(canvas.window.cache is not None for canvas in canvases))
         known: dict[tuple[Kind, int], list[float]] = {}  # most often requests are alike
@@ -218,7 +216,8 @@ class Speculation:
             offers.append(Offer(chances, canvas.next_rows))
         counts = worthwhile(offers, len(canvases), rows, times)
         if not any(counts) and self._num_rounds >= self._rests_until + LOOKS:
-            self._rests_until = self._num_rounds + RESTS
+            are_few = len(canvases) <= FEW_REQUESTS
+            self._rests_until = self._num_rounds + (FEW_RESTS if are_few else RESTS)
         return {canvas.req_id: count for canvas, count in zip(asking, counts, strict=True)}
 
     def _branches(
@@ -408,14 +407,15 @@ def _later_draws(canvas: Canvas, number: int) -> int:
     return min(MOST_LATER_DRAWS, number) or int(canvas.num_steps % NOISY_INTERVAL == 0)
 
 
-def _may_keep(canvas: Canvas, window: Window) -> bool:
-    """Whether guesses of a request's next forward may have places, or need none.
+def _may_guess(canvas: Canvas) -> bool:
+    """Whether a request's next forward may have guesses beside it: they have places, or need none.
 
     None has a forward of all positions that refreshes keys, nor one that computes more than the
     rule needs.
     """
-    if canvas.window.cache is None:
-        return True
+    work, window = canvas.next_forward()
+    if not work.eligible.size or canvas.window.cache is None:
+        return work.eligible.size > 0
     if canvas.params.cache == "exact":
         return window.num_rows <= MOST_BLOCKS * canvas.params.block_length
     return window.reads_kept

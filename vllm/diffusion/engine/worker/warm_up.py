@@ -36,10 +36,9 @@ def warm_up(
     model: ServedModel,
     *,
     row_budget: int,
-    max_requests: int,
     shows_progress: bool,
 ) -> None:
-    """Run steps of a lone request and of several, with and without a cache, of every size.
+    """Run steps of one sequence and of several, with and without a cache, of every size.
 
     The sizes are those of the graphs' buckets that some batch of the server has, and two that no
     graph serves. Tokens are drawn where there is a cache, and the most likely ones taken where
@@ -50,7 +49,6 @@ def warm_up(
         runner: with its model loaded and no request running.
         model: facts about the model.
         row_budget: rows that several requests may share in a step.
-        max_requests: requests that may run at once.
         shows_progress: draw a progress bar.
     """
     model = replace(model, defaults={})  # a server's defaults need not fit such canvases
@@ -58,7 +56,7 @@ def warm_up(
     positions = runner.planner.cached_positions
     if runner.graphs is not None:
         runner.pages.provide(positions)
-    steps = list(_steps(model, buckets, row_budget, max_requests, positions))
+    steps = list(_steps(model, buckets, row_budget, positions))
     if model.family.is_block_causal:
         steps = [step for step in steps if _num_pages(step) <= runner.caches.num_pages]
     with _garbage_frozen():
@@ -105,7 +103,7 @@ def _garbage_frozen() -> Iterator[None]:
 
 
 def _steps(
-    model: ServedModel, buckets: Buckets, row_budget: int, max_requests: int, positions: int
+    model: ServedModel, buckets: Buckets, row_budget: int, positions: int
 ) -> Iterator[list[NewCanvas]]:
     """Yield the requests of each step; large steps first, so that buffers are allocated once."""
     kept = "exact" if model.family.is_block_causal else "dual"
@@ -113,8 +111,6 @@ def _steps(
         "none": _sizes(buckets.whole, row_budget),
         kept: _sizes(buckets.windows, row_budget),
     }
-    # With guidance a lone request has two sequences. Block-causal families have none.
-    shares_steps = max_requests > 1 or not model.family.is_block_causal
     for rows in sorted(set().union(*sizes.values()), reverse=True):
         for cache in [cache for cache, own in sizes.items() if rows in own]:
             below = max((size for size in sizes[cache] if size < rows), default=0)
@@ -126,7 +122,7 @@ def _steps(
                     yield [_request(model, "warm-up", longest, cache, num_sampled=1)]
             shared = min(room, row_budget)
             number = max(2, ceil(shared / model.max_model_len))
-            if shares_steps and shared > below:
+            if shared > below:  # a lone request, too, with guidance or guesses
                 lengths = [shared // number] * number
                 yield [_request(model, f"warm-up-{i}", n, cache) for i, n in enumerate(lengths)]
 

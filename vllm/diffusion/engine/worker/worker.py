@@ -201,7 +201,6 @@ class DiffusionWorker(WeightWorker):
                 self.model_runner,
                 served_model(self.vllm_config),
                 row_budget=row_budget(self.vllm_config),
-                max_requests=self.scheduler_config.max_num_seqs,
                 shows_progress=self.is_driver_worker,
             )
             logger.info(
