@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for tokens in options.tokens:
         read = int(tokens * options.masked_share)
         try:
-            plan = planner.plan(StepShape(tokens, read, tokens))
+            step = StepShape(tokens, read, tokens, fp8_attention=options.attention_dtype == "fp8")
+            plan = planner.plan(step)
         except ActivationBudgetError as error:
             num_refused += 1
             print(f"T = {tokens}: {error}")
@@ -68,6 +69,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--masked-share", type=float, default=0.5, help="of the tokens (default 0.5)"
     )
     parser.add_argument("--dtype", default="bfloat16", help="of the model (default bfloat16)")
+    parser.add_argument(
+        "--attention-dtype", choices=("model", "fp8"), default="model", help="default: model"
+    )
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks (default 1)")
     parser.add_argument("--no-host", action="store_true", help="keep all rows on the GPU")
     parser.add_argument("--terms", action="store_true", help="print the bytes of each stage")

@@ -10,10 +10,21 @@ import torch
 
 from tests.checkpoints import random_prompt
 from tests.engine.cases import CUT, SHORT
-from tests.engine.harness import Ask, Engine, record, refusal_error, running, tokens
+from tests.engine.harness import (
+    Ask,
+    Engine,
+    record,
+    record_plans,
+    refusal_error,
+    running,
+    shrink,
+    tokens,
+)
 from tests.engine.ranks import Ranked, ranked
 from vllm.diffusion.config import Settings
 from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.memory import StepShape
+from vllm.diffusion.memory.footprint import ROUNDING_BYTES
 from vllm.diffusion.memory.plan import Plan, Residency
 from vllm.diffusion.request.families import SDAR
 from vllm.diffusion.request.fields import server_defaults
@@ -84,6 +95,31 @@ def test_kept_keys_stay_plain(fp8: Engine, monkeypatch: pytest.MonkeyPatch) -> N
     )
     fp8.ask(Ask(random_prompt(48, 2), asked))
     assert kinds == [True, False, True, False]
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_measured_peaks_are_the_predicted_ones(
+    quantization: str | None, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a pool with room for all to one in which a step hardly fits, in less than plain ones."""
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    asked = {**SHORT, "gen_length": 512, "block_length": 512, "steps": 1}
+    ask, sizes = Ask(random_prompt(512), asked), {"max_model_len": 1024, **SETTINGS}
+    with running(checkpoint("mha"), quantization=quantization, **sizes) as engine:
+        step = StepShape(1024, 512, 1024)
+        plain, least = (
+            engine.runner.planner.search.smallest_bytes(step._replace(fp8_attention=is_fp8))
+            for is_fp8 in (False, True)
+        )
+        assert least < 0.8 * plain
+        for budget in (64 << 20, int(1.5 * least), int(1.1 * least)):
+            shrink(engine.runner, budget)
+            found = record_plans(engine, monkeypatch)
+            engine.ask(ask)
+            ((plan, usage),) = found
+            assert plan.layout.fp8_attention
+            assert 0.95 * plan.predicted_peak_bytes - ROUNDING_BYTES <= usage.peak_bytes
+            assert usage.peak_bytes <= plan.predicted_peak_bytes <= budget
 
 
 def use(layout: Residency, ranks: Ranked, monkeypatch: pytest.MonkeyPatch) -> None:
