@@ -204,6 +204,18 @@ class Fp8Attention:
             if num_rows:
                 self._add(x if updated is None else updated, out, q, known, group, buffers)
 
+    def whole(
+        self, x: Tensor, rotary: Rotary, layout: AttentionLayout[Tensor], buffers: Buffers
+    ) -> None:
+        """Add Wo attention(q, k, v) of all rows of a request to x [T, D], in one chunk a stage."""
+        rows = torch.from_numpy(self.surveyed_rows(len(x))).to(x.device)
+        tables = type(rotary)(*(table[rows] for table in rotary))
+        known = self.scales_from(self.survey(ALL_HEADS, x[rows], tables, buffers), ALL_HEADS)
+        heads = self.layer.num_kv_heads, self.layer.head_dim
+        k, v = (part.take(buffers, len(x)) for part in stages.fp8_keys_values(*heads))
+        self.keys_values(ALL_HEADS, x, rotary, known, k, v, buffers)
+        self.attend(x, rotary, (k, v), layout, known, buffers)
+
     def _add(
         self,
         x: Tensor,

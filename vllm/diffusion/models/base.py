@@ -246,6 +246,8 @@ class DiffusionModel(Updatable, SupportsQuant):
         positions: Tensor,
         intermediate_tensors: None = None,
         inputs_embeds: Tensor | None = None,
+        *,
+        fp8_attention: bool = False,
     ) -> Tensor:
         """Return the final, normed hidden states [T, D] of one sequence, in one chunk a stage.
 
@@ -256,6 +258,7 @@ class DiffusionModel(Updatable, SupportsQuant):
             positions: [T], from 0 on.
             intermediate_tensors: upstream's argument for pipeline parallelism; always None.
             inputs_embeds: [T, D], in place of ids.
+            fp8_attention: whether attention is fp8, as in forwards of long sequences.
         """
         if inputs_embeds is not None:
             x = inputs_embeds.clone()
@@ -265,4 +268,5 @@ class DiffusionModel(Updatable, SupportsQuant):
             raise ValueError("input_ids: wanted token ids, or inputs_embeds; given neither")
         visibility = self.family.visibility.with_blocks_of(self.config.block_length)
         span = Span(0, len(x), 0, len(x), visibility.block_length)
-        return self.final_norm(run_whole(self.layers, x, self.rotary(positions), span))
+        rotary = self.rotary(positions)
+        return self.final_norm(run_whole(self.layers, x, rotary, span, fp8_attention=fp8_attention))
