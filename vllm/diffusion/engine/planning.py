@@ -75,6 +75,7 @@ def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
         keeps_cache=params.cache != "none",
         window=_window(params, length),
         once=params.score is not None,
+        fp8_attention=params.has_fp8_attention(length),
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.core import stages
 from vllm.diffusion.core.buffers import FreshBuffers
+from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.core.spans import Span
 from vllm.diffusion.layers.attention_backends import (
     available_backends,
@@ -51,6 +52,22 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.models.config import DiffusionConfig
     from vllm.diffusion.models.transformer import DiffusionLayer
+
+
+def fp8_attention_by(device: torch.device, head_dim: int) -> str:
+    """Name what computes fp8 attention of heads of this width on a device.
+
+    Raises:
+        ServerConfigError: nothing does.
+    """
+    from vllm.diffusion.layers import cudnn_fp8
+
+    wanted = cudnn_fp8.why_not(device, head_dim)
+    if wanted is not None:
+        raise ServerConfigError(
+            f"dllm settings: attention_dtype: given fp8; wanted model, or {wanted}"
+        )
+    return cudnn_fp8.described(device)
 
 
 class DiffusionModel(Updatable, SupportsQuant):
@@ -233,6 +250,8 @@ class DiffusionModel(Updatable, SupportsQuant):
         positions: Tensor,
         intermediate_tensors: None = None,
         inputs_embeds: Tensor | None = None,
+        *,
+        fp8_attention: bool = False,
     ) -> Tensor:
         """Return the final, normed hidden states [T, D] of one sequence, in one chunk a stage.
 
@@ -243,6 +262,7 @@ class DiffusionModel(Updatable, SupportsQuant):
             positions: [T], from 0 on.
             intermediate_tensors: upstream's argument for pipeline parallelism; always None.
             inputs_embeds: [T, D], in place of ids.
+            fp8_attention: whether attention is fp8, as in forwards of long sequences.
         """
         if inputs_embeds is not None:
             x = inputs_embeds.clone()
@@ -252,4 +272,5 @@ class DiffusionModel(Updatable, SupportsQuant):
             raise ValueError("input_ids: wanted token ids, or inputs_embeds; given neither")
         visibility = self.family.visibility.with_blocks_of(self.config.block_length)
         span = Span(0, len(x), 0, len(x), visibility.kept_unit)
-        return self.final_norm(run_whole(self.layers, x, self.rotary(positions), span))
+        rotary = self.rotary(positions)
+        return self.final_norm(run_whole(self.layers, x, rotary, span, fp8_attention=fp8_attention))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.diffusion import ops
     from vllm.diffusion.core.spans import Span
     from vllm.diffusion.layers.attention import SelfAttention
+    from vllm.diffusion.layers.fp8_attention import Fp8Attention
     from vllm.diffusion.layers.mlp import GatedMLP
     from vllm.diffusion.layers.moe import ExpertsMLP
     from vllm.diffusion.layers.rotary import Rotary
@@ -57,6 +58,13 @@ class DiffusionLayer(nn.Module):
     def attention(self) -> SelfAttention:
         """The keys-values and attend stages; only once the weights are loaded."""
         return self.self_attn.stage(self.input_layernorm)
+
+    @functools.cached_property
+    def fp8_attention(self) -> Fp8Attention:
+        """Attention with fp8 heads; only once the weights are loaded."""
+        from vllm.diffusion.layers.fp8_attention import Fp8Attention
+
+        return Fp8Attention(self.attention)
 
     @functools.cached_property
     def mlp_stage(self) -> GatedMLP | ExpertsMLP:
@@ -125,7 +133,14 @@ def order_products(layers: Sequence[DiffusionLayer]) -> None:
             before = None  # experts come between
 
 
-def run_whole(layers: Sequence[DiffusionLayer], x: Tensor, rotary: Rotary, span: Span) -> Tensor:
+def run_whole(
+    layers: Sequence[DiffusionLayer],
+    x: Tensor,
+    rotary: Rotary,
+    span: Span,
+    *,
+    fp8_attention: bool = False,
+) -> Tensor:
     """Run all layers on all rows in one chunk a stage, as upstream calls models; return x.
 
     Args:
@@ -133,10 +148,15 @@ def run_whole(layers: Sequence[DiffusionLayer], x: Tensor, rotary: Rotary, span:
         x: [T, D], embeddings of one sequence, updated in place.
         rotary: rotary table rows of its positions.
         span: all rows, and the keys that they read.
+        fp8_attention: whether attention is fp8, as in forwards of long sequences.
     """
     buffers, layout = FreshBuffers(x.device), AttentionLayout.of([span], x.device)
     for layer in layers:
         attention = layer.attention
+        if fp8_attention:
+            layer.fp8_attention.whole(x, rotary, layout, buffers)
+            layer.mlp_stage.feed_forward(x, buffers)
+            continue
         heads = attention.num_heads + 2 * attention.num_kv_heads
         product = x.new_empty(len(x), heads * attention.head_dim)
         attention.keys_values(x, rotary, product, buffers)
