@@ -373,7 +373,8 @@ cudaError_t launch_portable_kernel(const PortableParams& params, const Sizes& si
   const int64_t num_tiles = (columns + width - 1) / width * row_tiles;
   const int64_t num_steps = (params.depth + sizes.depth - 1) / sizes.depth;
   // As many stages as let so many blocks have room on a multiprocessor, two at least.
-  const int room = std::min(params.shared_bytes / sizes.blocks - 1024, kMostShared);
+  const int wanted = std::min(sizes.blocks, params.most_blocks);
+  const int room = std::min(params.shared_bytes / wanted - 1024, kMostShared);
   const int stages =
       std::clamp((room - sizes.fixed_bytes) / sizes.stage_bytes, 2, sizes.most_stages);
   const int shared_bytes = sizes.fixed_bytes + stages * sizes.stage_bytes;
