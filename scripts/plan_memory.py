@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sample_positions=int(tokens * options.masked_share),
             keeps_cache=options.cache == "dual",
             window=min(options.block_length, tokens) if options.cache == "dual" else None,
+            fp8_attention=options.attention_dtype == "fp8",
         )
         planner = Planner(
             shape,
@@ -96,6 +97,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--masked-share", type=float, default=0.5, help="of the tokens (default 0.5)"
     )
     parser.add_argument("--dtype", default="bfloat16", help="of the model (default bfloat16)")
+    parser.add_argument(
+        "--attention-dtype", choices=("model", "fp8"), default="model", help="default: model"
+    )
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks (default 1)")
     parser.add_argument("--no-host", action="store_true", help="keep all rows on the GPU")
     parser.add_argument("--terms", action="store_true", help="print the bytes of each stage")

@@ -61,9 +61,14 @@ def visiting(rows: Buffer) -> Listed:
     return tuple(rows._replace(name=f"{rows.name} {i}") for i in range(NUM_STREAM_BUFFERS))
 
 
-def rotary(dtype: torch.dtype, rotary_dim: int, *, is_read: bool = False) -> Listed:
-    """Cosines and sines of a step's or a chunk's rows, or of the sample rows (`is_read`)."""
-    return _each(("read cos", "read sin") if is_read else ("cos", "sin"), dtype, rotary_dim)
+def rotary(dtype: torch.dtype, rotary_dim: int, *, scales: bool, is_read: bool = False) -> Listed:
+    """Cosines and sines of a step's or a chunk's rows, or of the sample rows (`is_read`).
+
+    Where queries have factors (`scales`), these follow.
+    """
+    kind = "read " if is_read else ""
+    tables = _each((f"{kind}cos", f"{kind}sin"), dtype, rotary_dim)
+    return (*tables, Buffer(f"{kind}query factors", (), dtype)) if scales else tables
 
 
 def fused_heads(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> Buffer:
@@ -127,6 +132,32 @@ def split_attention(head_dim: int) -> Buffer:
 def collected_keys(dtype: torch.dtype, num_heads: int, head_dim: int) -> Buffer:
     """Keys and values copied out of their pages."""
     return Buffer("collected keys", (2, num_heads, head_dim), dtype, is_temporary=True)
+
+
+# Of fp8 attention.
+
+
+FP8 = torch.float8_e4m3fn
+
+
+def surveyed(dtype: torch.dtype, hidden_size: int) -> Buffer:
+    """Rows of the residual stream from which scales follow."""
+    return Buffer("surveyed rows", (hidden_size,), dtype)
+
+
+def fp8_keys_values(num_heads: int, head_dim: int) -> Listed:
+    """Keys and values of a chunk's own rows as fp8, before ranks exchange them."""
+    return _each(("fp8 k", "fp8 v"), FP8, num_heads, head_dim)
+
+
+def fp8_attending(num_heads: int, head_dim: int) -> Listed:
+    """Queries as fp8, and the results of attention."""
+    return _each(("fp8 queries", "fp8 attention"), FP8, num_heads, head_dim)
+
+
+def fp8_results(width: int) -> Buffer:
+    """Results of attention as rows of the next product: they have their numbers already."""
+    return Buffer("fp8 results", (width,), FP8)
 
 
 def gating(dtype: torch.dtype, hidden_size: int, width: int) -> Listed:

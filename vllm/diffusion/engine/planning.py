@@ -20,13 +20,15 @@ from vllm.diffusion.core import envs, stages
 from vllm.diffusion.core.pages import HEAD_DIMS
 from vllm.diffusion.memory import Demand, Experts, LinearBuffers, ModelShape, Planner
 from vllm.diffusion.ops import arena
-from vllm.diffusion.request.visibility import BlockCausal, num_positions
+from vllm.diffusion.request.causal_context import CausalContext
+from vllm.diffusion.request.visibility import FULL, BlockCausal, num_positions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.diffusion.memory import Rates
     from vllm.diffusion.models.config import DiffusionConfig
     from vllm.diffusion.request.params import DiffusionParams
+    from vllm.diffusion.request.visibility import Visibility
 
 # Where a container's memory is bounded, for both versions of control groups.
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -66,10 +68,7 @@ def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
     """Return the memory and rows that a request takes while it runs."""
     if params.is_block_causal and params.score is None:
         return _demand_in_blocks(params, num_prompt_tokens)
-    length = num_prompt_tokens + params.gen_length
-    if params.is_block_causal:
-        blocks = BlockCausal(params.block_length, is_whole=params.completes_prompts)
-        length = num_positions(blocks, num_prompt_tokens, params.gen_length)
+    length = num_positions(_visibility_of(params), num_prompt_tokens, params.gen_length)
     return Demand(
         length=length,
         sample_positions=length if params.allow_infill else params.gen_length,
@@ -77,6 +76,7 @@ def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
         keeps_cache=params.cache != "none",
         window=_window(params, length),
         once=params.score is not None,
+        fp8_attention=params.has_fp8_attention(length),
     )
 
 
@@ -87,8 +87,8 @@ def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int) -> Demand
     more together with the next one, as any other rows before the block being decoded: in parts, if
     need be.
     """
-    blocks = BlockCausal(params.block_length)
-    length = num_positions(blocks, num_prompt_tokens, params.gen_length)
+    visibility = _visibility_of(params)
+    length = num_positions(visibility, num_prompt_tokens, params.gen_length)
     is_exact = params.cache == "exact"
     return Demand(
         length=length,
@@ -96,7 +96,7 @@ def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int) -> Demand
         num_sequences=2 if params.cfg_scale > 0 else 1,
         keeps_cache=is_exact,
         window=params.block_length if is_exact else None,
-        first=min(blocks.in_whole_blocks(num_prompt_tokens + 1), length),
+        first=min(visibility.first_end(num_prompt_tokens), length),
         unit=params.block_length if is_exact else None,
     )
 
@@ -166,6 +166,7 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
         collects_keys=not (is_short and config.head_dim in HEAD_DIMS),
         num_ranks=num_ranks,
         row_unit=max(architecture.scoring.window, 1),
+        scales_queries=architecture.growth_within(model.max_model_len) is not None,
         head=(*head.made_of(stages.normed(model.dtype, width)), *head.project),
     )
 
@@ -218,3 +219,12 @@ def _host_memory() -> int:
         limit = path.read_text().strip() if path.exists() else ""
         total = min(total, int(limit)) if limit.isdigit() else total
     return total
+
+
+def _visibility_of(params: DiffusionParams) -> Visibility:
+    """Return which positions of a request attend to which."""
+    if params.has_causal_context:
+        return CausalContext(params.block_length)
+    if params.is_block_causal:
+        return BlockCausal(params.block_length, is_whole=params.completes_prompts)
+    return FULL

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 MOST_STATES = 15  # that are guessed for a forward
 REMASKING: tuple[str, ...] = ("low_confidence", "random")
+ATTENTION_DTYPES = ("model", "fp8")
 _RECORDS = (*ALGORITHMS.values(), *BLOCK_ALGORITHMS.values())
 CACHES = tuple(dict.fromkeys(cache for a in _RECORDS for cache in a.caches))
 
@@ -283,6 +284,17 @@ FIELDS: tuple[Field, ...] = (
         server_wide=True,
     ),
     Field(
+        "attention_dtype",
+        str,
+        "numbers of attention where a forward computes a whole long sequence: as the model's, or "
+        "fp8 (e4m3), where the server has it",
+        default="model",
+        choices=ATTENTION_DTYPES,
+        neutral=("model",),
+        server_wide=True,
+        **users(lambda a: not a.is_block_causal),
+    ),
+    Field(
         "num_speculative_states",
         int,
         "states of the answer that may be guessed and evaluated beside the next one in a forward; "
@@ -293,6 +305,16 @@ FIELDS: tuple[Field, ...] = (
         neutral=(0,),
         server_wide=True,
         **users(lambda a: a.speculates is not None),
+    ),
+    Field(
+        "thinking_token_budget",
+        int,
+        "tokens of the answer before the one that ends thinking, at most; of models that think "
+        "(nemotron); -1 for no bound",
+        default_text="none",
+        minimum=-1,
+        neutral=(-1,),
+        server_wide=True,
     ),
     # Its place among others.
     Field(
@@ -330,6 +352,7 @@ COLLECTED = ("logit_bias", "bad_words", "allowed_token_ids")
 OF_SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "min_tokens"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", *COLLECTED),
+    "thinking_token_budget",
 )
 # Parameters that clients know from elsewhere; a name that is almost theirs may be somebody else's.
 _STANDARD = frozenset({*OF_SAMPLING, "max_tokens", "priority"})
@@ -522,6 +545,12 @@ def server_defaults(given: Mapping[str, Any], family: Family | None) -> dict[str
     if named is not None:
         defaults["algorithm"] = named
     _check_together(defaults, algorithms_for(family))
+    attention = defaults.get("attention_dtype", "model")
+    if family.is_block_causal and attention != "model":
+        raise ServerConfigError(
+            f"dllm settings: attention_dtype: given {attention}; wanted model: family "
+            f"{family.name} is block-causal"
+        )
     return defaults
 
 

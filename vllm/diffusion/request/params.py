@@ -36,6 +36,7 @@ class SpecialIds:
         stop: every id that ends an answer (eos, eot and those of generation_config.json).
         line_ends: ids that end a line, after which adablock may end a block.
         edit: the tokens that delete and that insert a position, in families that have them.
+        think: the tokens that begin and that end thinking, in families where it can be bounded.
     """
 
     mask: int
@@ -44,6 +45,7 @@ class SpecialIds:
     stop: frozenset[int]
     line_ends: tuple[int, ...] = ()
     edit: tuple[int, ...] = ()
+    think: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class ServedModel:
         default_steps: denoise steps of a request that gives none (None: one per canvas token).
         block_length: block length of a block-causal checkpoint's config.
         block_unit: block lengths are multiples of it.
+        fp8_from: positions of a sequence from which its attention may be fp8.
+        cuts_steps: whether long steps are cut, so that other requests run beside them.
         guides: compiler of answer formats; None where none can be used.
         encode: token ids of a text, without special ones; None where there is no tokenizer.
     """
@@ -73,6 +77,8 @@ class ServedModel:
     default_steps: int | None = None
     block_length: int | None = None
     block_unit: int = 1
+    fp8_from: int = 0
+    cuts_steps: bool = True
     guides: Guides | None = None
     encode: Callable[[str], Sequence[int]] | None = None
 
@@ -90,8 +96,10 @@ class DiffusionParams(AlgorithmParams):
 
     `steps` is None where no bound was asked for, `top_p` and `top_k` where they are off. `stop_ids`
     is empty and `early_stop` is false when `ignore_eos` is set. `logit_shift`, `is_block_causal`,
-    `scores_after_filters`, `counts_masks` and `completes_prompts` are the family's. `edit_ids` are
-    the tokens that delete and that insert a position, `forbidden_ids` are never proposed.
+    `has_causal_context`, `scores_after_filters`, `counts_masks` and `completes_prompts` are the
+    family's. `edit_ids` are the tokens that delete and that insert a position, `forbidden_ids` are
+    never proposed; `think_ids` begin and end thinking, which is over `thinking_token_budget` tokens
+    after the prompt.
     `logprob_token_ids` are tokens whose log probabilities are reported in place of the most likely
     ones; `logprobs` is their number then.
     `seed` is None until the engine draws one. `logprobs` is the number of alternatives reported
@@ -102,7 +110,8 @@ class DiffusionParams(AlgorithmParams):
     alone. `guide` is the language of the answer, if it has one; `edits` are the changes of logits
     that it asks for, if any. `suffix_ids` stand on the canvas, right behind the longest answer.
     `num_speculative_states` is the number of states that may be guessed for a forward.
-    `has_stop_strings` says that any step's tokens may be the last ones.
+    `has_stop_strings` says that any step's tokens may be the last ones. `fp8_attention_from` is the
+    number of positions of a sequence from which attention is fp8, where that is asked for.
     """
 
     algorithm: str
@@ -123,6 +132,7 @@ class DiffusionParams(AlgorithmParams):
     ignore_eos: bool
     allow_infill: bool
     force_single_batch: bool
+    attention_dtype: str
     seed: int | None
     mask_id: int
     eos_id: int | None
@@ -130,11 +140,14 @@ class DiffusionParams(AlgorithmParams):
     stop_ids: frozenset[int]
     logit_shift: int
     is_block_causal: bool
+    has_causal_context: bool
     scores_after_filters: bool
     counts_masks: bool
     completes_prompts: bool
     edit_ids: tuple[int, ...]
     forbidden_ids: tuple[int, ...]
+    think_ids: tuple[int, ...]
+    thinking_token_budget: int | None
     stream_canvas: bool
     return_trajectory: bool
     return_entropy: bool
@@ -151,6 +164,12 @@ class DiffusionParams(AlgorithmParams):
     suffix_ids: tuple[int, ...] = ()
     num_speculative_states: int = 0
     has_stop_strings: bool = False
+    fp8_attention_from: int = 0
+
+    @property
+    def kept_unit(self) -> int:
+        """Positions whose exact keys and values depend on each other's tokens."""
+        return 1 if self.has_causal_context else self.block_length
 
     @property
     def has_extras(self) -> bool:
@@ -173,6 +192,10 @@ class DiffusionParams(AlgorithmParams):
     def computes_blocks(self) -> bool:
         """Whether forwards of a block, except its first, compute nothing before the block."""
         return self.cache in ("prefix", "dual")
+
+    def has_fp8_attention(self, length: int) -> bool:
+        """Whether attention is fp8 in forwards of all `length` positions of a sequence."""
+        return self.attention_dtype == "fp8" and length >= self.fp8_attention_from
 
     @property
     def num_blocks(self) -> int:

@@ -30,6 +30,10 @@ template <>
 struct Given<KeptRows> : GivenMembers<KeptRows, Rows, Rows, Rows, Integers, int64_t, int64_t> {};
 
 template <>
+struct Given<Fp8Rows> : GivenMembers<Fp8Rows, Rows, Rows, Rows, Rows, const float*, const float*> {
+};
+
+template <>
 struct Given<Attended> : GivenMembers<Attended, const int*, const int*, const int*, const int*,
                                       const int*, const int*, int> {};
 
@@ -95,11 +99,11 @@ void bind_rows(Module& module) {
     using P = RotaryParams;
     module.function("apply_rotary", &launch_rotary, FIELD(q), FIELD(k), FIELD(cos), FIELD(sin),
                     FIELD(cos_stride), FIELD(sin_stride), FIELD(dtype), FIELD(table_dtype),
-                    FIELD(num_tokens), FIELD(head_dim), FIELD(rotary_dim), FIELD(kept));
+                    FIELD(num_tokens), FIELD(head_dim), FIELD(rotary_dim), FIELD(kept), FIELD(fp8));
     module.function("norm_rotary", &launch_norm_rotary, FIELD(q), FIELD(k), FIELD(q_weight),
                     FIELD(k_weight), FIELD(eps), FIELD(cos), FIELD(sin), FIELD(cos_stride),
                     FIELD(sin_stride), FIELD(dtype), FIELD(table_dtype), FIELD(num_tokens),
-                    FIELD(head_dim), FIELD(rotary_dim), FIELD(kept));
+                    FIELD(head_dim), FIELD(rotary_dim), FIELD(kept), FIELD(fp8));
   }
   {
     using P = SiluMulParams;

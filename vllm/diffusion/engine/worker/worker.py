@@ -25,6 +25,7 @@ from vllm.diffusion.engine.worker.warm_up import warm_up
 from vllm.diffusion.engine.worker.weight_worker import WeightWorker
 from vllm.diffusion.memory.plan import readable
 from vllm.diffusion.models.ahead import compile_ahead
+from vllm.diffusion.models.transformer import fp8_attention_by
 from vllm.diffusion.parallel.groups import Ranks
 from vllm.diffusion.process import log_filter, watchdog
 from vllm.distributed import (
@@ -87,7 +88,10 @@ class DiffusionWorker(WeightWorker):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
             self.load_config.load_format = "dummy"
-        device = self._device()
+        device, served = self._device(), served_model(self.vllm_config)
+        if served.defaults.get("attention_dtype") == "fp8":
+            by = fp8_attention_by(device, self.model_config.hf_config.head_dim)
+            logger.info("attention of %d positions or more: fp8, by %s", served.fp8_from, by)
         model, self.weights = load_model(self.vllm_config, self.load_config)
         agreement = join_ranks(self.ranks, model, device)
         no_graphs = why_no_graphs(model, device, is_eager=self.model_config.enforce_eager)
