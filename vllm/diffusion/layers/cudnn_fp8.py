@@ -32,6 +32,7 @@ PACKAGE = "nvidia-cudnn-frontend"
 _LEAST_FRONT_END, _LEAST_CUDNN = (1, 19, 1), 91900
 _REFERENCE_ROWS = 512  # queries at a time off the GPU
 _MOST_PLANS = 256
+_ALIGNMENT = 16  # bytes, of everything that cuDNN reads
 
 
 def attend(
@@ -185,8 +186,7 @@ class _Library:
         self._cudnn: Any = import_module("cudnn")
         with torch.cuda.device(device):
             self._handle = self._cudnn.create_handle()
-        self._by = torch.tensor(LARGEST, device=device)
-        self._of = 1.0 / self._by
+        self._weights = torch.tensor((1.0 / LARGEST, LARGEST), device=device)  # of them, and by
         self.graph_of = functools.lru_cache(_MOST_PLANS)(
             functools.partial(_Graph, self._cudnn, self._handle)
         )
@@ -197,8 +197,9 @@ class _Library:
         stream = torch.cuda.current_stream(q.device).cuda_stream
         self._cudnn.set_stream(handle=self._handle, stream=stream)
         workspace = torch.empty(graph.workspace_bytes, dtype=torch.uint8, device=q.device)
-        factors = (*scales[:3].unbind(), self._of, self._by, scales[3].reciprocal())
-        graph.run((q, k, v, out, *factors), workspace)
+        factors = torch.cat((scales[:3], self._weights, 1.0 / scales[3:]))
+        aligned = factors[:, None].repeat(1, _ALIGNMENT // factors.itemsize)
+        graph.run((q, k, v, out, *aligned.unbind()), workspace)
 
 
 @functools.cache
