@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # Under a block-causal mask.
-BLOCK_FAMILIES = ("llada2", "llada22", "sdar", "sdar-moe", "fast-dllm", "stable-diffcoder")
+BLOCK_FAMILIES = (
+    *("llada2", "llada22", "sdar", "sdar-moe", "fast-dllm", "stable-diffcoder"),
+    "nemotron",
+)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,14 @@ import torch  # noqa: E402
 from vllm.diffusion.decoding import Candidates, make_rule  # noqa: E402
 from vllm.diffusion.request import decision, fields  # noqa: E402
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS  # noqa: E402
-from vllm.diffusion.request.families import FAST_DLLM, LLADA, LLADA21, LLADA22, SDAR  # noqa: E402
+from vllm.diffusion.request.families import (  # noqa: E402
+    FAST_DLLM,
+    LLADA,
+    LLADA21,
+    LLADA22,
+    NEMOTRON,
+    SDAR,
+)
 from vllm.diffusion.request.params import ServedModel, SpecialIds  # noqa: E402
 
 if TYPE_CHECKING:
@@ -32,7 +39,13 @@ if TYPE_CHECKING:
 FOLDER = ROOT / "docs" / "images" / "algorithms"
 MASK, LENGTH, BLOCK, PROMPT = 15, 32, 8, 8
 MOST_STEPS = 40
-FAMILIES = {"hierarchy_block": FAST_DLLM, "joint_threshold": LLADA21, "levenshtein": LLADA22}
+FAMILIES = {
+    "hierarchy_block": FAST_DLLM,
+    "joint_threshold": LLADA21,
+    "levenshtein": LLADA22,
+    "self_speculation": NEMOTRON,
+    "autoregressive": NEMOTRON,
+}
 EDITS = (12, 13)
 ASKED: dict[str, dict[str, object]] = {
     "semi_ar": {"steps": 16},

@@ -11,6 +11,8 @@
     scripts/make_dummy_checkpoint.py --family sdar OUTPUT_DIR           SDAR-8B (--size 4b: SDAR-4B)
     scripts/make_dummy_checkpoint.py --family sdar-moe OUTPUT_DIR       SDAR-30B-A3B
     scripts/make_dummy_checkpoint.py --family fast-dllm OUTPUT_DIR      Fast-dLLM v2 7B
+    scripts/make_dummy_checkpoint.py --family nemotron OUTPUT_DIR       Nemotron-Labs-Diffusion-8B
+                                                                        (--size 3b, 14b)
     scripts/make_dummy_checkpoint.py --family llada --num-layers 2 --shrink 16 OUTPUT_DIR
 
     python -m vllm.entrypoints.api_server --model OUTPUT_DIR --load-format dummy
@@ -132,6 +134,49 @@ SDAR_SIZES = layers(36) | {
 }
 
 
+def nemotron(num_layers: int, width: int, inner: int, theta: float = 1e6) -> Preset:
+    """Return a size of Nemotron-Labs-Diffusion."""
+    return Preset(
+        sizes=layers(num_layers)
+        | {
+            "architectures": ["NemotronLabsDiffusionModel"],
+            "block_size": 32,
+            "bos_token_id": 1,
+            "dlm_paradigm": "bidirectional",
+            "eos_token_id": 11,
+            "head_dim": 128,
+            "hidden_size": width,
+            "intermediate_size": inner,
+            "max_position_embeddings": 262144,
+            "model_type": "nemotron_labs_diffusion",
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 16.0,
+                "llama_4_scaling_beta": 0.1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 16384,
+                "rope_theta": theta,
+                "rope_type": "yarn",
+            },
+            "vocab_size": 131072,
+        },
+        token_ids={
+            "<|endoftext|>": 2,
+            "<|im_start|>": 10,
+            "<|im_end|>": 11,
+            "<think>": 12,
+            "</think>": 13,
+            "<|MASK|>": 100,
+        },
+        like="sdar",
+    )
+
+
 PRESETS: dict[tuple[str, str], Preset] = {
     # LLaDA-8B-Base, LLaDA-8B-Instruct, LLaDA-1.5
     ("llada", "8b"): Preset(
@@ -232,6 +277,10 @@ PRESETS: dict[tuple[str, str], Preset] = {
         sizes=QWEN_7B_SIZES,
         token_ids=QWEN_TOKEN_IDS | {"|<MASK>|": 151665},
     ),
+    # Nemotron-Labs-Diffusion-8B, -3B, -14B, and their bases; tokens bear SDAR's names
+    ("nemotron", "8b"): nemotron(34, 4096, 14336),
+    ("nemotron", "3b"): nemotron(26, 3072, 9216),
+    ("nemotron", "14b"): nemotron(40, 5120, 16384, theta=1e9),
     # Stable-DiffCoder-8B-Base, Stable-DiffCoder-8B-Instruct; tokens bear Dream's names
     ("stable-diffcoder", "8b"): Preset(
         sizes=layers(32)

@@ -62,6 +62,7 @@ FAMILIES = {
     "sdar": ModelFamily(151669, port=8903, block_length=4),
     "fast-dllm": ModelFamily(151665, port=8904),
     "llada22": ModelFamily(156895, port=8905),
+    "nemotron": ModelFamily(100, port=8906),
     "stable-diffcoder": ModelFamily(5, port=8907, block_length=4),
 }
 

@@ -58,6 +58,11 @@ FAST_DLLM_SPECIAL_TOKENS = special_tokens(
 DIFFCODER_SPECIAL_TOKENS = special_tokens(
     "<|beginoftext|>", "<|im_start|>", "<|vision_pad|>", "<|im_end|>", "<[MASK_TOKEN]>"
 )
+NEMOTRON_SPECIAL_TOKENS = special_tokens(
+    "<think>", "<|im_start|>", "</think>", "<s>", "<SPECIAL_100>"
+) | {"<|im_end|>": EOS_ID}
+del NEMOTRON_SPECIAL_TOKENS["<|endoftext|>"]
+THINK_IDS = (BOS_ID, END_HEADER_ID)  # in families that have them
 # Ids 252..255 have logit columns but no token, as the last columns of the released models.
 VOCAB_SIZE = 256
 DELETE_ID, SPLIT_ID = 252, 253  # where a family has them
@@ -78,6 +83,12 @@ CHATML_TEMPLATE = (
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+NEMOTRON_CHAT_TEMPLATE = (
+    "{% if not messages or messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\n<|im_end|>\n' }}"
+    "{% endif %}" + CHATML_TEMPLATE + "{% if add_generation_prompt and enable_thinking is false %}"
+    "{{ '<think></think>' }}{% endif %}"
 )
 DREAM_CHAT_TEMPLATE = (
     "{% if not messages or messages[0]['role'] != 'system' %}"
@@ -106,6 +117,7 @@ class TokenizerStyle:
     mask_token: str | None
     chat_template: str
     nfc: bool = False
+    eos_token: str = "<|endoftext|>"
 
 
 TOKENIZER_STYLES = {
@@ -120,6 +132,9 @@ TOKENIZER_STYLES = {
     "llada22": TokenizerStyle(MOE_SPECIAL_TOKENS, "<|startoftext|>", "<|mask|>", MOE_CHAT_TEMPLATE),
     "stable_diffcoder": TokenizerStyle(
         DIFFCODER_SPECIAL_TOKENS, "<|beginoftext|>", None, CHATML_TEMPLATE
+    ),
+    "nemotron": TokenizerStyle(
+        NEMOTRON_SPECIAL_TOKENS, "<s>", None, NEMOTRON_CHAT_TEMPLATE, eos_token="<|im_end|>"
     ),
     "diffullama": TokenizerStyle(
         DREAM_SPECIAL_TOKENS, "<|beginoftext|>", "<|mask|>", CHATML_TEMPLATE
@@ -202,6 +217,7 @@ BLOCK_CASES: dict[str, Case] = {
     ),
     "llada22": Case(seed=11, family="llada22"),
     "stable_diffcoder": Case(seed=4, family="stable_diffcoder"),
+    "nemotron": Case(seed=6, family="nemotron"),
     "fast_dllm": Case(seed=4, family="fast_dllm"),
     "fast_dllm_tied": Case(seed=5, family="fast_dllm", overrides={"tie_word_embeddings": True}),
 }
@@ -287,6 +303,27 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_bias": False, "mlp_bias": False, "bos_token_id": BOS_ID}
         | {"num_key_value_heads": 2, "pretraining_tp": 1, "rope_theta": 500000.0},
     ),
+    "nemotron": (
+        "dream",
+        {**TINY, "architectures": ["NemotronLabsDiffusionModel"], "head_dim": 24}
+        | {"model_type": "nemotron_labs_diffusion", "dlm_paradigm": "bidirectional"}
+        | {"auto_map": remote_code("_nemotron", "NemotronLabsDiffusion"), "block_size": 32}
+        | {"attention_bias": False, "mlp_bias": False, "rms_norm_eps": 1e-5, "bos_token_id": EOT_ID}
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 1000.0,
+                "original_max_position_embeddings": 48,
+                "beta_fast": 4.0,
+                "beta_slow": 0.5,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
     "diffullama": (  # Llama's
         "dream",
         {**TINY, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -296,6 +333,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 LEFT_OUT: dict[str, tuple[str, ...]] = {
+    "nemotron": (
+        *("pad_token_id", "max_window_layers", "use_sliding_window"),
+        *("rope_theta", "rope_scaling"),
+    ),
     "stable_diffcoder": (
         *("mask_token_id", "pad_token_id", "max_window_layers"),
         *("sliding_window", "use_sliding_window"),
@@ -433,8 +474,8 @@ def make_tokenizer(family: str = "llada") -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         unk_token="<|unknown|>",
         bos_token=style.bos_token,
-        eos_token="<|endoftext|>",
-        pad_token="<|endoftext|>",
+        eos_token=style.eos_token,
+        pad_token=style.eos_token,
         mask_token=style.mask_token,
         clean_up_tokenization_spaces=False,
         model_max_length=256,

@@ -18,7 +18,9 @@ from vllm.diffusion.request.algorithms import (
     Algorithm,
     algorithms_for,
 )
-from vllm.diffusion.request.families import FAST_DLLM, SDAR, Family
+from vllm.diffusion.request.causal_context import visibility_of
+from vllm.diffusion.request.families import FAST_DLLM, NEMOTRON, SDAR, Family
+from vllm.diffusion.request.visibility import num_positions
 
 PROMPT = [*range(1, 9)]
 
@@ -39,10 +41,12 @@ def see(rule: DecodingRule, tokens: Array, work: ForwardTarget, chance: random.R
 def decode(rule: DecodingRule, *, forks: bool) -> list[list[int]]:
     """What every forward commits; with `forks`, copies go astray before each of them."""
     chance, other = random.Random(3), random.Random(4)
-    tokens, committed = np.array([*PROMPT, *[MASK] * 32]), list[list[int]]()
+    params = rule.params
+    length = num_positions(visibility_of(params), 0, 32) if params.has_causal_context else 32
+    tokens, committed = np.array([*PROMPT, *[MASK] * length]), list[list[int]]()
     while (work := rule.prepare(tokens)) is not None and len(committed) < 300:
         if work.fill is not None:
-            tokens[work.fill[0] :] = work.fill[1]
+            tokens[work.fill[0] : work.fill_end] = work.fill[1]
         for _ in range(3 * forks):
             astray, row, next_work = rule.fork(), tokens.copy(), work
             while next_work is not None and other.random() < 0.8:
@@ -67,6 +71,8 @@ def case(algorithm: Algorithm, family: Family, asked: dict[str, Any]) -> Any:
             for family in (MODEL.family, SHIFTED.family)
         ),
         *(case(a, SDAR, {}) for a in algorithms_for(SDAR).values()),
+        *(case(a, NEMOTRON, {}) for a in algorithms_for(NEMOTRON).values()),
+        case(BLOCK_ALGORITHMS["self_speculation"], NEMOTRON, {"threshold": 0.8}),
         case(BLOCK_ALGORITHMS["hierarchy_block"], FAST_DLLM, {"sub_block_length": 2}),
         case(ALGORITHMS["multi_block"], MODEL.family, {"cache": "delayed", "cache_delay_iter": 1}),
         case(ALGORITHMS["multi_block"], MODEL.family, {"early_stop": True}),

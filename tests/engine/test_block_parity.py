@@ -13,11 +13,19 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.checkpoints import DELETE_ID, EOS_ID, EOT_ID, MASK_ID, SPLIT_ID, random_prompt
+from tests.checkpoints import (
+    DELETE_ID,
+    EOS_ID,
+    EOT_ID,
+    MASK_ID,
+    SPLIT_ID,
+    THINK_IDS,
+    random_prompt,
+)
 from tests.engine.harness import Answer, Ask, Engine, running, shrink, speculating
-from tests.reference import block_loops, golden
+from tests.reference import block_loops, causal_loops, golden
 from tests.reference.models import load_reference
-from vllm.diffusion.request.algorithms import BLOCK_ALGORITHMS
+from vllm.diffusion.request.algorithms import algorithms_for
 
 STOP_IDS = frozenset({EOS_ID, EOT_ID})
 ROW_BUDGET = 56
@@ -28,6 +36,7 @@ class Wanted(NamedTuple):
     ask: Ask
     answer: list[int]
     num_forwards: int
+    is_whole: bool  # the answer ends with a block
 
 
 class Loop(NamedTuple):
@@ -96,6 +105,30 @@ def edited(
     return Loop(loop, {"steps": steps, **options}, asked)
 
 
+def seeded(threshold: float) -> Loop:
+    asked = {"algorithm": "low_confidence_dynamic", "threshold": threshold}
+    return Loop(causal_loops.diffusion, {"threshold": threshold}, asked)
+
+
+def seeded_shares(steps: int) -> Loop:
+    asked = {"algorithm": "semi_ar", "steps_per_block": steps}
+    return Loop(causal_loops.diffusion, {"steps": steps}, asked)
+
+
+def confirmed(threshold: float) -> Loop:
+    asked = {"algorithm": "self_speculation", "threshold": threshold}
+    return Loop(causal_loops.self_speculation, {"threshold": threshold}, asked)
+
+
+ONE_BY_ONE = Loop(causal_loops.autoregressive, {}, {"algorithm": "autoregressive"})
+
+
+def bounded(loop: Loop, budget: int) -> Loop:
+    thinking = causal_loops.Thinking(*THINK_IDS, budget)
+    asked = {**loop.asked, "thinking_token_budget": budget}
+    return Loop(loop.run, {**loop.options, "thinking": thinking}, asked)
+
+
 def unedited(loop: Loop) -> Loop:
     """The same loop where nothing proposes to delete or to insert."""
 
@@ -140,6 +173,21 @@ CASES: dict[str, list[tuple[int, int, int, Loop]]] = {
         (40, 8, 24, unedited(dynamic(8, 0.4))),
         (130, 16, 21, unedited(paced("semi_ar", "static", 8))),
     ],
+    "nemotron": [
+        (20, 8, 24, seeded(0.5)),
+        (63, 4, 12, seeded(0.25)),
+        (5, 16, 21, seeded_shares(4)),
+        (130, 32, 40, seeded(0.3)),
+        (64, 7, 30, seeded_shares(5)),
+        (91, 5, 3, seeded(0.9)),
+        (21, 1, 30, ONE_BY_ONE),
+        (70, 1, 9, bounded(ONE_BY_ONE, 4)),
+        (30, 8, 24, confirmed(0.0)),
+        (64, 32, 33, confirmed(0.0)),
+        (100, 5, 20, confirmed(0.4)),
+        (40, 8, 24, bounded(seeded(0.4), 11)),
+        (9, 4, 16, bounded(seeded_shares(2), 8)),
+    ],
     "fast_dllm": [
         (64, 32, 33, sub_blocks(8, 0.5)),
         (32, 8, 20, sub_blocks(4, 0.9)),
@@ -159,7 +207,9 @@ def wanted_of(folder: Path, name: str) -> list[Wanted]:
         run = partial(searched, model, load_reference(folder, torch.float64), length, loop, lengths)
         found = golden.written(model, key, run)
         ask = Ask(random_prompt(length, found["prompt_seed"]), {**lengths, **loop.asked})
-        wanted.append(Wanted(ask, found["answer"], found["num_forwards"]))
+        end = len(found["answer"]) + (0 if name == "nemotron" else length)  # where its grid begins
+        is_whole = end % block_length == 0
+        wanted.append(Wanted(ask, found["answer"], found["num_forwards"], is_whole))
     return wanted
 
 
@@ -187,8 +237,14 @@ def searched(
     raise AssertionError(f"no clear prompt of {length} tokens for {loop.asked}")
 
 
-def logits_of(model: Any, block_length: int, tokens: Sequence[int]) -> torch.Tensor:
-    found: torch.Tensor = model.logits(torch.tensor([list(tokens)]), block_length)[0]
+def logits_of(
+    model: Any, block_length: int, tokens: Sequence[int], num_causal: int | None = None
+) -> torch.Tensor:
+    ids = torch.tensor([list(tokens)])
+    if num_causal is not None:
+        causal: torch.Tensor = model.causal_logits(ids, num_causal)[0]
+        return causal
+    found: torch.Tensor = model.logits(ids, block_length)[0]
     return found
 
 
@@ -198,7 +254,7 @@ def run_ahead(worker: Any) -> None:
 
 # First in this file: where no other engine is there yet, its ranks are forked.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llada2", "llada22"])
+@pytest.mark.parametrize("name", ["llada2", "llada22", "nemotron"])
 def test_two_ranks(name: str, checkpoint: Callable[[str], Path]) -> None:
     """Both ranks keep the same pages, and take the same steps ahead."""
     folder = checkpoint(name)
@@ -230,10 +286,10 @@ def served(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) ->
 def same(answers: Sequence[Answer], wanted: Sequence[Wanted]) -> None:
     """The loops decode the last block to its end, the engine as far as the answer reaches."""
     assert [answer.token_ids for answer in answers] == [case.answer for case in wanted]
-    for answer, (ask, tokens, num_forwards) in zip(answers, wanted, strict=True):
+    for answer, (_, _, num_forwards, is_whole) in zip(answers, wanted, strict=True):
         assert answer.num_steps is not None
         assert answer.num_steps <= num_forwards
-        if (len(ask.prompt) + len(tokens)) % ask.extra["block_length"] == 0:
+        if is_whole:
             assert answer.num_steps == num_forwards
 
 
@@ -298,7 +354,8 @@ def test_guesses_change_nothing(
     engine.runner.pages.fix(NUM_PAGES, 1000, scratch=12)
     assert engine.scheduler.reset_prefix_cache()
     monkeypatch.setattr(engine.runner.planner, "row_budget", 10 * ROW_BUDGET)
-    guessed = [w for w in wanted if BLOCK_ALGORITHMS[w.ask.extra["algorithm"]].speculates]
+    algorithms = algorithms_for(engine.runner.model.family)
+    guessed = [w for w in wanted if algorithms[w.ask.extra["algorithm"]].speculates]
     for ahead in (False, True) if guessed else ():
         monkeypatch.setattr(engine.loop, "runs_ahead", ahead)
         asks = [*with_cache(guessed, "exact"), *with_cache(guessed, "none")]

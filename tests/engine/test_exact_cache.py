@@ -27,6 +27,7 @@ from tests.engine.harness import (
     start,
     step,
 )
+from tests.engine.schedules import run_schedule
 from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.engine.scheduler import scheduler
 from vllm.diffusion.engine.scheduler.paging import Paging
@@ -306,34 +307,6 @@ def test_the_cache_is_reset_under_running_requests(
 # ---- any schedule ------------------------------------------------------------------------------
 
 
-class Published:
-    """Pages that others may find must never change; looked at after every step."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._pool = engine.scheduler.paging.manager.block_pool
-        self._store, self._num_layers = engine.runner.caches, len(engine.runner.model.layers)
-        self._known: dict[Any, torch.Tensor] = {}
-
-    def check(self) -> None:
-        pages = [self._pages_of(layer) for layer in range(self._num_layers)]
-        now = {
-            (block.block_hash, block.block_id): torch.stack([p[block.block_id] for p in pages])
-            for block in self._pool.blocks
-            if block.block_hash is not None
-        }
-        for key, page in now.items():
-            if key in self._known:
-                assert torch.equal(page, self._known[key])
-            assert page.isfinite().all()
-        self._known = now
-
-    def _pages_of(self, layer: int) -> torch.Tensor:
-        """[P, 2 * PAGE_SIZE, KV, hd]: the keys, then the values of each page."""
-        last_values = self._store.values(layer)[-PAGE_SIZE:]
-        rows = torch.cat([self._store.keys(layer), last_values])
-        return rows.view(self._store.num_pages, 2 * PAGE_SIZE, *rows.shape[1:])
-
-
 Arrivals = list[tuple[int, int, int | None]]
 arrivals = st.lists(
     st.tuples(
@@ -358,31 +331,12 @@ def test_any_schedule_gives_the_same_tokens(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_DLLM_COMMIT_FUSION", str(int(fused)))
         patch.setattr(engine.loop, "runs_ahead", ahead)
-        answers = run_schedule(engine, schedule)
+        answers = run_schedule(engine, [(d, ASKS[n], a) for d, n, a in schedule])
     for place, (_, number, abort_after) in enumerate(schedule):
         if abort_after is None or place in answers:
             same([answers[place]], [wanted[number]])
     assert engine.is_idle()
     assert engine.scheduler.make_stats().kv_cache_usage == 0
-
-
-def run_schedule(engine: Engine, schedule: Arrivals) -> dict[int, Answer]:
-    """Answers of those that were not aborted, by their place."""
-    upstream, published = engine.llm.llm_engine, Published(engine)
-    waiting, aborts, answers = list(enumerate(schedule)), dict[str, int](), dict[int, Answer]()
-    count = next_at = 0
-    while waiting or upstream.has_unfinished_requests():
-        while waiting and next_at + waiting[0][1][0] <= count:
-            place, (delay, number, abort_after) = waiting.pop(0)
-            next_at += delay
-            req_id = start(engine, str(place), ASKS[number])
-            if abort_after is not None:
-                aborts[req_id] = count + abort_after
-        upstream.abort_request([r for r, at in aborts.items() if at == count], internal=True)
-        answers |= {int(name): answer for name, answer in step(engine).items()}
-        published.check()
-        count += 1
-    return answers
 
 
 # ---- limits ------------------------------------------------------------------------------------

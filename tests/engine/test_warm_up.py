@@ -46,6 +46,21 @@ def test_a_warm_engine_answers_as_before(
     assert answer.token_ids == wanted.ids
 
 
+def test_a_causal_context_is_warm_as_well(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks up to 256 rows are denoised, behind a prompt of one token; longer prompts are read."""
+    with running(checkpoint("nemotron"), num_gpu_blocks_override=40) as engine:
+        batches = record(monkeypatch, engine.runner, "launch", lambda step, _: step.batch)
+        model = served_model(engine.llm.llm_engine.vllm_config)
+        warm_up(engine.runner, model, row_budget=64, shows_progress=False)
+        kept = [b for b in batches if b.slot_mapping.size]
+        assert {b.num_rows + 1 for b in kept} >= {own for own in ROW_BUCKETS if own <= 256}
+        denoised = [b for b in kept if not any(work.is_causal for work in b.works)]
+        assert {b.num_sampled + 2 for b in denoised} >= {o for o in ROW_BUCKETS if o <= 256}
+        assert engine.is_idle()
+
+
 def test_blocks_in_pages_are_warm_as_well(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from vllm.diffusion.models.llada import LLaDAConfig
 from vllm.diffusion.models.llada2 import LLaDA2Config
 from vllm.diffusion.models.llada22 import LLaDA22Config
 from vllm.diffusion.models.llada_moe import LLaDAMoEConfig
+from vllm.diffusion.models.nemotron import NemotronConfig
 from vllm.diffusion.models.sdar import SDARConfig
 from vllm.diffusion.models.sdar_moe import SDARMoeConfig
 
@@ -23,6 +24,7 @@ RELEASED = {
     "sdar_moe": (SDARMoeConfig, configuration("sdar-moe")),
     "llada2": (LLaDA2Config, configuration("llada2", "mini")),
     "llada22": (LLaDA22Config, configuration("llada22", "mini")),
+    "nemotron": (NemotronConfig, configuration("nemotron", "14b")),
     "fast_dllm": (FastDLLMConfig, configuration("fast-dllm")),
 }
 

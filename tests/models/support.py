@@ -28,7 +28,7 @@ from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.spans import AttentionLayout, KeySource, Span
 from vllm.diffusion.models.base import DiffusionModel
 from vllm.diffusion.ops.packed import NF4, NF4_ORDER
-from vllm.diffusion.request.visibility import FULL, Visibility
+from vllm.diffusion.request.visibility import FULL, BlockCausal, Visibility
 from vllm_add_llada.cuda_kernels.fused_ops import Packed, unpack
 
 REL_TOLERANCE = 1e-4  # of the largest logit: fp32 sums in another order
@@ -121,6 +121,12 @@ def staged_logits(
             layer.mlp_stage.feed_forward(x[start:end], buffers)
     parts = [model.compute_logits(model.final_norm(x[start:end])) for start, end in chunks]
     return list(torch.cat(parts).split(lengths))
+
+
+def visibility_of(model: DiffusionModel) -> Visibility:
+    """Which rows of a sequence see which as `DiffusionModel.forward` has it."""
+    visibility = model.family.visibility.with_blocks_of(model.config.block_length)
+    return BlockCausal(1) if model.family.has_causal_context else visibility
 
 
 def assert_same_logits(given: Tensor, wanted: Tensor) -> None:

@@ -131,6 +131,7 @@ DREAM_7B, MOE_7B, LLADA2_MINI = (RELEASED[name][1] for name in ("dream", "moe", 
         ("fast_dllm", 0, (28, 4), 152064, 32768),
         ("sdar_moe", 128, (32, 4), 151936, 32768),
         ("llada2", 256, (16, 4), 157184, 32768),
+        ("nemotron", 0, (32, 8), 131072, 262144),
     ],
 )
 def test_upstream_reads_the_shapes_it_wants(
@@ -201,7 +202,7 @@ def test_partial_rotary() -> None:
     assert make_config("moe", partial_rotary_factor=0.25).architecture.rotary_dim == 32
 
 
-@pytest.mark.parametrize("family", sorted({*RELEASED} - {"llada"}))
+@pytest.mark.parametrize("family", sorted({*RELEASED} - {"llada", "nemotron"}))
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_a_plain_rope_description_gives_the_base(family: str, key: str) -> None:
     described = {"rope_type": "default", "rope_theta": 12345.0}
@@ -305,6 +306,11 @@ def test_copies_and_round_trips(family: str) -> None:
         ("llada2", "num_shared_experts", 0.5, {}),
         ("llada2", "routed_scaling_factor", 0, {}),
         ("llada2", "block_size", 0, {}),
+        ("nemotron", "dlm_paradigm", "causal", {}),
+        ("nemotron", "sliding_window", 4096, {}),
+        ("nemotron", "attention_bias", True, {}),
+        ("nemotron", "rope_parameters", {"rope_type": "linear", "rope_theta": 1e6}, {}),
+        ("nemotron", "mask_token_id", 131072, {}),
         ("sdar", "attention_bias", True, {}),
         ("sdar", "use_sliding_window", True, {"sliding_window": 4096}),
         ("sdar", "layer_types", ["full_attention", "sliding_attention"], {}),
@@ -406,6 +412,31 @@ def test_a_capacity_tells_llada22_apart(model_type: str) -> None:
     assert config.rope_theta == 3000000
     for absent in (None, 0):
         assert make_config("llada2", expert_capacity=absent).family is LLADA2
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("factor", 0),
+        ("rope_theta", None),
+        ("beta_fast", "32"),
+        ("mscale", 0.7),
+        ("llama_4_scaling_beta", -1),
+    ],
+)
+def test_a_description_of_yarn_is_whole(key: str, value: Any) -> None:
+    described = make_config("nemotron").rope_parameters | {key: value}
+    with pytest.raises(ModelConfigError, match=key):
+        make_config("nemotron", rope_parameters=described)
+
+
+def test_the_base_of_yarn_stands_in_its_description() -> None:
+    config = make_config("nemotron", rope_theta=5.0)
+    assert config.rope_theta == 1e9
+    assert config.architecture.yarn == (16.0, 16384, 32.0, 1.0)
+    assert config.architecture.growth_within(8192) is None  # twice as long with masks behind
+    assert config.architecture.growth_within(8193) == (0.1, 16384)
+    assert pickle.loads(pickle.dumps(config)).architecture == config.architecture
 
 
 def test_a_script_tells_which_one_serves_a_checkpoint() -> None:

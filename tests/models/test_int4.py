@@ -23,6 +23,7 @@ from tests.models.support import (
     packed_layer,
     some_ids,
     staged_logits,
+    visibility_of,
 )
 from vllm.diffusion import ops
 from vllm.diffusion.core.buffers import FreshBuffers
@@ -125,7 +126,7 @@ def dense_names(layer: Any) -> tuple[str, ...]:
     ("family", "kind"),
     [
         *(("llada", "int4"), ("llada", "nf4"), ("dream", "int4"), ("diffullama", "nf4")),
-        *(("sdar", "int4"), ("fast_dllm", "nf4")),
+        *(("sdar", "int4"), ("fast_dllm", "nf4"), ("nemotron", "int4")),
     ],
 )
 def test_weights_become_4_bits_as_they_are_loaded(
@@ -141,8 +142,8 @@ def test_weights_become_4_bits_as_they_are_loaded(
     ids = some_ids(40)
     given = logits(quantised, ids)
     assert not torch.equal(given, logits(plain, ids)) and given.isfinite().all()
-    visibility = plain.family.visibility.with_blocks_of(plain.config.block_length)
-    (found,) = staged_logits(quantised, [ids], rows=7, keep_queries=False, visibility=visibility)
+    sees = visibility_of(plain)
+    (found,) = staged_logits(quantised, [ids], rows=7, keep_queries=False, visibility=sees)
     torch.testing.assert_close(found, given, rtol=1e-3, atol=1e-3)
 
 

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.support import assert_same_logits, engine_config, join_world, load, logits
+from tests.models.support import (
+    assert_same_logits,
+    engine_config,
+    join_world,
+    load,
+    logits,
+    visibility_of,
+)
 from tests.models.support import staged_logits as staged
 from tests.server.warm import WarmProcess
 
@@ -24,7 +31,7 @@ CASES += [
     "moe_fused_mix",
     "moe_partial_clipped",
     "dream_wide_heads",
-    *("diffullama", "sdar", "fast_dllm", "fast_dllm_tied"),
+    *("diffullama", "sdar", "fast_dllm", "fast_dllm_tied", "nemotron"),
     *("sdar_moe", "sdar_moe_mix", "llada2", "llada2_dense_first"),
 ]
 # Ranks quantise their own columns: not what one rank has, but as near to plain weights.
@@ -48,8 +55,8 @@ def run_rank(rank: int, folder: Path, paths: dict[str, str]) -> None:
         config = engine_config(Path(path), tensor_parallel_size=NUM_RANKS, **settings)
         join_world(config, folder / "init", rank, NUM_RANKS)
         model = load(config)
-        visibility = model.family.visibility.with_blocks_of(model.config.block_length)
-        (chunked,) = staged(model, [IDS], rows=7, keep_queries=False, visibility=visibility)
+        sees = visibility_of(model)
+        (chunked,) = staged(model, [IDS], rows=7, keep_queries=False, visibility=sees)
         results[name] = (model.vocab_start, logits(model, IDS), chunked)
     torch.save(results, folder / f"rank{rank}.pt")
 

@@ -14,6 +14,7 @@ from vllm import SamplingParams
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, algorithms_for
+from vllm.diffusion.request.causal_context import visibility_of
 from vllm.diffusion.request.edits import Edits
 from vllm.diffusion.request.families import (
     DREAM,
@@ -22,12 +23,14 @@ from vllm.diffusion.request.families import (
     LLADA2,
     LLADA21,
     LLADA22,
+    NEMOTRON,
     SDAR,
     Family,
 )
 from vllm.diffusion.request.lengths import forwards_saved
 from vllm.diffusion.request.params import ServedModel
 from vllm.diffusion.request.values import in_words
+from vllm.diffusion.request.visibility import num_positions
 
 BLOCK_FAMILIES = (LLADA2, LLADA21, SDAR, FAST_DLLM)
 
@@ -49,6 +52,7 @@ SERVED = served()
         (SDAR, "low_confidence_dynamic", 0.85),
         (LLADA22, "levenshtein", 0.5),
         (FAST_DLLM, "hierarchy_block", 1.0),
+        (NEMOTRON, "low_confidence_dynamic", 0.9),
     ],
 )
 def test_defaults_of_a_family(family: Family, algorithm: str, threshold: float) -> None:
@@ -64,7 +68,9 @@ def test_a_familys_threshold_is_meant_for_its_own_algorithm() -> None:
     assert resolve(SERVED, algorithm="entropy_bounded").threshold == 0.35
 
 
-@pytest.mark.parametrize("family", [*BLOCK_FAMILIES, LLADA, DREAM], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "family", [*BLOCK_FAMILIES, LLADA22, NEMOTRON, LLADA, DREAM], ids=lambda f: f.name
+)
 def test_algorithms_of_a_family(family: Family) -> None:
     allowed = algorithms_for(family)
     for name in (*ALGORITHMS, *BLOCK_ALGORITHMS):
@@ -78,8 +84,54 @@ def test_algorithms_of_a_family(family: Family) -> None:
         FAST_DLLM.name: {"hierarchy_block"},
         LLADA.name: set(ALGORITHMS),
         DREAM.name: set(ALGORITHMS),
-        LLADA22.name: set(BLOCK_ALGORITHMS) - {"hierarchy_block"},
-    }.get(family.name, set(BLOCK_ALGORITHMS) - {"hierarchy_block", "levenshtein"})
+        NEMOTRON.name: {"low_confidence_dynamic", "semi_ar", "self_speculation", "autoregressive"},
+    }.get(
+        family.name,
+        {"low_confidence_dynamic", "semi_ar", "sequential", "entropy_bounded", "joint_threshold"}
+        | ({"levenshtein"} if family is LLADA22 else set()),
+    )
+
+
+THINKING = dataclasses.replace(LLADA_MODEL.ids, think=(5, 6))
+CAUSAL = served(NEMOTRON, ids=THINKING)
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"num_speculative_states": 3}, "num_speculative_states"),
+        ({"allow_infill": True}, "allow_infill"),
+        ({"cache": "dual"}, "cache"),
+        ({"thinking_token_budget": -2}, "thinking_token_budget"),
+        ({"algorithm": "self_speculation", "presence_penalty": 0.5}, "presence_penalty"),
+        ({"algorithm": "self_speculation", "complete_blocks": True}, "complete_blocks"),
+    ],
+)
+def test_what_a_causal_context_excludes(asked: dict[str, Any], field: str) -> None:
+    assert refusal(CAUSAL, **asked).field == field
+
+
+def test_blocks_of_a_causal_context() -> None:
+    """One token has no block, so a standard field that gives one is only named."""
+    decided = resolve(CAUSAL, algorithm="autoregressive", block_length=8, steps=64)
+    assert (decided.block_length, decided.kept_unit) == (1, 1)
+    assert decided.ignored == ("steps", "block_length")
+    decided = resolve(CAUSAL, algorithm="self_speculation", block_length=8, gen_length=32)
+    assert (decided.block_length, decided.kept_unit, decided.threshold) == (8, 1, 0.0)
+    assert num_positions(visibility_of(decided), 10, 32) == 49
+
+
+def test_thinking_is_bounded_where_a_model_thinks() -> None:
+    assert resolve(CAUSAL, thinking_token_budget=8).thinking_token_budget == 8
+    assert resolve(CAUSAL, thinking_token_budget=-1).thinking_token_budget is None
+    by_server = dataclasses.replace(CAUSAL, defaults={"thinking_token_budget": 9})
+    assert resolve(by_server).thinking_token_budget == 9
+    for model in (SERVED, served(NEMOTRON)):  # whose tokenizer has no such tokens
+        decided = resolve(model, thinking_token_budget=8)
+        assert (decided.thinking_token_budget, decided.ignored) == (
+            None,
+            ("thinking_token_budget",),
+        )
 
 
 def test_blocks_are_whole_windows_of_the_router() -> None:

@@ -885,7 +885,7 @@ def test_every_field_is_documented() -> None:
     assert fields.BY_NAME["threshold"].documented_default == (
         "0.9; entropy_threshold 0.95; full_attn_multi_block 0.5 (0.4 on Dream); "
         "multi_block 0.5 (0.9 on Dream); low_confidence_dynamic 0.95; entropy_bounded 0.35; "
-        "joint_threshold 0.95; levenshtein 0.5; hierarchy_block 1"
+        "joint_threshold 0.95; levenshtein 0.5; hierarchy_block 1; self_speculation 0"
     )
     assert fields.BY_NAME["early_stop"].documented_default == "false"
     assert len(fields.SPELLINGS) == sum(1 + len(f.aliases) for f in fields.FIELDS)

@@ -25,6 +25,9 @@ BILLIONS = {
     ("sdar-moe", "30b-a3b"): 30.5,
     ("fast-dllm", "7b"): 7.6,
     ("stable-diffcoder", "8b"): 8.25,
+    ("nemotron", "8b"): 8.5,
+    ("nemotron", "3b"): 3.8,
+    ("nemotron", "14b"): 13.5,
 }
 # Where config.json does not name the mask token, as released.
 WITHOUT_MASK = ("llada2", "llada22", "fast-dllm")

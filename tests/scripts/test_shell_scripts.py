@@ -25,6 +25,7 @@ SERVERS = {
     "sdar": ("sdar-8b-chat", 8903, 32768),
     "fast-dllm": ("fast-dllm-v2-7b", 8904, 32768),
     "llada22": ("llada2.2-mini", 8905, 131072),
+    "nemotron": ("nemotron-labs-diffusion-8b", 8906, 131072),
     "stable-diffcoder": ("stable-diffcoder-8b-instruct", 8907, 8192),
 }
 SERVER_SCRIPTS = {family: f"run_{family.replace('-', '_')}_server.sh" for family in SERVERS}
@@ -71,7 +72,8 @@ def test_defaults_of_a_family(home: Path, family: str) -> None:
     done = run(home / "scripts" / script)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
-    like = {"stable-diffcoder": "llada", "llada22": "llada2"}.get(family, family)  # no tiny model
+    others = {"stable-diffcoder": "llada", "llada22": "llada2", "nemotron": "sdar"}  # no tiny model
+    like = others.get(family, family)
     tiny = (f"make_tiny_model.py --family {like}", f"models/{like}-tiny")
     for word in ("MODEL_DIR", variable, "MOSAIC_MODEL_ROOT", str(home / "models" / name), *tiny):
         assert word in done.stderr

@@ -12,7 +12,7 @@ from tests.programs import ROOT
 from vllm.diffusion.api.bodies import WITHOUT_EFFECT
 from vllm.diffusion.api.openai.openai_protocol import ChatCompletionBody, CompletionBody, prepare
 from vllm.diffusion.core.errors import InvalidParameterError
-from vllm.diffusion.request.decision import INERT, UNSUPPORTED
+from vllm.diffusion.request.decision import UNSUPPORTED
 from vllm.diffusion.request.fields import SPELLINGS
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -128,5 +128,5 @@ def test_bodies_type_and_describe_every_parameter() -> None:
 
 def test_what_is_refused_or_has_no_effect_is_documented() -> None:
     text = (ROOT / "docs" / "openai_deviations.md").read_text()
-    names = [*WITHOUT_EFFECT, *INERT, *UNSUPPORTED]
+    names = [*WITHOUT_EFFECT, *UNSUPPORTED]
     assert not [name for name in names if f"`{name}`" not in text]

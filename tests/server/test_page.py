@@ -22,7 +22,7 @@ from vllm.diffusion.api.documentation.offline_docs import STATIC as DOCUMENTATIO
 from vllm.diffusion.api.page.options import page_options
 from vllm.diffusion.api.page.site import OPEN_PATHS, STATIC
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
-from vllm.diffusion.request.families import DREAM, LLADA2, LLADA22, SDAR, Family
+from vllm.diffusion.request.families import DREAM, LLADA2, LLADA22, NEMOTRON, SDAR, Family
 from vllm.diffusion.request.fields import BY_NAME
 from vllm.diffusion.request.params import ServedModel, SpecialIds
 
@@ -69,6 +69,9 @@ def test_versions(client: Client) -> None:
 # ---- what is offered ---------------------------------------------------------------------------
 
 
+CAUSAL = {"self_speculation", "autoregressive"}
+
+
 def model_of(family: Family, **defaults: Any) -> ServedModel:
     ids = SpecialIds(mask=1, eos=2, eot=None, stop=frozenset({2}))
     return ServedModel(family, ids, max_model_len=64, vocab_size=9, defaults=defaults)
@@ -78,10 +81,11 @@ def model_of(family: Family, **defaults: Any) -> ServedModel:
     ("family", "names"),
     [
         (DREAM, ALGORITHMS.keys()),
-        (SDAR, BLOCK_ALGORITHMS.keys() - {"hierarchy_block", "levenshtein"}),
-        (LLADA22, BLOCK_ALGORITHMS.keys() - {"hierarchy_block"}),
+        (SDAR, BLOCK_ALGORITHMS.keys() - {"hierarchy_block", "levenshtein"} - CAUSAL),
+        (LLADA22, BLOCK_ALGORITHMS.keys() - {"hierarchy_block"} - CAUSAL),
+        (NEMOTRON, {"low_confidence_dynamic", "semi_ar"} | CAUSAL),
     ],
-    ids=["full", "block-causal", "edits"],
+    ids=["full", "block-causal", "edits", "causal"],
 )
 def test_the_controls_are_the_tables(family: Family, names: set[str]) -> None:
     offered = page_options(model_of(family), "m", "1")
@@ -126,7 +130,7 @@ def test_what_the_server_offers(client: Client) -> None:
 def test_who_runs_and_how_far(client: Client) -> None:
     client.wait_for_num_requests(0)  # of tests before
     idle = client.http.get("/status.json").json()
-    assert idle["requests"] == []
+    assert idle["requests"] == [] and idle["products"].startswith(("PyTorch's", "kernels"))
     assert idle["pool_bytes"]["budget"] > idle["pool_bytes"]["used_pages"] == 0
     long = {"gen_length": 1024, "block_length": 4, "cache": "dual", "ignore_eos": True}
     body = {"prompt": QUESTION, **long, "stream": True, "stream_canvas": True}

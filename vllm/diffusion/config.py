@@ -378,6 +378,7 @@ def _special_ids(model: ModelConfig, generation: dict[str, Any], family: Family)
         eot=eot,
         stop=frozenset([*listed, *_as_list(eot)]),
         edit=tuple(getattr(config, key) for key in family.edit_tokens),
+        think=tuple(vocabulary[name] for name in family.think_tokens if name in vocabulary),
         line_ends=tuple(sorted(i for token, i in vocabulary.items() if token.endswith(_LINE_END))),
     )
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.guided.guides import STRUCTURED, asked_spec
-from vllm.diffusion.request.decision import INERT, refuse_unsupported
+from vllm.diffusion.request.decision import refuse_unsupported
 from vllm.diffusion.request.fields import SPELLINGS, near_miss
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ WITHOUT_EFFECT = frozenset(
 
 # Fields that ask for something which a request does not get, unless they have one of these values.
 _LEFT_OUT: dict[str, tuple[Any, ...]] = {
-    **INERT,
     "reasoning_effort": ("none",),
     "reasoning": (),
     "length_penalty": (1.0,),

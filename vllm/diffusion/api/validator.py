@@ -81,10 +81,10 @@ class Validator:
 
     @property
     def block_length(self) -> int | None:
-        """Positions of a block in a block-causal family; None in others."""
+        """Positions that are read together in a block-causal family; None in others."""
         if not self._model.family.is_block_causal:
             return None
-        return decide({"gen_length": 1}, self._model, [0]).block_length
+        return decide({"gen_length": 1}, self._model, [0]).kept_unit
 
     def refuse_blocks(self, what: str, instead: str) -> None:
         """Refuse a feature that has no clear meaning under block-causal attention.

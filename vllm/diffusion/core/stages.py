@@ -61,9 +61,14 @@ def visiting(rows: Buffer) -> Listed:
     return tuple(rows._replace(name=f"{rows.name} {i}") for i in range(NUM_STREAM_BUFFERS))
 
 
-def rotary(dtype: torch.dtype, rotary_dim: int, *, is_read: bool = False) -> Listed:
-    """Cosines and sines of a step's or a chunk's rows, or of the sample rows (`is_read`)."""
-    return _each(("read cos", "read sin") if is_read else ("cos", "sin"), dtype, rotary_dim)
+def rotary(dtype: torch.dtype, rotary_dim: int, *, scales: bool, is_read: bool = False) -> Listed:
+    """Cosines and sines of a step's or a chunk's rows, or of the sample rows (`is_read`).
+
+    Where queries have factors (`scales`), these follow.
+    """
+    kind = "read " if is_read else ""
+    tables = _each((f"{kind}cos", f"{kind}sin"), dtype, rotary_dim)
+    return (*tables, Buffer(f"{kind}query factors", (), dtype)) if scales else tables
 
 
 def fused_heads(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> Buffer:

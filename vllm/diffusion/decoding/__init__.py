@@ -26,16 +26,18 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.params import DiffusionParams
 
 
-def _rules(table: Mapping[str, Algorithm]) -> dict[str, type[DecodingRule]]:
+def _rules(table: Mapping[str, Algorithm], key: str = "rule") -> dict[str, type[DecodingRule]]:
     found = {}
     for name, algorithm in table.items():
-        module, _, rule = algorithm.rule.partition(".")
-        found[name] = getattr(import_module(f"{__name__}.{module}"), rule)
+        module, _, rule = (getattr(algorithm, key) or "").partition(".")
+        if rule:
+            found[name] = getattr(import_module(f"{__name__}.{module}"), rule)
     return found
 
 
 RULES = _rules(ALGORITHMS)
 BLOCK_RULES = _rules(BLOCK_ALGORITHMS)  # of block-causal families
+CAUSAL_RULES = _rules(BLOCK_ALGORITHMS, "causal_rule")  # where context is causal
 
 
 def make_rule(params: DiffusionParams, prompt_length: int) -> DecodingRule:
@@ -43,11 +45,13 @@ def make_rule(params: DiffusionParams, prompt_length: int) -> DecodingRule:
     if params.score is not None:
         return ScoreTokens(params, prompt_length)
     rules = BLOCK_RULES if params.is_block_causal else RULES
+    rules = CAUSAL_RULES if params.has_causal_context else rules
     return rules[params.algorithm](params, prompt_length)
 
 
 __all__ = [
     "BLOCK_RULES",
+    "CAUSAL_RULES",
     "RULES",
     "BatchedChoice",
     "BatchedCommit",

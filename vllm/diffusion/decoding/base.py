@@ -36,11 +36,16 @@ class ForwardTarget(NamedTuple):
             its candidate is read from the block's last row.
         fill: (position, token): every position from there on is set to the token before the
             forward. Candidates of `eligible` positions there are delivered nevertheless.
+        fill_end: position before which that ends; None for the end of the sequence.
+        is_causal: in families whose context is causal: positions see what stands before them
+            alone, and a candidate is read from the row before its position.
     """
 
     eligible: Array
     rows: tuple[int, int]
     fill: tuple[int, int] | None = None
+    fill_end: int | None = None
+    is_causal: bool = False
 
 
 class Candidates(NamedTuple):
@@ -111,6 +116,7 @@ class DecodingRule(ABC):
     draw_purpose: int | None = None  # of Candidates.draws
     token_ids: Array | None = None  # [R, k] int64, whose log probabilities are wanted, by candidate
     scores: TokenScores | None = None  # the answer of a rule that reads and does not commit
+    num_drafted = 0  # positions of the answer that hold what the rule may take back
     # Blocks begun so far, half-open, in rules that choose where they end.
     sized_blocks: tuple[tuple[int, int], ...] | None = None
 

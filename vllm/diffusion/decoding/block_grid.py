@@ -132,7 +132,7 @@ class GridRule(DecodingRule):
 
     def _ends_within(self, tokens: Array, start: int, first: int) -> bool:
         """Whether the answer ends before `first`, if it did not end before `start`."""
-        if self.params.complete_blocks and first % self.params.block_length:
+        if self.params.complete_blocks and first != self._block_start(first):
             return False
         if first >= self._end or not self.params.stop_ids:
             return first >= self._end

@@ -46,11 +46,15 @@ class Quota(GridRule):
         return super().work(masked)
 
     @property
-    def pick(self) -> ScorePick:
+    def pick(self) -> ScorePick | None:
+        return self.wanted()
+
+    def wanted(self) -> ScorePick:
+        """Return which candidates of the forward are committed."""
         return ScorePick(self._quota())
 
     def choose(self, candidates: Candidates) -> Array:
-        pick, scores = self.pick, candidates.scores
+        pick, scores = self.wanted(), candidates.scores
         num_chosen = max(pick.quota, np.count_nonzero(scores > pick.threshold))
         order = np.arange(scores.size) if pick.in_order else most_certain_first(scores)
         chosen = order[:num_chosen]
@@ -71,8 +75,7 @@ class ConfidenceOrQuota(Quota):
     In families that count masks: all that reaches it, and always the best.
     """
 
-    @property
-    def pick(self) -> ScorePick:
+    def wanted(self) -> ScorePick:
         threshold = self.params.threshold
         if self.params.counts_masks:
             return ScorePick(1, math.nextafter(threshold, -math.inf))
@@ -82,8 +85,7 @@ class ConfidenceOrQuota(Quota):
 class FirstMasked(Quota):
     """Commit the first masked positions, however confident."""
 
-    @property
-    def pick(self) -> ScorePick:
+    def wanted(self) -> ScorePick:
         return ScorePick(self._quota(), in_order=True)
 
 

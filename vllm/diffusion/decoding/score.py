@@ -31,7 +31,9 @@ class ScoreTokens(DecodingRule):
     def prepare(self, tokens: Array) -> ForwardTarget | None:
         if self.scores is not None:
             return None
-        return ForwardTarget(np.array(self._asked.positions, dtype=np.int64), (0, len(tokens)))
+        positions = np.array(self._asked.positions, dtype=np.int64)
+        is_causal = self.params.has_causal_context
+        return ForwardTarget(positions, (0, len(tokens)), is_causal=is_causal)
 
     def choose(self, candidates: Candidates) -> Array:
         if candidates.logprobs is None:

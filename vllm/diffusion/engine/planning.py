@@ -20,7 +20,8 @@ from vllm.diffusion.core import envs, stages
 from vllm.diffusion.core.pages import HEAD_DIMS
 from vllm.diffusion.memory import Demand, Experts, LinearBuffers, ModelShape, Planner
 from vllm.diffusion.ops import arena
-from vllm.diffusion.request.visibility import BlockCausal, num_positions
+from vllm.diffusion.request.causal_context import visibility_of
+from vllm.diffusion.request.visibility import num_positions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -66,10 +67,7 @@ def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
     """Return the memory and rows that a request takes while it runs."""
     if params.is_block_causal and params.score is None:
         return _demand_in_blocks(params, num_prompt_tokens)
-    length = num_prompt_tokens + params.gen_length
-    if params.is_block_causal:
-        blocks = BlockCausal(params.block_length, is_whole=params.completes_prompts)
-        length = num_positions(blocks, num_prompt_tokens, params.gen_length)
+    length = num_positions(visibility_of(params), num_prompt_tokens, params.gen_length)
     return Demand(
         length=length,
         sample_positions=length if params.allow_infill else params.gen_length,
@@ -88,8 +86,8 @@ def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int) -> Demand
     more together with the next one, as any other rows before the block being decoded: in parts, if
     need be.
     """
-    blocks = BlockCausal(params.block_length)
-    length = num_positions(blocks, num_prompt_tokens, params.gen_length)
+    visibility = visibility_of(params)
+    length = num_positions(visibility, num_prompt_tokens, params.gen_length)
     is_exact = params.cache == "exact"
     return Demand(
         length=length,
@@ -97,7 +95,7 @@ def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int) -> Demand
         num_sequences=2 if params.cfg_scale > 0 else 1,
         keeps_cache=is_exact,
         window=params.block_length if is_exact else None,
-        first=min(blocks.in_whole_blocks(num_prompt_tokens + 1), length),
+        first=min(visibility.first_end(num_prompt_tokens), length),
         unit=params.block_length if is_exact else None,
     )
 
@@ -167,6 +165,7 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
         collects_keys=not (is_short and config.head_dim in HEAD_DIMS),
         num_ranks=num_ranks,
         row_unit=max(architecture.scoring.window, 1),
+        scales_queries=architecture.growth_within(model.max_model_len) is not None,
         head=(*head.made_of(stages.normed(model.dtype, width)), *head.project),
     )
 

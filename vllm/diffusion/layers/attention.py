@@ -183,18 +183,20 @@ class SelfAttention:
 
         A norm of each head alone is one pass with the rotation; one over all heads needs its own.
         """
-        q_norm, k_norm = self.q_norm, self.k_norm
+        q_norm, k_norm, tables = self.q_norm, self.k_norm, (rotary.cos, rotary.sin)
         if q_norm is None or k_norm is None:
-            ops.apply_rotary(q, k, *rotary, kept, fp8)
+            ops.apply_rotary(q, k, *tables, kept, fp8)
         elif isinstance(q_norm, AllHeadsRMSNorm):
             if q is not None:
                 q_norm(q, out=q)
             if k is not None:
                 k_norm(k, out=k)
-            ops.apply_rotary(q, k, *rotary, kept, fp8)
+            ops.apply_rotary(q, k, *tables, kept, fp8)
         else:
             weights = (q_norm.weight, k_norm.weight)
-            ops.norm_rotary(q, k, *weights, q_norm.eps, *rotary, kept, fp8)
+            ops.norm_rotary(q, k, *weights, q_norm.eps, *tables, kept, fp8)
+        if q is not None and rotary.scale is not None:
+            q.mul_(rotary.scale[:, None, None])
 
     def _add(self, x: Tensor, heads: Tensor, group: HeadGroup, buffers: Buffers) -> None:
         """Add Wo heads to x, with heads [R, H / groups, hd] of one group."""

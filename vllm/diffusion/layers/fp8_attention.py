@@ -209,7 +209,7 @@ class Fp8Attention:
     ) -> None:
         """Add Wo attention(q, k, v) of all rows of a request to x [T, D], in one chunk a stage."""
         rows = torch.from_numpy(self.surveyed_rows(len(x))).to(x.device)
-        tables = type(rotary)(*(table[rows] for table in rotary))
+        tables = rotary.rows(rows)
         known = self.scales_from(self.survey(ALL_HEADS, x[rows], tables, buffers), ALL_HEADS)
         heads = self.layer.num_kv_heads, self.layer.head_dim
         k, v = (part.take(buffers, len(x)) for part in stages.fp8_keys_values(*heads))

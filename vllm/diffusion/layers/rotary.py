@@ -10,33 +10,39 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.core import stages
 from vllm.diffusion.core.buffers import FreshBuffers
+from vllm.diffusion.layers.yarn import write_factors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.core.buffers import Buffers
+    from vllm.diffusion.core.positions import QueryGrowth
 
 
 class Rotary(NamedTuple):
     """Rotary table rows, one for each row of the batch.
 
     The dtype of the tables decides the arithmetic: fp32 tables rotate in fp32 and cast back, tables
-    in the model's dtype rotate in that dtype.
+    in the model's dtype rotate in that dtype. `scale`, if any, is a factor of rotated queries.
     """
 
     cos: Tensor  # [R, rd]
     sin: Tensor  # [R, rd]
+    scale: Tensor | None = None  # [R], in the dtype of the tables
 
-    def rows(self, chunk: slice) -> Rotary:
-        """Return the rows of a chunk."""
-        return Rotary(self.cos[chunk], self.sin[chunk])
+    def rows(self, chunk: slice | Tensor) -> Rotary:
+        """Return the rows of a chunk, or those of indices [R] int64."""
+        scale = None if self.scale is None else self.scale[chunk]
+        return Rotary(self.cos[chunk], self.sin[chunk], scale)
 
     def select(self, rows: Tensor, buffers: Buffers) -> Rotary:
         """Copy single rows [R] int64 into `buffers`."""
-        listed = stages.rotary(self.cos.dtype, self.cos.shape[1], is_read=True)
+        scales = self.scale is not None
+        listed = stages.rotary(self.cos.dtype, self.cos.shape[1], scales=scales, is_read=True)
         copies = Rotary(*(table.take(buffers, rows.numel()) for table in listed))
         for table, out in zip(self, copies, strict=True):
-            torch.index_select(table, 0, rows, out=out)
+            if table is not None:
+                torch.index_select(table, 0, rows, out=out)
         return copies
 
 
@@ -59,6 +65,7 @@ def rotary_rows(
     *,
     dtype: torch.dtype = torch.float32,
     buffers: Buffers | None = None,
+    growth: QueryGrowth | None = None,
 ) -> Rotary:
     """Compute cos and sin of position * frequency, each twice side by side.
 
@@ -69,12 +76,15 @@ def rotary_rows(
         frequencies: [rd / 2] fp32, of `inverse_frequencies`.
         dtype: dtype of the tables, which are computed in fp32 and cast.
         buffers: memory for the tables; None allocates.
+        growth: how queries grow with their position; None for not at all.
 
     Returns:
         tables of shape [R, rd].
     """
     buffers = FreshBuffers(positions.device) if buffers is None else buffers
-    listed = stages.rotary(dtype, 2 * frequencies.numel())
+    listed = stages.rotary(dtype, 2 * frequencies.numel(), scales=growth is not None)
     rotary = Rotary(*(table.take(buffers, positions.numel()) for table in listed))
-    ops.rotary_tables(positions, frequencies, *rotary)
+    ops.rotary_tables(positions, frequencies, rotary.cos, rotary.sin)
+    if growth is not None and rotary.scale is not None:
+        write_factors(positions, growth, rotary.scale)
     return rotary

@@ -40,7 +40,8 @@ class Footprint:
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape
-        self._tables = stages.rotary(shape.rotary_dtype, shape.rotary_dim)
+        of_rows = shape.rotary_dtype, shape.rotary_dim
+        self._tables = stages.rotary(*of_rows, scales=shape.scales_queries)
 
     def resident(self, layout: Residency) -> Listed:
         """Buffers of a row that stay on the device from the first to the last stage."""

@@ -84,6 +84,7 @@ class ModelShape:
         dtype: dtype of the model, with elements of e bytes.
         rotary_dim, rotary_dtype: numbers, and their dtype, of the cosines and of the sines of one
             position.
+        scales_queries: whether each position has a factor of its queries.
         products: for every kind of weight that a layer may have.
         can_group_heads: whether projections can be sliced by heads and no norm spans all heads.
         collects_keys: whether kept keys and values are copied out of their pages to be read.
@@ -109,6 +110,7 @@ class ModelShape:
     collects_keys: bool = False
     num_ranks: int = 1
     row_unit: int = 1
+    scales_queries: bool = False
     head: Listed = ()
     split_bytes: int = 0
 

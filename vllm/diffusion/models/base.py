@@ -26,6 +26,7 @@ from vllm.diffusion.layers.attention_backends import (
 )
 from vllm.diffusion.layers.parallel import keep_plain
 from vllm.diffusion.layers.rotary import Rotary, inverse_frequencies, rotary_rows
+from vllm.diffusion.layers.yarn import yarn_frequencies
 from vllm.diffusion.models.bitsandbytes import widened
 from vllm.diffusion.models.mixture import unstacked
 from vllm.diffusion.models.transformer import Transformer, destinations_of, run_whole
@@ -109,6 +110,8 @@ class DiffusionModel(Updatable, SupportsQuant):
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
         frequencies = inverse_frequencies(config.rope_theta, architecture.rotary_dim)
+        frequencies = yarn_frequencies(frequencies, config.rope_theta, architecture.yarn)
+        self._growth = architecture.growth_within(vllm_config.model_config.max_model_len)
         self.register_buffer("rotary_frequencies", frequencies, persistent=False)
 
         qkv_proj, shard = self.layers[0].self_attn.qkv_proj, self.lm_head.shard_indices
@@ -165,7 +168,8 @@ class DiffusionModel(Updatable, SupportsQuant):
         Positions count from their sequence's start.
         """
         dtype = torch.float32 if self.architecture.rotates_in_fp32 else self.dtype
-        return rotary_rows(positions, self.rotary_frequencies, dtype=dtype, buffers=buffers)
+        of_positions = positions, self.rotary_frequencies
+        return rotary_rows(*of_positions, dtype=dtype, buffers=buffers, growth=self._growth)
 
     def final_norm(self, x: Tensor, buffers: Buffers | None = None) -> Tensor:
         """Apply the last norm to x [R, D]; the result is in `buffers` if given."""
@@ -267,6 +271,6 @@ class DiffusionModel(Updatable, SupportsQuant):
         else:
             raise ValueError("input_ids: wanted token ids, or inputs_embeds; given neither")
         visibility = self.family.visibility.with_blocks_of(self.config.block_length)
-        span = Span(0, len(x), 0, len(x), visibility.block_length)
+        span = Span(0, len(x), 0, len(x), visibility.kept_unit)
         rotary = self.rotary(positions)
         return self.final_norm(run_whole(self.layers, x, rotary, span, fp8_attention=fp8_attention))

@@ -20,6 +20,7 @@ from vllm.diffusion.request.families import ARCHITECTURES, FAMILIES, family_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from vllm.diffusion.core.positions import QueryGrowth, Yarn
     from vllm.diffusion.request.families import Family
 
 USUAL_BLOCK = 32
@@ -45,6 +46,8 @@ class Architecture(NamedTuple):
         num_embeddings: rows of the embedding and of the head.
         rotary_dim: number of rotated channels of a head, the first ones.
         rotates_in_fp32: queries and keys are rotated in fp32, else in the model dtype.
+        yarn: how rotary frequencies differ from those of `rope_theta`; None for not at all.
+        query_growth: factor of queries that grows with their position; None for none.
         has_qkv_bias, has_bias: whether the projections of queries, keys and values have biases;
             whether all other products have.
         norms_each_head, norms_all_heads: whether queries and keys are normed, each head alone or
@@ -82,7 +85,17 @@ class Architecture(NamedTuple):
     scoring: ExpertScoring = ExpertScoring()
     expert_bias_of: str | None = None
     has_fused_qkv: bool = False
+    yarn: Yarn | None = None
+    query_growth: QueryGrowth | None = None
     module_names: Mapping[str, str] = MappingProxyType({})
+
+    def growth_within(self, max_model_len: int) -> QueryGrowth | None:
+        """Return the growth of queries, where it is felt among that many positions.
+
+        A sequence ends with a whole block, so it may be twice as long as prompt and answer.
+        """
+        growth = self.query_growth
+        return growth if growth is not None and 2 * max_model_len > growth.length else None
 
     def joins_shared_expert(self, *, is_quantised: bool) -> bool:
         """Whether the shared expert is stored with the others.

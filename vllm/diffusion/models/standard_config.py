@@ -55,7 +55,7 @@ class StandardConfig(DiffusionConfig):
     )
 
     def __init__(self, **values: Any) -> None:
-        theta = plain_rope_theta(values)
+        theta = self.read_rope(values)
         complete = {**self.DEFAULTS, **({} if theta is None else {"rope_theta": theta}), **values}
         if complete["num_key_value_heads"] is None:
             complete["num_key_value_heads"] = complete["num_attention_heads"]
@@ -70,6 +70,10 @@ class StandardConfig(DiffusionConfig):
         complete["head_dim"] = head_width(complete)
         self.check_more(complete)
         super().__init__(**complete)
+
+    def read_rope(self, values: dict[str, Any]) -> float | None:
+        """Check how rotary embeddings are described; return the base that stands there, if any."""
+        return plain_rope_theta(values)
 
     def check_more(self, values: dict[str, Any]) -> None:
         """Check, or complete, the keys of this family; the rest of `values` is complete."""

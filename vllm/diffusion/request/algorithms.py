@@ -56,6 +56,8 @@ class Algorithm:
             whose block begins with a token that the row before it predicts.
         edits_length: whether it is for families with tokens that delete and insert, which it alone
             may propose.
+        causal_rule: its rule in families whose context is causal; None where it is not for them.
+        drafts: in those families: whether it writes tokens of a block and takes some back.
         speculates: how its next states are guessed: one from another, as the number of positions
             that a step commits does not depend on scores ("chain"), or several of each, by that
             number ("fan"); None where its state is not the rule's alone.
@@ -77,12 +79,19 @@ class Algorithm:
     ends_short: bool = False
     reads_row_before: bool = False
     edits_length: bool = False
+    causal_rule: str | None = None
+    drafts: bool = False
     speculates: Literal["chain", "fan"] | None = "fan"
 
     @property
     def is_block_causal(self) -> bool:
         """Whether it is for block-causal families, whose caches are exact."""
         return "exact" in self.caches
+
+    @property
+    def is_causal_only(self) -> bool:
+        """Whether it is for no other families than those whose context is causal."""
+        return self.rule == self.causal_rule
 
     def can_score_at_random(self, *, is_shifted: bool) -> bool:
         return self.random_scores == "all" or (self.random_scores == "unshifted" and not is_shifted)
@@ -238,6 +247,7 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
             parameters=("threshold", "steps_per_block"),
             defaults={"threshold": 0.95},
             caches=_KEPT_BLOCKS,
+            causal_rule="seeded_block.SeededConfidence",
         ),
         Algorithm(
             "semi_ar",
@@ -247,6 +257,7 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
             pace="steps",
             parameters=("steps_per_block",),
             caches=_KEPT_BLOCKS,
+            causal_rule="seeded_block.SeededQuota",
             speculates="chain",
         ),
         Algorithm(
@@ -319,6 +330,32 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
             caches=_KEPT_BLOCKS,
             reads_row_before=True,
         ),
+        Algorithm(
+            "self_speculation",
+            "self_speculation.SelfSpeculation",
+            "the answer of `autoregressive`, in fewer forwards: a block is drafted, in a forward "
+            "every candidate whose confidence reaches `threshold`; what a causal forward confirms "
+            "is committed, and the token that follows",
+            source=13,
+            pace="rule alone",
+            parameters=("threshold",),
+            defaults={"threshold": 0.0},
+            caches=_KEPT_BLOCKS,
+            causal_rule="self_speculation.SelfSpeculation",
+            drafts=True,
+            speculates=None,
+        ),
+        Algorithm(
+            "autoregressive",
+            "self_speculation.Autoregressive",
+            "the token that follows those so far",
+            source=13,
+            blocks="none",
+            pace="rule alone",
+            caches=_KEPT_BLOCKS,
+            causal_rule="self_speculation.Autoregressive",
+            speculates=None,
+        ),
     )
 }
 
@@ -332,11 +369,15 @@ def algorithms_for(family: Family) -> dict[str, Algorithm]:
     """Return the algorithms that requests to a model of a family may name."""
     table = algorithms_of(is_block_causal=family.is_block_causal)
     is_shifted = family.logit_shift > 0
+    if family.has_causal_context:
+        own = {name: a for name, a in table.items() if a.causal_rule is not None}
+        return {name: dataclasses.replace(a, speculates=None) for name, a in own.items()}
     return {
         name: algorithm
         for name, algorithm in table.items()
         if (not family.is_block_causal or algorithm.reads_row_before == is_shifted)
         and (family.edit_tokens or not algorithm.edits_length)
+        and not algorithm.is_causal_only
     }
 
 

@@ -69,10 +69,6 @@ MOST_TOLD_IDS = 128  # upstream's limit of `logprob_token_ids`
 
 IGNORED = "dllm_ignored"  # key of extra_args for names of fields that our own routes leave out
 
-# Fields of upstream's SamplingParams that every client sends and that do not act here, with the
-# values that ask for nothing. Others are reported to the client (`diffusion.ignored`).
-INERT: dict[str, tuple[Any, ...]] = {"thinking_token_budget": (None, -1)}
-
 # Fields of upstream's SamplingParams without which an answer is not what was asked for: values that
 # ask for nothing, and what is wanted.
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -113,6 +109,7 @@ def attach(sampling: Any, decided: DiffusionParams, index: int = 0) -> None:
     kept = {k: v for k, v in (sampling.extra_args or {}).items() if k in RESERVED_EXTRA_ARGS}
     sampling.extra_args = {**kept, DECISION: decided}
     sampling.structured_outputs = None  # upstream would compile a grammar that nobody uses
+    sampling.thinking_token_budget = None  # and want a server that parses what a model thinks
     sampling.seed = None if decided.seed is None else (decided.seed + index) % 2**SEED_BITS
 
 
@@ -147,8 +144,7 @@ def asked_by(sampling: Any) -> dict[str, Any]:
         InvalidParameterError: for an unknown key, contradicting spellings, or a field of
             `SamplingParams` that cannot be had.
     """
-    fields = {name: getattr(sampling, name, None) for name in (*INERT, *UNSUPPORTED)}
-    refuse_unsupported(fields)
+    refuse_unsupported({name: getattr(sampling, name, None) for name in UNSUPPORTED})
     extra = {k: v for k, v in (sampling.extra_args or {}).items() if k not in RESERVED_EXTRA_ARGS}
     ignored = _ignored_elsewhere(extra.pop(IGNORED, []))
     spec = spec_of(extra.pop(STRUCTURED, None) or _structured_outputs(sampling))
@@ -169,7 +165,7 @@ def asked_by(sampling: Any) -> dict[str, Any]:
             given[name] = check(BY_NAME[name], name, value) if name in COLLECTED else value
     if "max_tokens" not in given:
         given["upstream_max_tokens"] = sampling.max_tokens
-    given[IGNORED] = tuple(dict.fromkeys([*ignored, *inert(fields)]))
+    given[IGNORED] = tuple(dict.fromkeys(ignored))
     given["stop_token_ids"] = tuple(sampling.stop_token_ids or ())
     given["logprobs"] = sampling.logprobs
     given["logprob_token_ids"] = tuple(getattr(sampling, "logprob_token_ids", None) or ())
@@ -194,11 +190,6 @@ def refuse_unsupported(given: Mapping[str, Any]) -> None:
     for name, (neutral, wanted) in UNSUPPORTED.items():
         if given.get(name) not in (None, *neutral):
             raise InvalidParameterError(name, given[name], wanted)
-
-
-def inert(given: Mapping[str, Any]) -> list[str]:
-    """Return the names of given fields that ask for something and do not act."""
-    return [name for name, neutral in INERT.items() if given.get(name) not in (None, *neutral)]
 
 
 def _ignored_elsewhere(given: Any) -> list[str]:
@@ -237,11 +228,10 @@ def decide(
     for name in ignored:
         del request[name]
     _check(request, algorithm, model)
-    if request.get("return_entropy") and not request.get("return_trajectory"):
-        raise InvalidParameterError(
-            "return_entropy", True, "wanted false, or return_trajectory: true"
-        )
     _check_prompt(prompt_token_ids, model, request.get("allow_infill", False))
+    if score is None and request.get("allow_infill") and model.family.has_causal_context:
+        wanted = f"wanted false: a model of family {model.family.name} reads a prompt causally"
+        raise InvalidParameterError("allow_infill", True, wanted)
     num_prompt = len(prompt_token_ids)
     guide = None if spec is None else _guide(spec, request, model, stop_token_ids)
     lengths = _lengths(request, guide, algorithm, model, num_prompt, upstream_max_tokens)
@@ -265,8 +255,26 @@ def decide(
         params = _guided(params, spec, guide, prompt_token_ids)
     if score is not None:
         return _scored(params, score, spec, model, num_prompt)
+    if algorithm.drafts:
+        _check_drafted(request, params)
     seed = request.get("seed")
     return params if seed is None else params.with_seed(seed)
+
+
+def _check_drafted(request: Mapping[str, Any], params: DiffusionParams) -> None:
+    """Refuse what depends on tokens that stand where only drafts do."""
+    edits = params.edits
+    depends = {
+        "complete_blocks": params.complete_blocks,
+        "bad_words": edits is not None and len(edits.never) < len(edits.bad_words),
+        **{
+            name: edits is not None and edits.counts_tokens and name in request
+            for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
+        },
+    }
+    for name in (name for name, is_asked in depends.items() if is_asked):
+        wanted = "wanted algorithm: autoregressive, which gives the same answer"
+        raise InvalidParameterError(name, request[name], wanted)
 
 
 def _lengths(
@@ -321,6 +329,8 @@ def _values(
     values["early_stop"] = values["early_stop"] and may_stop and not values["suffix_ids"]
     values["top_p"] = None if values["top_p"] == 1 else values["top_p"]
     values["top_k"] = values["top_k"] if (values["top_k"] or 0) > 0 else None
+    budget = values["thinking_token_budget"]
+    values["thinking_token_budget"] = None if budget == -1 or not model.ids.think else budget
     family, ids = model.family, model.ids
     return values | {
         "gen_length": lengths.canvas,
@@ -333,11 +343,13 @@ def _values(
         "eot_id": ids.eot,
         "logit_shift": family.logit_shift,
         "is_block_causal": family.is_block_causal,
+        "has_causal_context": family.has_causal_context,
         "scores_after_filters": family.scores_after_filters,
         "counts_masks": family.counts_masks,
         "completes_prompts": family.visibility.is_whole,
         "edit_ids": ids.edit,
         "forbidden_ids": () if algorithm.edits_length else ids.edit,
+        "think_ids": ids.think,
         "fp8_attention_from": model.fp8_from,
     }
 
@@ -358,6 +370,13 @@ def _told_ids(given: Any, model: ServedModel) -> tuple[int, ...]:
 
 def _only_read(score: ScoreRequest, model: ServedModel) -> dict[str, Any]:
     """Return the other parameters of a likelihood request."""
+    if 0 in score.positions and model.family.has_causal_context:
+        raise InvalidParameterError(
+            f"{SCORE}.positions",
+            list(score.positions),
+            f"wanted positions from 1 on: a model of family {model.family.name} predicts the next "
+            "token",
+        )
     if score.cfg_scale > 0 and model.family.is_block_causal:
         raise InvalidParameterError(
             f"{SCORE}.cfg_scale",
@@ -454,7 +473,7 @@ def _with_suffix(
 def _algorithm(request: Mapping[str, Any], model: ServedModel, spec: Spec | None) -> Algorithm:
     """Return the algorithm that is asked for; a usual one gives way if it cannot do the rest."""
     allowed = algorithms_for(model.family)
-    keeps_places = {name: a for name, a in allowed.items() if not a.edits_length}
+    keeps_places = {n: a for n, a in allowed.items() if not (a.edits_length or a.drafts)}
     needs_places = spec is not None or request.get("allow_infill", False)
     asked = named_algorithm(request, is_block_causal=model.family.is_block_causal)
     if asked is not None:
@@ -470,7 +489,7 @@ def _algorithm(request: Mapping[str, Any], model: ServedModel, spec: Spec | None
             raise InvalidParameterError("algorithm", asked, wanted)
         return allowed[asked]
     usual = allowed[model.defaults.get("algorithm", model.family.default_algorithm)]
-    if needs_places and usual.edits_length:
+    if needs_places and usual.name not in keeps_places:
         usual = next(iter(keeps_places.values()))
     if "threshold" in request and "threshold" not in usual.parameters and "threshold" in allowed:
         return allowed["threshold"]
@@ -481,6 +500,10 @@ def _is_used(name: str, algorithm: Algorithm, model: ServedModel) -> bool:
     """Whether a parameter acts with an algorithm on this family."""
     if name == "remasking":
         return algorithm.can_score_at_random(is_shifted=model.is_shifted)
+    if name == "num_speculative_states":
+        return algorithm.speculates is not None
+    if name == "thinking_token_budget":
+        return bool(model.ids.think)
     return BY_NAME[name].is_used_by(algorithm.name, is_block_causal=model.family.is_block_causal)
 
 
@@ -499,7 +522,10 @@ def _ignored(
         "temperature": request.get("temperature") != 0,
         "remasking": request.get("remasking") == "low_confidence"
         and algorithm.score != "confidence",
-        **{name: request.get(name) not in BY_NAME[name].neutral for name in FILTERS},
+        **{
+            name: request.get(name) not in BY_NAME[name].neutral
+            for name in (*FILTERS, "thinking_token_budget")
+        },
     }
     return tuple(
         name
@@ -518,6 +544,10 @@ def _check(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel)
         wanted = f"wanted the model's: {model.ids.mask}"
         raise InvalidParameterError("mask_id", request["mask_id"], wanted)
     _check_special_ids(request, model.ids)
+    if request.get("return_entropy") and not request.get("return_trajectory"):
+        raise InvalidParameterError(
+            "return_entropy", True, "wanted false, or return_trajectory: true"
+        )
     attention = request.get("attention_dtype", "model")
     if attention not in ("model", model.defaults.get("attention_dtype")):
         wanted = "wanted model, or a server whose --additional-config has it, too"
@@ -527,7 +557,11 @@ def _check(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel)
 def _wanted_instead(spec: Field, algorithm: Algorithm, model: ServedModel) -> str:
     """Say what to ask for instead of a parameter that does not act with an algorithm."""
     users = spec.users(is_block_causal=model.family.is_block_causal)
-    others = [name for name in algorithms_for(model.family) if name in users]
+    others = [
+        other.name
+        for other in algorithms_for(model.family).values()
+        if other.name in users and _is_used(spec.name, other, model)
+    ]
     wanted = [str(value) for value in spec.neutral[:1]]
     wanted += [f"algorithm: {in_words(others)}"] if others else []
     asked = f"wanted {', or '.join(wanted)}" if wanted else "wanted it left out"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from vllm.diffusion.request.causal_context import CausalContext
 from vllm.diffusion.request.visibility import FULL, BlockCausal, Visibility
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class Family:
         mask_token: name of the mask token where neither config.json nor the tokenizer gives it.
         edit_tokens: keys of config.json with the ids of the tokens that delete and that insert a
             position; no other algorithm than `levenshtein` may propose them.
+        think_tokens: names of the tokens that begin and that end what a model thinks, in families
+            where `thinking_token_budget` bounds it.
         served_as: its name for `--family` and for its server script; None where no script serves
             it.
     """
@@ -61,11 +64,17 @@ class Family:
     served_as: str | None = None
     marks: tuple[str, ...] = ()
     edit_tokens: tuple[str, ...] = ()
+    think_tokens: tuple[str, ...] = ()
 
     @property
     def is_block_causal(self) -> bool:
         """Whether a position attends to its own block and those before it, and to none behind."""
-        return isinstance(self.visibility, BlockCausal)
+        return self.visibility.block_length > 0
+
+    @property
+    def has_causal_context(self) -> bool:
+        """Whether a finished block is read causally, as is the prompt."""
+        return isinstance(self.visibility, CausalContext)
 
 
 LLADA = Family(
@@ -180,6 +189,19 @@ STABLE_DIFFCODER = Family(
     mask_token="<[MASK_TOKEN]>",
 )
 
+NEMOTRON = Family(
+    name="nemotron",
+    served_as="nemotron",
+    architectures=("NemotronLabsDiffusionModel",),
+    model_types=("nemotron_labs_diffusion",),
+    config_class="vllm.diffusion.models.nemotron:NemotronConfig",
+    default_algorithm="low_confidence_dynamic",
+    defaults={"threshold": 0.9, "confidence_dtype": "logits"},
+    counts_masks=True,
+    visibility=CausalContext(),
+    think_tokens=("<think>", "</think>"),
+)
+
 # Its checkpoints carry Llama's model type and architecture, which stay upstream's.
 DIFFULLAMA = Family(
     name="diffullama",
@@ -193,7 +215,7 @@ DIFFULLAMA = Family(
 
 FAMILIES: tuple[Family, ...] = (
     *(LLADA, DREAM, LLADA_MOE, DIFFULLAMA),
-    *(LLADA2, LLADA21, LLADA22, SDAR, SDAR_MOE, FAST_DLLM, STABLE_DIFFCODER),
+    *(LLADA2, LLADA21, LLADA22, SDAR, SDAR_MOE, FAST_DLLM, STABLE_DIFFCODER, NEMOTRON),
 )
 
 ARCHITECTURES = frozenset(name for family in FAMILIES for name in family.architectures)

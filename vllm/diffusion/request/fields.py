@@ -306,6 +306,16 @@ FIELDS: tuple[Field, ...] = (
         server_wide=True,
         **users(lambda a: a.speculates is not None),
     ),
+    Field(
+        "thinking_token_budget",
+        int,
+        "tokens of the answer before the one that ends thinking, at most; of models that think "
+        "(nemotron); -1 for no bound",
+        default_text="none",
+        minimum=-1,
+        neutral=(-1,),
+        server_wide=True,
+    ),
     # Its place among others.
     Field(
         "priority",
@@ -342,6 +352,7 @@ COLLECTED = ("logit_bias", "bad_words", "allowed_token_ids")
 OF_SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "min_tokens"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", *COLLECTED),
+    "thinking_token_budget",
 )
 # Parameters that clients know from elsewhere; a name that is almost theirs may be somebody else's.
 _STANDARD = frozenset({*OF_SAMPLING, "max_tokens", "priority"})

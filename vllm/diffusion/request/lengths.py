@@ -201,7 +201,7 @@ def _grid_lengths(
         usual = room if model.default_max_tokens is None else min(model.default_max_tokens, room)
         canvas = max(usual, 1) if max_tokens is None else max_tokens
     _check_room(request, canvas, max_tokens, model, prompt_length)
-    block_length = _grid_block(request, model)
+    block_length = 1 if algorithm.blocks == "none" else _grid_block(request, model)
     lengths = Lengths(canvas, canvas if max_tokens is None else max_tokens, block_length, None)
     if algorithm.pace != "steps":
         return lengths

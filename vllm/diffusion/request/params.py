@@ -36,6 +36,7 @@ class SpecialIds:
         stop: every id that ends an answer (eos, eot and those of generation_config.json).
         line_ends: ids that end a line, after which adablock may end a block.
         edit: the tokens that delete and that insert a position, in families that have them.
+        think: the tokens that begin and that end thinking, in families where it can be bounded.
     """
 
     mask: int
@@ -44,6 +45,7 @@ class SpecialIds:
     stop: frozenset[int]
     line_ends: tuple[int, ...] = ()
     edit: tuple[int, ...] = ()
+    think: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,10 @@ class DiffusionParams(AlgorithmParams):
 
     `steps` is None where no bound was asked for, `top_p` and `top_k` where they are off. `stop_ids`
     is empty and `early_stop` is false when `ignore_eos` is set. `logit_shift`, `is_block_causal`,
-    `scores_after_filters`, `counts_masks` and `completes_prompts` are the family's. `edit_ids` are
-    the tokens that delete and that insert a position, `forbidden_ids` are never proposed.
+    `has_causal_context`, `scores_after_filters`, `counts_masks` and `completes_prompts` are the
+    family's. `edit_ids` are the tokens that delete and that insert a position, `forbidden_ids` are
+    never proposed; `think_ids` begin and end thinking, which is over `thinking_token_budget` tokens
+    after the prompt.
     `logprob_token_ids` are tokens whose log probabilities are reported in place of the most likely
     ones; `logprobs` is their number then.
     `seed` is None until the engine draws one. `logprobs` is the number of alternatives reported
@@ -136,11 +140,14 @@ class DiffusionParams(AlgorithmParams):
     stop_ids: frozenset[int]
     logit_shift: int
     is_block_causal: bool
+    has_causal_context: bool
     scores_after_filters: bool
     counts_masks: bool
     completes_prompts: bool
     edit_ids: tuple[int, ...]
     forbidden_ids: tuple[int, ...]
+    think_ids: tuple[int, ...]
+    thinking_token_budget: int | None
     stream_canvas: bool
     return_trajectory: bool
     return_entropy: bool
@@ -158,6 +165,11 @@ class DiffusionParams(AlgorithmParams):
     num_speculative_states: int = 0
     has_stop_strings: bool = False
     fp8_attention_from: int = 0
+
+    @property
+    def kept_unit(self) -> int:
+        """Positions whose exact keys and values depend on each other's tokens."""
+        return 1 if self.has_causal_context else self.block_length
 
     @property
     def has_extras(self) -> bool:

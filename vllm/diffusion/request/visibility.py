@@ -20,16 +20,34 @@ class Forward(NamedTuple):
         kept: positions, from 0, whose keys and values earlier forwards have stored; no position
             between the last of them and the window is missing.
         committed: positions from 0 whose tokens never change again.
+        is_causal: in families whose context is causal: positions see those before them alone, and
+            none of a block that is denoised.
     """
 
     window: range
     kept: int = 0
     committed: int = 0
+    is_causal: bool = False
 
     @property
     def num_keys(self) -> int:
         """Number of positions, from 0, that have keys in this forward."""
         return max(self.kept, self.window.stop)
+
+
+class WindowPart(NamedTuple):
+    """Consecutive positions of a window, `first` to `stop` - 1, that see by one visibility.
+
+    Attributes:
+        num_keys, block_length: keys that are read, see `Visibility.seen_by`.
+        reads_kept: some keys of the window are not computed by the forward.
+    """
+
+    first: int
+    stop: int
+    num_keys: int
+    block_length: int
+    reads_kept: bool
 
 
 @dataclass(frozen=True)
@@ -54,6 +72,25 @@ class Visibility:
     def in_whole_blocks(self, length: int) -> int:
         """Round a number of positions up to whole blocks."""
         return length
+
+    @property
+    def kept_unit(self) -> int:
+        """Positions whose keys depend on each other; 0 where all do."""
+        return self.block_length
+
+    def parts(self, forward: Forward) -> tuple[WindowPart, ...]:
+        """Split the window of a forward by what its positions see; most often it is one part."""
+        return (self.part(forward, forward.window),)
+
+    def part(self, forward: Forward, positions: range) -> WindowPart:
+        """Return a part of a forward's window whose positions see by this visibility."""
+        num_keys = forward.num_keys
+        seen = self.seen_by(positions, num_keys)
+        return WindowPart(positions.start, positions.stop, *seen, num_keys > len(forward.window))
+
+    def first_end(self, prompt_length: int) -> int:
+        """Return the end of a request's first forward, if the sequence reaches as far."""
+        return self.in_whole_blocks(prompt_length + 1)
 
     def num_seen(self, query: int, num_keys: int) -> int:
         """Number of keys, of those at positions 0 to `num_keys` - 1, that a query reads.

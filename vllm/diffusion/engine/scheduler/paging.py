@@ -98,7 +98,7 @@ class Paging(AdmissionGate):
         self._generation = 0  # of the weights
 
     def arrived(self, item: RequestState) -> bool:
-        """Add the block length, on which keys and values depend, to a request's hashes.
+        """Add the block length to a request's hashes, where keys and values depend on it.
 
         Raises:
             ActivationBudgetError: it would not fit even alone.
@@ -110,7 +110,7 @@ class Paging(AdmissionGate):
             there = self._most_positions
             position = self._page_bytes // PAGE_SIZE
             raise ActivationBudgetError(length, length * position, there * position, there)
-        request.cache_salt = f"{request.cache_salt or ''}|B{item.params.block_length}"
+        request.cache_salt = f"{request.cache_salt or ''}|B{item.params.kept_unit}"
         self._hash(item)
         if not (self.manager.enable_caching and _shares(item)):
             request.skip_reading_prefix_cache = True
@@ -255,4 +255,4 @@ class Paging(AdmissionGate):
 def _shares(item: RequestState) -> bool:
     """Whether a request's pages hold what their hashes name: whole blocks of these tokens."""
     params = item.params
-    return PAGE_SIZE % params.block_length == 0 and not params.allow_infill
+    return PAGE_SIZE % params.kept_unit == 0 and not params.allow_infill

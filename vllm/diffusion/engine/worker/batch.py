@@ -98,9 +98,12 @@ class Packing:
 
     @cached_property
     def of_requests(self) -> tuple[tuple[Span, ...], ...]:
-        """Sequences of each request."""
+        """Sequences of each request; of one in parts, the part that is sampled."""
         sequences = iter(self.sequences)
-        return tuple([tuple(islice(sequences, c.window.num_sequences)) for c in self.canvases])
+        sizes = [
+            (c.window.num_sequences, w) for c, w in zip(self.canvases, self.windows, strict=True)
+        ]
+        return tuple([tuple(islice(sequences, n * len(w.parts)))[-n:] for n, w in sizes])
 
     @cached_property
     def longest(self) -> int:
@@ -245,11 +248,10 @@ def _pack(canvases: tuple[Packed, ...], windows: tuple[Window, ...], pages: Page
     for canvas, window in zip(canvases, windows, strict=True):
         cache, first, stop = canvas.window.cache, window.first, window.stop
         for kept_start in canvas.window.kept_starts:
-            numbers += window[1:]
-            if cache is None:
-                kept_starts.append(_NOT_KEPT)
-            else:
-                kept_starts.append(cache.start + kept_start)
+            for part in window.parts:
+                numbers += part
+                kept_starts.append(_NOT_KEPT if cache is None else cache.start + kept_start)
+            if cache is not None:
                 slots.append(cache.slots[kept_start + first : kept_start + stop])
     kept = np.array(kept_starts)
     placed = np.fromiter(numbers, np.int64).reshape(kept.size, -1)

@@ -200,7 +200,7 @@ class Canvas:
     def _is_for(self, work: ForwardTarget) -> ForwardTarget:
         """Set the target of the next forward."""
         self._work = work
-        self.window.aim(work.rows)
+        self.window.aim(work.rows, is_causal=work.is_causal)
         return work
 
     def _prepare(self) -> ForwardTarget:
@@ -211,9 +211,9 @@ class Canvas:
         if work.fill is not None:
             self._look()
             start, token = work.fill
-            self.tokens[start:] = token
+            self.tokens[start : work.fill_end] = token
             for guest in self._guests:
-                guest.fill(start, token)
+                guest.fill(start, token, work.fill_end)
         return work
 
     def draws(self, positions: Array, step: int | None = None) -> Array | None:
@@ -254,7 +254,9 @@ class Canvas:
             if work is not None:
                 self._is_for(work)
         elif self._is_for_rule:
-            written = self._write(self._chosen(found))
+            commit = self._chosen(found)
+            written = commit.positions[self.tokens[commit.positions] != commit.tokens]
+            self._write(commit)
         num_settled = self.rule.settled(self.tokens) if work is None else work.rows[0]
         forward, self._is_for_rule = self.window.end(), True
         self._num_committed = None
@@ -337,7 +339,7 @@ class Canvas:
         """
         if self._num_committed is None:
             num_masked = int(np.count_nonzero(self._canvas == self.params.mask_id))
-            num_given = self.params.gen_length - self.params.num_open
+            num_given = self.params.gen_length - self.params.num_open + self.rule.num_drafted
             self._num_committed = self._canvas.size - num_masked - num_given
             for guest in self._guests:
                 guest.look(self.tokens, self.num_steps)

@@ -31,8 +31,8 @@ class CanvasGuest:
         """Return choices that bind several candidates of the next forward, by position."""
         return []
 
-    def fill(self, start: int, token: int) -> None:
-        """Take in that the rule sets all positions from `start` on to `token`."""
+    def fill(self, start: int, token: int, end: int | None) -> None:
+        """Take in that the rule sets all positions from `start` on, before `end`, to `token`."""
 
     def commit(self, tokens: Array, candidates: Candidates, commit: Commit) -> Commit:
         """Return what is committed where the rule has chosen `commit` among `candidates`."""

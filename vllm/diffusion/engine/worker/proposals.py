@@ -96,6 +96,9 @@ class Proposals(CanvasGuest):
             if known is not None:
                 value = np.where(tokens == known, own_value, value)
                 rank = np.where(tokens == known, own_rank, rank)
+        if self._params.thinking_token_budget is not None:  # what ends thinking then is certain
+            is_given = np.isnan(value) & (tokens == self._params.think_ids[1])
+            value = np.where(is_given, 0.0, value)
         positions = candidates.positions - self._prompt_length
         noted = is_new & (positions >= 0) & (positions < len(self._ranks))
         at = positions[noted]
@@ -105,12 +108,13 @@ class Proposals(CanvasGuest):
         self._tokens[at, 1:] = found.top_tokens.numpy()[:, noted].T
         self._logprobs[at, 1:] = found.top.numpy()[:, noted].T
 
-    def fill(self, start: int, token: int) -> None:
+    def fill(self, start: int, token: int, end: int | None) -> None:
         """Record that the rule has set positions from `start` on to `token`, which is certain."""
-        start -= self._prompt_length
-        self._tokens[start:] = token
-        self._logprobs[start:] = 0.0
-        self._ranks[start:] = 1
+        before = self._prompt_length
+        own = slice(start - before, None if end is None else end - before)
+        self._tokens[own] = token
+        self._logprobs[own] = 0.0
+        self._ranks[own] = 1
 
     def look(self, tokens: NDArray[np.int64], step: int) -> None:
         """Keep the whole canvas after forward number `step`, where the request asks to see it."""

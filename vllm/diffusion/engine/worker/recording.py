@@ -37,9 +37,9 @@ class Blocks:
     ) -> None:
         self._rule, self._prompt_length = rule, prompt_length
         self._end, width = length - prompt_length, params.block_length
-        is_grid = params.is_block_causal
-        record = algorithms_of(is_block_causal=is_grid)[params.algorithm]
-        if record.blocks == "none":
+        is_grid = params.is_block_causal and not params.has_causal_context
+        record = algorithms_of(is_block_causal=params.is_block_causal)[params.algorithm]
+        if record.blocks == "none" and not params.has_causal_context:
             width = self._end
         first = width - prompt_length % width if is_grid else width
         self._bounds = [0, *range(first, self._end, width), self._end]
@@ -96,7 +96,8 @@ class Recorder(CanvasGuest):
         self._first_row = 0 if params.num_logprobs is None else 4 + 2 * params.num_logprobs
         self._holes = np.empty(0, dtype=np.int64)  # of the prompt
         self._tokens = tokens.copy()  # as they were before what is noted
-        self._noted: list[_Noted | tuple[int, int, int]] = []  # the latter: step, start and token
+        # The latter: step, start, token and end of a fill.
+        self._noted: list[_Noted | tuple[int, int, int, int | None]] = []
         self._steps = np.zeros(len(tokens), dtype=np.int32)
         self._logprobs = np.full(len(tokens), np.nan, dtype=np.float32)
         self._entropies = np.full(len(tokens), np.nan, dtype=np.float32)
@@ -122,8 +123,8 @@ class Recorder(CanvasGuest):
             self._weight_steps.pop()  # no step was computed with them
         self._weight_steps.append((generation, following))
 
-    def fill(self, start: int, token: int) -> None:
-        self._noted.append((self._step, start, token))
+    def fill(self, start: int, token: int, end: int | None) -> None:
+        self._noted.append((self._step, start, token, end))
 
     def watch(self, commit: BatchedCommit, *, is_mask_forbidden: bool) -> None:
         self._note(commit, commit.eligible, commit.logprobs, is_mask_forbidden=is_mask_forbidden)
@@ -167,8 +168,8 @@ class Recorder(CanvasGuest):
             self._fill(*item)
         self._take(commits)
 
-    def _fill(self, step: int, start: int, token: int) -> None:
-        changed = start + (self._tokens[start:] != token).nonzero()[0]
+    def _fill(self, step: int, start: int, token: int, end: int | None) -> None:
+        changed = start + (self._tokens[start:end] != token).nonzero()[0]
         self._replaces |= bool((self._steps[changed] >= 0).any())
         count = changed.size
         self._put(np.full(count, step), changed, np.full(count, token), np.full(count, np.nan))

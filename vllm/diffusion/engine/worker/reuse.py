@@ -29,8 +29,10 @@ class Windows(ABC):
         unit: granularity, in rows, at which a forward can be cut; None if it cannot be cut.
         least_committed: `computed` has no effect below this number of committed positions; callers
             may skip it.
+        is_causal: what `ForwardTarget` says of the rule's next forward.
     """
 
+    is_causal = False
     kept: int = 0
     unit: int | None = None
     least_committed: int = ALL_ROWS
@@ -76,7 +78,8 @@ class Whole(Windows):
         self._length = length
 
     def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:
-        return Forward(range(self._length if self._sees_all else rows[1]))
+        end = self._length if self._sees_all else rows[1]
+        return Forward(range(end), is_causal=self.is_causal)
 
 
 class Approximate(Windows):
@@ -128,33 +131,35 @@ class Exact(Windows):
 
     A forward starts where these end. So the prompt, a block that has just been finished and what a
     request lost when its pages were taken away are all computed in the same way: together with the
-    rule's rows, or in parts of whole blocks before them.
+    rule's rows, or in parts of whole blocks before them. A causal context is kept up to any
+    position, and computed before a block that is denoised, which leaves nothing.
 
     Args:
         visibility: blocks of the request.
         fuses: a finished block may be computed together with the next one.
     """
 
-    def __init__(self, visibility: BlockCausal, *, fuses: bool) -> None:
+    def __init__(self, visibility: Visibility, *, fuses: bool) -> None:
         self._visibility = visibility
-        self.unit = self.least_committed = visibility.block_length
+        self.unit, self.least_committed = visibility.block_length, visibility.kept_unit
         self._fuses = fuses
 
     def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:
         (start, end), kept = rows, self.kept
-        if kept < start and not self._fuses:
+        is_apart = kept < start and not (self._fuses or self.is_causal)
+        if is_apart:
             end = start
         if end - kept > room:
             end = kept + room - room % self._visibility.block_length
-        return Forward(range(kept, end), kept)
+        return Forward(range(kept, end), kept, is_causal=self.is_causal or is_apart)
 
     def computed(self, forward: Forward, committed: int) -> None:
-        ended = Forward(forward.window, forward.kept, committed)
+        ended = forward._replace(committed=committed)
         self.keep(max(self.kept, self._visibility.final(ended).stop))
 
     def keep(self, num_kept: int) -> None:
         self.kept = num_kept
-        self.least_committed = num_kept + self._visibility.block_length
+        self.least_committed = num_kept + self._visibility.kept_unit
 
     def forget(self) -> None:
         self.keep(0)
@@ -174,6 +179,7 @@ def windows_of(
         return Frozen(prompt_length, length, params.logit_shift)
     if params.cache != "exact":
         return Approximate(length, params.logit_shift)
-    if not isinstance(visibility, BlockCausal):
+    if visibility.block_length == 0:
         raise ValueError(f"cache: given exact; wanted a block-causal family, not {visibility}")
-    return Exact(visibility, fuses=envs.fuses_commits())
+    fuses = isinstance(visibility, BlockCausal) and envs.fuses_commits()
+    return Exact(visibility, fuses=fuses)

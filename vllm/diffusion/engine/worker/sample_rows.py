@@ -191,23 +191,25 @@ class _PartBuilder:
     def __init__(self, batch: StepBatch) -> None:
         self.num_rows = 0
         self._batch = batch
-        self._rows: list[tuple[Array, Span, int]] = []  # the last: a prompt's length
+        self._rows: list[tuple[Array, Span, int, int]] = []  # the last: prompt's length, shift
         self._pieces: list[tuple[int, slice, slice | None]] = []
 
     def add(self, number: int, positions: Array) -> None:
         """Add the rows that predict `positions` [r] of the request with this index in the batch."""
         prompt_length, places = self._batch.canvases[number].prompt_length, []
+        shift = 1 if self._batch.works[number].is_causal else self._batch.logit_shift
         for sequence in self._batch.packing.of_requests[number]:
-            self._rows.append((positions, sequence, prompt_length))
+            self._rows.append((positions, sequence, prompt_length, shift))
             places.append(slice(self.num_rows, self.num_rows + positions.size))
             self.num_rows += positions.size
         self._pieces.append((number, places[0], places[1] if len(places) > 1 else None))
 
     def finish(self) -> SamplePart[Array]:
-        own, sequences, prompt_lengths = zip(*self._rows, strict=True)
+        own, sequences, prompt_lengths, shifts = zip(*self._rows, strict=True)
         counts = [positions.size for positions in own]
         positions = np.concatenate(own)
-        read = np.maximum(positions - self._batch.logit_shift, 0)
+        shift = shifts[0] if len(set(shifts)) == 1 else np.repeat(shifts, counts)
+        read = np.maximum(positions - shift, 0)
         first_rows = [sequence.q_start - sequence.first for sequence in sequences]
         runs, end = list[Span](), 0
         for sequence, count in zip(sequences, counts, strict=True):

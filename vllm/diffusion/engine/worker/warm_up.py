@@ -71,14 +71,19 @@ def warm_up(
 def run_alone(
     runner: DiffusionModelRunner, requests: Sequence[NewCanvas], pages: Mapping[str, NewPages]
 ) -> None:
-    """Run one step of requests, then forget them; errors are raised on all ranks."""
+    """Run a step of requests, then forget them; errors are raised on all ranks.
+
+    Where requests begin with a seed of their own, the step that denoises follows.
+    """
     failure: Exception | None = None
     try:
         for new in requests:
             runner.start(new)
         runner.assign(pages)
-        with torch.inference_mode():
-            runner.collect(runner.launch([new.req_id for new in requests]))
+        is_seeded = requests[0].params.has_causal_context and requests[0].params.block_length > 1
+        for _ in range(1 + is_seeded):
+            with torch.inference_mode():
+                runner.collect(runner.launch([new.req_id for new in requests]))
         runner.take_note()
     except OUT_OF_MEMORY as error:
         failure = error.with_traceback(None)
@@ -165,6 +170,9 @@ def _request(
         length -= length % block_length
         canvas = min(num_sampled, block_length - 1)
         asked = {"block_length": block_length}
+    if model.family.has_causal_context:  # a block behind one token, or a prompt that is read
+        canvas = length - 1 if 2 < length <= num_sampled else 1
+        asked = {"block_length": canvas}
     prompt = [0 if model.ids.mask else 1] * (length - canvas)
     temperature = 0.0 if cache == "none" else 1.0
     asked |= {"cache": cache, "gen_length": canvas, "temperature": temperature, "seed": 0}

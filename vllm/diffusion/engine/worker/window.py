@@ -21,7 +21,7 @@ from vllm.diffusion.request.visibility import Forward
 if TYPE_CHECKING:
     from vllm.diffusion.memory import KeptSequence
     from vllm.diffusion.request.params import DiffusionParams
-    from vllm.diffusion.request.visibility import Visibility
+    from vllm.diffusion.request.visibility import Visibility, WindowPart
 
 
 class Window(NamedTuple):
@@ -30,23 +30,21 @@ class Window(NamedTuple):
     Attributes:
         forward: the forward as `visibility` describes it.
         first, stop: positions that are computed, half-open.
-        num_keys, block_length: keys that are read, see `Visibility.seen_by`.
-        reads_kept: some of these keys are not computed by the forward.
+        reads_kept: some of the keys that are read are not computed by the forward.
+        parts: its positions by what they see, in order; those of the last part are sampled.
     """
 
     forward: Forward
     first: int
     stop: int
-    num_keys: int
-    block_length: int
     reads_kept: bool
+    parts: tuple[WindowPart, ...]
 
     @classmethod
     def of(cls, forward: Forward, visibility: Visibility) -> Window:
-        positions, num_keys = forward.window, forward.num_keys
-        seen, block_length = visibility.seen_by(positions, num_keys)
-        first, stop = positions.start, positions.stop
-        return cls(forward, first, stop, seen, block_length, num_keys > stop - first)
+        first, stop = forward.window.start, forward.window.stop
+        reads_kept = forward.num_keys > stop - first
+        return cls(forward, first, stop, reads_kept, visibility.parts(forward))
 
     @property
     def num_rows(self) -> int:
@@ -129,10 +127,10 @@ class ForwardWindow:
         """Whether a forward was begun and not committed."""
         return self._under_way is not None
 
-    def aim(self, rows: tuple[int, int]) -> None:
-        """Set the positions, first and last + 1, that the rule of the next forward works on."""
-        if rows != self._target:
-            self._target = rows
+    def aim(self, rows: tuple[int, int], *, is_causal: bool = False) -> None:
+        """Set the positions, first and last + 1, and the kind, of the rule's next forward."""
+        if rows != self._target or is_causal != self._windows.is_causal:
+            self._target, self._windows.is_causal = rows, is_causal
             self.reset()
 
     def reset(self) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.diffusion.config import row_budget, served_model, settings_of
-from vllm.diffusion.core import pages
+from vllm.diffusion.core import devices, pages
 from vllm.diffusion.engine.scheduler.paging import most_positions, scratch_pages, without_scratch
 from vllm.diffusion.engine.scheduler.turns import StepLimits
 from vllm.diffusion.engine.worker.model_loading import (
@@ -61,6 +61,7 @@ class DiffusionWorker(WeightWorker):
             index = self.current_platform.logical_device_id_to_visible_device_id(self.local_rank)
             self.device = torch.device("cuda", index)
             torch.cuda.set_device(self.device)
+            devices.check_card(self.device)
             self.current_platform.check_if_supports_dtype(self.model_config.dtype)
         else:
             self.device = torch.device("cpu")

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that come, go and are aborted, with pages that are watched meanwhile."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tests.engine.harness import Answer, Ask, Engine, start, step
+from vllm.diffusion.core.pages import PAGE_SIZE
+
+
+class Published:
+    """Pages that others may find must never change; looked at after every step."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._pool = engine.scheduler.paging.manager.block_pool
+        self._store, self._num_layers = engine.runner.caches, len(engine.runner.model.layers)
+        self._known: dict[Any, torch.Tensor] = {}
+
+    def check(self) -> None:
+        pages = [self._pages_of(layer) for layer in range(self._num_layers)]
+        now = {
+            (block.block_hash, block.block_id): torch.stack([p[block.block_id] for p in pages])
+            for block in self._pool.blocks
+            if block.block_hash is not None
+        }
+        for key, page in now.items():
+            if key in self._known:
+                assert torch.equal(page, self._known[key])
+            assert page.isfinite().all()
+        self._known = now
+
+    def _pages_of(self, layer: int) -> torch.Tensor:
+        """[P, 2 * PAGE_SIZE, KV, hd]: the keys, then the values of each page."""
+        last_values = self._store.values(layer)[-PAGE_SIZE:]
+        rows = torch.cat([self._store.keys(layer), last_values])
+        return rows.view(self._store.num_pages, 2 * PAGE_SIZE, *rows.shape[1:])
+
+
+def run_schedule(
+    engine: Engine, schedule: Sequence[tuple[int, Ask, int | None]]
+) -> dict[int, Answer]:
+    """Answers of those that were not aborted, by their place.
+
+    Each is asked so many steps after the one before, and aborted so many after that, if at all.
+    """
+    upstream, published = engine.llm.llm_engine, Published(engine)
+    waiting, aborts, answers = list(enumerate(schedule)), dict[str, int](), dict[int, Answer]()
+    count = next_at = 0
+    while waiting or upstream.has_unfinished_requests():
+        while waiting and next_at + waiting[0][1][0] <= count:
+            place, (delay, one, abort_after) = waiting.pop(0)
+            next_at += delay
+            req_id = start(engine, str(place), one)
+            if abort_after is not None:
+                aborts[req_id] = count + abort_after
+        upstream.abort_request([r for r, at in aborts.items() if at == count], internal=True)
+        answers |= {int(name): answer for name, answer in step(engine).items()}
+        published.check()
+        count += 1
+    return answers

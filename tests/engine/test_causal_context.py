@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A causal context in pages: shared whatever the blocks, lost and computed again, read once."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.checkpoints import random_prompt
+from tests.engine.harness import Answer, Ask, Engine, record, running
+from tests.engine.schedules import run_schedule
+from tests.reference.models import load_reference
+from vllm.diffusion.engine.scheduler.paging import Paging
+
+ROW_BUDGET = 40
+NUM_PAGES = 8  # upstream keeps one of them
+SHARED = random_prompt(130, seed=99)
+
+
+def ask(prompt: list[int], algorithm: str, **asked: Any) -> Ask:
+    if algorithm == "low_confidence_dynamic":
+        asked = {"threshold": 0.3, **asked}
+    return Ask(prompt, {"ignore_eos": True, "algorithm": algorithm, **asked})
+
+
+ASKS = [
+    ask(SHARED, "low_confidence_dynamic", block_length=8, gen_length=20),
+    ask(SHARED, "autoregressive", gen_length=12),
+    ask([*SHARED[:128], 7, 8], "self_speculation", block_length=16, gen_length=24),
+    ask([*SHARED[:70], 3], "semi_ar", block_length=7, gen_length=30, steps_per_block=3),
+    ask(random_prompt(5, 1), "self_speculation", block_length=5, gen_length=70),
+    ask(random_prompt(64, 2), "autoregressive", gen_length=9, temperature=0.8, seed=5),
+    ask(random_prompt(33, 3), "low_confidence_dynamic", block_length=32, gen_length=40),
+    ask(random_prompt(90, 4), "self_speculation", block_length=8, gen_length=20, threshold=0.6),
+]
+
+
+def uncached(one: Ask) -> Ask:
+    return Ask(one.prompt, {**one.extra, "cache": "none"}, one.sampling)
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Callable[[str], Path]) -> Iterator[Engine]:
+    with running(
+        checkpoint("nemotron"),
+        max_num_batched_tokens=ROW_BUDGET,
+        num_gpu_blocks_override=NUM_PAGES,
+        disable_log_stats=False,
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def wanted(engine: Engine) -> list[Answer]:
+    return [engine.ask(uncached(one))[0] for one in ASKS]
+
+
+def same(answers: list[Answer], wanted: list[Answer]) -> None:
+    assert [a.token_ids for a in answers] == [w.token_ids for w in wanted]
+    assert [a.num_forwards for a in answers] == [w.num_forwards for w in wanted]
+
+
+def num_cached(engine: Engine, one: Ask) -> int:
+    (output,) = engine.outputs(one)
+    return int(output.num_cached_tokens)
+
+
+def test_pages_are_shared_whatever_the_blocks(engine: Engine, wanted: list[Answer]) -> None:
+    assert engine.scheduler.reset_prefix_cache()
+    assert [num_cached(engine, one) for one in ASKS[:4]] == [0, 128, 128, 64]
+    (answer,) = engine.ask(ASKS[4])
+    follow = ask([*ASKS[4].prompt, *answer.token_ids, 9], "autoregressive", gen_length=3)
+    assert num_cached(engine, follow) == 64
+    same(engine.ask(*ASKS[:4]), wanted[:4])
+
+
+def test_who_loses_its_pages_goes_on_where_it_was(
+    engine: Engine, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = record(monkeypatch, Paging, "preempt", lambda _, paging, item: item.req_id)
+    names = ("low_confidence_dynamic", "self_speculation", "autoregressive") * 2
+    asks = [
+        ask(random_prompt(50, seed), name, block_length=9, gen_length=85)
+        for seed, name in enumerate(names[:5])
+    ]
+    alone = [engine.ask(uncached(one))[0] for one in asks]
+    assert engine.scheduler.reset_prefix_cache()
+    same(engine.ask(*asks), alone)
+    assert len(lost) >= 2
+    assert engine.is_idle()
+
+
+@pytest.mark.slow
+@settings(
+    deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, len(ASKS) - 1), st.none() | st.integers(1, 12)),
+        min_size=1,
+        max_size=8,
+    ),
+    st.booleans(),
+)
+def test_any_schedule_gives_the_same_tokens(
+    engine: Engine, wanted: list[Answer], schedule: list[Any], ahead: bool
+) -> None:
+    """Prefixes are shared while requests come, go and are aborted; published pages never change."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.loop, "runs_ahead", ahead)
+        answers = run_schedule(engine, [(delay, ASKS[n], end) for delay, n, end in schedule])
+    for place, answer in answers.items():
+        same([answer], [wanted[schedule[place][1]]])
+    assert engine.is_idle()
+    assert engine.scheduler.make_stats().kv_cache_usage == 0
+
+
+@pytest.mark.parametrize("block_length", [2, 8, 32])
+def test_self_speculation_is_autoregressive(engine: Engine, block_length: int) -> None:
+    """With penalties that both can have, and with logits that forbid tokens."""
+    for seed, more in enumerate(({}, {"logit_bias": {"7": 5.0}, "min_tokens": 9})):
+        prompt, lengths = random_prompt(20 + seed, seed), {"gen_length": 40, **more}
+        one, other = engine.ask(
+            Ask(prompt, {"algorithm": "autoregressive", **lengths}),
+            Ask(prompt, {"algorithm": "self_speculation", "block_length": block_length, **lengths}),
+        )
+        assert one.token_ids == other.token_ids
+
+
+def test_a_likelihood_is_that_of_the_next_token(
+    engine: Engine, checkpoint: Callable[[str], Path]
+) -> None:
+    prompt = random_prompt(40, 8)
+    asked = {"score": {"positions": [3, 39], "token_ids": [[1, 2], [5]]}}
+    (answer,) = engine.ask(Ask(prompt, asked))
+    logits = load_reference(checkpoint("nemotron")).causal_logits(torch.tensor([prompt]), 40)[0]
+    found = torch.log_softmax(logits, dim=-1)
+    given = answer.report["scores"]["logprobs"]
+    wanted = [found[2, [1, 2]], found[38, [5]]]
+    torch.testing.assert_close(torch.tensor(given[0]), wanted[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.tensor(given[1]), wanted[1], atol=1e-4, rtol=1e-4)

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoding loops of Nemotron-Labs-Diffusion, one sequence at a time, as plainly as can be.
+
+Written from what the release does, not from its text. Every forward computes the whole sequence;
+nothing is kept. The context is causal, and its rows predict the next token; the rows of a block
+that is denoised see each other, and predict their own.
+
+- `diffusion`: blocks of a seed and masks.
+- `autoregressive`: one token a forward.
+- `self_speculation`: a block is drafted, and a causal forward of it says how much of it stands.
+
+All return the answer up to and including its first stop token, and cut at `gen_length`. Deviations
+from the source: the mask token is never proposed as a seed, a draft or a confirmation; a seed that
+is a stop token ends the answer; no forward is made for what lies behind the answer; in
+self-speculation thinking ends in the answer where it ends in `autoregressive`.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.reference.block_loops import Decoded, NoEnd, most_confident, quotas
+
+# tokens of positions 0..T-1, the first so many of which see only those before -> logits [T, V]
+LogitsOf = Callable[[Sequence[int], int], Tensor]
+
+
+class Thinking(NamedTuple):
+    """The tokens that begin and end it, and the most that the answer may have of it."""
+
+    begin: int
+    end: int
+    budget: int
+
+    def place(self, prompt: Sequence[int], answer: Sequence[int], end: int) -> int | None:
+        """Where in the answer, before `end`, it is ended; None for nowhere."""
+        ends = [i for i, token in enumerate(prompt) if token == self.end]
+        is_over = self.end in answer or bool(ends and self.begin in prompt[: ends[-1]])
+        return None if is_over or self.budget >= end else max(self.budget, len(answer))
+
+
+class _Text:
+    """Prompt and answer so far, and the forwards so far."""
+
+    def __init__(
+        self, logits_of: LogitsOf, prompt: Sequence[int], mask_id: int, stop_ids: Collection[int]
+    ) -> None:
+        self.logits_of, self.prompt = logits_of, list(prompt)
+        self.mask_id, self.stop_ids = mask_id, frozenset(stop_ids)
+        self.answer: list[int] = []
+        self.forwards = 0
+        self.history: list[list[int]] = []
+
+    def following(self, block: Sequence[int] = ()) -> list[int]:
+        """What a causal forward predicts behind the newest token, and behind each of `block`."""
+        tokens = [*self.prompt, *self.answer, *block]
+        self.forwards += 1
+        logits = self.logits_of(tokens, len(tokens))[-1 - len(block) :].clone()
+        logits[:, self.mask_id] = -torch.inf
+        return [int(row.argmax()) for row in logits]
+
+    def denoised(self, block: Sequence[int], *, forbids_mask: bool) -> dict[int, tuple[int, float]]:
+        """Token and confidence of every mask of a block behind the answer, by place in it."""
+        start = len(self.prompt) + len(self.answer)
+        self.forwards += 1
+        logits = self.logits_of([*self.prompt, *self.answer, *block], start)[start:].clone()
+        if forbids_mask:
+            logits[:, self.mask_id] = -torch.inf
+        probabilities = torch.softmax(logits, dim=-1)
+        best = probabilities.argmax(dim=-1).tolist()
+        masked = [i for i, token in enumerate(block) if token == self.mask_id]
+        return {i: (best[i], float(probabilities[i, best[i]])) for i in masked}
+
+    def result(self, gen_length: int) -> Decoded:
+        answer = self.answer[:gen_length]
+        stops = [i for i, token in enumerate(answer) if token in self.stop_ids]
+        answer = answer[: stops[0] + 1] if stops else answer
+        if self.mask_id in answer:
+            raise NoEnd
+        return Decoded(answer, self.forwards, self.history)
+
+
+def diffusion(
+    logits_of: LogitsOf,
+    prompt: Sequence[int],
+    *,
+    gen_length: int,
+    mask_id: int,
+    block_length: int = 32,
+    threshold: float | None = None,
+    steps: int | None = None,
+    stop_ids: Collection[int] = (),
+    thinking: Thinking | None = None,
+) -> Decoded:
+    """`generate` of the release: the best and all that reach the threshold, or a share a step."""
+    text = _Text(logits_of, prompt, mask_id, stop_ids)
+    while len(text.answer) < gen_length:
+        (seed,) = text.following()
+        block = [seed, *[mask_id] * (block_length - 1)]
+        if thinking is not None and seed != thinking.end:
+            end = thinking.place(prompt, text.answer, len(text.answer) + block_length)
+            if end is not None:
+                block[end - len(text.answer)] = thinking.end
+        text.history.append([*text.answer, *block])
+        schedule = iter(quotas(block.count(mask_id), steps or block_length))
+        while mask_id in block and not _ends(text, block):
+            found = text.denoised(block, forbids_mask=False)
+            confidence = {i: c for i, (_, c) in found.items()}
+            if threshold is None:
+                chosen = set(most_confident(confidence, next(schedule)))
+            else:
+                chosen = {i for i, c in confidence.items() if c >= threshold}
+                chosen |= set(most_confident(confidence, 1))
+            if all(found[i][0] == mask_id for i in chosen):
+                raise NoEnd
+            for i in chosen:
+                block[i] = found[i][0]
+            text.history.append([*text.answer, *block])
+        text.answer += block
+        if _ends(text, block):
+            text.answer = text.answer[: len(text.answer) - len(block) + _before_mask(text, block)]
+            break
+    return text.result(gen_length)
+
+
+def _before_mask(text: _Text, block: Sequence[int]) -> int:
+    return block.index(text.mask_id) if text.mask_id in block else len(block)
+
+
+def _ends(text: _Text, block: Sequence[int]) -> bool:
+    """Whether a stop token has no mask before it."""
+    return not text.stop_ids.isdisjoint(block[: _before_mask(text, block)])
+
+
+def autoregressive(
+    logits_of: LogitsOf,
+    prompt: Sequence[int],
+    *,
+    gen_length: int,
+    mask_id: int,
+    block_length: int = 1,
+    stop_ids: Collection[int] = (),
+    thinking: Thinking | None = None,
+) -> Decoded:
+    """One token a forward."""
+    text = _Text(logits_of, prompt, mask_id, stop_ids)
+    while len(text.answer) < gen_length:
+        (token,) = text.following()
+        place = None
+        if thinking is not None:
+            place = thinking.place(prompt, text.answer, len(text.answer) + 1)
+        text.answer.append(token if thinking is None or place is None else thinking.end)
+        text.history.append(list(text.answer))
+        if text.answer[-1] in text.stop_ids:
+            break
+    return text.result(gen_length)
+
+
+def self_speculation(
+    logits_of: LogitsOf,
+    prompt: Sequence[int],
+    *,
+    gen_length: int,
+    mask_id: int,
+    block_length: int = 32,
+    threshold: float = 0.0,
+    stop_ids: Collection[int] = (),
+    draft: LogitsOf | None = None,
+) -> Decoded:
+    """`linear_spec_generate` of the release; `draft` are the logits of drafts, if others."""
+    text = _Text(logits_of, prompt, mask_id, stop_ids)
+    text.answer = text.following()
+    while len(text.answer) < gen_length and text.stop_ids.isdisjoint(text.answer):
+        seed = text.answer.pop()
+        block = [seed, *[mask_id] * (block_length - 1)]
+        while mask_id in block:
+            text.logits_of = draft or logits_of
+            found = text.denoised(block, forbids_mask=True)
+            confidence = {i: c for i, (_, c) in found.items()}
+            chosen = {i for i, c in confidence.items() if c >= threshold}
+            for i in chosen | set(most_confident(confidence, 1)):
+                block[i] = found[i][0]
+        text.logits_of = logits_of
+        said = text.following(block)[1:]
+        wrong = [i for i in range(block_length - 1) if said[i] != block[i + 1]]
+        text.answer += [seed, *said[: wrong[0] + 1 if wrong else block_length]]
+        text.history.append(list(text.answer))
+    return text.result(gen_length)

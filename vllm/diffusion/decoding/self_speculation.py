@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear self-speculation, and plain autoregressive decoding, of families whose context is causal.
+
+One causal forward reads what follows every token of a block that has been drafted; what it
+confirms, and the token that follows, is what the model would have written one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vllm.diffusion.decoding.base import Array, Candidates, Commit, DecodingRule, ForwardTarget
+from vllm.diffusion.decoding.seeded_block import ThinkingBudget
+from vllm.diffusion.decoding.until_filled import and_the_best
+
+if TYPE_CHECKING:
+    from vllm.diffusion.request.params import DiffusionParams
+
+
+class SelfSpeculation(DecodingRule):
+    """Draft the masks of a block behind its seed, then commit what a causal forward confirms.
+
+    The seed is the newest token of the answer. A forward of the block, whose rows see each other,
+    fills all masks whose confidence reaches the threshold, and always the best; others follow until
+    none is left. Then row i of a causal forward predicts the token behind position i: the tokens up
+    to the first one that was drafted otherwise are committed, and this one in place of it, which is
+    the next seed. Draft and confirmation are drawn independently. The mask token is never proposed.
+    """
+
+    def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
+        super().__init__(params, prompt_length)
+        self.forbid_mask = True
+        self._next = prompt_length  # position of the next token; those before are settled
+        self._end = prompt_length + params.gen_length
+        self._budget = ThinkingBudget(params, prompt_length)
+        self._think_end: int | None = None
+        self._is_drafting = False  # some masks of the block have been filled
+        self._drafted: Array | None = None  # [B - 1] behind the seed; None: masks are left
+        self._threshold = math.nextafter(params.threshold, -math.inf)
+
+    def prepare(self, tokens: Array) -> ForwardTarget | None:
+        if self._drafted is None and not self._is_drafting:
+            self._pass_known(tokens)
+        start, length = self._next, self.params.block_length
+        if start >= self._end:
+            return None
+        self._think_end = self._budget.ends_at(tokens, start, start + length)
+        if start == self.prompt_length:  # there is no seed
+            self._drafted = tokens[:0]
+            return ForwardTarget(np.array([start]), (0, start), is_causal=True)
+        rows = (start - 1, start - 1 + length)
+        block = tokens[start : rows[1]]
+        masked = (block == self._mask).nonzero()[0]
+        if masked.size:
+            self._is_drafting = True
+            return ForwardTarget(start + masked, rows)
+        self._drafted = block.copy()
+        return ForwardTarget(np.arange(start, start + length), rows, is_causal=True)
+
+    def _pass_known(self, tokens: Array) -> None:
+        """Pass the tokens that every answer begins with."""
+        masked = (tokens[self._next : self._end] == self._mask).nonzero()[0]
+        self._next = self._next + int(masked[0]) if masked.size else self._end
+
+    def settled(self, tokens: Array) -> int:
+        return self._next
+
+    def choose(self, candidates: Candidates) -> Array:
+        scores = candidates.scores
+        chosen: Array = and_the_best(scores > self._threshold, scores).nonzero()[0]
+        return chosen
+
+    def decide(self, candidates: Candidates) -> Commit:
+        tokens = candidates.tokens
+        if self._think_end is not None:
+            tokens = self._with_think_end(candidates)
+        if self._drafted is None:
+            chosen = self.select(candidates)
+            self.num_drafted += int((candidates.positions[chosen] < self._end).sum())
+            return Commit(candidates.positions[chosen], tokens[chosen])
+        self.forbade_mask = True
+        differ = (self._drafted != tokens[: self._drafted.size]).nonzero()[0]
+        count = int(differ[0]) + 1 if differ.size else tokens.size
+        # What was drafted behind them is taken back.
+        written = np.where(np.arange(tokens.size) < count, tokens, self.params.mask_id)
+        written = written[: max(count, self._drafted.size)]
+        self._next, self._drafted = self._next + count, None
+        self._is_drafting, self.num_drafted = False, 0
+        return Commit(candidates.positions[: written.size], written)
+
+    def _with_think_end(self, candidates: Candidates) -> Array:
+        """Return the proposed tokens with the one that ends thinking, unless one does so before."""
+        is_place = candidates.positions == self._think_end
+        before = candidates.tokens[candidates.positions < self._think_end]
+        if self._drafted is not None and (before == self._budget.end_id).any():
+            return candidates.tokens
+        return np.where(is_place, self._budget.end_id, candidates.tokens)
+
+
+class Autoregressive(SelfSpeculation):
+    """Commit the token that the causal forward predicts: blocks of one token, the seed."""

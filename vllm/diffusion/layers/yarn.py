@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary positions of a context that training has lengthened: frequencies, factors of queries."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vllm.diffusion.core.positions import QueryGrowth, Yarn
+
+
+def yarn_frequencies(usual: Tensor, theta: float, yarn: Yarn | None) -> Tensor:
+    """Return what YaRN makes of the `usual` frequencies [rd / 2] fp32; these without it.
+
+    Args:
+        usual: as `inverse_frequencies` returns them.
+        theta: their base, above 1.
+        yarn: the numbers of the checkpoint.
+    """
+    if yarn is None:
+        return usual
+    num_pairs = usual.numel()
+
+    def pair(num_turns: float) -> float:
+        """Pair of channels that turns so often within the original length."""
+        return (
+            num_pairs * math.log(yarn.original_length / (num_turns * 2 * math.pi)) / math.log(theta)
+        )
+
+    low = max(math.floor(pair(yarn.beta_fast)), 0)
+    high = min(math.ceil(pair(yarn.beta_slow)), 2 * num_pairs - 1)
+    pairs = torch.arange(num_pairs, dtype=torch.float32)
+    slowed = ((pairs - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return usual / yarn.factor * slowed + usual * (1 - slowed)
+
+
+def write_factors(positions: Tensor, growth: QueryGrowth, out: Tensor) -> None:
+    """Write the factors of queries at positions [R] to `out` [R]; computed in fp32 and cast."""
+    rounds = positions.div(growth.length, rounding_mode="floor").float()
+    out.copy_(1 + growth.beta * torch.log(1 + rounds))

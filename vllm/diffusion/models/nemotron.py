@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nemotron-Labs-Diffusion (NVIDIA 2026), 3B, 8B and 14B.
+
+Llama's layers, of names of their own, with YaRN and queries that grow with their position. The
+context is causal, and a row of it predicts the next token; a block that is denoised sees itself,
+and a row of it predicts its own token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vllm.diffusion.core.positions import QueryGrowth, Yarn
+from vllm.diffusion.models.config_checks import check_mask_id, check_positive, refuse
+from vllm.diffusion.models.standard_config import StandardConfig
+
+if TYPE_CHECKING:
+    from vllm.diffusion.models.config import Architecture
+
+_NUMBERS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "rope_theta")
+
+
+class NemotronConfig(StandardConfig):
+    """config.json of Nemotron-Labs-Diffusion; see `StandardConfig`.
+
+    `rope_parameters` describes YaRN, whose factor of cosines and sines is 1.
+    """
+
+    model_type: ClassVar[str] = "nemotron_labs_diffusion"
+
+    DEFAULTS: ClassVar[dict[str, Any]] = {
+        "vocab_size": 131072,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "sliding_window": None,
+        "dlm_paradigm": "bidirectional",
+        "bos_token_id": 1,
+        "eos_token_id": 11,
+        "mask_token_id": 100,
+        "block_size": 32,
+    }
+    ONLY: ClassVar[dict[str, bool | str]] = {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "dlm_paradigm": "bidirectional",
+    }
+
+    if TYPE_CHECKING:
+        rope_parameters: dict[str, Any]
+
+    def read_rope(self, values: dict[str, Any]) -> float | None:
+        if values.get("sliding_window") is not None:
+            refuse(values, "sliding_window", "only null is supported")
+        for key in ("rope_theta", "rope_scaling"):  # what counts stands in `rope_parameters`
+            values.pop(key, None)
+        described = values.get("rope_parameters") or {}
+        if described.get("rope_type", described.get("type")) != "yarn":
+            refuse(values, "rope_parameters", 'only rope_type "yarn" is supported')
+        for key in _NUMBERS:
+            check_positive(described, key, whole=False)
+        growth = described.get("llama_4_scaling_beta")
+        if growth is not None and (not isinstance(growth, (int, float)) or growth < 0):
+            refuse(described, "llama_4_scaling_beta", "a number from 0 on, or null")
+        if described.get("mscale") != described.get("mscale_all_dim"):
+            refuse(described, "mscale", "the same number as mscale_all_dim")
+        return float(described["rope_theta"])
+
+    def check_more(self, values: dict[str, Any]) -> None:
+        super().check_more(values)
+        check_mask_id(values)
+
+    @property
+    def architecture(self) -> Architecture:
+        described = self.rope_parameters
+        length = int(described["original_max_position_embeddings"])
+        growth = described.get("llama_4_scaling_beta")
+        return super().architecture._replace(
+            layer_names=tuple(f"encoder.layers.{i}" for i in range(self.num_hidden_layers)),
+            yarn=Yarn(described["factor"], length, described["beta_fast"], described["beta_slow"]),
+            query_growth=QueryGrowth(growth, length) if growth else None,
+            module_names={
+                "model.embed_tokens": "encoder.embed_tokens",
+                "model.norm": "encoder.norm",
+                "lm_head": "diffusion_head",
+            },
+        )
