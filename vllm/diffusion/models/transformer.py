@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 from torch import nn
 
 from vllm.diffusion.core.buffers import FreshBuffers
+from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.core.spans import AttentionLayout, KeySource
 from vllm.diffusion.layers.norm import RMSNorm
 from vllm.diffusion.layers.parallel import keep_plain
@@ -20,6 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import Tensor
 
     from vllm.diffusion import ops
@@ -164,3 +166,19 @@ def run_whole(
         attention.attend(x, rotary, [KeySource(k, v, layout)], q, buffers)
         layer.mlp_stage.feed_forward(x, buffers)
     return x
+
+
+def fp8_attention_by(device: torch.device, head_dim: int) -> str:
+    """Name what computes fp8 attention of heads of this width on a device.
+
+    Raises:
+        ServerConfigError: nothing does.
+    """
+    from vllm.diffusion.layers import cudnn_fp8
+
+    wanted = cudnn_fp8.why_not(device, head_dim)
+    if wanted is not None:
+        raise ServerConfigError(
+            f"dllm settings: attention_dtype: given fp8; wanted model, or {wanted}"
+        )
+    return cudnn_fp8.described(device)

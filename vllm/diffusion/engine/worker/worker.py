@@ -25,7 +25,7 @@ from vllm.diffusion.engine.worker.warm_up import warm_up
 from vllm.diffusion.engine.worker.weight_worker import WeightWorker
 from vllm.diffusion.memory.plan import readable
 from vllm.diffusion.models.ahead import compile_ahead
-from vllm.diffusion.models.base import fp8_attention_by
+from vllm.diffusion.models.transformer import fp8_attention_by
 from vllm.diffusion.parallel.groups import Ranks
 from vllm.diffusion.process import log_filter, watchdog
 from vllm.distributed import (
