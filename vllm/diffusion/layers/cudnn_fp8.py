@@ -32,6 +32,7 @@ PACKAGE = "nvidia-cudnn-frontend"
 _LEAST_FRONT_END, _LEAST_CUDNN = (1, 19, 1), 91900
 _REFERENCE_ROWS = 512  # queries at a time off the GPU
 _MOST_PLANS = 256
+_MOST_ERROR = 0.1  # of results and weights that are rounded to fp8 in another order
 _ALIGNMENT = 16  # bytes, of everything that cuDNN reads
 
 
@@ -75,7 +76,28 @@ def why_not(device: torch.device, head_dim: int) -> str | None:
             f"{PACKAGE} {'.'.join(map(str, _LEAST_FRONT_END))} and cuDNN {_LEAST_CUDNN} at least "
             f"(given {metadata.version(PACKAGE)} and {versions[1]})"
         )
+    try:
+        error = _tried(device, head_dim)
+    except Exception as failure:
+        told = str(failure).strip().splitlines() or [type(failure).__name__]
+        return f"a cuDNN that computes it (it says: {told[0]})"
+    if not error < _MOST_ERROR:
+        return f"a cuDNN that computes it right (relative error {error:.3f})"
     return None
+
+
+def _tried(device: torch.device, head_dim: int) -> float:
+    """Compute a small case on a GPU; return its relative error against PyTorch's numbers."""
+    draws = torch.Generator(device).manual_seed(0)
+    heads = (64 * torch.randn(200, 12, head_dim, device=device, generator=draws)).to(FP8)
+    q, k, v = heads.split((6, 3, 3), dim=1)
+    scales = torch.full((4,), 1 / 64, device=device)
+    found = [torch.empty(q.shape, dtype=FP8, device=device) for _ in range(2)]
+    _by_cudnn(q[:150], k, v, scales, found[0][:150])
+    _by_cudnn(q[150:], k, v, scales, found[0][150:])
+    _by_torch(q, k, v, scales, found[1])
+    given, wanted = (part.float() for part in found)
+    return float((given - wanted).norm() / wanted.norm())
 
 
 def described(device: torch.device) -> str:
