@@ -40,6 +40,13 @@ ASKS = [
     ask(random_prompt(64, 2), "autoregressive", gen_length=9, temperature=0.8, seed=5),
     ask(random_prompt(33, 3), "low_confidence_dynamic", block_length=32, gen_length=40),
     ask(random_prompt(90, 4), "self_speculation", block_length=8, gen_length=20, threshold=0.6),
+    ask(
+        random_prompt(12, 5),
+        "low_confidence_dynamic",
+        block_length=2,
+        gen_length=12,
+        thinking_token_budget=3,
+    ),
 ]
 
 
