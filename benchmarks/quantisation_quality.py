@@ -3,11 +3,13 @@
 """What quantised weights change: answers, likeliest tokens, and the order of committing.
 
     benchmarks/quantisation_quality.py [--models llada-tiny dream-tiny] [--limit N]
-        [--quantization fp8 int4 nf4] [--gen-length 32] [--block-length 8]
+        [--quantization fp8 int4 nf4] [--attention model fp8] [--gen-length 32] [--block-length 8]
     benchmarks/quantisation_quality.py --models /path/to/LLaDA-8B-Instruct --facts gsm8k.jsonl
 
 Questions of facts.jsonl (of the checkpoint, or --facts; lines with question and answer) are decoded
-block by block, at temperature 0, with logits of the served model and nothing else of the engine:
+block by block, at temperature 0, with logits of the served model and nothing else of the engine.
+--attention fp8 measures each kind of weights with fp8 attention, whatever the length; models on
+grids of blocks have none.
 
     right           answers that are exactly the fact's
     top-1           share of masked positions whose likeliest token is that of the plain weights, on
@@ -50,10 +52,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-COLUMNS = {"model": "<16", "weights": "<8", "layers, MiB": ">11.2f", "right": ">10"}
+COLUMNS = {"model": "<16", "weights": "<8", "attention": "<9"}
+COLUMNS |= {"layers, MiB": ">11.2f", "right": ">12"}
 COLUMNS |= {"top-1": ">6.4f", "KL": ">8.5f", "order": ">6.3f", "equal steps": ">11.3f"}
 COLUMNS |= {"tokens/forward": ">14.2f"}
-ATTRIBUTES = "model quantization weight_mib right_of top_1 kl order equal_steps tokens_per_forward"
+ATTRIBUTES = (
+    "model quantization attention weight_mib right_of top_1 kl order equal_steps tokens_per_forward"
+)
 PLAIN = "plain"
 
 
@@ -76,13 +81,14 @@ class Trace:
 
 @dataclass(frozen=True)
 class Row:
-    """Result of one kind of weights on one model, all questions."""
+    """Result of one kind of weights and of attention on one model, all questions."""
 
     model: str
     quantization: str
+    attention: str
+    weight_bytes: int
     questions: int
     right: int
-    weight_bytes: int
     top_1: float
     kl: float
     order: float
@@ -102,7 +108,8 @@ class Row:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options = parse_arguments(arguments)
-    table = Table(COLUMNS, ATTRIBUTES, len(options.models) * (1 + len(options.quantization)))
+    num_kinds = (1 + len(options.quantization)) * len(options.attention)
+    table = Table(COLUMNS, ATTRIBUTES, len(options.models) * num_kinds)
     for name in options.models:
         folder = checkpoint(name) if options.facts is None else Path(name)
         measure_model(folder, options, table)
@@ -118,6 +125,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = harness.Parser("quantisation", __doc__)
     parser.option("--models", ["llada-tiny"], "names under models/, or checkpoint directories")
     parser.option("--quantization", ["fp8", "int4", "nf4"], "kinds of weights")
+    parser.option("--attention", ["model"], "numbers of attention", choices=("model", "fp8"))
     parser.option("--facts", None, "JSONL of questions and answers", type=Path)
     parser.option("--wording", "taught", "of the questions", choices=("taught", "reworded"))
     parser.option("--limit", None, "questions per model (default: all)", type=positive)
@@ -146,6 +154,7 @@ class Decoder:
         self.model, self.device = runner.model, runner.device
         self.tokenizer = llm.get_tokenizer()
         self.facts = served_model(llm.llm_engine.vllm_config)
+        self.has_fp8_attention = False
         self.gen_length, self.block_length = options.gen_length, options.block_length
         if self.model.family.is_block_causal:
             self.block_length = self.model.config.block_length
@@ -153,7 +162,8 @@ class Decoder:
     @torch.inference_mode()
     def log_probabilities(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Compute [P, V] fp32 log probabilities at these positions, without the mask token."""
-        hidden = self.model(ids, torch.arange(len(ids), device=ids.device))
+        positions_of_all = torch.arange(len(ids), device=ids.device)
+        hidden = self.model(ids, positions_of_all, fp8_attention=self.has_fp8_attention)
         rows = (positions - self.model.family.logit_shift).clamp(min=0)
         logits = self.model.compute_logits(hidden[rows]).float()
         logits[:, self.facts.ids.mask] = -torch.inf
@@ -216,7 +226,7 @@ class Decoder:
 
 
 def measure_model(folder: Path, options: argparse.Namespace, table: Table) -> None:
-    """Measure a row for the plain weights and one for each quantisation."""
+    """Measure a row for each kind of weights, the plain ones first, and of attention."""
     facts = worded(facts_of(folder, options), options.wording)
     plain: list[Trace] = []
     for quantization in (None, *options.quantization):
@@ -224,27 +234,40 @@ def measure_model(folder: Path, options: argparse.Namespace, table: Table) -> No
         with in_process.engine(folder, dummy_weights=False, **settings) as (llm, runner):
             decoder = Decoder(llm, runner, options)
             prompts = [decoder.prompt(question) for question, _ in facts]
-            traces = [decoder.decode(p, None, keeps=quantization is None) for p in prompts]
-            plain = plain or traces
-            fast = [decoder.decode(prompt, options.threshold) for prompt in prompts]
-            texts = [decoder.text(trace.tokens) for trace in traces]
-            top_1, kl = compared(decoder, plain)
-            pairs = zip(plain, traces, strict=True)
-            table.add(
-                Row(
-                    model=folder.name,
-                    quantization=quantization or PLAIN,
-                    questions=len(facts),
-                    right=sum(t == answer for t, (_, answer) in zip(texts, facts, strict=True)),
-                    weight_bytes=weight_bytes(runner.model),
-                    top_1=top_1,
-                    kl=kl,
-                    order=statistics.mean(rank_correlation(a.steps, b.steps) for a, b in pairs),
-                    equal_steps=equal_share(plain, traces),
-                    tokens_per_forward=sum(len(trace.tokens) for trace in fast)
-                    / sum(trace.num_forwards for trace in fast),
-                )
-            )
+            if not plain:
+                plain = [decoder.decode(prompt, None, keeps=True) for prompt in prompts]
+            for attention in options.attention:
+                decoder.has_fp8_attention = attention == "fp8"
+                if decoder.has_fp8_attention and runner.model.family.is_block_causal:
+                    continue
+                measured = measure_kind(decoder, plain, prompts, [a for _, a in facts], options)
+                kind = folder.name, quantization or PLAIN, attention
+                table.add(Row(*kind, weight_bytes=weight_bytes(runner.model), **measured))
+
+
+def measure_kind(
+    decoder: Decoder,
+    plain: Sequence[Trace],
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[str],
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """Measure one kind of weights and of attention, against the plain kind; values of a `Row`."""
+    traces = [decoder.decode(prompt, None) for prompt in prompts]
+    fast = [decoder.decode(prompt, options.threshold) for prompt in prompts]
+    texts = [decoder.text(trace.tokens) for trace in traces]
+    top_1, kl = compared(decoder, plain)
+    pairs = zip(plain, traces, strict=True)
+    return {
+        "questions": len(prompts),
+        "right": sum(text == answer for text, answer in zip(texts, answers, strict=True)),
+        "top_1": top_1,
+        "kl": kl,
+        "order": statistics.mean(rank_correlation(a.steps, b.steps) for a, b in pairs),
+        "equal_steps": equal_share(plain, traces),
+        "tokens_per_forward": sum(len(trace.tokens) for trace in fast)
+        / sum(trace.num_forwards for trace in fast),
+    }
 
 
 def facts_of(folder: Path, options: argparse.Namespace) -> list[tuple[str, str]]:
@@ -298,9 +321,11 @@ def equal_share(first: Sequence[Trace], second: Sequence[Trace]) -> float:
 def paint(rows: Sequence[Row], axis: Any) -> None:
     """Draw order against likeliest tokens, a point a row."""
     for row in rows:
-        if row.quantization != PLAIN:
+        if row.quantization != PLAIN or row.attention != "model":
             axis.scatter(row.top_1, row.order)
-            axis.annotate(f"{row.model} {row.quantization}", (row.top_1, row.order), fontsize=7)
+            name = f"{row.model} {row.quantization}"
+            name += " fp8 attention" if row.attention != "model" else ""
+            axis.annotate(name, (row.top_1, row.order), fontsize=7)
     axis.set_xlabel("likeliest token as with plain weights")
     axis.set_ylabel("rank correlation of the commit order")
 

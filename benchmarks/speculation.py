@@ -230,9 +230,12 @@ def engine(options: argparse.Namespace, *, weighs: bool) -> Iterator[Case]:
     if options.quantization:
         settings["quantization"] = options.quantization
     length = options.context + options.gen_length + options.block_length
-    with in_process.engine_of(
-        options, max_model_len=length, max_num_seqs=max(options.clients), **settings
-    ) as (llm, runner), settled():
+    with (
+        in_process.engine_of(
+            options, max_model_len=length, max_num_seqs=max(options.clients), **settings
+        ) as (llm, runner),
+        settled(),
+    ):
         yield Case(options, llm, runner)
 
 

@@ -32,7 +32,9 @@ passes below. All requests are in one step; where a server takes shares of them,
 turn, the time in which all have had a forward is printed as well.
 
 With --quantization every case is measured with the plain weights and with each of those, in one
-run; the latter stand below as a family of their own ("llada fp8"), without a floor.
+run; the latter stand below as a family of their own ("llada fp8"), without a floor. --no-plain
+leaves the plain ones out. --attention-dtype model fp8 measures each with fp8 attention, too ("llada
+fp8 fp8 attention"), of one request, whatever its length.
 
 Written: step_latency.json and step_latency.png.
 """
@@ -44,6 +46,7 @@ import statistics
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -187,6 +190,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.option("--enforce-eager", False, "no CUDA graphs")
     parser.option("--profile", False, "print the longest kernels of every case, too")
     parser.option("--quantization", (), "beside the plain weights", type=str)
+    parser.option("--no-plain", False, "leave the plain weights out")
+    parser.option("--attention-dtype", ["model"], "of each kind", choices=("model", "fp8"))
     parser.scale()
     options = parser.parse_args(arguments)
     options.lengths = list(options.lengths or (QUICK_LENGTHS if options.quick else LENGTHS))
@@ -221,21 +226,26 @@ def measure_family(options: argparse.Namespace, ceilings: dict[str, Any], table:
     cases = cases_of(options.lengths, requests, options.max_rows)
     floors = {case: floor_ms(shape, case, references, ceilings) for case in cases}
     in_process.free_memory()
-    for quantization in (None, *options.quantization):
-        name = " ".join(filter(None, [options.family, quantization]))
+    kinds = (*(() if options.no_plain else (None,)), *options.quantization)
+    for quantization, attention in product(kinds, options.attention_dtype):
+        in_fp8 = "" if attention == "model" else f"{attention} attention"
+        name = " ".join(filter(None, [options.family, quantization, in_fp8]))
+        dllm = {"longest_pause_ms": 0, "attention_dtype": attention, "fp8_attention_min_tokens": 1}
         with in_process.engine_of(
             options,
             quantization=quantization,
             max_model_len=max(options.lengths),
             max_num_seqs=max(requests),
             max_num_batched_tokens=options.max_rows,  # of one step, which is what is measured
-            additional_config={"dllm": {"longest_pause_ms": 0}},  # and is not cut
+            additional_config={"dllm": dllm},  # and is not cut
             enforce_eager=options.enforce_eager,
         ) as (llm, runner):
             for case in cases:
+                if in_fp8 and case.num_requests > 1:  # none shares its steps
+                    continue
                 run = partial(run_case, llm, runner, shape, case)
                 steps = measure_steps(run, options)
-                floor = floors[case] if quantization is None else None
+                floor = None if quantization or in_fp8 else floors[case]
                 table.add(row_of(name, case, steps, floor, references))
                 tell_kernels(options, table, run, len(steps))
 

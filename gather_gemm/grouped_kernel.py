@@ -7,6 +7,7 @@ rows fill the 64 rows of a tensor-core instruction, and the group's few rows its
 """
 
 import functools
+import os
 
 import torch
 import triton
@@ -371,6 +372,10 @@ def _has_tma(matrix: Tensor) -> bool:
 
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability that `VLLM_DLLM_KERNELS` names, or the card's."""
+    given = os.environ.get("VLLM_DLLM_KERNELS")
+    if given:
+        return tuple(map(int, given.split(".")))
     return torch.cuda.get_device_capability(device)
 
 
@@ -379,4 +384,7 @@ def _shared_bytes(device: torch.device) -> int:
     """Return the shared memory, in bytes, that a program may use besides its barriers."""
     if device.type != "cuda":
         return 96 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 1024
+    most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    if _capability(device) < (9, 0):  # named, or the card's own
+        most = min(most, (163 if _capability(device) == (8, 0) else 99) * 1024)
+    return most - 1024

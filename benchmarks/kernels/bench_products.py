@@ -124,13 +124,13 @@ class Kind:
 
     prefix: str  # of its ops
     weight: Callable[[int, int], Any]  # a random one
-    tiling: Callable[..., Tiling | None]  # by rows, columns, depth, gated=, multiprocessors=
+    tiling: Callable[..., Tiling | None]  # by rows, columns, depth, gated=, card=
     ours: Callable[..., object]
     torch: Callable[[str, Tensor, Any, Tensor], None]
 
 
 def layer_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
-    multiprocessors = dispatch.multiprocessors(torch.device("cuda", torch.cuda.current_device()))
+    card = dispatch.card_of(torch.device("cuda", torch.cuda.current_device()))
     for kind, (name, (num_columns, depth)) in itertools.product(KINDS, LAYER.items()):
         op = OP_OF[name]
         if kind.prefix + op not in ops:
@@ -144,7 +144,7 @@ def layer_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
             tiling = kind.tiling(
                 *(num_rows, num_columns, depth),
                 gated=op == "gated",
-                multiprocessors=multiprocessors,
+                card=card,
             )
             ours = partial(kind.ours, tiling=tiling, epilogue=EPILOGUES[op], early=True)
             yield Case(
@@ -171,11 +171,9 @@ def _random_packed(num_columns: int, depth: int) -> Packed:
 
 
 def _packed_tiling(
-    num_rows: int, num_columns: int, depth: int, *, gated: bool, multiprocessors: int
+    num_rows: int, num_columns: int, depth: int, *, gated: bool, card: dispatch.Card
 ) -> Tiling | None:
-    return dispatch.packed_tiling(
-        num_rows, num_columns, depth, GROUP, multiprocessors=multiprocessors
-    )
+    return dispatch.packed_tiling(num_rows, num_columns, depth, GROUP, card=card)
 
 
 def _num_bytes(weight: Tensor | Packed) -> int:

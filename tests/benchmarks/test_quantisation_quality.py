@@ -26,9 +26,12 @@ def test_a_run_tells_plain_from_quantised_weights(tmp_path: Path) -> None:
     arguments = ["--models", str(folder), "--facts", str(tmp_path / "facts.jsonl")]
     arguments += ["--gen-length", "8", "--block-length", "4", "--quantization", "int4"]
     arguments += ["--dtype", "float32", "--output-dir", str(tmp_path)]
+    arguments += ["--attention", "model", "fp8"]
     assert quantisation_quality.main(arguments) == 0
     rows = json.loads((tmp_path / "quantisation_quality.json").read_text())["rows"]
-    plain, int4 = rows
+    plain, fp8, int4, _ = rows
+    assert (plain["attention"], fp8["attention"]) == ("model", "fp8")
+    assert fp8["quantization"] == "plain" and fp8["top_1"] <= 1 and fp8["kl"] > 0
     assert plain["quantization"] == "plain" and int4["quantization"] == "int4"
     assert (plain["top_1"], plain["kl"], plain["order"], plain["equal_steps"]) == (1, 0, 1, 1)
     assert int4["top_1"] <= 1 and int4["kl"] > 0

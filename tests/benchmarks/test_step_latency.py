@@ -41,6 +41,21 @@ def test_a_run_times_every_case_and_writes_what_the_document_reads(
     assert sum(line.startswith("| 2 |") for line in lines) == 2
 
 
+def test_fp8_attention_stands_beside_the_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        *("--families", "llada", "--lengths", "64", "--requests", "1", "2", "--no-reference"),
+        *("--num-layers", "1", "--shrink", "16", "--dtype", "float32", "--steps", "3"),
+        *("--attention-dtype", "model", "fp8", "--output-dir", str(tmp_path)),
+    ]
+    assert step_latency.main(arguments) == 0
+    content = json.loads((tmp_path / "step_latency.json").read_text())
+    cases = [(row["family"], row["num_requests"]) for row in content["rows"]]
+    assert cases == [("llada", 1), ("llada", 2), ("llada fp8 attention", 1)]
+    assert "fp8 attention" in capsys.readouterr().out
+
+
 def test_without_the_reference_experts_are_still_counted() -> None:
     options = step_latency.parse_arguments(["--no-reference", "--lengths", "16", "64"])
     options.dtype = "float32"

@@ -68,6 +68,13 @@ def test_a_room_that_a_gpu_lacks_is_a_warning(
     ]
 
 
+def test_other_cards_are_told_what_multiplies() -> None:
+    info = {"activation_pool": "vmm", "attention": "split", "fused_ops": "portable kernels"}
+    lines = logged(status.logger, status.log_build_info, info, GPU, 1 << 30, None)
+    (line,) = [text for _, text in lines if "fused_ops: kernels, products" in text]
+    assert "9.0" in line
+
+
 def test_without_a_gpu_nothing_is_missing() -> None:
     info = {"activation_pool": "torch", "attention": "sdpa"}
     given = (info, CPU, 1 << 30, "none (no GPU)")

@@ -368,7 +368,7 @@ def test_our_classes_are_looked_at_here(monkeypatch: pytest.MonkeyPatch) -> None
     register()
     monkeypatch.setattr(registry, "_run_in_subprocess", None)
     found = ModelRegistry.models["LLaDAModelLM"].inspect_model_cls()
-    assert (found.architecture, found.is_text_generation_model) == ("DiffusionModel", True)
+    assert (found.architecture, found.is_text_generation_model) == ("UpstreamModel", True)
 
 
 def test_online_quantisation_is_asked_for_to_be_logged() -> None:

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which kernel serves which rows and shapes."""
 
+import itertools
+from contextlib import nullcontext
+
 import pytest
 import torch
 
+from vllm.diffusion.core import devices
+from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.ops import dispatch
-from vllm_add_llada.cuda_kernels.fused_ops import Tiling
+from vllm_add_llada.cuda_kernels.fused_ops import PORTABLE, Tiling
 
-MULTIPROCESSORS = 132  # of an H200
+CARD = dispatch.Card(dispatch.Tier.HOPPER, 132)  # an H200
+OTHER_CARD = dispatch.Card(dispatch.Tier.PORTABLE, 48)
 
 
 def tiling(num_rows: int, columns: int, depth: int, *, gated: bool = False) -> Tiling | None:
-    return dispatch.linear_tiling(
-        num_rows, columns, depth, gated=gated, multiprocessors=MULTIPROCESSORS
-    )
+    return dispatch.linear_tiling(num_rows, columns, depth, gated=gated, card=CARD)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +30,7 @@ def tiling(num_rows: int, columns: int, depth: int, *, gated: bool = False) -> T
 def test_tilings_give_each_multiprocessor_one_block(columns: int, depth: int, gated: bool) -> None:
     found = tiling(32, columns, depth, gated=gated)
     assert found is not None
-    assert 110 <= columns // found.columns * found.split <= MULTIPROCESSORS
+    assert 110 <= columns // found.columns * found.split <= CARD.multiprocessors
     assert columns % found.columns == 0 and depth % (64 * found.split) == 0
 
 
@@ -51,10 +55,33 @@ def test_tilings_of_many_rows_leave_little_of_the_card_idle() -> None:
 
 
 def test_without_the_card_there_is_no_kernel() -> None:
-    assert dispatch.multiprocessors(torch.device("cpu")) == 0
+    assert dispatch.card_of(torch.device("cpu")) == dispatch.NO_CARD
     for gated in (False, True):
         shape = (256, 4096, 4096)
-        assert dispatch.linear_tiling(*shape, gated=gated, multiprocessors=0) is None
+        assert dispatch.linear_tiling(*shape, gated=gated, card=dispatch.NO_CARD) is None
+
+
+def test_other_cards_have_one_tiling_for_up_to_256_rows() -> None:
+    card = OTHER_CARD
+    for gated, tiling_of in itertools.product(
+        (False, True), (dispatch.linear_tiling, dispatch.fp8_tiling)
+    ):
+        found = [tiling_of(rows, 4096, 4096, gated=gated, card=card) for rows in (0, 1, 256, 257)]
+        assert found == [None, PORTABLE, PORTABLE, None]
+    few = [dispatch.packed_tiling(rows, 4096, 4096, 128, card=card) for rows in (0, 1, 256, 257)]
+    assert few == [None, PORTABLE, PORTABLE, None]
+    assert dispatch.gated_tiling(1024, 24576, 4096, card=card) is None
+
+
+@pytest.mark.parametrize(("given", "is_refused"), [((7, 5), True), ((8, 0), False)])
+def test_cards_before_ampere_are_refused(
+    given: tuple[int, int], is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: given)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A Card")
+    wanted = "^GPU: given A Card of compute capability 7.5; wanted 8.0 or later$"
+    with pytest.raises(ServerConfigError, match=wanted) if is_refused else nullcontext():
+        devices.check_card(torch.device("cuda", 0))
 
 
 def test_the_head_by_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +100,8 @@ def test_experts_by_their_rows() -> None:
     assert [rows for rows in (8, 9, 64, 65) if dispatch.routes_compiled(rows, 64)] == [9, 64]
     assert [rows for rows in (7, 8, 32, 33) if dispatch.routes_compiled(rows, 128)] == [8, 32]
     assert not dispatch.routes_compiled(32, 256)
-    assert [rows for rows in (0, 128, 129) if dispatch.routes_in_parts(rows)] == [0, 128]
+    for card, most in ((CARD, 128), (OTHER_CARD, 256)):
+        assert dispatch.routes_in_parts(most, card) and not dispatch.routes_in_parts(most + 1, card)
     slots = (63, 64, 2048, 2049)
     assert [num for num in slots if dispatch.streams_gated(num, 64)] == [2049]
     assert [num for num in slots if dispatch.streams_weighted(num, 64)] == [64, 2048, 2049]
@@ -93,11 +121,11 @@ def test_4_bit_weights_have_one_tiling_for_all_few_rows(
 ) -> None:
     assert {packed(rows, columns, depth) for rows in (1, 32, 64)} == {wanted}
     assert packed(0, columns, depth) is None
-    assert dispatch.packed_tiling(1, columns, depth, 128, multiprocessors=0) is None
+    assert dispatch.packed_tiling(1, columns, depth, 128, card=dispatch.NO_CARD) is None
 
 
 def packed(num_rows: int, columns: int, depth: int, group: int = 128) -> Tiling | None:
-    return dispatch.packed_tiling(num_rows, columns, depth, group, multiprocessors=MULTIPROCESSORS)
+    return dispatch.packed_tiling(num_rows, columns, depth, group, card=CARD)
 
 
 @pytest.mark.parametrize(
@@ -127,9 +155,9 @@ def test_more_rows_times_4_bit_weights_have_the_fastest_tiling(
 )
 def test_slices_are_whole_turns_of_the_card(num_rows: int, most: int, wanted: int) -> None:
     options = (num_rows, 12288, 4096, most, dispatch.UNPACKED)
-    assert dispatch.slice_columns(*options, multiprocessors=MULTIPROCESSORS) == wanted
+    assert dispatch.slice_columns(*options, card=CARD) == wanted
     largest = max(most // 256, 1) * 256
-    assert dispatch.slice_columns(*options, multiprocessors=0) == largest
+    assert dispatch.slice_columns(*options, card=dispatch.NO_CARD) == largest
 
 
 def test_the_scales_of_a_tile_find_room() -> None:

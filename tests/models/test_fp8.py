@@ -4,6 +4,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -186,6 +187,21 @@ def test_an_fp8_head_that_cannot_be_is_refused(
     path = make_checkpoint(tmp_path / "llada", seed=1, **changes)
     with pytest.raises(ValueError, match=message):
         engine_config(path, **settings, **HEAD)
+
+
+@pytest.mark.parametrize(
+    ("card", "message"), [("8.6", "wanted int4 or nf4 alone, or a GPU of .* 8.9"), ("8.9", None)]
+)
+def test_fp8_is_for_cards_that_multiply_it(
+    card: str, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_DLLM_KERNELS", card)
+    model = SimpleNamespace(quantization="fp8", hf_config=object(), dtype=torch.bfloat16)
+    device = SimpleNamespace(device_type="cuda")
+    config: Any = SimpleNamespace(model_config=model, device_config=device, quant_config=None)
+    with pytest.raises(ServerConfigError, match=message) if message else nullcontext():
+        ops.adopt_scheme(config, has_fp8_head=False)
+    assert (config.quant_config is None) == (message is not None)
 
 
 @pytest.mark.parametrize("family", ["moe", "llada2", "sdar_moe"])

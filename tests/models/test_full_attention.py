@@ -26,6 +26,7 @@ from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.models import expert_matrices, mixture
 from vllm.diffusion.models.base import DiffusionModel
+from vllm.diffusion.models.upstream_model import UpstreamModel
 
 PathOf = Callable[[str], Path]
 ModelOf = Callable[[str], DiffusionModel]
@@ -171,7 +172,7 @@ def test_model_types_aliases_and_remote_code_keys_get_our_class(
         tmp_path / "other", family=family, seed=32, auto_map=auto_map, **overrides
     )
     wanted, given = load_model(plain), load_model(other, trust_remote_code=True)
-    assert type(given) is type(wanted) is DiffusionModel
+    assert type(given) is type(wanted) is UpstreamModel
     assert type(given.config) is type(wanted.config)
     assert torch.equal(logits(given, some_ids(6)), logits(wanted, some_ids(6)))
 

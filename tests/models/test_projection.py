@@ -164,7 +164,8 @@ BF16 = ops.Matrix(24576, 4096, torch.bfloat16, False, torch.device("cuda", 0))
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels and the multiprocessors of an H200."""
-    monkeypatch.setattr(dispatch, "multiprocessors", lambda _: 132)
+    card = dispatch.Card(dispatch.Tier.HOPPER, 132)
+    monkeypatch.setattr(dispatch, "card_of", lambda _: card)
 
 
 @pytest.mark.usefixtures("hopper")

@@ -3,6 +3,7 @@
 
 from pathlib import Path
 
+import make_dummy_checkpoint
 import plan_memory
 import pytest
 
@@ -29,3 +30,36 @@ def test_plans_terms_and_refusals(
     assert ", qkv " in text
     assert plan_memory.main([str(folder), "--tokens", "10000000", *pool]) == 1
     assert "prompt + gen_length: given 10000000; " in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def llada_8b(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("shape") / "llada-8b")
+    assert make_dummy_checkpoint.main(["--family", "llada", folder]) == 0
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("card", "quantization", "tokens", "requests", "cache", "fits"),
+    [
+        *((12, "int4", 4096, 8, "none", True), (12, "int4", 2048, 2, "dual", True)),
+        *((12, "int4", 4096, 1, "dual", True), (12, "int4", 4096, 2, "dual", False)),
+        *((24, None, 8192, 1, "dual", True), (24, "int4", 65536, 1, "none", True)),
+    ],
+)
+def test_what_small_cards_have_room_for(
+    card: int,
+    quantization: str | None,
+    tokens: int,
+    requests: int,
+    cache: str,
+    fits: bool,
+    llada_8b: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["--card-gib", str(card), "--tokens", str(tokens), "--requests", str(requests)]
+    given += ["--cache", cache] + (["--quantization", quantization] if quantization else [])
+    assert plan_memory.main([llada_8b, *given]) == (0 if fits else 1)
+    weights, plan = capsys.readouterr().out.splitlines()
+    assert weights.startswith(f"weights {'5.37' if quantization else '14.93'} GiB, pool ")
+    assert ("predicted peak" in plan) == fits

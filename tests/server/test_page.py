@@ -130,7 +130,7 @@ def test_what_the_server_offers(client: Client) -> None:
 def test_who_runs_and_how_far(client: Client) -> None:
     client.wait_for_num_requests(0)  # of tests before
     idle = client.http.get("/status.json").json()
-    assert idle["requests"] == []
+    assert idle["requests"] == [] and idle["products"].startswith(("PyTorch's", "kernels"))
     assert idle["pool_bytes"]["budget"] > idle["pool_bytes"]["used_pages"] == 0
     long = {"gen_length": 1024, "block_length": 4, "cache": "dual", "ignore_eos": True}
     body = {"prompt": QUESTION, **long, "stream": True, "stream_canvas": True}

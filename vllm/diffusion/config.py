@@ -180,6 +180,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
     ids = _special_ids(model, generation, family)
     vocab_size = config.architecture.num_embeddings
     encode = None if model.skip_tokenizer_init else partial(_encode, model)
+    settings = settings_of(vllm_config)
     return ServedModel(
         family=family,
         ids=ids,
@@ -190,6 +191,8 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         default_steps=envs.default_steps(),
         block_length=getattr(config, "block_length", None),
         block_unit=max(config.architecture.scoring.window, 1),
+        fp8_from=settings.fp8_attention_min_tokens,
+        cuts_steps=settings.longest_pause_ms > 0,
         guides=None if encode is None else _guides(model, ids, vocab_size, encode),
         encode=encode,
     )
@@ -252,6 +255,8 @@ class Settings:
             the times of steps have been measured, on a GPU with graphs.
         page: whether the server has its web pages.
         fp8_head: whether the output head is quantised, too.
+        fp8_attention_min_tokens: positions of a sequence from which attention is fp8, in requests
+            whose `attention_dtype` is.
         family: the only family whose checkpoints are accepted; None accepts all.
         weight_update_root: folder below which updates by `disk` may read; None for no such updates.
         weight_update_complete: whether an update must bring every tensor.
@@ -264,6 +269,7 @@ class Settings:
     weighs_guesses: bool | None = None
     page: bool = True
     fp8_head: bool = False
+    fp8_attention_min_tokens: int = 8192
     family: str | None = None
     weight_update_root: str | None = None
     weight_update_complete: bool = False
@@ -294,6 +300,7 @@ class Settings:
         if found.longest_pause_ms is False or found.longest_pause_ms != 0:
             _check_number("longest_pause_ms", found.longest_pause_ms, 1, 60_000, "0 or ")
         _check_count("sequence_parallel_size", found.sequence_parallel_size, 1)
+        _check_count("fp8_attention_min_tokens", found.fp8_attention_min_tokens, 1)
         if found.sequence_parallel_min_tokens is not None:
             _check_count("sequence_parallel_min_tokens", found.sequence_parallel_min_tokens, 0)
         names = ("page", "fp8_head", "weight_update_complete", "weighs_guesses")

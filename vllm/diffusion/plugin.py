@@ -119,14 +119,14 @@ def _register_configurations() -> None:
 
 
 def _register_models() -> None:
-    from vllm.diffusion.models.base import DiffusionModel
+    from vllm.diffusion.models.upstream_model import UpstreamModel
     from vllm.model_executor.models import ModelRegistry
 
     # The class itself: for its name, upstream would start another process, once on every machine,
     # which imports everything to look at it.
     for family in FAMILIES:
         for architecture in family.architectures:
-            ModelRegistry.register_model(architecture, DiffusionModel)
+            ModelRegistry.register_model(architecture, UpstreamModel)
 
 
 def platform() -> str | None:

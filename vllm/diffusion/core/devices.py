@@ -7,11 +7,36 @@ import functools
 
 import torch
 
+from vllm.diffusion.core import envs
+from vllm.diffusion.core.errors import ServerConfigError
+
+LEAST_CAPABILITY = (8, 0)
+
+
+def check_card(device: torch.device) -> None:
+    """Refuse a GPU on which nothing of ours runs.
+
+    Raises:
+        ServerConfigError: its compute capability is too low.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < LEAST_CAPABILITY:
+        raise ServerConfigError(
+            f"GPU: given {torch.cuda.get_device_name(device)} of compute capability "
+            f"{major}.{minor}; wanted 8.0 or later"
+        )
+
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU."""
-    return torch.cuda.get_device_capability(device)
+    """Return the compute capability of a GPU, or the one that `VLLM_DLLM_KERNELS` names."""
+    return envs.kernels() or torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel can start while the one before it ends: from Hopper on, as the card is."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
 
 
-_CAPABILITIES = ("8.0", "8.6", "8.9", "9.0")
+_CAPABILITIES = {"8.0": (8, 0), "8.6": (8, 6), "8.9": (8, 9), "9.0": (9, 0)}
 
 
 def _flag(name: str, default: str = "0") -> bool:
@@ -101,16 +101,18 @@ def fuses_commits() -> bool:
     return _flag("VLLM_DLLM_COMMIT_FUSION", "1")
 
 
-def kernels() -> str | None:
+def kernels() -> tuple[int, int] | None:
     """VLLM_DLLM_KERNELS: the compute capability that kernels are chosen for (default: the card's).
 
     `fused_ops` reads it too, and refuses one above the card's.
     """
-    value = os.environ.get("VLLM_DLLM_KERNELS") or None
-    if value not in (None, *_CAPABILITIES):
+    value = os.environ.get("VLLM_DLLM_KERNELS")
+    if not value:
+        return None
+    if value not in _CAPABILITIES:
         wanted = ", ".join(_CAPABILITIES)
         raise ServerConfigError(f"VLLM_DLLM_KERNELS: given {value!r}; wanted one of {wanted}")
-    return value
+    return _CAPABILITIES[value]
 
 
 def vmm_chunk_size() -> int | None:

@@ -20,14 +20,15 @@ from vllm.diffusion.core import envs, stages
 from vllm.diffusion.core.pages import HEAD_DIMS
 from vllm.diffusion.memory import Demand, Experts, LinearBuffers, ModelShape, Planner
 from vllm.diffusion.ops import arena
-from vllm.diffusion.request.causal_context import visibility_of
-from vllm.diffusion.request.visibility import num_positions
+from vllm.diffusion.request.causal_context import CausalContext
+from vllm.diffusion.request.visibility import FULL, BlockCausal, num_positions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.diffusion.memory import Rates
     from vllm.diffusion.models.config import DiffusionConfig
     from vllm.diffusion.request.params import DiffusionParams
+    from vllm.diffusion.request.visibility import Visibility
 
 # Where a container's memory is bounded, for both versions of control groups.
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -67,7 +68,7 @@ def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
     """Return the memory and rows that a request takes while it runs."""
     if params.is_block_causal and params.score is None:
         return _demand_in_blocks(params, num_prompt_tokens)
-    length = num_positions(visibility_of(params), num_prompt_tokens, params.gen_length)
+    length = num_positions(_visibility_of(params), num_prompt_tokens, params.gen_length)
     return Demand(
         length=length,
         sample_positions=length if params.allow_infill else params.gen_length,
@@ -75,6 +76,7 @@ def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
         keeps_cache=params.cache != "none",
         window=_window(params, length),
         once=params.score is not None,
+        fp8_attention=params.has_fp8_attention(length),
     )
 
 
@@ -85,7 +87,7 @@ def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int) -> Demand
     more together with the next one, as any other rows before the block being decoded: in parts, if
     need be.
     """
-    visibility = visibility_of(params)
+    visibility = _visibility_of(params)
     length = num_positions(visibility, num_prompt_tokens, params.gen_length)
     is_exact = params.cache == "exact"
     return Demand(
@@ -217,3 +219,12 @@ def _host_memory() -> int:
         limit = path.read_text().strip() if path.exists() else ""
         total = min(total, int(limit)) if limit.isdigit() else total
     return total
+
+
+def _visibility_of(params: DiffusionParams) -> Visibility:
+    """Return which positions of a request attend to which."""
+    if params.has_causal_context:
+        return CausalContext(params.block_length)
+    if params.is_block_causal:
+        return BlockCausal(params.block_length, is_whole=params.completes_prompts)
+    return FULL

@@ -82,10 +82,10 @@ class SelfAttention:
         if x.shape[0] == 0:
             return
         with buffers.scope("keys-values"):
-            normed = self._normed(x, stages.normed(x.dtype, x.shape[1]), buffers)
-            self._project(normed, slice(-out.shape[1], None), out, buffers)
+            normed = self.normed(x, stages.normed(x.dtype, x.shape[1]), buffers)
+            self.project(normed, slice(-out.shape[1], None), out, buffers)
             q, k, v = self.split(out)
-            self._rotate(q, k, rotary, None if target is None else ops.Kept(v, *target))
+            self.rotate(q, k, rotary, None if target is None else ops.Kept(v, *target))
 
     def split(self, product: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """Split `product` into views: queries [R, H, hd] or None, keys and values [R, KV, hd].
@@ -114,14 +114,14 @@ class SelfAttention:
         if x.shape[0] == 0:
             return
         with buffers.scope("keys-values"):
-            normed = self._normed(x, stages.normed(x.dtype, x.shape[1]), buffers)
-            first, width = self._query_width, self._key_width
+            normed = self.normed(x, stages.normed(x.dtype, x.shape[1]), buffers)
+            first, width = self.query_width, self.key_width
             for number, heads in enumerate((k, v)):
                 columns = group.part(width)
                 start = first + number * width
                 columns = slice(start + columns.start, start + columns.stop)
-                self._project(normed, columns, heads.flatten(1), buffers)
-            self._rotate(None, k, rotary)
+                self.project(normed, columns, heads.flatten(1), buffers)
+            self.rotate(None, k, rotary)
 
     def attend(
         self,
@@ -167,53 +167,58 @@ class SelfAttention:
 
     def _queries(self, x: Tensor, rotary: Rotary, group: HeadGroup, buffers: Buffers) -> Tensor:
         """Compute the rotated queries [R, H / groups, hd] of a chunk of the residual stream."""
-        columns = group.part(self._query_width)
+        columns = group.part(self.query_width)
         heads, quantises = (self.num_heads // group.count, self.head_dim), self.qkv_proj.quantises
         queries, rows = stages.querying(x.dtype, x.shape[1], *heads, quantises=quantises)
         q = queries.take(buffers, len(x))
         if x.shape[0]:  # of a divided chunk other ranks may have all rows
             with buffers.scope("attend"):
-                normed = self._normed(x, rows, buffers)
-                self._project(normed, columns, q.flatten(1), buffers)
-            self._rotate(q, None, rotary)
+                normed = self.normed(x, rows, buffers)
+                self.project(normed, columns, q.flatten(1), buffers)
+            self.rotate(q, None, rotary)
         return q
 
-    def _rotate(
-        self, q: Tensor | None, k: Tensor | None, rotary: Rotary, kept: ops.Kept | None = None
+    def rotate(
+        self,
+        q: Tensor | None,
+        k: Tensor | None,
+        rotary: Rotary,
+        kept: ops.Kept | None = None,
+        fp8: ops.Fp8Heads | None = None,
     ) -> None:
-        """Norm queries and keys if the model does, rotate them in place, and keep keys.
+        """Norm queries and keys if the model does, rotate them in place, keep keys, copy as fp8.
 
         A norm of each head alone is one pass with the rotation; one over all heads needs its own.
         """
-        q_norm, k_norm = self.q_norm, self.k_norm
+        q_norm, k_norm, tables = self.q_norm, self.k_norm, (rotary.cos, rotary.sin)
         if q_norm is None or k_norm is None:
-            ops.apply_rotary(q, k, rotary.cos, rotary.sin, kept)
+            ops.apply_rotary(q, k, *tables, kept, fp8)
         elif isinstance(q_norm, AllHeadsRMSNorm):
             if q is not None:
                 q_norm(q, out=q)
             if k is not None:
                 k_norm(k, out=k)
-            ops.apply_rotary(q, k, rotary.cos, rotary.sin, kept)
+            ops.apply_rotary(q, k, *tables, kept, fp8)
         else:
             weights = (q_norm.weight, k_norm.weight)
-            ops.norm_rotary(q, k, *weights, q_norm.eps, rotary.cos, rotary.sin, kept)
+            ops.norm_rotary(q, k, *weights, q_norm.eps, *tables, kept, fp8)
         if q is not None and rotary.scale is not None:
             q.mul_(rotary.scale[:, None, None])
 
     def _add(self, x: Tensor, heads: Tensor, group: HeadGroup, buffers: Buffers) -> None:
         """Add Wo heads to x, with heads [R, H / groups, hd] of one group."""
         if x.shape[0]:
-            features = slice(None) if group.count == 1 else group.part(self._query_width)
+            features = slice(None) if group.count == 1 else group.part(self.query_width)
             self.out_proj.add_to(x, heads.flatten(1), buffers, features)
 
-    def _normed(self, x: Tensor, listed: Buffer, buffers: Buffers) -> Tensor | ops.QuantisedRows:
+    def normed(self, x: Tensor, listed: Buffer, buffers: Buffers) -> Tensor | ops.QuantisedRows:
         if listed.is_temporary:
             buffers = FreshBuffers(x.device, buffers)
         out = self.qkv_proj.rows(listed, len(x), buffers)
         normed: Tensor | ops.QuantisedRows = self.norm(x, out=out)
         return normed
 
-    def _project(
+    def project(
         self, normed: Tensor | ops.QuantisedRows, columns: slice, out: Tensor, buffers: Buffers
     ) -> None:
         """Write columns of the fused product of the normed rows, clipped if the model does so."""
@@ -222,12 +227,12 @@ class SelfAttention:
             out.clamp_(-self.clip, self.clip)
 
     @property
-    def _query_width(self) -> int:
+    def query_width(self) -> int:
         """Number of columns of the queries in the fused product on this rank."""
         return self.num_heads * self.head_dim
 
     @property
-    def _key_width(self) -> int:
+    def key_width(self) -> int:
         """Number of columns of the keys, and of the values."""
         return self.num_kv_heads * self.head_dim
 

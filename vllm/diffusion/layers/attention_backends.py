@@ -48,6 +48,7 @@ class Backend(enum.Enum):
     FLASH = "torch's variable-length flash kernel, one launch for all sequences"
     FLASH3 = "upstream's FlashAttention 3, of one sequence"
     SPLIT = "our Triton kernel, one launch for all sequences; with few queries the keys are split"
+    FP8 = "cuDNN's fp8 attention by its Python front end, a call a sequence"
     TILED = "our CUDA kernel for Hopper, one launch for all sequences, for as many as fill the card"
 
 
@@ -76,6 +77,7 @@ def attend(
     out: Tensor | None = None,
     *,
     backend: Backend | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax(q k^T / sqrt(hd)) v of every sequence; softmax statistics in fp32.
 
@@ -86,6 +88,7 @@ def attend(
         layout: the sequences.
         out: [R, H, hd] contiguous, written.
         backend: a backend that `can_serve`, instead of the fastest.
+        scales: [4] fp32, of fp8 queries, keys, values and results; None in other dtypes.
 
     Returns:
         [R, H, hd] contiguous, the dtype of q; `out` where given.
@@ -97,6 +100,11 @@ def attend(
     if q.shape[0] == 0:
         return torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     backend = backend or choose_backend(q, layout)
+    if backend is Backend.FP8:
+        from vllm.diffusion.layers import cudnn_fp8
+
+        assert scales is not None and out is not None
+        return cudnn_fp8.attend(q, k, v, layout, scales, out)
     return _ATTEND[backend](q, k, v, layout, out)
 
 
@@ -124,6 +132,10 @@ def can_serve(backend: Backend, q: Tensor, layout: _Layout) -> bool:
     """Whether a backend computes attention of these tensors at all."""
     if backend is Backend.SDPA:
         return layout.spans is not None
+    is_fp8 = q.dtype == torch.float8_e4m3fn
+    if is_fp8 or backend is Backend.FP8:
+        is_plain = layout.spans is not None and not _is_in_pages_or_blocks(layout)
+        return is_fp8 and backend is Backend.FP8 and is_plain
     if backend is Backend.TILED:
         return _fits_tiles(q, layout)
     if backend is not Backend.SPLIT and _is_in_pages_or_blocks(layout):
@@ -153,6 +165,8 @@ def available_backends(
 
 def choose_backend(q: Tensor, layout: _Layout) -> Backend:
     """Return the fastest backend that serves these tensors."""
+    if q.dtype == torch.float8_e4m3fn:
+        return Backend.FP8
     if not can_be_captured(q.dtype, q.shape[2], q.device):
         return Backend.SDPA
     ours = Backend.TILED if _fills_card(q, layout) else Backend.SPLIT

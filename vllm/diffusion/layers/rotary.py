@@ -30,8 +30,8 @@ class Rotary(NamedTuple):
     sin: Tensor  # [R, rd]
     scale: Tensor | None = None  # [R], in the dtype of the tables
 
-    def rows(self, chunk: slice) -> Rotary:
-        """Return the rows of a chunk."""
+    def rows(self, chunk: slice | Tensor) -> Rotary:
+        """Return the rows of a chunk, or those of indices [R] int64."""
         scale = None if self.scale is None else self.scale[chunk]
         return Rotary(self.cos[chunk], self.sin[chunk], scale)
 

@@ -23,6 +23,7 @@ from vllm.diffusion.memory.plan import PerStage
 if TYPE_CHECKING:
     import torch
 
+    from vllm.diffusion.core.buffers import Buffer
     from vllm.diffusion.memory.plan import Residency
     from vllm.diffusion.memory.shapes import LinearBuffers, ModelShape
 
@@ -48,7 +49,9 @@ class Footprint:
         rows = () if layout.host_residual else self._stores(layout)
         if layout.is_streamed:
             num_heads = shape.num_kv_heads // layout.head_groups
-            return stages.INPUTS, *rows, *stages.keys_values(*self._heads(num_heads))
+            dtype, *heads = self._heads(num_heads)
+            dtype = stages.FP8 if layout.fp8_attention else dtype
+            return stages.INPUTS, *rows, *stages.keys_values(dtype, *heads)
         num_heads = shape.num_heads if layout.keep_queries else 0
         fused = stages.fused_heads(shape.dtype, num_heads, shape.num_kv_heads, shape.head_dim)
         return stages.INPUTS, *rows, fused, *(self._tables if layout.keep_queries else ())
@@ -66,6 +69,8 @@ class Footprint:
         shape = self.shape
         visiting = (*self._visiting(layout, 1), *self._rotary(layout))
         normed = stages.normed(shape.dtype, shape.hidden_size)
+        if layout.fp8_attention:
+            return self._fp8_keys_values(layout, visiting, normed)
         phases = tuple((*visiting, *p.rows(normed), *p.project) for p in shape.products)
         if layout.shards == 1:
             return phases
@@ -73,6 +78,21 @@ class Footprint:
         own = stages.keys_values(*heads, is_own=True)
         exchanged = stages.exchanged(*heads)
         return *((*own, *phase) for phase in phases), (*visiting, *own, *exchanged)
+
+    def _fp8_keys_values(self, layout: Residency, visiting: Listed, normed: Buffer) -> Phases:
+        """Buffers of the keys-values stage, and of the survey before it, with fp8 attention."""
+        shape, groups = self.shape, layout.head_groups
+        heads, queries = (self._heads(n // groups) for n in (shape.num_kv_heads, shape.num_heads))
+        own, copies = stages.keys_values(*heads, is_own=True), stages.fp8_keys_values(*heads[1:])
+        rows = stages.surveyed(shape.dtype, shape.hidden_size), *self._rotary(layout)
+        phases: list[Listed] = []
+        for products in shape.products:
+            made = *own, *products.rows(normed), *products.project
+            phases += [(*visiting, *made), (*rows, self._querying(queries, products)[0], *made)]
+        if layout.shards == 1:
+            return tuple(phases)
+        exchanged = stages.exchanged(stages.FP8, *heads[1:])
+        return *((*copies, *phase) for phase in phases), (*visiting, *copies, *exchanged)
 
     def attend(self, layout: Residency, *, is_packed: bool) -> Phases:
         """Buffers of the attend stage: queries, then attention and its projection.
@@ -82,8 +102,24 @@ class Footprint:
             is_packed: a chunk may hold rows of several sequences, whose results are collected.
         """
         visiting = (*self._visiting(layout, 2), *self._rotary(layout))
+        if layout.fp8_attention:
+            return tuple((*visiting, *phase) for phase in self._fp8_attending(layout))
         phases = self._attending(layout, is_packed, has_queries=layout.keep_queries)
         return tuple((*visiting, *phase) for phase in phases)
+
+    def _fp8_attending(self, layout: Residency) -> Phases:
+        heads = self._heads(self.shape.num_heads // layout.head_groups)
+        resident = stages.fp8_attending(*heads[1:])
+        if layout.shards > 1:
+            resident += stages.exchanged(stages.FP8, *heads[1:])
+        results = stages.fp8_results(heads[1] * heads[2])
+        phases: list[Listed] = []
+        for products in self.shape.products:
+            queries, *normed = self._querying(heads, products)
+            scales = products.rows(results)[1:]
+            phases.append((*resident, queries, *normed, *products.project))
+            phases.append((*resident, queries, *scales, *products.add_to))
+        return tuple(phases)
 
     def _attending(self, layout: Residency, is_packed: bool, *, has_queries: bool) -> Phases:
         shape = self.shape

@@ -22,17 +22,20 @@ class Residency(NamedTuple):
         host_residual: the residual stream lies in host memory and visits the device in chunks.
         shards: N ranks divide the rows, and each has all keys and values of its part of the heads
             of a group. Row counts are then those of one rank.
+        fp8_attention: queries, keys, values and results of attention are fp8.
     """
 
     keep_queries: bool
     head_groups: int = 1
     host_residual: bool = False
     shards: int = 1
+    fp8_attention: bool = False
 
     @property
     def is_streamed(self) -> bool:
-        """Whether layers run group by group, share by share or from the host."""
-        return self.head_groups > 1 or self.host_residual or self.shards > 1
+        """Whether layers run group by group, share by share, from the host or with fp8 keys."""
+        apart = self.host_residual or self.fp8_attention
+        return self.head_groups > 1 or self.shards > 1 or apart
 
 
 class PerStage(NamedTuple, Generic[T]):
@@ -95,6 +98,7 @@ class Plan:
         extras = [f"{layout.head_groups} head groups"] if layout.head_groups > 1 else []
         extras += ["residual in host memory"] if layout.host_residual else []
         extras += [f"rows divided over {layout.shards} ranks"] if layout.shards > 1 else []
+        extras += ["fp8 attention"] if layout.fp8_attention else []
         return (
             f"rows a chunk: {', '.join(rows)}{''.join(f'; {extra}' for extra in extras)}; "
             f"predicted peak {readable(self.predicted_peak_bytes)}, "

@@ -179,16 +179,19 @@ class PlanSearch:
 
     def _as_computed(self, step: StepShape) -> tuple[StepShape, list[Residency]]:
         """Return the part of a step that one rank computes, and the layouts to try."""
+        part, count = step, 1
         if self.divides(step):
-            return step.share(self._shards), self._layouts[self._shards]
-        return step, self._layouts[1]
+            part, count = step.share(self._shards), self._shards
+        if step.fp8_attention:
+            return part, [layout._replace(fp8_attention=True) for layout in self._layouts[count]]
+        return part, self._layouts[count]
 
     def find(self, step: StepShape, kept_bytes: int, longest_chunk_s: float) -> Plan:
         """Search the plan of a step, for some hundred microseconds; see `Planner.plan`."""
         available, asked = self._budget_bytes - kept_bytes, step
         step, layouts = self._as_computed(step)
         candidates: list[PlanCandidate] = []
-        if step.rows <= WHOLE_STEP_ROWS and step is asked:
+        if step.rows <= WHOLE_STEP_ROWS and step is asked and not step.fp8_attention:
             whole = self._candidate(Residency(keep_queries=True), step, longest_chunk_s)
             if whole.bytes_with(step.rows) <= available:
                 return self._plan_with(whole, whole.sizes(available), kept_bytes)

@@ -174,6 +174,7 @@ class StepShape(NamedTuple):
         num_sequences: sequences.
         kept_keys: keys of the longest sequence whose keys are kept from earlier steps.
         keeps: whether it writes keys and values that are kept.
+        fp8_attention: whether its attention is fp8.
     """
 
     rows: int
@@ -182,6 +183,7 @@ class StepShape(NamedTuple):
     num_sequences: int = 1
     kept_keys: int = 0
     keeps: bool = False
+    fp8_attention: bool = False
 
     def share(self, count: int) -> StepShape:
         """Return the part of one of `count` ranks: its rows, but all keys of its heads."""
@@ -190,7 +192,9 @@ class StepShape(NamedTuple):
 
     def with_rows(self, rows: int) -> StepShape:
         """Return this step with so many rows, of which no more are sampled."""
-        return self._replace(rows=rows, sample_rows=min(self.sample_rows, rows))
+        is_whole = self.fp8_attention and rows >= self.rows
+        sample_rows = min(self.sample_rows, rows)
+        return self._replace(rows=rows, sample_rows=sample_rows, fp8_attention=is_whole)
 
     def scaled(self, rows: int) -> StepShape:
         """Return a step of the same kind with fewer rows."""
@@ -221,6 +225,7 @@ class Demand:
         unit: granularity, in positions, at which a forward can be cut; None if forwards cannot be
             cut. With a unit, pages are not counted here.
         once: whether it has only one forward.
+        fp8_attention: whether attention is fp8 in forwards of all positions.
     """
 
     length: int
@@ -234,6 +239,7 @@ class Demand:
     spare: int = 0
     reads_prompt: bool = False
     once: bool = False
+    fp8_attention: bool = False
 
     @property
     def first_rows(self) -> int:

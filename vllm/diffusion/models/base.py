@@ -17,7 +17,6 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.core import stages
 from vllm.diffusion.core.buffers import FreshBuffers
-from vllm.diffusion.core.spans import Span
 from vllm.diffusion.layers.attention_backends import (
     available_backends,
     can_be_captured,
@@ -26,24 +25,14 @@ from vllm.diffusion.layers.attention_backends import (
 from vllm.diffusion.layers.parallel import keep_plain
 from vllm.diffusion.layers.rotary import Rotary, inverse_frequencies, rotary_rows
 from vllm.diffusion.layers.yarn import yarn_frequencies
-from vllm.diffusion.models.bitsandbytes import widened
-from vllm.diffusion.models.mixture import unstacked
-from vllm.diffusion.models.transformer import Transformer, destinations_of, run_whole
+from vllm.diffusion.models.transformer import Transformer
 from vllm.diffusion.models.updates import Updatable
-from vllm.diffusion.models.weights import (
-    Destination,
-    checkpoint_name,
-    load_checkpoint,
-    module_names,
-)
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
-)
-from vllm.model_executor.models.interfaces import SupportsQuant
+from vllm.diffusion.models.weights import checkpoint_name, module_names
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.utils import maybe_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -53,8 +42,8 @@ if TYPE_CHECKING:
     from vllm.diffusion.models.transformer import DiffusionLayer
 
 
-class DiffusionModel(Updatable, SupportsQuant):
-    """A checkpoint as a vLLM model: stages for the engine, and upstream's model interface.
+class DiffusionModel(Updatable):
+    """The stages of a checkpoint's model; `upstream_model.py` has what upstream asks of it.
 
     Attributes:
         family: facts common to all checkpoints of the family.
@@ -64,10 +53,6 @@ class DiffusionModel(Updatable, SupportsQuant):
     """
 
     rotary_frequencies: Tensor
-    packed_modules_mapping = {  # noqa: RUF012 (upstream declares it as an attribute of instances)
-        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
-        "gate_up_proj": ["gate_proj", "up_proj"],
-    }
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -198,63 +183,3 @@ class DiffusionModel(Updatable, SupportsQuant):
         self.head.project(hidden_states, out, buffers, slice(0, self.num_columns))
         scale = self.architecture.logits_scale
         return out if scale == 1.0 else out.mul_(scale)
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load a checkpoint, or, once loaded, some of its tensors in place.
-
-        Each call is a change of the weights, unless an update has begun.
-
-        Returns:
-            names of the parameters that were filled.
-
-        Raises:
-            CheckpointError: naming the tensors that are missing or not part of the model.
-        """
-        received = self.receive()
-        destinations, ignored = self.destinations()
-        weights = widened(weights)
-        if self.architecture.expert_layers:
-            weights = unstacked(weights, self.config)
-        with torch.no_grad():
-            return load_checkpoint(self, weights, destinations, ignored, received=received)
-
-    def destinations(self) -> tuple[dict[str, Destination], set[str]]:
-        """Return where the checkpoint's modules go, and which of them are skipped."""
-        destinations = destinations_of(self.architecture, self.model)
-        if not self.config.tie_word_embeddings:
-            return destinations, set()
-        head = self.architecture.module_names.get("lm_head", "lm_head")
-        del destinations[head]
-        return destinations, {head}
-
-    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Return the embeddings [T, D] of ids [T], in a new tensor."""
-        shape = (*input_ids.shape, self.hidden_size)
-        return self.embed(input_ids, self.model.norm.weight.new_empty(shape))
-
-    def forward(
-        self,
-        input_ids: Tensor | None,
-        positions: Tensor,
-        intermediate_tensors: None = None,
-        inputs_embeds: Tensor | None = None,
-    ) -> Tensor:
-        """Return the final, normed hidden states [T, D] of one sequence, in one chunk a stage.
-
-        The family's visibility applies, in blocks of the configuration's length.
-
-        Args:
-            input_ids: [T] token ids; unused where `inputs_embeds` is given.
-            positions: [T], from 0 on.
-            intermediate_tensors: upstream's argument for pipeline parallelism; always None.
-            inputs_embeds: [T, D], in place of ids.
-        """
-        if inputs_embeds is not None:
-            x = inputs_embeds.clone()
-        elif input_ids is not None:
-            x = self.embed_input_ids(input_ids)
-        else:
-            raise ValueError("input_ids: wanted token ids, or inputs_embeds; given neither")
-        visibility = self.family.visibility.with_blocks_of(self.config.block_length)
-        span = Span(0, len(x), 0, len(x), visibility.kept_unit)
-        return self.final_norm(run_whole(self.layers, x, self.rotary(positions), span))

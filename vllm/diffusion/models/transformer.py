@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 from torch import nn
 
 from vllm.diffusion.core.buffers import FreshBuffers
+from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.core.spans import AttentionLayout, KeySource
 from vllm.diffusion.layers.norm import RMSNorm
 from vllm.diffusion.layers.parallel import keep_plain
@@ -20,11 +21,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import Tensor
 
     from vllm.diffusion import ops
     from vllm.diffusion.core.spans import Span
     from vllm.diffusion.layers.attention import SelfAttention
+    from vllm.diffusion.layers.fp8_attention import Fp8Attention
     from vllm.diffusion.layers.mlp import GatedMLP
     from vllm.diffusion.layers.moe import ExpertsMLP
     from vllm.diffusion.layers.rotary import Rotary
@@ -57,6 +60,13 @@ class DiffusionLayer(nn.Module):
     def attention(self) -> SelfAttention:
         """The keys-values and attend stages; only once the weights are loaded."""
         return self.self_attn.stage(self.input_layernorm)
+
+    @functools.cached_property
+    def fp8_attention(self) -> Fp8Attention:
+        """Attention with fp8 heads; only once the weights are loaded."""
+        from vllm.diffusion.layers.fp8_attention import Fp8Attention
+
+        return Fp8Attention(self.attention)
 
     @functools.cached_property
     def mlp_stage(self) -> GatedMLP | ExpertsMLP:
@@ -125,7 +135,14 @@ def order_products(layers: Sequence[DiffusionLayer]) -> None:
             before = None  # experts come between
 
 
-def run_whole(layers: Sequence[DiffusionLayer], x: Tensor, rotary: Rotary, span: Span) -> Tensor:
+def run_whole(
+    layers: Sequence[DiffusionLayer],
+    x: Tensor,
+    rotary: Rotary,
+    span: Span,
+    *,
+    fp8_attention: bool = False,
+) -> Tensor:
     """Run all layers on all rows in one chunk a stage, as upstream calls models; return x.
 
     Args:
@@ -133,10 +150,15 @@ def run_whole(layers: Sequence[DiffusionLayer], x: Tensor, rotary: Rotary, span:
         x: [T, D], embeddings of one sequence, updated in place.
         rotary: rotary table rows of its positions.
         span: all rows, and the keys that they read.
+        fp8_attention: whether attention is fp8, as in forwards of long sequences.
     """
     buffers, layout = FreshBuffers(x.device), AttentionLayout.of([span], x.device)
     for layer in layers:
         attention = layer.attention
+        if fp8_attention:
+            layer.fp8_attention.whole(x, rotary, layout, buffers)
+            layer.mlp_stage.feed_forward(x, buffers)
+            continue
         heads = attention.num_heads + 2 * attention.num_kv_heads
         product = x.new_empty(len(x), heads * attention.head_dim)
         attention.keys_values(x, rotary, product, buffers)
@@ -144,3 +166,19 @@ def run_whole(layers: Sequence[DiffusionLayer], x: Tensor, rotary: Rotary, span:
         attention.attend(x, rotary, [KeySource(k, v, layout)], q, buffers)
         layer.mlp_stage.feed_forward(x, buffers)
     return x
+
+
+def fp8_attention_by(device: torch.device, head_dim: int) -> str:
+    """Name what computes fp8 attention of heads of this width on a device.
+
+    Raises:
+        ServerConfigError: nothing does.
+    """
+    from vllm.diffusion.layers import cudnn_fp8
+
+    wanted = cudnn_fp8.why_not(device, head_dim)
+    if wanted is not None:
+        raise ServerConfigError(
+            f"dllm settings: attention_dtype: given fp8; wanted model, or {wanted}"
+        )
+    return cudnn_fp8.described(device)

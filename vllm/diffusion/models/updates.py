@@ -12,6 +12,8 @@ from vllm.diffusion import ops
 from vllm.diffusion.models.weights import missing_tensors
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm.diffusion.models.weights import Destination
 
 
@@ -27,6 +29,10 @@ class Updatable(nn.Module):
     is_loaded = False
     weight_generation = 0
     _received: set[str] | None = None  # tensors of an update that has begun
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load a checkpoint, or some of its tensors; return the parameters that were filled."""
+        raise NotImplementedError
 
     def destinations(self) -> tuple[dict[str, Destination], set[str]]:
         """Return where the checkpoint's modules go, and which of them are skipped."""

@@ -49,6 +49,7 @@ from vllm.diffusion.ops.transfer import Array, GraphInputs, HostCopy, to_device
 from vllm_add_llada.cuda_kernels.fused_ops import (
     ATTENTION_PAGE,
     Attended,
+    Fp8Heads,
     Kept,
     Packed,
     QuantisedRows,
@@ -72,6 +73,7 @@ __all__ = [
     "Collectives",
     "ExpertWeights",
     "Filters",
+    "Fp8Heads",
     "Fp8Projection",
     "GraphInputs",
     "HostCopy",

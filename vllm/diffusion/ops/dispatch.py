@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from enum import Enum
 from math import ceil
+from typing import NamedTuple
 
 import torch
 
@@ -75,60 +77,70 @@ _PARTS_ROWS = 128  # Triton's router, beyond which PyTorch's product is the fast
 _GATED_ROWS = 32  # a group: up to which Triton's gated product is the faster one
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors that the compiled products run on; 0 where they cannot run.
+class Tier(Enum):
+    """The compiled products that a card runs."""
 
-    They run on a card of compute capability 9.0, once they are built.
+    HOPPER = "kernels"
+    PORTABLE = "portable kernels"
+    NONE = "reference"
+
+
+class Card(NamedTuple):
+    """A device as products are chosen for it.
+
+    Attributes:
+        tier: what it runs; for the compute capability that `VLLM_DLLM_KERNELS` names.
+        multiprocessors: number of them; 0 where no compiled product runs.
     """
+
+    tier: Tier
+    multiprocessors: int
+
+
+NO_CARD = Card(Tier.NONE, 0)
+
+
+@functools.cache
+def card_of(device: torch.device) -> Card:
+    """Return what a device runs: nothing of ours on a CPU, or before the kernels are built."""
     if device.type != "cuda" or not is_built():
-        return 0
-    if capability_of(device.index) != (9, 0):
-        return 0
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+        return NO_CARD
+    capability = capability_of(device.index)
+    if capability < (8, 0):
+        return NO_CARD
+    tier = Tier.HOPPER if capability == (9, 0) else Tier.PORTABLE
+    return Card(tier, int(torch.cuda.get_device_properties(device).multi_processor_count))
 
 
-def portable_tiling(num_rows: int, device: torch.device) -> Tiling | None:
-    """Tiling for the cards whose own kernels there are none of; None to multiply otherwise.
-
-    Args:
-        num_rows: rows of the product.
-        device: device of the weight.
-    """
-    if not 0 < num_rows <= _PORTABLE_ROWS or not is_portable(device):
-        return None
-    return PORTABLE
-
-
-@functools.cache
-def is_portable(device: torch.device) -> bool:
-    """Whether the compiled products that run are those for every card."""
-    return device.type == "cuda" and is_built() and (9, 0) != capability_of(device.index) >= (8, 0)
+def _portable(num_rows: int, card: Card) -> Tiling | None:
+    """Tiling where the card has no kernels of its own; None to multiply otherwise."""
+    is_few = 0 < num_rows <= _PORTABLE_ROWS
+    return PORTABLE if is_few and card.tier is Tier.PORTABLE else None
 
 
 def linear_tiling(
-    num_rows: int, num_columns: int, depth: int, *, gated: bool, multiprocessors: int
+    num_rows: int, num_columns: int, depth: int, *, gated: bool, card: Card
 ) -> Tiling | None:
     """Tiling of `fused_linear` that keeps (nearly) every multiprocessor busy; None for cuBLAS.
 
     Args:
         num_rows, num_columns, depth: sizes of the product.
         gated: whether silu(gate) * up is computed.
-        multiprocessors: number of the card, as returned by `multiprocessors`.
+        card: the device, as returned by `card_of`.
     """
     skinny = _SKINNY_GATED if gated else _SKINNY
-    return _tiling(skinny, num_rows, num_columns, depth, multiprocessors, gated=gated)
+    return _tiling(skinny, num_rows, num_columns, depth, card, gated=gated)
 
 
 def fp8_tiling(
-    num_rows: int, num_columns: int, depth: int, *, gated: bool, multiprocessors: int
+    num_rows: int, num_columns: int, depth: int, *, gated: bool, card: Card
 ) -> Tiling | None:
     """Tiling of `fused_linear_fp8`, whose stages are twice as deep; None for cuBLAS.
 
     Arguments are those of `linear_tiling`.
     """
     skinny = _SKINNY_GATED_FP8 if gated else _SKINNY_FP8
-    return _tiling(skinny, num_rows, num_columns, depth // 2, multiprocessors, gated=gated)
+    return _tiling(skinny, num_rows, num_columns, depth // 2, card, gated=gated)
 
 
 def _tiling(
@@ -136,22 +148,23 @@ def _tiling(
     num_rows: int,
     num_columns: int,
     depth: int,
-    multiprocessors: int,
+    card: Card,
     *,
     gated: bool,
 ) -> Tiling | None:
     """Tiling for few rows, or for any number in a gated product; depth counts as in bf16."""
-    tiling = _skinny_tiling(skinny, num_rows, num_columns, depth, multiprocessors)
+    if card.tier is not Tier.HOPPER:
+        return _portable(num_rows, card)
+    tiling = _skinny_tiling(skinny, num_rows, num_columns, depth, card.multiprocessors)
     if tiling is None and gated:
-        return gated_tiling(num_rows, num_columns, depth, multiprocessors=multiprocessors)
+        return gated_tiling(num_rows, num_columns, depth, card=card)
     return tiling
 
 
-def gated_tiling(
-    num_rows: int, num_columns: int, depth: int, *, multiprocessors: int
-) -> Tiling | None:
+def gated_tiling(num_rows: int, num_columns: int, depth: int, *, card: Card) -> Tiling | None:
     """First tiling of a gated product of any number of rows whose tiles fill the card."""
-    if num_columns % 16 != 0 or depth % _STEP_DEPTH != 0 or multiprocessors == 0:
+    multiprocessors = card.multiprocessors
+    if card.tier is not Tier.HOPPER or num_columns % 16 != 0 or depth % _STEP_DEPTH != 0:
         return None
     for tiling in _GATED:
         tiles = ceil(num_rows / tiling.rows) * ceil(num_columns / tiling.columns)
@@ -163,7 +176,7 @@ def gated_tiling(
 
 
 def packed_tiling(
-    num_rows: int, num_columns: int, depth: int, group: int, *, multiprocessors: int
+    num_rows: int, num_columns: int, depth: int, group: int, *, card: Card
 ) -> Tiling | None:
     """Tiling of `fused_linear_packed`; None to unpack the matrix first.
 
@@ -174,10 +187,11 @@ def packed_tiling(
     Args:
         num_rows, num_columns, depth: sizes of the product.
         group: numbers that share a scale.
-        multiprocessors: number of the card, as returned by `multiprocessors`.
+        card: the device, as returned by `card_of`.
     """
-    if num_rows == 0 or multiprocessors == 0:
-        return None
+    if num_rows == 0 or card.tier is not Tier.HOPPER:
+        return _portable(num_rows, card)
+    multiprocessors = card.multiprocessors
     is_few = num_rows <= _PACKED_FEW_ROWS
     tilings = [
         Tiling(columns, split, rows)
@@ -214,7 +228,7 @@ def packed_tiling(
 
 @functools.lru_cache(maxsize=1024)
 def slice_columns(
-    num_rows: int, num_columns: int, depth: int, most: int, tiling: Tiling, *, multiprocessors: int
+    num_rows: int, num_columns: int, depth: int, most: int, tiling: Tiling, *, card: Card
 ) -> int:
     """Columns of a slice when a product is computed slice by slice.
 
@@ -224,9 +238,10 @@ def slice_columns(
         num_rows, num_columns, depth: sizes of the product.
         most: most columns of a slice.
         tiling: tiling of the kernel that multiplies.
-        multiprocessors: number of the card, as returned by `multiprocessors`.
+        card: the device, as returned by `card_of`.
     """
     tiles, row_tiles = ceil(num_columns / tiling.columns), ceil(num_rows / tiling.rows)
+    multiprocessors = card.multiprocessors
     tile_us = tiling.columns * tiling.rows * depth * multiprocessors / _MULTIPLIED_PER_US
 
     def microseconds(num_tiles: int) -> float:
@@ -294,9 +309,9 @@ def routes_compiled(num_rows: int, num_experts: int) -> bool:
     return num_rows in _ROUTER_ROWS.get(num_experts, ())
 
 
-def routes_in_parts(num_rows: int) -> bool:
+def routes_in_parts(num_rows: int, card: Card) -> bool:
     """Whether Triton's product with the router is faster than PyTorch's."""
-    return num_rows <= _PARTS_ROWS
+    return num_rows <= (_PORTABLE_ROWS if card.tier is Tier.PORTABLE else _PARTS_ROWS)
 
 
 def streams_gated(num_slots: int, num_experts: int) -> bool:

@@ -63,7 +63,7 @@ def route_rows(
     is_compiled = dispatch.routes_compiled(len(x), len(gate)) and not has_shared
     if is_compiled and not scoring.window and fused_ops.has_router(x, gate):
         return Routing(*fused_ops.route_rows(x, gate, num_chosen, bias, **scoring.of_rows()))
-    in_parts = dispatch.routes_in_parts(len(x))
+    in_parts = dispatch.routes_in_parts(len(x), dispatch.card_of(x.device))
     return gather_gemm.route_rows(
         x, gate, num_chosen, bias, scoring, has_shared=has_shared, in_parts=in_parts
     )

@@ -296,10 +296,8 @@ class Fp8Projection(Projection):
     @staticmethod
     def _tiling_of(weight: Tensor, num_rows: int, *, is_gated: bool = False) -> Tiling | None:
         """Return the tiling of our kernel; None where PyTorch's product is to be used."""
-        multiprocessors = dispatch.multiprocessors(weight.device)
-        return dispatch.fp8_tiling(
-            num_rows, *weight.shape, gated=is_gated, multiprocessors=multiprocessors
-        ) or dispatch.portable_tiling(num_rows, weight.device)
+        card = dispatch.card_of(weight.device)
+        return dispatch.fp8_tiling(num_rows, *weight.shape, gated=is_gated, card=card)
 
     def _fused(self, x: QuantisedRows, out: Tensor, tiling: Tiling, epilogue: Epilogue) -> None:
         bias = None if epilogue is Epilogue.SILU_MUL else self._bias

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
+from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.core.quantisation import BlockScheme, Fp8Scheme, PackedScheme, scheme_of
 from vllm.diffusion.ops.blocks import BlockMethod
@@ -48,7 +49,7 @@ _KIND_OF_METHOD: dict[type, type[Projection]] = {
     AwqMethod: PackedProjection,
     BlockMethod: PackedProjection,
 }
-_FP8_CAPABILITY = (9, 0)
+_FP8_CAPABILITY = (8, 9)
 
 
 class SchemeConfig(QuantizationConfig):
@@ -152,11 +153,11 @@ def adopt_scheme(vllm_config: VllmConfig, *, has_fp8_head: bool) -> None:
         return
     is_fp8 = has_fp8_head or isinstance(scheme, Fp8Scheme | BlockScheme)
     if is_fp8 and vllm_config.device_config.device_type == "cuda":
-        capability = current_platform.get_device_capability()
-        if capability is None or (capability.major, capability.minor) < _FP8_CAPABILITY:
+        capability = envs.kernels() or current_platform.get_device_capability()
+        if capability is None or tuple(capability) < _FP8_CAPABILITY:
             raise ServerConfigError(
                 f"quantization: given {scheme.name}{' with fp8_head' if has_fp8_head else ''}; "
-                "wanted int4 or nf4 alone, or a GPU of compute capability 9.0 or later"
+                "wanted int4 or nf4 alone, or a GPU of compute capability 8.9 or later"
             )
         if model.dtype != torch.bfloat16:
             raise ServerConfigError(

@@ -259,10 +259,8 @@ class PackedProjection(Projection):
     def _multiply_packed(self, x: Tensor, out: Tensor, columns: slice, epilogue: Epilogue) -> bool:
         """Run our own kernel where it is the faster one; return whether it ran."""
         some = self._packed.rows(columns)
-        multiprocessors = dispatch.multiprocessors(x.device)
-        tiling = dispatch.packed_tiling(
-            len(x), *some.shape, some.group, multiprocessors=multiprocessors
-        ) or dispatch.portable_tiling(len(x), x.device)
+        card = dispatch.card_of(x.device)
+        tiling = dispatch.packed_tiling(len(x), *some.shape, some.group, card=card)
         if tiling is None or not has_packed_linear(x, some):
             return False
         bias = None if self._bias is None else self._bias[columns]
@@ -297,8 +295,8 @@ class PackedProjection(Projection):
         """Tiling with which one kernel multiplies slices of gate and up; None for none."""
         if self._bias is not None or not has_fused_linear(x, out):
             return None
-        multiprocessors = dispatch.multiprocessors(x.device)
-        return dispatch.gated_tiling(len(x), *self._packed.shape, multiprocessors=multiprocessors)
+        card = dispatch.card_of(x.device)
+        return dispatch.gated_tiling(len(x), *self._packed.shape, card=card)
 
 
 def _slices_of(x: Tensor, num_columns: int, packed: Packed, tiling: Tiling) -> Iterator[slice]:
@@ -306,7 +304,7 @@ def _slices_of(x: Tensor, num_columns: int, packed: Packed, tiling: Tiling) -> I
     depth = packed.shape[1]
     step = dispatch.slice_columns(
         *(len(x), num_columns, depth, _most_columns(depth), tiling),
-        multiprocessors=dispatch.multiprocessors(x.device),
+        card=dispatch.card_of(x.device),
     )
     for start in range(0, num_columns, step):
         yield slice(start, min(start + step, num_columns))

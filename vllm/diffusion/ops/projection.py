@@ -86,9 +86,9 @@ class Matrix(NamedTuple):
         is_served = self.dtype == torch.bfloat16 and not self.has_bias
         if not is_served or self.device.type != "cuda" or self.device.index is None:
             return None
-        multiprocessors = dispatch.multiprocessors(self.device)
+        card = dispatch.card_of(self.device)
         for rows in range(_SCANNED_ROWS, 0, -1):
-            if tiling_of(rows, self.columns, self.depth, multiprocessors=multiprocessors) is None:
+            if tiling_of(rows, self.columns, self.depth, card=card) is None:
                 return rows if rows <= _SCANNED_ROWS // 2 else None
         return 0
 
@@ -309,11 +309,8 @@ def _tiling(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tiling | None:
     """Tiling of `fused_linear` for this product; None where PyTorch's is to be used."""
     if not x.is_cuda or not has_fused_linear(x, weight):
         return None
-    multiprocessors = dispatch.multiprocessors(x.device)
-    tiling = dispatch.linear_tiling(
-        len(x), *weight.shape, gated=gated, multiprocessors=multiprocessors
-    )
-    return tiling or dispatch.portable_tiling(len(x), x.device)
+    card = dispatch.card_of(x.device)
+    return dispatch.linear_tiling(len(x), *weight.shape, gated=gated, card=card)
 
 
 def embed_rows(table: VocabParallelEmbedding, ids: Tensor, out: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from vllm.diffusion.core.stages import exchanged
 
 if TYPE_CHECKING:
@@ -71,3 +73,8 @@ class HeadExchange:
             by_rank = returned.view(size, rows, part, width)
             out.view(rows, size, part, width).copy_(by_rank.transpose(0, 1))
         return out
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """View numbers of a byte as bytes, which collectives move wherever they are not known."""
+    return x.view(torch.uint8) if x.itemsize == 1 else x

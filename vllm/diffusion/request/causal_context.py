@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Visibility where the context is causal; and that of any request."""
+"""Visibility where the context is causal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from vllm.diffusion.request.visibility import FULL, BlockCausal, Visibility
 
 if TYPE_CHECKING:
-    from vllm.diffusion.request.params import DiffusionParams
     from vllm.diffusion.request.visibility import Forward, WindowPart
 
 _CAUSAL = BlockCausal(1)
@@ -51,12 +50,3 @@ class CausalContext(Visibility):
 
     def final(self, forward: Forward) -> range:
         return _CAUSAL.final(forward) if forward.is_causal else range(0)
-
-
-def visibility_of(params: DiffusionParams) -> Visibility:
-    """Return which positions of a request attend to which."""
-    if params.has_causal_context:
-        return CausalContext(params.block_length)
-    if params.is_block_causal:
-        return BlockCausal(params.block_length, is_whole=params.completes_prompts)
-    return FULL

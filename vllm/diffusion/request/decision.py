@@ -94,6 +94,10 @@ _PLAIN: tuple[str, ...] = tuple(
 )
 
 
+# Its steps are those of one request, without guesses.
+_WITH_FP8_ATTENTION: dict[str, Any] = {"num_speculative_states": 0}
+
+
 def attach(sampling: Any, decided: DiffusionParams, index: int = 0) -> None:
     """Let a request's `SamplingParams` carry its decision, in place of the values it was made from.
 
@@ -234,6 +238,8 @@ def decide(
     lengths = _with_suffix(lengths, request.get("suffix_ids"), algorithm, model, num_prompt)
     cache = _cache(request, algorithm, model)
     values = _values(request, algorithm, model, cache, lengths)
+    if values["attention_dtype"] == "fp8" and num_prompt + lengths.canvas >= model.fp8_from:
+        values |= _WITH_FP8_ATTENTION | ({} if model.cuts_steps else {"force_single_batch": True})
     params = DiffusionParams(
         algorithm=algorithm.name,
         cache=cache,
@@ -344,6 +350,7 @@ def _values(
         "edit_ids": ids.edit,
         "forbidden_ids": () if algorithm.edits_length else ids.edit,
         "think_ids": ids.think,
+        "fp8_attention_from": model.fp8_from,
     }
 
 
@@ -541,6 +548,10 @@ def _check(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel)
         raise InvalidParameterError(
             "return_entropy", True, "wanted false, or return_trajectory: true"
         )
+    attention = request.get("attention_dtype", "model")
+    if attention not in ("model", model.defaults.get("attention_dtype")):
+        wanted = "wanted model, or a server whose --additional-config has it, too"
+        raise InvalidParameterError("attention_dtype", attention, wanted)
 
 
 def _wanted_instead(spec: Field, algorithm: Algorithm, model: ServedModel) -> str:

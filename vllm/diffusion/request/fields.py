@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 MOST_STATES = 15  # that are guessed for a forward
 REMASKING: tuple[str, ...] = ("low_confidence", "random")
+ATTENTION_DTYPES = ("model", "fp8")
 _RECORDS = (*ALGORITHMS.values(), *BLOCK_ALGORITHMS.values())
 CACHES = tuple(dict.fromkeys(cache for a in _RECORDS for cache in a.caches))
 
@@ -281,6 +282,17 @@ FIELDS: tuple[Field, ...] = (
         "run the request alone in its steps",
         default=False,
         server_wide=True,
+    ),
+    Field(
+        "attention_dtype",
+        str,
+        "numbers of attention where a forward computes a whole long sequence: as the model's, or "
+        "fp8 (e4m3), where the server has it",
+        default="model",
+        choices=ATTENTION_DTYPES,
+        neutral=("model",),
+        server_wide=True,
+        **users(lambda a: not a.is_block_causal),
     ),
     Field(
         "num_speculative_states",
@@ -533,6 +545,12 @@ def server_defaults(given: Mapping[str, Any], family: Family | None) -> dict[str
     if named is not None:
         defaults["algorithm"] = named
     _check_together(defaults, algorithms_for(family))
+    attention = defaults.get("attention_dtype", "model")
+    if family.is_block_causal and attention != "model":
+        raise ServerConfigError(
+            f"dllm settings: attention_dtype: given {attention}; wanted model: family "
+            f"{family.name} is block-causal"
+        )
     return defaults
 
 

@@ -62,6 +62,8 @@ class ServedModel:
         default_steps: denoise steps of a request that gives none (None: one per canvas token).
         block_length: block length of a block-causal checkpoint's config.
         block_unit: block lengths are multiples of it.
+        fp8_from: positions of a sequence from which its attention may be fp8.
+        cuts_steps: whether long steps are cut, so that other requests run beside them.
         guides: compiler of answer formats; None where none can be used.
         encode: token ids of a text, without special ones; None where there is no tokenizer.
     """
@@ -75,6 +77,8 @@ class ServedModel:
     default_steps: int | None = None
     block_length: int | None = None
     block_unit: int = 1
+    fp8_from: int = 0
+    cuts_steps: bool = True
     guides: Guides | None = None
     encode: Callable[[str], Sequence[int]] | None = None
 
@@ -106,7 +110,8 @@ class DiffusionParams(AlgorithmParams):
     alone. `guide` is the language of the answer, if it has one; `edits` are the changes of logits
     that it asks for, if any. `suffix_ids` stand on the canvas, right behind the longest answer.
     `num_speculative_states` is the number of states that may be guessed for a forward.
-    `has_stop_strings` says that any step's tokens may be the last ones.
+    `has_stop_strings` says that any step's tokens may be the last ones. `fp8_attention_from` is the
+    number of positions of a sequence from which attention is fp8, where that is asked for.
     """
 
     algorithm: str
@@ -127,6 +132,7 @@ class DiffusionParams(AlgorithmParams):
     ignore_eos: bool
     allow_infill: bool
     force_single_batch: bool
+    attention_dtype: str
     seed: int | None
     mask_id: int
     eos_id: int | None
@@ -158,6 +164,7 @@ class DiffusionParams(AlgorithmParams):
     suffix_ids: tuple[int, ...] = ()
     num_speculative_states: int = 0
     has_stop_strings: bool = False
+    fp8_attention_from: int = 0
 
     @property
     def kept_unit(self) -> int:
@@ -185,6 +192,10 @@ class DiffusionParams(AlgorithmParams):
     def computes_blocks(self) -> bool:
         """Whether forwards of a block, except its first, compute nothing before the block."""
         return self.cache in ("prefix", "dual")
+
+    def has_fp8_attention(self, length: int) -> bool:
+        """Whether attention is fp8 in forwards of all `length` positions of a sequence."""
+        return self.attention_dtype == "fp8" and length >= self.fp8_attention_from
 
     @property
     def num_blocks(self) -> int:

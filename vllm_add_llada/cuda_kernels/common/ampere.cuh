@@ -54,9 +54,20 @@ __device__ inline uint32_t transposed(uint32_t pair) {
   return result;
 }
 
+// The four numbers of fp8 in a word (e4m3) as pairs of fp16, the first two and the others.
+__device__ inline void widen(uint32_t word, uint32_t& lower, uint32_t& upper) {
+#if __CUDA_ARCH__ >= 890
+  asm("{\n.reg .b16 l, u;\nmov.b32 {l, u}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, u;\n}"
+      : "=r"(lower), "=r"(upper)
+      : "r"(word));
+#endif
+}
+
 enum class Operands { kBFloat16, kFloat16, kFp8 };
 
-// sums [16, 8] += left [16, 32 bytes] right [8, 32 bytes]^T. Of fp8 from compute capability 8.9 on.
+// sums [16, 8] += left [16, 32 bytes] right [8, 32 bytes]^T. Of fp8 from compute capability 8.9 on,
+// where the cards of data centres after it have instructions for fp16 alone.
 template <Operands kOperands>
 __device__ inline void multiply_add(float (&sums)[4], const uint32_t (&left)[4], uint32_t right0,
                                     uint32_t right1) {
@@ -69,7 +80,17 @@ __device__ inline void multiply_add(float (&sums)[4], const uint32_t (&left)[4],
   } else if constexpr (kOperands == Operands::kFloat16) {
     MOSAIC_MMA("m16n8k16.row.col.f32.f16.f16.f32");
   } else {
-#if __CUDA_ARCH__ >= 890
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+    uint32_t wide[8], right[4];
+    for (int i = 0; i < 4; ++i)
+      widen(left[i], wide[i / 2 * 4 + i % 2], wide[i / 2 * 4 + 2 + i % 2]);
+    widen(right0, right[0], right[1]);
+    widen(right1, right[2], right[3]);
+    multiply_add<Operands::kFloat16>(sums, {wide[0], wide[1], wide[2], wide[3]}, right[0],
+                                     right[1]);
+    multiply_add<Operands::kFloat16>(sums, {wide[4], wide[5], wide[6], wide[7]}, right[2],
+                                     right[3]);
+#elif __CUDA_ARCH__ >= 890
     MOSAIC_MMA("m16n8k32.row.col.f32.e4m3.e4m3.f32");
 #endif
   }

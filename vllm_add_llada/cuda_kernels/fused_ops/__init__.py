@@ -38,7 +38,7 @@ from ._quantise import (
 )
 from ._ranks import Meeting, call_counts, flag_bytes, gather_ranks, has_sum_ranks, sum_ranks
 from ._support import capability_of
-from .reference import Kept
+from .reference import Fp8Heads, Kept
 
 __all__ = [
     "ATTENTION_PAGE",
@@ -46,6 +46,7 @@ __all__ = [
     "PORTABLE",
     "Attended",
     "Epilogue",
+    "Fp8Heads",
     "Kept",
     "Meeting",
     "Packed",

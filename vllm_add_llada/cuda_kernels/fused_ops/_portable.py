@@ -14,8 +14,10 @@ _STRIP = 128
 _GROUP = 32
 _DTYPES = {torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16"}
 _FP8 = torch.float8_e4m3fn
-_TILE_BYTES = 128 * 128 * 4
-BLOCKS = 2  # of a multiprocessor, with two tiles each
+_BLOCKS = 3  # of a multiprocessor, at most
+_PARTS_BYTES = 4 * 128 * 128 * 4  # of a multiprocessor: two tiles of each of its blocks
+_SHARED = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228}  # KiB, of it
+_LEAST_SHARED = 100  # of all others
 _MOST_TILES = 1 << 16
 
 
@@ -110,16 +112,22 @@ def launch_portable(
         num_columns=len(values),
         depth=x.shape[1],
         group=0 if packed is None else packed.group,
-        most_blocks=BLOCKS,
+        most_blocks=_BLOCKS,
+        shared_bytes=_shared_bytes(x.device.index),
         epilogue=epilogue,
         early=early,
     )
 
 
 @cache
+def _shared_bytes(device: int) -> int:
+    """Return the shared memory of a multiprocessor of the card that kernels are chosen for."""
+    return _SHARED.get(capability_of(device), _LEAST_SHARED) * 1024
+
+
+@cache
 def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return memory for sums of parts of tiles, and their counts; products use it in turn."""
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    size = multiprocessors * BLOCKS * 2 * _TILE_BYTES
-    parts = torch.empty(size, dtype=torch.uint8, device=device)
+    parts = torch.empty(multiprocessors * _PARTS_BYTES, dtype=torch.uint8, device=device)
     return parts, torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)

@@ -14,6 +14,7 @@ from . import reference as plain_reference
 from ._linear import PORTABLE, Epilogue, Tiling, gated, launch_linear
 from ._portable import has_portable, takes_columns
 from ._support import (
+    capability_of,
     check_rows,
     check_vector,
     feeds_tensor_cores,
@@ -25,6 +26,7 @@ from ._support import (
 )
 
 FP8 = reference.FP8
+_LEAST_CAPABILITY = (8, 9)
 _ALIGNMENT = 16  # elements of a row's width
 
 
@@ -43,11 +45,11 @@ class QuantisedRows(NamedTuple):
 
 
 def has_quantise(x: Tensor) -> bool:
-    """Whether the kernels take such rows: bf16 on a card of compute capability 9.0.
+    """Whether the kernels take such rows: bf16 on a card of compute capability 8.9 or later.
 
     Their width must be a multiple of 16, and rows must start on 16 bytes.
     """
-    if native is None or not x.is_cuda or hopper_multiprocessors(x.device.index) == 0:
+    if native is None or not x.is_cuda or capability_of(x.device.index) < _LEAST_CAPABILITY:
         return False
     return (
         x.dtype == torch.bfloat16

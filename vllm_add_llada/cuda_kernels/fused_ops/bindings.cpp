@@ -30,6 +30,10 @@ template <>
 struct Given<KeptRows> : GivenMembers<KeptRows, Rows, Rows, Rows, Integers, int64_t, int64_t> {};
 
 template <>
+struct Given<Fp8Rows> : GivenMembers<Fp8Rows, Rows, Rows, Rows, Rows, const float*, const float*> {
+};
+
+template <>
 struct Given<Attended> : GivenMembers<Attended, const int*, const int*, const int*, const int*,
                                       const int*, const int*, int> {};
 
@@ -95,11 +99,11 @@ void bind_rows(Module& module) {
     using P = RotaryParams;
     module.function("apply_rotary", &launch_rotary, FIELD(q), FIELD(k), FIELD(cos), FIELD(sin),
                     FIELD(cos_stride), FIELD(sin_stride), FIELD(dtype), FIELD(table_dtype),
-                    FIELD(num_tokens), FIELD(head_dim), FIELD(rotary_dim), FIELD(kept));
+                    FIELD(num_tokens), FIELD(head_dim), FIELD(rotary_dim), FIELD(kept), FIELD(fp8));
     module.function("norm_rotary", &launch_norm_rotary, FIELD(q), FIELD(k), FIELD(q_weight),
                     FIELD(k_weight), FIELD(eps), FIELD(cos), FIELD(sin), FIELD(cos_stride),
                     FIELD(sin_stride), FIELD(dtype), FIELD(table_dtype), FIELD(num_tokens),
-                    FIELD(head_dim), FIELD(rotary_dim), FIELD(kept));
+                    FIELD(head_dim), FIELD(rotary_dim), FIELD(kept), FIELD(fp8));
   }
   {
     using P = SiluMulParams;
@@ -155,7 +159,8 @@ void bind_products(Module& module) {
                     FIELD(table), FIELD(bias), FIELD(out), FIELD(parts), FIELD(counts),
                     FIELD(parts_bytes), FIELD(num_counts), FIELD(x_stride), FIELD(weight_stride),
                     FIELD(scales_stride), FIELD(out_stride), FIELD(num_rows), FIELD(num_columns),
-                    FIELD(depth), FIELD(group), FIELD(most_blocks), FIELD(epilogue), FIELD(early));
+                    FIELD(depth), FIELD(group), FIELD(most_blocks), FIELD(shared_bytes),
+                    FIELD(epilogue), FIELD(early));
   }
   {
     using P = UnpackParams;

@@ -38,6 +38,16 @@ struct KeptRows {
   int64_t num_slots;
 };
 
+// Copies of heads as fp8 (e4m3), each number over its scale; bytes, strided likewise.
+struct Fp8Rows {
+  Rows q;  // null data: no copies of these
+  Rows k;  // of the keys minus their mean
+  Rows v;
+  Rows values;          // [num_tokens, num_kv_heads, head_dim], copied to v
+  const float* mean;    // [num_kv_heads, head_dim], contiguous
+  const float* scales;  // [3 or more], powers of two: of q, k and v; null: no copies
+};
+
 struct RotaryParams {
   Rows q;  // [num_tokens, num_q_heads, head_dim]: inner is the number of heads
   Rows k;
@@ -55,6 +65,7 @@ struct RotaryParams {
   const void* k_weight;
   float eps;
   KeptRows kept;  // of k as it is then, and of v
+  Fp8Rows fp8;    // bf16 heads whose channels are all rotated, in vectors
 };
 
 struct SiluMulParams {

@@ -24,7 +24,8 @@ struct PortableParams {
   int64_t parts_bytes, num_counts;
   int64_t x_stride, weight_stride, scales_stride, out_stride;  // elements
   int num_rows, num_columns, depth, group;
-  int most_blocks;  // on a multiprocessor
+  int most_blocks;   // on a multiprocessor
+  int shared_bytes;  // of a multiprocessor
   Epilogue epilogue;
   bool early;
 };

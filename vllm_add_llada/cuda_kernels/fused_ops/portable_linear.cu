@@ -2,59 +2,79 @@
 //
 // Portable products with weights of bf16, fp16 or fp8.
 
-#include "portable.cuh"
+#include "portable_few.cuh"
 
 namespace fused_ops {
 namespace {
 
-template <Operands kOperands, int kMostRows>
+template <Operands kOperands>
+struct Kind;
+template <>
+struct Kind<Operands::kBFloat16> {
+  using Number = __nv_bfloat16;
+  static constexpr int kBytes = 2;
+};
+template <>
+struct Kind<Operands::kFloat16> {
+  using Number = __half;
+  static constexpr int kBytes = 2;
+};
+template <>
+struct Kind<Operands::kFp8> {
+  using Number = __nv_bfloat16;  // of the result
+  static constexpr int kBytes = 1;
+};
+
+template <Operands kOperands, int kRows>
 struct PlainWeight {
-  static constexpr int kRowElementBytes = kOperands == Operands::kFp8 ? 1 : 2;
+  using S = Shape<4, 1, kRows>;
+  using Number = typename Kind<kOperands>::Number;
+  static constexpr int kRowElementBytes = Kind<kOperands>::kBytes;
   static constexpr int kDepth = kLineBytes / kRowElementBytes;
   static constexpr int kParts = 1;
   static constexpr int kBlocks = 2;
   static constexpr int kStageBytes = kTileColumns * kLineBytes;
-  static constexpr int kStages = kMostRows > 64 ? 3 : 4;
+  static constexpr int kStages = 4;
+  static constexpr int kApart = S::kThreads / 8;
+  static constexpr int kLines = kTileColumns / kApart;
 
-  __device__ PlainWeight(const PortableParams&, const Work&, const At&) {}
+  WeightLines<kApart, kLines> lines;
+  int byte;
 
-  __device__ void copy(const PortableParams& params, const Work& work, const At& at,
-                       uint32_t target, char*) const {
-    const Columns columns = columns_of<kMostRows>(params, work, at.tile);
-    const int chunk = threadIdx.x % 8;
-    const int byte = at.step * kLineBytes + chunk * 16;
-    const bool is_deep = byte < params.depth * kRowElementBytes;
-#pragma unroll
-    for (int i = 0; i < kTileColumns / (kThreads<kMostRows> / 8); ++i) {
-      const int local = threadIdx.x / 8 + i * (kThreads<kMostRows> / 8);
-      const bool is_there = is_deep && columns.column(local) < columns.end;
-      const char* source = static_cast<const char*>(params.weight);
-      if (is_there) {
-        source += columns.row(local) * params.weight_stride * kRowElementBytes + byte;
-      }
-      copy_later<16>(line(target, local, chunk), source, is_there);
-    }
+  __device__ void begin(const PortableParams& params, const Work& work, int tile, int step) {
+    lines.begin(params, columns_of(params, work, tile), threadIdx.x / 8,
+                params.weight_stride * kRowElementBytes);
+    byte = step * kLineBytes + threadIdx.x % 8 * 16;
   }
 
-  template <int kRows>
+  __device__ void copy(const PortableParams& params, uint32_t target, char*) {
+    const bool is_deep = byte < params.depth * kRowElementBytes;
+    target += line(threadIdx.x / 8, threadIdx.x % 8);
+#pragma unroll
+    for (int i = 0; i < kLines; ++i) {
+      copy_later<16>(target + i * kApart * kLineBytes, lines.line(i) + byte,
+                     is_deep && lines.is_there(i));
+    }
+    byte += kLineBytes;
+  }
+
   __device__ void multiply(const PortableParams&, uint32_t stage, const char*, uint32_t x,
-                           Sums<kRows>& sums) const {
-    const int lane = threadIdx.x % 32, first = warp_column(), first_row = warp_row<kRows>();
+                           typename S::Sums& sums) const {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int k = 0; k < kLineBytes / 32; ++k) {
-      uint32_t left[2][4];
+      uint32_t left[S::kMatrices][4];
 #pragma unroll
-      for (int matrix = 0; matrix < 2; ++matrix) {
-        load_matrices(line(stage, first + matrix * 16 + lane % 16, k * 2 + lane / 16),
+      for (int matrix = 0; matrix < S::kMatrices; ++matrix) {
+        load_matrices(stage + line(S::column() + matrix * 16 + lane % 16, k * 2 + lane / 16),
                       left[matrix]);
       }
 #pragma unroll
-      for (int pair = 0; pair < kWarpRows<kRows> / 16; ++pair) {
+      for (int pair = 0; pair < S::kEights / 2; ++pair) {
         uint32_t right[4];
-        load_matrices(
-            line(x, first_row + pair * 16 + lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2), right);
+        load_matrices(x + line(pair * 16 + lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2), right);
 #pragma unroll
-        for (int matrix = 0; matrix < 2; ++matrix) {
+        for (int matrix = 0; matrix < S::kMatrices; ++matrix) {
           multiply_add<kOperands>(sums[matrix][pair * 2], left[matrix], right[0], right[1]);
           multiply_add<kOperands>(sums[matrix][pair * 2 + 1], left[matrix], right[2], right[3]);
         }
@@ -63,12 +83,177 @@ struct PlainWeight {
   }
 };
 
-template <int kRows>
-using BFloat16Weight = PlainWeight<Operands::kBFloat16, kRows>;
-template <int kRows>
-using Float16Weight = PlainWeight<Operands::kFloat16, kRows>;
-template <int kRows>
-using Fp8Weight = PlainWeight<Operands::kFp8, kRows>;
+// Of more rows. A warp multiplies 64 of the columns by a quarter of the rows, so that the tensor
+// cores take longer than shared memory. What it multiplies next is loaded while it multiplies, the
+// first of a stage before the last of the one before.
+constexpr int kShortBytes = 64;  // of a row of x and of the weight in a stage
+
+__device__ inline uint32_t short_line(int row, int chunk) {
+  return row * kShortBytes + ((chunk ^ row >> 1) & 3) * 16;
+}
+
+template <Operands kOperands, int kRows>
+struct PlainMany {
+  using S = Shape<2, 4, kRows>;
+  static constexpr int kElementBytes = Kind<kOperands>::kBytes;
+  static constexpr int kDepth = kShortBytes / kElementBytes;
+  static constexpr int kWeightBytes = kTileColumns * kShortBytes;
+  static constexpr int kStageBytes = kWeightBytes + kRows * kShortBytes;
+  static constexpr int kStages = kRows > 128 ? 4 : 6;
+  static constexpr int kApart = S::kThreads / 4;
+};
+
+template <typename S>
+struct Fragments {
+  uint32_t left[S::kMatrices][4], right[S::kEights / 2][4];
+};
+
+template <Operands kOperands, int kRows>
+__global__ void __launch_bounds__(PlainMany<kOperands, kRows>::S::kThreads)
+    portable_many(const PortableParams params, const Work work) {
+  using W = PlainMany<kOperands, kRows>;
+  using S = typename W::S;
+  constexpr int kWeightLines = kTileColumns / W::kApart, kRowLines = kRows / W::kApart;
+  extern __shared__ __align__(1024) char shared[];
+  __shared__ int arrived;
+  const uint32_t ring = shared_place(shared);
+  const int num_stages = static_cast<int>(work.pending) + 2;
+  const int begin = work.begin(blockIdx.x), count = work.begin(blockIdx.x + 1) - begin;
+  int tile = begin / work.num_steps, step = begin - tile * work.num_steps;
+
+  const int local = threadIdx.x / 4;
+  const int chunk_byte = threadIdx.x % 4 * 16, depth_bytes = params.depth * W::kElementBytes;
+  const uint32_t target = short_line(local, threadIdx.x % 4);
+  WeightLines<W::kApart, kWeightLines> weight;
+  RowLines<W::kApart, kRowLines> rows;
+  auto begin_weight = [&](int of) {
+    weight.begin(params, columns_of(params, work, of), local,
+                 params.weight_stride * W::kElementBytes);
+  };
+  auto begin_rows = [&](int of) {
+    rows.begin(params, of % work.row_tiles * kRows + local, params.x_stride * W::kElementBytes);
+  };
+  begin_weight(tile);
+  begin_rows(tile);
+  int weight_tile = tile, weight_byte = step * kShortBytes + chunk_byte;
+  int row_tile = tile, row_byte = weight_byte;
+  const int end_byte = work.num_steps * kShortBytes;
+  auto copy_weight = [&](int stage) {
+#pragma unroll
+    for (int i = 0; i < kWeightLines; ++i) {
+      copy_later<16>(ring + stage * W::kStageBytes + target + i * W::kApart * kShortBytes,
+                     weight.line(i) + weight_byte, weight.is_there(i) && weight_byte < depth_bytes);
+    }
+    weight_byte += kShortBytes;
+    if (weight_byte >= end_byte) weight_byte = chunk_byte, begin_weight(++weight_tile);
+  };
+  auto copy_rows = [&](int stage) {
+    const uint32_t to = ring + stage * W::kStageBytes + W::kWeightBytes + target;
+#pragma unroll
+    for (int i = 0; i < kRowLines; ++i) {
+      copy_later<16>(to + i * W::kApart * kShortBytes, rows.first + i * rows.next + row_byte,
+                     rows.is_there(i) && row_byte < depth_bytes);
+    }
+    row_byte += kShortBytes;
+    if (row_byte >= end_byte) row_byte = chunk_byte, begin_rows(++row_tile);
+  };
+
+  const int lane = threadIdx.x % 32;
+  const uint32_t left_place = short_line(S::column() + lane % 16, lane / 16);
+  const uint32_t right_place =
+      W::kWeightBytes + short_line(S::row() + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+  auto load = [&](int stage, int k, Fragments<S>& fragments) {
+    const uint32_t base = ring + stage * W::kStageBytes;
+#pragma unroll
+    for (int i = 0; i < S::kMatrices; ++i) {
+      load_matrices(base + (left_place ^ k * 32) + i * 16 * kShortBytes, fragments.left[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < S::kEights / 2; ++i) {
+      load_matrices(base + (right_place ^ k * 32) + i * 16 * kShortBytes, fragments.right[i]);
+    }
+  };
+  typename S::Sums sums;
+  clear(sums);
+  auto multiply = [&](const Fragments<S>& fragments) {
+#pragma unroll
+    for (int pair = 0; pair < S::kEights / 2; ++pair) {
+      const uint32_t (&right)[4] = fragments.right[pair];
+#pragma unroll
+      for (int i = 0; i < S::kMatrices; ++i) {
+        multiply_add<kOperands>(sums[i][pair * 2], fragments.left[i], right[0], right[1]);
+        multiply_add<kOperands>(sums[i][pair * 2 + 1], fragments.left[i], right[2], right[3]);
+      }
+    }
+  };
+
+  for (int i = 0; i < num_stages - 1; ++i) {
+    if (i < count) copy_weight(i);
+  }
+  wait_for_prerequisites();
+  launch_dependents();
+  for (int i = 0; i < num_stages - 1; ++i) {
+    if (i < count) copy_rows(i);
+    end_copies();
+  }
+  Fragments<S> first, second;
+  wait_for_stage(work.pending);
+  __syncthreads();
+  load(0, 0, first);
+  int stage = 0, filled = num_stages - 1;
+  for (int i = 0; i < count; ++i) {
+    load(stage, 1, second);
+    if (i + num_stages - 1 < count) {
+      copy_weight(filled);
+      copy_rows(filled);
+    }
+    end_copies();
+    multiply(first);
+    if (++stage == num_stages) stage = 0;
+    if (++filled == num_stages) filled = 0;
+    wait_for_stage(work.pending);
+    __syncthreads();
+    const bool is_whole = ++step == work.num_steps || i + 1 == count;
+    if (!is_whole) load(stage, 0, first);
+    multiply(second);
+    if (is_whole) {
+      finish<typename Kind<kOperands>::Number, S>(params, work, tile, sums, &arrived);
+      step = 0;
+      ++tile;
+      load(stage, 0, first);
+    }
+  }
+}
+
+template <Operands kOperands, int kRows>
+cudaError_t launch_many(const PortableParams& params, cudaStream_t stream) {
+  using W = PlainMany<kOperands, kRows>;
+  constexpr Sizes kSizes{W::S::kThreads, kRows, W::kDepth, W::kStageBytes, 0, W::kStages, 1};
+  return launch_portable_kernel<portable_many<kOperands, kRows>>(params, kSizes, stream);
+}
+
+template <Operands kOperands>
+cudaError_t launch_any(const PortableParams& params, cudaStream_t stream) {
+  if (params.num_rows <= 32) return launch_few<PlainWeight<kOperands, 32>>(params, stream);
+  if (params.num_rows <= 64) return launch_few<PlainWeight<kOperands, 64>>(params, stream);
+  if (params.num_rows <= 128) return launch_many<kOperands, 128>(params, stream);
+  return launch_many<kOperands, 256>(params, stream);
+}
+
+// Whether the code that the current device runs has products of fp8.
+cudaError_t find_fp8(bool* has) {
+  thread_local int known_device = -1;
+  thread_local bool known = false;
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess && device != known_device) {
+    cudaFuncAttributes attributes{};
+    error = cudaFuncGetAttributes(&attributes, portable_few<PlainWeight<Operands::kFp8, 32>>);
+    if (error == cudaSuccess) known = attributes.ptxVersion >= 89, known_device = device;
+  }
+  *has = known;
+  return error;
+}
 
 }  // namespace
 
@@ -78,16 +263,15 @@ cudaError_t launch_portable(const PortableParams& params, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   if (is_fp8) {
-    cudaFuncAttributes attributes{};
-    const auto kernel = portable_kernel<Fp8Weight<32>, __nv_bfloat16, 32>;
-    const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    bool has = false;
+    const cudaError_t error = find_fp8(&has);
     if (error != cudaSuccess) return error;
-    if (attributes.ptxVersion < 89) return cudaErrorNotSupported;  // code without these products
+    if (!has) return cudaErrorNotSupported;
     if (params.dtype != DataType::kBFloat16) return cudaErrorInvalidValue;
-    return launch_of<Fp8Weight, __nv_bfloat16>(params, stream);
+    return launch_any<Operands::kFp8>(params, stream);
   }
-  if (params.dtype == DataType::kFloat16) return launch_of<Float16Weight, __half>(params, stream);
-  return launch_of<BFloat16Weight, __nv_bfloat16>(params, stream);
+  return params.dtype == DataType::kFloat16 ? launch_any<Operands::kFloat16>(params, stream)
+                                            : launch_any<Operands::kBFloat16>(params, stream);
 }
 
 }  // namespace fused_ops

@@ -1,13 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Portable products with weights of 4-bit numbers, read as they are stored.
-//
-// Up to 64 rows products of a group of numbers are summed alone and then multiplied by its scale,
-// in fp32. Sums of more rows take all registers, and a number meets many of them: there it is
-// multiplied by its scale and rounded, as `unpack` does.
 
 #include "packed_numbers.cuh"
-#include "portable.cuh"
+#include "portable_few.cuh"
 
 namespace fused_ops {
 namespace {
@@ -47,172 +43,201 @@ struct BFloat16Numbers {
   }
 };
 
-template <typename Numbers, Operands kOperands, bool kIsTable, int kMostRows>
-struct PackedWeight {
-  static constexpr int kRowElementBytes = 2;  // of x
-  static constexpr int kDepth = kStrip;
-  static constexpr int kParts = 2;
-  static constexpr int kBlocks = kMostRows > 64 ? 1 : 2;
-  static constexpr int kWeightBytes = kTileColumns * kStrip / 2;
-  static constexpr int kScaleBytes = kTileColumns * kMostGroups * 4;
-  static constexpr int kStageBytes = kWeightBytes + kScaleBytes + kTileColumns * 4;
-  static constexpr int kStages = kMostRows > 64 ? 2 : kMostRows > 32 ? 3 : 4;
+// How 4-bit numbers are multiplied: `kIsWide` where a strip has one group.
+template <typename Numbers_, Operands kOperands_, typename Number_, bool kIsTable_>
+struct PackedKind {
+  using Numbers = Numbers_;
+  using Number = Number_;  // of x and of the result
+  static constexpr Operands kOperands = kOperands_;
+  static constexpr bool kIsTable = kIsTable_;
+};
 
-  uint32_t zeros = 0;  // of this thread's row of the tile, in the step that is copied next
+constexpr int kValueBytes = kTileColumns * kStrip / 2;
+constexpr int kScaleBytes = kTileColumns * kMostGroups * 4;
+constexpr int kPackedBytes = kValueBytes + kScaleBytes + kTileColumns * kMostGroups;  // of a strip
 
-  __device__ PackedWeight(const PortableParams& params, const Work& work, const At& at) {
-    if (work.begin(blockIdx.x) < work.begin(blockIdx.x + 1)) load_zeros(params, work, at);
+// Strips of a tile, with their scales and zero points: how they come to shared memory.
+template <typename S, bool kIsTable>
+struct Strips {
+  static constexpr int kApart = S::kThreads / 4;
+  static constexpr int kLines = kTileColumns / kApart;
+
+  WeightLines<kApart, kLines> lines;
+  int strip;      // copied next
+  int64_t scale;  // of this thread's row of the tile: its first one
+  bool has_scale;
+  uint32_t zeros = 0;           // of the strip that is copied next
+  int groups, strips_of_group;  // of a strip, 0 where it has less than one; of a group
+
+  // The place of the strip's first group.
+  __device__ int64_t place() const {
+    return scale + (groups > 0 ? strip * groups : strip / strips_of_group);
   }
 
-  // Groups of a strip, one at least, and the place of its first.
-  static __device__ int groups(const PortableParams& params) {
-    return max(kStrip / params.group, 1);
-  }
-  static __device__ int64_t place(const PortableParams& params, const Columns& columns, int step) {
-    return columns.row(threadIdx.x) * params.scales_stride + int64_t{step} * kStrip / params.group;
-  }
-
-  __device__ void load_zeros(const PortableParams& params, const Work& work, const At& at) {
-    if (kIsTable || threadIdx.x >= kTileColumns) return;
-    if (at.tile >= work.column_tiles * work.row_tiles) return;
-    const Columns columns = columns_of<kMostRows>(params, work, at.tile);
-    if (columns.column(threadIdx.x) >= columns.end) return;
-    const uint8_t* source = params.zeros + place(params, columns, at.step);
-    switch (groups(params)) {
-      case 1:
-        zeros = __ldg(source);
-        break;
+  __device__ void load_zeros(const PortableParams& params) {
+    if (kIsTable || !has_scale) return;
+    const uint8_t* source = params.zeros + place();
+    switch (groups) {
       case 2:
         zeros = __ldg(reinterpret_cast<const uint16_t*>(source));
         break;
-      default:
+      case 4:
         zeros = __ldg(reinterpret_cast<const uint32_t*>(source));
-    }
-  }
-
-  __device__ void copy(const PortableParams& params, const Work& work, const At& at,
-                       uint32_t target, char* memory) {
-    const Columns columns = columns_of<kMostRows>(params, work, at.tile);
-#pragma unroll
-    for (int i = 0; i < kTileColumns / (kThreads<kMostRows> / 4); ++i) {
-      const int local = threadIdx.x / 4 + i * (kThreads<kMostRows> / 4), chunk = threadIdx.x % 4;
-      const bool is_there = columns.column(local) < columns.end;
-      const char* source = static_cast<const char*>(params.weight);
-      if (is_there) {
-        source += columns.row(local) * params.weight_stride + at.step * (kStrip / 2) + chunk * 16;
-      }
-      copy_later<16>(target + local * (kStrip / 2) + chunk * 16, source, is_there);
-    }
-    if (threadIdx.x >= kTileColumns) return;
-    const bool is_there = columns.column(threadIdx.x) < columns.end;
-    const float* scales = params.scales;
-    if (is_there) scales += place(params, columns, at.step);
-    const uint32_t scale_target = target + kWeightBytes + threadIdx.x * (kMostGroups * 4);
-    switch (groups(params)) {
-      case 1:
-        copy_later<4>(scale_target, scales, is_there);
-        break;
-      case 2:
-        copy_later<8>(scale_target, scales, is_there);
         break;
       default:
-        copy_later<16>(scale_target, scales, is_there);
-    }
-    if (!kIsTable) {
-      reinterpret_cast<uint32_t*>(memory + kWeightBytes + kScaleBytes)[threadIdx.x] = zeros;
-      At next = at;
-      next.advance(work.num_steps);
-      load_zeros(params, work, next);
+        zeros = __ldg(source);
     }
   }
 
-  template <int kRows>
-  __device__ void multiply(const PortableParams& params, uint32_t, const char* stage, uint32_t x,
-                           Sums<kRows>& sums) const {
-    constexpr bool kScalesWeight = kRows > 64;  // not its products
-    const int lane = threadIdx.x % 32, first = warp_column(), first_row = warp_row<kRows>();
-    uint4 numbers[2][2];
+  __device__ void begin(const PortableParams& params, const Work& work, int tile, int step) {
+    const Columns columns = columns_of(params, work, tile);
+    lines.begin(params, columns, threadIdx.x / 4, params.weight_stride);
+    strip = step;
+    groups = kStrip / params.group;
+    strips_of_group = params.group / kStrip;
+    has_scale = threadIdx.x < kTileColumns && columns.column(threadIdx.x) < columns.end;
+    scale = columns.row(threadIdx.x) * params.scales_stride;
+    load_zeros(params);
+  }
+
+  // `is_last`: of the tile.
+  __device__ void copy(const PortableParams& params, uint32_t target, char* memory, bool is_last) {
+    const int byte = strip * (kStrip / 2) + threadIdx.x % 4 * 16;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = first + i * 8 + lane / 4;
-      numbers[i / 2][i % 2] =
-          *reinterpret_cast<const uint4*>(stage + row * (kStrip / 2) + lane % 4 * 16);
+    for (int i = 0; i < kLines; ++i) {
+      copy_later<16>(target + (threadIdx.x + i * S::kThreads) * 16, lines.line(i) + byte,
+                     lines.is_there(i));
     }
-    const int words_of_group = min(params.group / 32, kMostGroups);
-    const float* scales = reinterpret_cast<const float*>(stage + kWeightBytes);
-    const uint8_t* zeros = reinterpret_cast<const uint8_t*>(stage + kWeightBytes + kScaleBytes);
-    float scale[2][2];
-    uint32_t zero[2][2];
-    Sums<kScalesWeight ? 8 : kRows> part;
+    if (S::kThreads == kTileColumns || threadIdx.x < kTileColumns) {
+      const float* source = params.scales + place();
+      const uint32_t scale_target = target + kValueBytes + threadIdx.x * (kMostGroups * 4);
+      switch (groups) {
+        case 2:
+          copy_later<8>(scale_target, source, has_scale);
+          break;
+        case 4:
+          copy_later<16>(scale_target, source, has_scale);
+          break;
+        default:
+          copy_later<4>(scale_target, source, has_scale);
+      }
+      if (!kIsTable) {
+        reinterpret_cast<uint32_t*>(memory + kValueBytes + kScaleBytes)[threadIdx.x] = zeros;
+      }
+    }
+    ++strip;
+    if (!is_last) load_zeros(params);
+  }
+};
+
+// Of one word of each of a thread's rows (32 of the depth): the left operands, by 16 of the depth,
+// by 16 columns.
+template <typename Kind, int kMatrices>
+__device__ void widen_words(const PortableParams& params, const uint4 (&numbers)[kMatrices * 2],
+                            int word, const uint32_t (&zero)[kMatrices * 2],
+                            uint32_t (&left)[2][kMatrices][4]) {
+#pragma unroll
+  for (int i = 0; i < kMatrices * 2; ++i) {
+    const uint4& quad = numbers[i];
+    const uint32_t bits = word == 0 ? quad.x : word == 1 ? quad.y : word == 2 ? quad.z : quad.w;
+    uint32_t pairs[4];
+    if constexpr (Kind::kIsTable) {
+      look_up(params.table, bits, pairs);
+    } else {
+      Kind::Numbers::subtract(Kind::Numbers::kBase, zero[i], bits, pairs);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) left[j / 2][i / 2][i % 2 + j % 2 * 2] = pairs[j];
+  }
+}
+
+// Scales and zero points of a group of a strip in shared memory, of each of a thread's rows.
+template <typename Kind, typename S>
+__device__ void load_group(const char* strip, int group, float (&scale)[S::kMatrices * 2],
+                           uint32_t (&zero)[S::kMatrices * 2]) {
+#pragma unroll
+  for (int i = 0; i < S::kMatrices * 2; ++i) {
+    const int place = (S::column() + i * 8 + threadIdx.x % 32 / 4) * kMostGroups + group;
+    scale[i] = reinterpret_cast<const float*>(strip + kValueBytes)[place];
+    const auto* zeros = reinterpret_cast<const uint8_t*>(strip + kValueBytes + kScaleBytes);
+    zero[i] = Kind::kIsTable ? 0 : Kind::Numbers::kBase + zeros[place] * 0x00010001u;
+  }
+}
+
+template <typename S>
+__device__ void load_numbers(const char* strip, uint4 (&numbers)[S::kMatrices * 2]) {
+#pragma unroll
+  for (int i = 0; i < S::kMatrices * 2; ++i) {
+    const int row = S::column() + i * 8 + threadIdx.x % 32 / 4;
+    numbers[i] = *reinterpret_cast<const uint4*>(strip + row * (kStrip / 2) + threadIdx.x % 4 * 16);
+  }
+}
+
+// Up to 64 rows products of a group of numbers are summed alone and then multiplied by its scale,
+// in fp32.
+template <typename Kind, bool kIsWide, int kRows>
+struct PackedFew {
+  using S = Shape<4, 1, kRows>;
+  using Number = typename Kind::Number;
+  static constexpr int kRowElementBytes = 2;  // of x
+  static constexpr int kDepth = kStrip;
+  static constexpr int kParts = 2;
+  static constexpr int kBlocks = kRows > 32 ? 2 : 3;
+  static constexpr int kStageBytes = kPackedBytes;
+  static constexpr int kStages = 4;
+
+  Strips<S, Kind::kIsTable> strips;
+  int num_steps;
+
+  __device__ void begin(const PortableParams& params, const Work& work, int tile, int step) {
+    num_steps = work.num_steps;
+    strips.begin(params, work, tile, step);
+  }
+
+  __device__ void copy(const PortableParams& params, uint32_t target, char* memory) {
+    strips.copy(params, target, memory, strips.strip + 1 == num_steps);
+  }
+
+  __device__ void multiply(const PortableParams& params, uint32_t, const char* stage, uint32_t x,
+                           typename S::Sums& sums) const {
+    const int lane = threadIdx.x % 32;
+    uint4 numbers[S::kMatrices * 2];
+    load_numbers<S>(stage, numbers);
+    const int words_of_group = kIsWide ? 4 : params.group / 32;
+    float scale[S::kMatrices * 2];
+    uint32_t zero[S::kMatrices * 2];
+    typename S::Sums part;
 #pragma unroll
     for (int word = 0; word < 4; ++word) {
       if (word % words_of_group == 0) {
-        const int group = word / words_of_group;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int row = first + i * 8 + lane / 4;
-          scale[i / 2][i % 2] = scales[row * kMostGroups + group];
-          zero[i / 2][i % 2] = Numbers::kBase + zeros[row * 4 + group] * 0x00010001u;
-        }
-        if constexpr (!kScalesWeight) {
-#pragma unroll
-          for (auto& matrix : part) {
-#pragma unroll
-            for (auto& quad : matrix) quad[0] = quad[1] = quad[2] = quad[3] = 0.0f;
-          }
-        }
+        load_group<Kind, S>(stage, kIsWide ? 0 : word / words_of_group, scale, zero);
+        clear(part);
       }
-      uint32_t left[2][2][4];  // by 16 of the depth, by 16 columns
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint4& quad = numbers[i / 2][i % 2];
-        const uint32_t bits = word == 0 ? quad.x : word == 1 ? quad.y : word == 2 ? quad.z : quad.w;
-        uint32_t pairs[4];
-        if constexpr (kIsTable) {
-          look_up(params.table, bits, pairs);
-        } else {
-          Numbers::subtract(Numbers::kBase, zero[i / 2][i % 2], bits, pairs);
-        }
-        if constexpr (kScalesWeight) {
-#pragma unroll
-          for (uint32_t& pair : pairs) pair = Numbers::scaled(pair, scale[i / 2][i % 2]);
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) left[j / 2][i / 2][i % 2 + j % 2 * 2] = pairs[j];
-      }
+      uint32_t left[2][S::kMatrices][4];
+      widen_words<Kind, S::kMatrices>(params, numbers, word, zero, left);
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         const uint32_t lines = x + word / 2 * kRows * kLineBytes;
         const int chunk = word % 2 * 4 + k * 2 + lane / 8 % 2;
 #pragma unroll
-        for (int pair = 0; pair < kWarpRows<kRows> / 16; ++pair) {
+        for (int pair = 0; pair < S::kEights / 2; ++pair) {
           uint32_t right[4];
-          load_matrices(line(lines, first_row + pair * 16 + lane / 16 * 8 + lane % 8, chunk),
-                        right);
+          load_matrices(lines + line(pair * 16 + lane / 16 * 8 + lane % 8, chunk), right);
 #pragma unroll
-          for (int matrix = 0; matrix < 2; ++matrix) {
-            if constexpr (kScalesWeight) {
-              multiply_add<kOperands>(sums[matrix][pair * 2], left[k][matrix], right[0], right[1]);
-              multiply_add<kOperands>(sums[matrix][pair * 2 + 1], left[k][matrix], right[2],
-                                      right[3]);
-            } else {
-              multiply_add<kOperands>(part[matrix][pair * 2], left[k][matrix], right[0], right[1]);
-              multiply_add<kOperands>(part[matrix][pair * 2 + 1], left[k][matrix], right[2],
-                                      right[3]);
-            }
+          for (int i = 0; i < S::kMatrices; ++i) {
+            multiply_add<Kind::kOperands>(part[i][pair * 2], left[k][i], right[0], right[1]);
+            multiply_add<Kind::kOperands>(part[i][pair * 2 + 1], left[k][i], right[2], right[3]);
           }
         }
       }
-      if constexpr (!kScalesWeight) {
-        if ((word + 1) % words_of_group == 0) {
+      if ((word + 1) % words_of_group == 0) {
 #pragma unroll
-          for (int matrix = 0; matrix < 2; ++matrix) {
+        for (int matrix = 0; matrix < S::kMatrices; ++matrix) {
 #pragma unroll
-            for (int eight = 0; eight < kWarpRows<kRows> / 8; ++eight) {
+          for (int eight = 0; eight < S::kEights; ++eight) {
 #pragma unroll
-              for (int i = 0; i < 4; ++i) {
-                sums[matrix][eight][i] += part[matrix][eight][i] * scale[matrix][i / 2];
-              }
+            for (int i = 0; i < 4; ++i) {
+              sums[matrix][eight][i] += part[matrix][eight][i] * scale[matrix * 2 + i / 2];
             }
           }
         }
@@ -221,12 +246,146 @@ struct PackedWeight {
   }
 };
 
-template <int kRows>
-using BFloat16Whole = PackedWeight<BFloat16Numbers, Operands::kBFloat16, false, kRows>;
-template <int kRows>
-using BFloat16Table = PackedWeight<BFloat16Numbers, Operands::kBFloat16, true, kRows>;
-template <int kRows>
-using Float16Whole = PackedWeight<HalfNumbers, Operands::kFloat16, false, kRows>;
+// Of more rows sums take all registers, and a number meets many of them: there it is multiplied by
+// its scale and rounded, as `unpack` does. Strips have a ring of their own, as x takes a stage for
+// half of one.
+constexpr int kStrips = 3;
+
+template <typename Kind, int kRows>
+struct PackedMany {
+  using S = Shape<4, 2, kRows>;
+  static constexpr int kStageBytes = kRows * kLineBytes;
+};
+
+template <typename Kind, int kRows>
+__global__ void __launch_bounds__(PackedMany<Kind, kRows>::S::kThreads)
+    portable_packed_many(const PortableParams params, const Work work) {
+  using W = PackedMany<Kind, kRows>;
+  using S = typename W::S;
+  constexpr int kApart = S::kThreads / 8, kLines = kRows / kApart;
+  extern __shared__ __align__(1024) char shared[];
+  __shared__ int arrived;
+  const uint32_t ring = shared_place(shared) + kStrips * kPackedBytes;
+  const int begin = work.begin(blockIdx.x), count = work.begin(blockIdx.x + 1) - begin;
+  int tile = begin / work.num_steps, step = begin - tile * work.num_steps;
+  Strips<S, Kind::kIsTable> strips;
+  strips.begin(params, work, tile, step);
+  int strip_tile = tile, strip_slot = 0;
+  auto copy_strip = [&] {
+    char* memory = shared + strip_slot * kPackedBytes;
+    const bool is_last = strips.strip + 1 == work.num_steps;
+    strips.copy(params, shared_place(memory), memory, is_last);
+    if (is_last) strips.begin(params, work, ++strip_tile, 0);
+    if (++strip_slot == kStrips) strip_slot = 0;
+  };
+  RowLines<kApart, kLines> rows;
+  auto begin_rows = [&](int of) {
+    rows.begin(params, of % work.row_tiles * kRows + threadIdx.x / 8, params.x_stride * 2);
+  };
+  begin_rows(tile);
+  const int chunk_byte = threadIdx.x % 8 * 16, row_bytes = params.depth * 2;
+  const uint32_t row_target = ring + line(threadIdx.x / 8, threadIdx.x % 8);
+  int row_tile = tile, row_byte = step * (kStrip * 2) + chunk_byte;
+  auto copy_rows = [&](int stage) {
+#pragma unroll
+    for (int i = 0; i < kLines; ++i) {
+      copy_later<16>(row_target + stage * W::kStageBytes + i * kApart * kLineBytes,
+                     rows.first + i * rows.next + row_byte, rows.is_there(i));
+    }
+    row_byte += kLineBytes;
+    if (row_byte >= row_bytes) row_byte = chunk_byte, begin_rows(++row_tile);
+  };
+
+  copy_strip();
+  end_copies();
+  if (count > 1) copy_strip();
+  wait_for_prerequisites();
+  launch_dependents();
+  copy_rows(0);
+  end_copies();
+  typename S::Sums sums;
+  clear(sums);
+  const int lane = threadIdx.x % 32;
+  const int shift = params.group >= kStrip ? 2 : params.group / 64;  // of words to groups
+  uint4 numbers[S::kMatrices * 2];
+  int slot = 0;
+  for (int i = 0; i < count; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (half == 0) {
+        wait_for_copies<0>();
+      } else {
+        wait_for_copies<1>();  // a strip
+      }
+      __syncthreads();
+      if (half == 0 || i + 1 < count) copy_rows(1 - half);
+      end_copies();
+      if (half == 0) {
+        if (i + 2 < count) copy_strip();
+        end_copies();
+        load_numbers<S>(shared + slot * kPackedBytes, numbers);
+      }
+#pragma unroll
+      for (int some = 0; some < 2; ++some) {
+        const int word = half * 2 + some;
+        float scale[S::kMatrices * 2];
+        uint32_t zero[S::kMatrices * 2], left[2][S::kMatrices][4];
+        load_group<Kind, S>(shared + slot * kPackedBytes, word >> shift, scale, zero);
+        widen_words<Kind, S::kMatrices>(params, numbers, word, zero, left);
+#pragma unroll
+        for (int j = 0; j < S::kMatrices * 8; ++j) {
+          uint32_t& pair = left[j % 2][j / 8][j / 2 % 4];
+          pair = Kind::Numbers::scaled(pair, scale[j / 8 * 2 + j / 2 % 2]);
+        }
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const int chunk = some * 4 + k * 2 + lane / 8 % 2;
+#pragma unroll
+          for (int pair = 0; pair < S::kEights / 2; ++pair) {
+            uint32_t right[4];
+            load_matrices(ring + half * W::kStageBytes +
+                              line(S::row() + pair * 16 + lane / 16 * 8 + lane % 8, chunk),
+                          right);
+#pragma unroll
+            for (int m = 0; m < S::kMatrices; ++m) {
+              multiply_add<Kind::kOperands>(sums[m][pair * 2], left[k][m], right[0], right[1]);
+              multiply_add<Kind::kOperands>(sums[m][pair * 2 + 1], left[k][m], right[2], right[3]);
+            }
+          }
+        }
+      }
+    }
+    if (++slot == kStrips) slot = 0;
+    if (++step == work.num_steps || i + 1 == count) {
+      finish<typename Kind::Number, S>(params, work, tile, sums, &arrived);
+      step = 0;
+      ++tile;
+    }
+  }
+}
+
+template <typename Kind, int kRows>
+cudaError_t launch_many(const PortableParams& params, cudaStream_t stream) {
+  using W = PackedMany<Kind, kRows>;
+  constexpr Sizes kSizes{W::S::kThreads,         kRows, kStrip, W::kStageBytes,
+                         kStrips * kPackedBytes, 2,     1};
+  static_assert(kStrips * kPackedBytes + 2 * W::kStageBytes <= kMostShared);
+  return launch_portable_kernel<portable_packed_many<Kind, kRows>>(params, kSizes, stream);
+}
+
+template <typename Kind>
+cudaError_t launch_any(const PortableParams& params, cudaStream_t stream) {
+  if (params.num_rows > 128) return launch_many<Kind, 256>(params, stream);
+  if (params.num_rows > 64) return launch_many<Kind, 128>(params, stream);
+  return dispatch_value<true, false>(params.group >= kStrip, [&](auto is_wide) {
+    if (params.num_rows > 32) return launch_few<PackedFew<Kind, is_wide, 64>>(params, stream);
+    return launch_few<PackedFew<Kind, is_wide, 32>>(params, stream);
+  });
+}
+
+using BFloat16Whole = PackedKind<BFloat16Numbers, Operands::kBFloat16, __nv_bfloat16, false>;
+using BFloat16Table = PackedKind<BFloat16Numbers, Operands::kBFloat16, __nv_bfloat16, true>;
+using Float16Whole = PackedKind<HalfNumbers, Operands::kFloat16, __half, false>;
 
 }  // namespace
 
@@ -238,10 +397,10 @@ cudaError_t launch_portable_packed(const PortableParams& params, cudaStream_t st
   }
   if (params.dtype == DataType::kFloat16) {
     if (params.zeros == nullptr) return cudaErrorInvalidValue;
-    return launch_of<Float16Whole, __half>(params, stream);
+    return launch_any<Float16Whole>(params, stream);
   }
-  if (params.zeros == nullptr) return launch_of<BFloat16Table, __nv_bfloat16>(params, stream);
-  return launch_of<BFloat16Whole, __nv_bfloat16>(params, stream);
+  if (params.zeros == nullptr) return launch_any<BFloat16Table>(params, stream);
+  return launch_any<BFloat16Whole>(params, stream);
 }
 
 }  // namespace fused_ops

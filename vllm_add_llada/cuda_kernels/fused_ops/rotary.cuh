@@ -12,6 +12,8 @@
 
 #pragma once
 
+#include <cuda_fp8.h>
+
 #include <algorithm>
 
 #include "fused_ops.h"
@@ -70,9 +72,10 @@ struct Rotation<T, T, kWidth> {  // tables in the model dtype: in that dtype
   }
 };
 
-// Heads of v count only where they are kept.
+// Heads of v count only where they are kept, or copied.
 __host__ __device__ inline int64_t num_heads_of(const RotaryParams& params) {
-  return params.q.inner + params.k.inner + (params.kept.num_rows > 0 ? params.k.inner : 0);
+  const bool has_values = params.kept.num_rows > 0 || params.fp8.v.data != nullptr;
+  return params.q.inner + params.k.inner + (has_values ? params.k.inner : 0);
 }
 
 // Heads are numbered through: of q, of k, then of v.
@@ -81,8 +84,9 @@ __device__ T* head_address(const RotaryParams& params, int64_t token, int head) 
   const int num_q_heads = static_cast<int>(params.q.inner);
   const int num_rotated = num_q_heads + static_cast<int>(params.k.inner);
   if (head < num_q_heads) return row_address<T>(params.q, token, head);
-  return head < num_rotated ? row_address<T>(params.k, token, head - num_q_heads)
-                            : row_address<T>(params.kept.v, token, head - num_rotated);
+  if (head < num_rotated) return row_address<T>(params.k, token, head - num_q_heads);
+  const Rows& values = params.kept.num_rows > 0 ? params.kept.v : params.fp8.values;
+  return row_address<T>(values, token, head - num_rotated);
 }
 
 // Where a head of k or v is kept: the cache row of its token, or -1.
@@ -102,6 +106,43 @@ __device__ T* kept_address(const RotaryParams& params, int64_t slot, int head) {
              : row_address<T>(params.kept.v_cache, slot, key_head - num_kv_heads);
 }
 
+// Neighbours of a head over their scale, as fp8; the largest of the format stands for all beyond.
+template <typename T, int kWidth>
+__device__ void store_fp8(uint8_t* target, const Vector<T, kWidth>& vector, const float* mean,
+                          float inverse) {
+  static_assert(kWidth == 8);
+  float values[kWidth];
+  to_floats(vector, values);
+  __nv_fp8x2_storage_t pairs[kWidth / 2];
+#pragma unroll
+  for (int i = 0; i < kWidth; i += 2) {
+    float2 pair = {values[i], values[i + 1]};
+    if (mean != nullptr) pair = {pair.x - mean[i], pair.y - mean[i + 1]};
+    pair = {pair.x * inverse, pair.y * inverse};
+    pairs[i / 2] = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
+  }
+  *reinterpret_cast<uint2*>(target) = *reinterpret_cast<const uint2*>(pairs);
+}
+
+// Copies a run of a head, as it is now, as fp8.
+template <typename T, int kWidth>
+__device__ void copy_run(const RotaryParams& params, int64_t token, int head, int channel, int gap,
+                         const Vector<T, kWidth>& lower, const Vector<T, kWidth>& upper) {
+  const Fp8Rows& fp8 = params.fp8;
+  const int num_q_heads = static_cast<int>(params.q.inner);
+  const int num_rotated = num_q_heads + static_cast<int>(params.k.inner);
+  const int kind = head < num_q_heads ? 0 : head < num_rotated ? 1 : 2;
+  const int of_kind = kind == 0 ? head : kind == 1 ? head - num_q_heads : head - num_rotated;
+  const Rows& rows = kind == 0 ? fp8.q : kind == 1 ? fp8.k : fp8.v;
+  if (rows.data == nullptr) return;
+  uint8_t* channels = row_address<uint8_t>(rows, token, of_kind) + channel;
+  const float* mean =
+      kind == 1 ? fp8.mean + static_cast<int64_t>(of_kind) * params.head_dim + channel : nullptr;
+  const float inverse = 1.0f / fp8.scales[kind];
+  store_fp8(channels, lower, mean, inverse);
+  store_fp8(channels + gap, upper, mean == nullptr ? nullptr : mean + gap, inverse);
+}
+
 // Both channels of each pair of a run.
 template <typename T, int kWidth>
 struct Run {
@@ -119,7 +160,7 @@ __host__ __device__ int num_runs_of(const RotaryParams& params) {
   return (kHasNorm ? params.head_dim : params.rotary_dim) / (2 * kWidth);
 }
 
-template <typename T, typename Table, int kWidth, int kHeads, bool kHasNorm>
+template <typename T, typename Table, int kWidth, int kHeads, bool kHasNorm, bool kCopies>
 __global__ void __launch_bounds__(kRotaryThreads)
     rotate_heads(const __grid_constant__ RotaryParams params) {
   launch_dependents();
@@ -185,6 +226,7 @@ __global__ void __launch_bounds__(kRotaryThreads)
       store_vector(channels, lower);
       store_vector(channels + gap, upper);
     }
+    if constexpr (kCopies) copy_run(params, token, head, channel, gap, lower, upper);
     if (slot < 0 || head < num_q_heads) continue;
     T* kept = kept_address<T>(params, slot, head) + channel;
     store_vector(kept, lower);
@@ -192,7 +234,7 @@ __global__ void __launch_bounds__(kRotaryThreads)
   }
 }
 
-template <typename T, typename Table, int kWidth, int kHeads, bool kHasNorm>
+template <typename T, typename Table, int kWidth, int kHeads, bool kHasNorm, bool kCopies = false>
 cudaError_t launch_heads(const RotaryParams& params, cudaStream_t stream) {
   const int64_t num_heads = num_heads_of(params);
   const int64_t num_items = ((num_heads - 1) / kHeads + 1) * num_runs_of<kWidth, kHasNorm>(params);
@@ -200,8 +242,8 @@ cudaError_t launch_heads(const RotaryParams& params, cudaStream_t stream) {
       static_cast<int>(std::min<int64_t>(kRotaryThreads, (num_items + 31) / 32 * 32));
   const dim3 blocks = row_grid(params.num_tokens, num_items, threads);
   if (blocks.x == 0) return cudaErrorInvalidConfiguration;
-  return launch_kernel(rotate_heads<T, Table, kWidth, kHeads, kHasNorm>, blocks, threads, params,
-                       stream);
+  return launch_kernel(rotate_heads<T, Table, kWidth, kHeads, kHasNorm, kCopies>, blocks, threads,
+                       params, stream);
 }
 
 template <typename T, typename Table>
@@ -245,6 +287,12 @@ cudaError_t keep_apart(const RotaryParams& params, cudaStream_t stream, Launch l
 template <typename T, typename Table, bool kHasNorm>
 cudaError_t launch_vectors(const RotaryParams& params, cudaStream_t stream) {
   constexpr int kWidth = kVectorWidth<T>;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    if (params.fp8.scales != nullptr) {
+      return launch_heads<T, Table, kWidth, kHeadsOfMany<kHasNorm>, kHasNorm, /*kCopies=*/true>(
+          params, stream);
+    }
+  }
   return params.num_tokens <= kFewTokens
              ? launch_heads<T, Table, kWidth, 1, kHasNorm>(params, stream)
              : launch_heads<T, Table, kWidth, kHeadsOfMany<kHasNorm>, kHasNorm>(params, stream);

@@ -67,6 +67,7 @@ class Status:
         return {
             "pool_bytes": self._answer.get("pool_bytes"),
             "host_bytes": self._answer.get("host_bytes"),
+            "products": self._answer.get("products"),
             "age_s": time.time() - self._answered_at,
             "row_budget": self._row_budget,
             "max_requests": self._max_requests,

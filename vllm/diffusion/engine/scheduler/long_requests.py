@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharing of the device between long and short requests: whose steps come in slices, and when.
 
-A request is long while its next step takes longer than the longest pause that others may see. Its
-step is computed slice by slice, half a pause each: the device is given the next one when the one
-before begins, so what arrives meanwhile waits for two at most. While short requests run, a slice is
-due only when the long ones have had less than their share of the time.
+A request is long while its next step takes longer than the longest pause that others may see, or
+has fp8 attention, whose scales are those of one request. Its step is computed slice by slice, half
+a pause each: the device is given the next one when the one before begins, so what arrives meanwhile
+waits for two at most. While short requests run, a slice is due only when the long ones have had
+less than their share of the time.
 
 Workers follow these decisions alone, so that all ranks do the same. They report how long slices
 took, from which the ratio to the predictions is learned.
@@ -114,8 +115,13 @@ class Slicing:
     # ---- who is long ----
 
     def is_long(self, item: RequestState, rows: float, admission: Admission) -> bool:
-        """Whether a step of at most `rows` rows of this request takes longer than a pause may."""
+        """Whether a step of at most `rows` rows of this request shares no step with others.
+
+        It takes longer than a pause may, or has fp8 attention.
+        """
         most = item.demand.largest_rows(admission.row_budget)
+        if item.demand.fp8_attention and rows >= item.demand.length * item.demand.num_sequences:
+            return True
         predicted = self._predicted_s.setdefault(item, {})
         for count in (most, int(min(rows, most))):
             if count not in predicted:

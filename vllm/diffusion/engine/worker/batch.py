@@ -165,6 +165,7 @@ class StepBatch:
             num_sequences=self.packing.ends.size,
             kept_keys=self.packing.kept_keys,
             keeps=self.slot_mapping.size > 0,
+            fp8_attention=len(self.canvases) == 1 and self.canvases[0].window.has_fp8_attention,
         )
 
     @cached_property

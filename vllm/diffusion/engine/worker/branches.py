@@ -23,11 +23,13 @@ class BranchWindow(NamedTuple):
         cache: the request's pages, but own ones where positions of the window lie; None where the
             request keeps nothing.
         kept_starts, num_sequences: those of the request.
+        has_fp8_attention: as in `ForwardWindow`.
     """
 
     cache: KeptSequence | None
     kept_starts: tuple[int, ...]
     num_sequences: int
+    has_fp8_attention: bool = False
 
 
 class Branch:

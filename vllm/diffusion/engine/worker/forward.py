@@ -184,7 +184,7 @@ def run_body(
             caches.turn_to(index)
         for rows in writing:
             yield seconds.keys_values
-            target = _target_of(rows, num_rows, index, inputs.slot_mapping, caches)
+            target = target_of(rows, num_rows, index, inputs.slot_mapping, caches)
             with scratch.scope("keys-values"):
                 layer.attention.keys_values(x[rows], tables(rows), product[rows], scratch, target)
 
@@ -247,7 +247,7 @@ def _projections(
     return listed.take(residents, num_rows)
 
 
-def _target_of(
+def target_of(
     rows: slice, num_rows: int, index: int, slot_mapping: Tensor, caches: PageStore
 ) -> KeyTarget | None:
     """Return where a layer's keys and values of a chunk are stored, or None.

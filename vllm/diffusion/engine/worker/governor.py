@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.ops import Array
 
 MARGIN = 0.02  # of a step's time, for a guess: drafting and accepting it are work of the host
-FADES = 0.995  # what is left of a try after the next one of its kind
+FADES = 0.98  # what is left of a try after the next one of its kind
 PRIOR_TRIES = 2.0  # which held every second time
 
 # What guesses of a kind have in common: the algorithm, how much it commits, the cache, noise.

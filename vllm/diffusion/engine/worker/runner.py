@@ -144,6 +144,10 @@ class DiffusionModelRunner:
         self, rows: SampleRows, plan: Plan, host: HostBuffers, body: BodyOutputs | None = None
     ) -> Chunked[torch.Tensor]:
         """Compute a step chunk by chunk; arguments and result as of the two ways to do so."""
+        if plan.layout.fp8_attention:
+            from vllm.diffusion.engine.worker.fp8_step import run_fp8
+
+            return run_fp8(self._forward, rows, plan, host)
         if plan.layout.is_streamed and body is None:
             return run_streamed(self._forward, rows, plan, host)
         return self._forward.run(rows, plan, body)

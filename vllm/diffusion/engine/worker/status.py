@@ -25,7 +25,14 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_PORTABLE = "portable kernels"
+# What multiplies up to 256 rows, and what would do so faster.
+_PRODUCTS = {
+    dispatch.Tier.HOPPER: "kernels",
+    dispatch.Tier.PORTABLE: "kernels, products by those for every card; compute capability 9.0 has "
+    "faster ones of its own",
+    dispatch.Tier.NONE: "PyTorch's products; kernels, once built, are for a GPU of compute "
+    "capability 8.0 or later",
+}
 
 
 def status_of(runner: DiffusionModelRunner) -> dict[str, Any]:
@@ -33,7 +40,7 @@ def status_of(runner: DiffusionModelRunner) -> dict[str, Any]:
 
     `pages` are those of kept keys and values, `used_pages` those of them that somebody has;
     `graphs` is never given back; `paused` is held by a step between two slices. The rest is for
-    steps.
+    steps. `products` says what multiplies few rows.
     """
     caches = runner.caches
     return {
@@ -45,6 +52,7 @@ def status_of(runner: DiffusionModelRunner) -> dict[str, Any]:
             "paused": runner.pool.frame_bytes,
         },
         "host_bytes": caches.host_bytes,
+        "products": _PRODUCTS[dispatch.card_of(runner.device).tier],
         "requests": [_of_request(canvas, caches.page_bytes) for canvas in runner.canvases.values()],
     }
 
@@ -76,8 +84,7 @@ def build_info(
         for room in rooms()
         if room.name != "vmm_allocator"
     }
-    if dispatch.is_portable(device):
-        found["fused_ops"] = _PORTABLE
+    found["fused_ops"] = dispatch.card_of(device).tier.value
     return {
         **found,
         "activation_pool": pool.backing_name,
@@ -99,9 +106,9 @@ def log_build_info(
                 room.remedy,
             )
         elif on_gpu:
-            is_portable = info.get(room.name) == _PORTABLE
-            which = ", products by those for every card" if is_portable else ""
-            logger.info("%s: kernels%s", room.name, which)
+            is_told = room.name == "fused_ops" and "fused_ops" in info
+            which = _PRODUCTS[dispatch.Tier(info["fused_ops"])] if is_told else "kernels"
+            logger.info("%s: %s", room.name, which)
         else:
             logger.info("%s: PyTorch reference (no GPU)", room.name)
     is_mapped = info["activation_pool"] == "vmm"

@@ -24,14 +24,17 @@ from vllm.diffusion.engine.worker.row_shares import Cuts, Division, gathered, ro
 from vllm.diffusion.engine.worker.sample_rows import EMPTY_PART
 from vllm.diffusion.memory import HostRows, ResidualRows
 from vllm.diffusion.parallel.groups import Ranks
+from vllm.diffusion.parallel.head_exchange import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
+    import torch
     from torch import Tensor
 
     from vllm.diffusion.core.buffers import Buffer
     from vllm.diffusion.core.spans import AttentionLayout
+    from vllm.diffusion.core.stages import Listed
     from vllm.diffusion.engine.worker.batch import StepInputs
     from vllm.diffusion.engine.worker.forward import Chunked, ForwardPass
     from vllm.diffusion.engine.worker.row_shares import Chunk, Round
@@ -42,13 +45,18 @@ if TYPE_CHECKING:
 
 
 def run_streamed(
-    forward: ForwardPass, rows: SampleRows, plan: Plan, host: HostBuffers
+    forward: ForwardPass,
+    rows: SampleRows,
+    plan: Plan,
+    host: HostBuffers,
+    kind: type[StreamedForward] | None = None,
 ) -> Chunked[Tensor]:
     """Compute a step by groups of heads, with rows on the host or divided between ranks.
 
     Ranks then deal out the parts of the sample rows, and all return the same samples. Where a
     request chooses several rows together, the first rank takes all of them. Arguments and result
-    are those of `ForwardPass.run`; `host` is memory for rows that are not on the device.
+    are those of `ForwardPass.run`; `host` is memory for rows that are not on the device, `kind`
+    computes the layers, in another way than `StreamedForward` itself.
     """
     batch, pool, caches = rows.batch, forward.pool, forward.caches
     ranks = forward.ranks if plan.layout.shards > 1 else Ranks()
@@ -72,7 +80,8 @@ def run_streamed(
         inputs, samples = ops.to_device(given, caches.device)
         if batch.slot_mapping.size:
             caches.begin_step(batch.slot_mapping, reads=batch.reads_kept)
-        streamed = StreamedForward(forward.model, plan, inputs, division, cuts, pool, host, caches)
+        layers = kind or StreamedForward
+        streamed = layers(forward.model, plan, inputs, division, cuts, pool, host, caches)
         yield from streamed.run()
         found = []
         for taken, (held, positions) in zip(rounds, samples, strict=True):
@@ -108,6 +117,8 @@ class StreamedForward:
         caches: kept keys and values.
     """
 
+    keys_dtype: torch.dtype | None = None  # of the step's keys and values; None: the model's
+
     def __init__(
         self,
         model: DiffusionModel,
@@ -119,7 +130,7 @@ class StreamedForward:
         host: HostBuffers,
         caches: PageStore,
     ) -> None:
-        self._model, self._inputs, self._pool, self._caches = model, inputs, pool, caches
+        self.model, self.inputs, self.pool, self.caches = model, inputs, pool, caches
         num_groups = plan.layout.head_groups
         self._groups = [HeadGroup(i, num_groups) for i in range(num_groups)]
         # Of full length, so that all ranks have taken as much of their pools.
@@ -131,31 +142,31 @@ class StreamedForward:
                 stores.append(HostRows(rows, pool, store, inputs.token_ids.device))
             else:
                 stores.append(ResidualRows(store.take(pool, division.longest)))
-        self._x, self._updated = stores[0], stores[-1]
-        self._group_heads = model.num_kv_heads // num_groups
-        heads = self._group_heads // division.peers.size, model.head_dim
-        listed = keys_values(model.dtype, *heads)
-        self._k, self._v = (buffer.take(pool, division.num_rows) for buffer in listed)
+        self.x, self._updated = stores[0], stores[-1]
+        self.group_heads = model.num_kv_heads // num_groups
+        heads = self.group_heads // division.peers.size, model.head_dim
+        listed = keys_values(self.keys_dtype or model.dtype, *heads)
+        self.k, self.v = (buffer.take(pool, division.num_rows) for buffer in listed)
         self._seconds = plan.chunk_seconds
-        self._peers, self._cuts, count = division.peers, cuts, len(cuts.attend)
+        self.peers, self.cuts, count = division.peers, cuts, len(cuts.attend)
         self._layouts = inputs.layouts[:count]
         self._last_layouts = inputs.layouts[count:]
 
     def run(self) -> Chunked[None]:
         """Run all layers on all rows; the last one only on the chunks that hold sample rows."""
         yield from self._embed()
-        cuts, last = self._cuts, len(self._model.layers) - 1
+        cuts, last = self.cuts, len(self.model.layers) - 1
         for index in range(last + 1):
             attend, feed_forward, layouts = cuts.attend, cuts.feed_forward, self._layouts
             if index == last:
                 attend, feed_forward = cuts.last_attend, cuts.last_feed_forward
                 layouts = self._last_layouts
-            if self._inputs.slot_mapping.numel():
-                self._caches.turn_to(index)
+            if self.inputs.slot_mapping.numel():
+                self.caches.turn_to(index)
             for group in self._groups:
                 yield from self._keys_values(index, group)
                 yield from self._attend(index, group, attend, layouts)
-            self._x, self._updated = self._updated, self._x
+            self.x, self._updated = self._updated, self.x
             yield from self._feed_forward(index, feed_forward)
 
     def hidden(self, taken: Round, given: Tensor) -> Tensor:
@@ -163,60 +174,87 @@ class StreamedForward:
 
         `given` are the rows that this rank has of all parts, on the device.
         """
-        own, others = read_rows(self._model.dtype, self._model.hidden_size)
-        if self._peers.size == 1:
+        own, others = read_rows(self.model.dtype, self.model.hidden_size)
+        if self.peers.size == 1:
             return self._select(own, given, taken.given)
         sent = self._select(others, given, taken.given)
-        hidden = own.take(self._pool, sum(taken.received))
-        self._peers.exchange(hidden, sent, taken.received, taken.sent)
+        hidden = own.take(self.pool, sum(taken.received))
+        self.peers.exchange(hidden, sent, taken.received, taken.sent)
         return hidden
 
     def _select(self, listed: Buffer, rows: Tensor, host_rows: Array) -> Tensor:
         """Gather rows [r], equal on the device and on the host, of this rank's share: [r, D]."""
-        x = listed.take(self._pool, len(host_rows))
-        self._x.select(rows, host_rows, x)
+        x = listed.take(self.pool, len(host_rows))
+        self.x.select(rows, host_rows, x)
         return x
 
     def _embed(self) -> Chunked[None]:
-        ids, parts = self._inputs.token_ids, [c.own for c in self._cuts.feed_forward]
-        visiting = self._x.visit(parts, reads=False, writes=True)
-        with self._pool.scope("embed"), closing(visiting) as visits:
+        ids, parts = self.inputs.token_ids, [c.own for c in self.cuts.feed_forward]
+        visiting = self.x.visit(parts, reads=False, writes=True)
+        with self.pool.scope("embed"), closing(visiting) as visits:
             for rows, x in zip(parts, visits, strict=True):
                 yield 0.0
-                self._model.embed(ids[rows], x)
+                self.model.embed(ids[rows], x)
 
     def _keys_values(self, index: int, group: HeadGroup) -> Chunked[None]:
-        layer, pool, positions = self._model.layers[index], self._pool, self._inputs.positions
-        writing = self._cuts.keys_values
-        visiting = self._x.visit([chunk.own for chunk in writing])
+        pool, writing = self.pool, self.cuts.keys_values
+        self.begin(index, group)
+        visiting = self.x.visit([chunk.own for chunk in writing])
         with pool.scope("keys-values"), closing(visiting) as visits:
             for chunk, x in zip(writing, visits, strict=True):
                 yield self._seconds.keys_values
                 with pool.scope("keys-values"):
-                    rotary = self._model.rotary(positions[chunk.own], pool)
                     k, v = self._own(chunk)
-                    layer.attention.keys_values_of(group, x, rotary, k, v, pool)
-                    self._give(k, self._k, chunk)
-                    self._give(v, self._v, chunk)
-        heads = group.part(self._model.num_kv_heads)
-        _keep(self._k, self._v, index, self._inputs.slot_mapping, self._caches, heads)
+                    self.project(index, group, chunk, x, k, v)
+                    self._give(k, self.k, chunk)
+                    self._give(v, self.v, chunk)
+        self.keep(index, group)
+
+    def begin(self, index: int, group: HeadGroup) -> None:
+        """Prepare for the keys and values of a group of heads of a layer."""
+
+    def project(
+        self, index: int, group: HeadGroup, chunk: Chunk, x: Tensor, k: Tensor, v: Tensor
+    ) -> None:
+        """Write the rotated keys, and the values, of this rank's rows of a chunk.
+
+        Args:
+            index: index of the layer.
+            group: group of heads.
+            chunk: the chunk.
+            x: [R, D], its rows.
+            k, v: [R, KV / groups, hd], written.
+        """
+        rotary = self.model.rotary(self.inputs.positions[chunk.own], self.pool)
+        self.model.layers[index].attention.keys_values_of(group, x, rotary, k, v, self.pool)
+
+    def keep(self, index: int, group: HeadGroup) -> None:
+        """Store a group's keys and values of the rows that have slots."""
+        heads = group.part(self.model.num_kv_heads)
+        _keep(self.k, self.v, index, self.inputs.slot_mapping, self.caches, heads)
+
+    def own_keys_values(self) -> Listed:
+        """Buffers of a chunk's own keys and values, before ranks exchange them."""
+        model = self.model
+        return keys_values(model.dtype, self.group_heads, model.head_dim, is_own=True)
 
     def _own(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Where keys and values of this rank's rows are written: in place, or to be exchanged."""
         if chunk.exchange is None:
-            return self._k[chunk.own], self._v[chunk.own]
-        model, num_rows = self._model, chunk.own.stop - chunk.own.start
-        k, v = keys_values(model.dtype, self._group_heads, model.head_dim, is_own=True)
-        return k.take(self._pool, num_rows), v.take(self._pool, num_rows)
+            return self.k[chunk.own], self.v[chunk.own]
+        num_rows = chunk.own.stop - chunk.own.start
+        k, v = (part.take(self.pool, num_rows) for part in self.own_keys_values())
+        return k, v
 
     def _give(self, x: Tensor, target: Tensor, chunk: Chunk) -> None:
         """Exchange heads of this rank's rows for all rows of its heads, and put these in place."""
         if chunk.exchange is None:
             return
-        with self._pool.scope("keys-values"):
-            received = chunk.exchange.to_heads(x, self._pool).split(chunk.exchange.counts)
+        with self.pool.scope("keys-values"):
+            x = as_bytes(x)
+            received = chunk.exchange.to_heads(x, self.pool).split(chunk.exchange.counts)
             for rows, part in zip(chunk.places, received, strict=True):
-                target[rows] = part
+                target[rows] = part.view(target.dtype)
 
     def _attend(
         self,
@@ -225,43 +263,64 @@ class StreamedForward:
         work: list[Chunk],
         layouts: Sequence[Sequence[AttentionLayout[Tensor]]],
     ) -> Chunked[None]:
-        layer, pool, positions = self._model.layers[index], self._pool, self._inputs.positions
-        heads = group.part(self._model.num_kv_heads)
+        pool = self.pool
         visiting = self._visit_both([c.own for c in work], is_first=group.index == 0)
         with pool.scope("attend"), closing(visiting) as visits:
             for chunk, own, (x, updated) in zip(work, layouts, visits, strict=True):
                 yield self._seconds.attend
                 with pool.scope("attend"):
-                    rotary = self._model.rotary(positions[chunk.own], pool)
-                    sources = sources_of(own, self._k, self._v, index, self._caches, heads)
-                    layer.attention.attend(
-                        *(x, rotary, sources, None, pool, group),
-                        updated=updated,
-                        exchange=chunk.exchange,
-                    )
+                    self.attend(index, group, chunk, own, x, updated)
+
+    def attend(
+        self,
+        index: int,
+        group: HeadGroup,
+        chunk: Chunk,
+        layouts: Sequence[AttentionLayout[Tensor]],
+        x: Tensor,
+        updated: Tensor,
+    ) -> None:
+        """Add the attention of a chunk's rows to a group's heads to `updated` [R, D].
+
+        Args:
+            index, group, chunk, x: as for `project`.
+            layouts: keys that the rows of the chunk read, those of other ranks included.
+            updated: [R, D], written; may be x.
+        """
+        heads = group.part(self.model.num_kv_heads)
+        self.model.layers[index].attention.attend(
+            x,
+            self.model.rotary(self.inputs.positions[chunk.own], self.pool),
+            sources_of(layouts, self.k, self.v, index, self.caches, heads),
+            None,
+            self.pool,
+            group,
+            updated=updated,
+            exchange=chunk.exchange,
+        )
 
     def _visit_both(
         self, ranges: list[slice], *, is_first: bool
     ) -> Generator[tuple[Tensor, Tensor]]:
         """Yield chunks as they were before the layer, and as updated by the groups so far."""
-        if self._x is self._updated:
-            with closing(self._x.visit(ranges, writes=True)) as visits:
+        if self.x is self._updated:
+            with closing(self.x.visit(ranges, writes=True)) as visits:
                 for x in visits:
                     yield x, x
             return
         targets = self._updated.visit(ranges, reads=not is_first, writes=True)
-        with closing(self._x.visit(ranges)) as visits, closing(targets):
+        with closing(self.x.visit(ranges)) as visits, closing(targets):
             for x, updated in zip(visits, targets, strict=True):
                 if is_first:
                     updated.copy_(x)
                 yield x, updated
 
     def _feed_forward(self, index: int, work: list[Chunk]) -> Chunked[None]:
-        visiting = self._x.visit([chunk.own for chunk in work], writes=True)
-        with self._pool.scope("feed-forward"), closing(visiting) as visits:
+        visiting = self.x.visit([chunk.own for chunk in work], writes=True)
+        with self.pool.scope("feed-forward"), closing(visiting) as visits:
             for x in visits:
                 yield self._seconds.feed_forward
-                self._model.layers[index].mlp_stage.feed_forward(x, self._pool)
+                self.model.layers[index].mlp_stage.feed_forward(x, self.pool)
 
 
 def _keep(

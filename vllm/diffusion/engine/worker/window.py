@@ -83,6 +83,7 @@ class ForwardWindow:
         self.kept_starts = (0, in_whole_pages(length))[: self.num_sequences]
         self._length, self._num_frozen = length, max(prompt_length - params.logit_shift, 0)
         self._visibility = visibility
+        self._may_have_fp8 = params.has_fp8_attention(length)
         kept_length = length if cache is None else cache.length
         self._windows = windows_of(params, visibility, prompt_length, kept_length)
         self._under_way: Forward | None = None  # and its keys and values have a place
@@ -90,6 +91,11 @@ class ForwardWindow:
         self._uncut: Window | None = None  # its window if nothing cuts it
         self._most_rows = ALL_ROWS  # that it may have
         self.size: NextForward | None = None  # what that is
+
+    @property
+    def has_fp8_attention(self) -> bool:
+        """Whether the next forward computes all positions, with fp8 attention."""
+        return self._may_have_fp8 and self._next().num_rows == self._length
 
     @property
     def num_kept(self) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.diffusion.config import row_budget, served_model, settings_of
-from vllm.diffusion.core import pages
+from vllm.diffusion.core import devices, pages
 from vllm.diffusion.engine.scheduler.paging import most_positions, scratch_pages, without_scratch
 from vllm.diffusion.engine.scheduler.turns import StepLimits
 from vllm.diffusion.engine.worker.model_loading import (
@@ -25,6 +25,7 @@ from vllm.diffusion.engine.worker.warm_up import warm_up
 from vllm.diffusion.engine.worker.weight_worker import WeightWorker
 from vllm.diffusion.memory.plan import readable
 from vllm.diffusion.models.ahead import compile_ahead
+from vllm.diffusion.models.transformer import fp8_attention_by
 from vllm.diffusion.parallel.groups import Ranks
 from vllm.diffusion.process import log_filter, watchdog
 from vllm.distributed import (
@@ -60,6 +61,7 @@ class DiffusionWorker(WeightWorker):
             index = self.current_platform.logical_device_id_to_visible_device_id(self.local_rank)
             self.device = torch.device("cuda", index)
             torch.cuda.set_device(self.device)
+            devices.check_card(self.device)
             self.current_platform.check_if_supports_dtype(self.model_config.dtype)
         else:
             self.device = torch.device("cpu")
@@ -86,7 +88,10 @@ class DiffusionWorker(WeightWorker):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
             self.load_config.load_format = "dummy"
-        device = self._device()
+        device, served = self._device(), served_model(self.vllm_config)
+        if served.defaults.get("attention_dtype") == "fp8":
+            by = fp8_attention_by(device, self.model_config.hf_config.head_dim)
+            logger.info("attention of %d positions or more: fp8, by %s", served.fp8_from, by)
         model, self.weights = load_model(self.vllm_config, self.load_config)
         agreement = join_ranks(self.ranks, model, device)
         no_graphs = why_no_graphs(model, device, is_eager=self.model_config.enforce_eager)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm.diffusion.core.devices import capability, num_multiprocessors
+from vllm.diffusion.core.devices import capability, num_multiprocessors, overlaps
 from vllm.diffusion.core.pages import HEAD_DIMS
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def split_attention(
             min_keys=_MIN_STEPS * config.keys,
             max_splits=MAX_SPLITS,
             config=config,
-            overlaps=q.is_cuda and capability(q.device) >= (9, 0),
+            overlaps=overlaps(q.device),
         )
     return out
 

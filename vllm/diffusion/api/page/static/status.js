@@ -31,7 +31,8 @@ function showNumbers(ready, status, samples) {
   find("state").textContent = ready.status;
   const info = samples.find((s) => s.name === "dllm:build_info")?.labels ?? {};
   find("engine").textContent =
-    `${info.model_name ?? ""} · attention ${info.attention} · CUDA graphs ${info.graphs}`;
+    `${info.model_name ?? ""} · attention ${info.attention} · CUDA graphs ${info.graphs} · ` +
+    (status.products ?? "");
   const count = (state) => status.requests.filter((r) => r.state === state).length;
   const buckets = bucketsOf(samples, "dllm:step_time_seconds");
   const numbers = [

@@ -1,0 +1,167 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Computes what steps of LLaDA-8B take on cards on which nothing was measured.
+
+    VLLM_DLLM_KERNELS=8.9 benchmarks/step_latency.py --families llada --lengths 32 256 \
+        --requests 1 --no-reference --quantization int4 fp8
+    benchmarks/other_cards.py results/step_latency/step_latency.json
+
+Of that run it takes two shares for every kind of weight: at 32 rows, of the card's published
+bandwidth, and at 256 rows, of the rate that the card's tensor cores have with the instructions of
+the portable kernels. A step of another card is the longer of its bytes at that share of its
+bandwidth and its operations at that share of its published rate. So nothing here was measured on
+the cards that it names.
+
+Tokens per second are of requests with 128 tokens of prompt and 128 of answer that commit
+--tokens-a-forward: with no cache every forward has all 256 rows; with `cache: dual` one of each
+block of 32 has, the others have the block.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from make_dummy_checkpoint import configuration
+
+from benchmarks import harness
+from benchmarks.harness import BenchmarkError, markdown
+from benchmarks.shapes import Shape, Work, forward_work
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+FEW, MANY = 32, 256
+BLOCK, PROMPT, ANSWER = 32, 128, 128
+SPARE_GIB = 1.5  # of a card beside the weights
+
+
+class Card(NamedTuple):
+    """Published figures: GiB, GB/s, and dense 16-bit TFLOP/s with fp32 sums; first capability."""
+
+    memory: float
+    bandwidth: float
+    tflops: float
+    fp8_tflops: float  # 0 where `mma.sync` has none
+
+
+# The rate of `mma.sync` on Hopper is 0.62 of that of its own instructions (arXiv:2402.13499).
+MEASURED = {"H100": Card(80, 3350, 0.62 * 989, 0), "H200": Card(141, 4800, 0.62 * 989, 0)}
+OTHERS = {
+    "RTX 3060 12 GB": Card(12, 360, 25.5, 0),
+    "RTX 4090": Card(24, 1008, 165, 330),
+    "RTX 5070": Card(12, 672, 61.7, 123),
+    "RTX 5090": Card(32, 1792, 209, 419),
+    "A100 80 GB": Card(80, 2039, 312, 0),
+    "L40S": Card(48, 864, 362, 733),
+    "B200": Card(180, 8000, 0.62 * 2250, 0),
+}
+STORED = {"llada": 2.0, "llada int4": 0.54, "llada fp8": 1.0}  # bytes of a layer's number
+NAMES = {"llada": "bf16", "llada int4": "int4", "llada fp8": "fp8"}
+
+
+class Kind(NamedTuple):
+    """Kind of weights: what its steps read and compute, and which shares they reach."""
+
+    name: str
+    num_bytes: float
+    of_bandwidth: float
+    of_rate: float
+
+    def seconds(self, card: Card, rows: int) -> float:
+        """Seconds of a step of so many rows."""
+        reading = self.num_bytes / (card.bandwidth * 1e9 * self.of_bandwidth)
+        rate = card.fp8_tflops if self.name == "fp8" and card.fp8_tflops else card.tflops
+        computing = work_of(rows).matmul_flops / (rate * 1e12 * self.of_rate)
+        return max(reading, computing)
+
+    def fits(self, card: Card) -> bool:
+        """Whether the weights, embedding included, leave room."""
+        embedding = 2 * SHAPE.head_parameters
+        return (self.num_bytes + embedding) / 2**30 + SPARE_GIB <= card.memory
+
+
+SHAPE = Shape.of(configuration("llada"))
+
+
+def work_of(rows: int) -> Work:
+    """Work of a forward of `rows` rows, in 16 bits."""
+    return forward_work(SHAPE, rows, head_rows=BLOCK)
+
+
+def kinds_of(content: dict[str, Any]) -> list[Kind]:
+    """Return the kinds of weights that a run of step_latency.py measured, with their shares.
+
+    Raises:
+        BenchmarkError: it lacks a number of rows, or ran on a card without published figures here.
+    """
+    gpu = str(content["run"].get("gpu"))
+    card = next((card for name, card in MEASURED.items() if name in gpu), None)
+    if card is None:
+        raise BenchmarkError(f"given a run on {gpu}; wanted one of {', '.join(MEASURED)}")
+    found = []
+    for family in dict.fromkeys(row["family"] for row in content["rows"]):
+        seconds = {
+            row["length"]: row["device_ms"] / 1000
+            for row in content["rows"]
+            if row["family"] == family and row["num_requests"] == 1
+        }
+        if family not in STORED or not {FEW, MANY} <= seconds.keys():
+            raise BenchmarkError(f"given {family}; wanted rows of LLaDA-8B with T {FEW} and {MANY}")
+        layers = work_of(FEW).weight_bytes / 2 - SHAPE.head_parameters
+        num_bytes = layers * STORED[family] + 2 * SHAPE.head_parameters
+        of_bandwidth = num_bytes / (seconds[FEW] * card.bandwidth * 1e9)
+        of_rate = work_of(MANY).matmul_flops / (seconds[MANY] * card.tflops * 1e12)
+        found.append(Kind(NAMES[family], num_bytes, of_bandwidth, of_rate))
+    return found
+
+
+def tokens_a_second(kind: Kind, card: Card, clients: int, tokens: int, *, is_dual: bool) -> float:
+    """Tokens per second of all clients together, which share every step."""
+    whole = kind.seconds(card, (PROMPT + ANSWER) * clients)
+    forwards = BLOCK / tokens  # of a block
+    window = kind.seconds(card, BLOCK * clients) if is_dual else whole
+    return clients * BLOCK / (whole + (forwards - 1) * window)
+
+
+def table(kinds: Sequence[Kind], tokens: int) -> Iterator[str]:
+    """Yield a row of every card and kind of weights for which it has room and instructions."""
+    header = ["card", "weights", f"{FEW} rows, ms", f"{MANY} rows, ms"]
+    header += [f"{name}, {count}" for name in ("no cache", "dual") for count in ("1 client", "8")]
+    rows = []
+    for name, card in OTHERS.items():
+        for kind in kinds:
+            if not kind.fits(card) or (kind.name == "fp8" and not card.fp8_tflops):
+                continue
+            steps = [1000 * kind.seconds(card, rows_) for rows_ in (FEW, MANY)]
+            speeds = [
+                tokens_a_second(kind, card, clients, tokens, is_dual=is_dual)
+                for is_dual in (False, True)
+                for clients in (1, 8)
+            ]
+            rows.append([name, kind.name, *steps, *speeds])
+    yield from markdown(header, rows)
+
+
+@harness.command
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = harness.Parser("", __doc__)
+    parser.add_argument("file", type=Path, help="step_latency.json, of a run as above")
+    parser.option("--tokens-a-forward", 1, "that a request commits")
+    options = parser.parse_args(arguments)
+    kinds = kinds_of(json.loads(options.file.read_text(encoding="utf-8")))
+    for kind in kinds:
+        print(
+            f"{kind.name}: {kind.of_bandwidth:.2f} of the bandwidth, {kind.of_rate:.2f} of the rate"
+        )
+    print()
+    print("\n".join(table(kinds, options.tokens_a_forward)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

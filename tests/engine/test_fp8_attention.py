@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests with fp8 attention: as near to plain ones as the format is, and always alike."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoints import random_prompt
+from tests.engine.cases import CUT, SHORT
+from tests.engine.harness import (
+    Ask,
+    Engine,
+    record,
+    record_plans,
+    refusal_error,
+    running,
+    shrink,
+    tokens,
+)
+from tests.engine.ranks import Ranked, ranked
+from vllm.diffusion.config import Settings
+from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.memory import StepShape
+from vllm.diffusion.memory.footprint import ROUNDING_BYTES
+from vllm.diffusion.memory.plan import Plan, Residency
+from vllm.diffusion.request.families import SDAR
+from vllm.diffusion.request.fields import server_defaults
+from vllm.diffusion.request.params import DiffusionParams
+
+OWN: dict[str, Any] = {"attention_dtype": "fp8", "fp8_attention_min_tokens": 40}
+SETTINGS: dict[str, Any] = {"additional_config": {"dllm": {**OWN, "longest_pause_ms": 60_000}}}
+READ = list(range(0, 64, 5))
+SCORE = {"score": {"positions": READ, "token_ids": [[5, 6, 7]] * len(READ)}}
+LONG = Ask(random_prompt(64, 9), SCORE, {"max_tokens": 1})
+LAYOUTS = {
+    "chunks": Residency(False, fp8_attention=True),
+    "head groups": Residency(False, 2, fp8_attention=True),
+    "rows on the host": Residency(False, 2, True, fp8_attention=True),
+}
+# What a survey, or a product of fewer rows, may change of a score that is no rounding's edge.
+ALIKE = 1e-3
+
+
+def scores(engine: Engine, *asks: Ask) -> torch.Tensor:
+    return torch.tensor([answer.report["scores"]["logprobs"] for answer in engine.ask(*asks)])
+
+
+@pytest.fixture(scope="module", params=["gqa", "dream", "moe_dense_mix"])
+def fp8(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Iterator[Engine]:
+    with running(checkpoint(request.param), **SETTINGS) as engine:
+        yield engine
+
+
+def test_fp8_scores_differ_and_follow_the_plain_ones(
+    fp8: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These weights are scaled up, and rows choose experts: a rounding moves much."""
+    found = scores(fp8, LONG).flatten()
+    monkeypatch.setattr(DiffusionParams, "has_fp8_attention", lambda *_: False)
+    wanted = scores(fp8, LONG).flatten()
+    assert not torch.equal(found, wanted)
+    assert torch.corrcoef(torch.stack((found, wanted)))[0, 1] > 0.8
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_chunks_are_equal_to_the_whole(
+    fp8: Engine, layout: Residency, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = scores(fp8, LONG)
+    monkeypatch.setattr(fp8.runner.planner, "plan", lambda *_: Plan(layout, CUT.rows))
+    assert (scores(fp8, LONG) - whole).abs().max() < ALIKE
+
+
+def test_batches_are_equal_to_requests_alone(fp8: Engine) -> None:
+    """To the bit: scales belong to a request, and its long steps to nobody else."""
+    writes = [
+        Ask(random_prompt(n, n), {**SHORT, "cfg_scale": c}) for n, c in ((40, 0.0), (50, 1.0))
+    ]
+    short = Ask(random_prompt(9, 1), SHORT)
+    alone = [tokens(fp8.ask(ask)) for ask in (*writes, short)]
+    together = tokens(fp8.ask(*writes, LONG, short))
+    assert [*together[:2], together[3]] == [found for (found,) in alone]
+    other = Ask(random_prompt(64, 4), SCORE, LONG.sampling)
+    assert torch.equal(scores(fp8, LONG, other)[0], scores(fp8, LONG)[0])
+
+
+def test_kept_keys_stay_plain(fp8: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward of all positions is fp8; what reads kept keys is not, and shares steps."""
+    asked = {**SHORT, "cache": "prefix", "block_length": 8}
+    kinds = record(
+        monkeypatch, fp8.runner.planner, "plan", lambda plan, *_: plan.layout.fp8_attention
+    )
+    fp8.ask(Ask(random_prompt(48, 2), asked))
+    assert kinds == [True, False, True, False]
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_measured_peaks_are_the_predicted_ones(
+    quantization: str | None, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a pool with room for all to one in which a step hardly fits, in less than plain ones."""
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    asked = {**SHORT, "gen_length": 512, "block_length": 512, "steps": 1}
+    ask, sizes = Ask(random_prompt(512), asked), {"max_model_len": 1024, **SETTINGS}
+    with running(checkpoint("mha"), quantization=quantization, **sizes) as engine:
+        step = StepShape(1024, 512, 1024)
+        plain, least = (
+            engine.runner.planner.search.smallest_bytes(step._replace(fp8_attention=is_fp8))
+            for is_fp8 in (False, True)
+        )
+        assert least < 0.8 * plain
+        for budget in (64 << 20, int(1.5 * least), int(1.1 * least)):
+            shrink(engine.runner, budget)
+            found = record_plans(engine, monkeypatch)
+            engine.ask(ask)
+            ((plan, usage),) = found
+            assert plan.layout.fp8_attention
+            assert 0.95 * plan.predicted_peak_bytes - ROUNDING_BYTES <= usage.peak_bytes
+            assert usage.peak_bytes <= plan.predicted_peak_bytes <= budget
+
+
+def use(layout: Residency, ranks: Ranked, monkeypatch: pytest.MonkeyPatch) -> None:
+    for runner in ranks.runners:
+        monkeypatch.setattr(runner.planner, "plan", lambda *_: Plan(layout, CUT.rows))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_find_the_same_scales(
+    size: int, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The survey is of all ranks' rows, and what they exchange is fp8."""
+    with running(checkpoint("mha"), **SETTINGS) as engine:
+        alone, asked = scores(engine, LONG), tokens(engine.ask(Ask(LONG.prompt[:43], SHORT)))
+    with ranked(checkpoint("mha"), size, **SETTINGS) as (engine, ranks):
+        assert (scores(engine, LONG) - alone).abs().max() < ALIKE
+        assert tokens(engine.ask(Ask(LONG.prompt[:43], SHORT))) == asked
+        for layout in (Residency(False, shards=size), Residency(False, 1, True, shards=size)):
+            use(layout._replace(fp8_attention=True), ranks, monkeypatch)
+            assert (scores(engine, LONG) - alone).abs().max() < ALIKE
+        assert ranks.num_exchanges > 0
+        assert engine.is_idle() and ranks.are_idle()
+
+
+def test_where_no_step_is_cut_a_request_runs_alone(checkpoint: Callable[[str], Path]) -> None:
+    settings = {"additional_config": {"dllm": {**OWN, "longest_pause_ms": 0}}}
+    asks = [Ask(random_prompt(n, n), SHORT) for n in (50, 9, 44)]
+    asks.append(Ask(random_prompt(60, 6), {**SHORT, "num_speculative_states": 3}))
+    with running(checkpoint("mha"), **settings) as engine:
+        alone = [found for ask in asks for found in tokens(engine.ask(ask))]
+        assert tokens(engine.ask(*asks)) == alone
+        assert engine.is_idle()
+
+
+def test_what_cannot_be_is_refused(checkpoint: Callable[[str], Path]) -> None:
+    with running(checkpoint("mha")) as engine, pytest.raises(refusal_error(), match="attention_d"):
+        engine.ask(Ask([5], {**SHORT, "attention_dtype": "fp8"}))
+    with pytest.raises(ServerConfigError, match="sdar is block-causal"):
+        server_defaults({"attention_dtype": "fp8"}, SDAR)
+    with pytest.raises(ServerConfigError, match="fp8_attention_min_tokens"):
+        Settings.of({"fp8_attention_min_tokens": 0})

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention's Triton kernel, compiled for cards that are not here."""
+
+from typing import Any
+
+import pytest
+
+from vllm.diffusion.layers.split_attention import CONFIG
+
+triton = pytest.importorskip("triton")
+
+LEAST_SHARED = {80: 163, 86: 99, 120: 99}  # KiB that a program may have
+POINTERS = {"q": "bf16", "k": "bf16", "v": "bf16", "out": "bf16", "parts": "fp32", "totals": "fp32"}
+COUNTS = ("num_sequences", "num_rows", "num_splits", "q_row", "q_head", "k_row", "k_head")
+COUNTS += ("v_row", "v_head")
+
+
+def compiled(capability: int, *, has_blocks: bool) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from vllm.diffusion.layers.split_attention.split_kernel import part_kernel
+
+    fixed: dict[str, Any] = {"HEADS": 32, "GROUP": 1, "HEAD_DIM": 128, "PAGE": 64}
+    fixed |= {"ROWS": CONFIG.rows, "KEYS": CONFIG.keys, "MIN_KEYS": 256, "IS_SPLIT": True}
+    fixed |= {"HAS_BLOCKS": has_blocks, "OVERLAPS": capability >= 90}
+    if not has_blocks:
+        fixed |= {"block_lengths": None, "firsts": None}
+    signature, constants, aligned = {}, {}, {}
+    for index, name in enumerate(part_kernel.arg_names):
+        if name in fixed:
+            signature[name], constants[index,] = "constexpr", fixed[name]
+            continue
+        is_number = name in COUNTS or name == "scale"
+        kind = "fp32" if name == "scale" else "i32"
+        signature[name] = kind if is_number else "*" + POINTERS.get(name, "i32")
+        if not is_number or name.endswith(("_row", "_head")):
+            aligned[index,] = [["tt.divisibility", 16]]
+    source = ASTSource(part_kernel, signature, constants, aligned)
+    options = {"num_warps": CONFIG.num_warps, "num_stages": CONFIG.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@pytest.mark.parametrize(("capability", "has_blocks"), [(80, False), (86, True), (120, False)])
+def test_a_tile_of_the_widest_heads_fits(capability: int, has_blocks: bool) -> None:
+    shared = compiled(capability, has_blocks=has_blocks).metadata.shared
+    assert 64 * 1024 < shared <= LEAST_SHARED[capability] * 1024

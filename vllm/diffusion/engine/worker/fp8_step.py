@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step of one request with fp8 attention: keys and values of a layer lie on the device as fp8.
+
+Before a group of heads of a layer is computed, some rows of the request are surveyed; from them
+follow the keys' mean and the scales. With ranks that divide the rows each surveys its own, and all
+of them merge what they found.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm.diffusion import ops
+from vllm.diffusion.core import stages
+from vllm.diffusion.core.spans import KeyTarget
+from vllm.diffusion.engine.worker.forward import target_of
+from vllm.diffusion.engine.worker.streamed import StreamedForward, run_streamed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    from torch import Tensor
+
+    from vllm.diffusion.core.spans import AttentionLayout, HeadGroup
+    from vllm.diffusion.core.stages import Listed
+    from vllm.diffusion.engine.worker.forward import Chunked, ForwardPass
+    from vllm.diffusion.engine.worker.row_shares import Chunk, Division
+    from vllm.diffusion.engine.worker.sample_rows import SampleRows
+    from vllm.diffusion.memory import HostBuffers, Plan
+
+
+def run_fp8(
+    forward: ForwardPass, rows: SampleRows, plan: Plan, host: HostBuffers
+) -> Chunked[Tensor]:
+    """Compute a step as `run_streamed` does, with fp8 attention."""
+    return run_streamed(forward, rows, plan, host, Fp8Forward)
+
+
+class Fp8Forward(StreamedForward):
+    """Layers of one step with fp8 attention; arguments are those of `StreamedForward`."""
+
+    keys_dtype = stages.FP8
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        division: Division = arguments[3]
+        rows, own = (
+            self.model.layers[0].fp8_attention.surveyed_rows(division.num_rows),
+            division.own,
+        )
+        mine = rows[(rows >= own.start) & (rows < own.stop)] - own.start
+        longest = max(chunk.own.stop - chunk.own.start for chunk in self.cuts.keys_values)
+        pieces = [mine[i : i + longest] for i in range(0, len(mine), max(longest, 1))]
+        on_device = ops.to_device(tuple(pieces), self.inputs.positions.device)
+        self._surveyed = list(zip(pieces, on_device, strict=True))
+
+    def begin(self, index: int, group: HeadGroup) -> None:
+        """Find the mean of the keys, and the scales, of a group of heads of a layer."""
+        attention, model, pool = self.model.layers[index].fp8_attention, self.model, self.pool
+        nothing = torch.empty(0, model.hidden_size, dtype=model.dtype, device=self.k.device)
+        none = model.rotary(self.inputs.positions[:0])
+        found = [attention.survey(group, nothing, none, pool)]
+        for host_rows, rows in self._surveyed:
+            with pool.scope("survey"):
+                x = stages.surveyed(model.dtype, model.hidden_size).take(pool, len(host_rows))
+                self.x.select(rows, host_rows, x)
+                rotary = model.rotary(self.inputs.positions[rows], pool)
+                found.append(attention.survey(group, x, rotary, pool))
+        own = attention.merged(torch.stack(found), group)
+        merged = attention.merged(self.peers.gather(own), group)
+        self._known = attention.scales_from(merged, group)
+
+    def project(
+        self, index: int, group: HeadGroup, chunk: Chunk, x: Tensor, k: Tensor, v: Tensor
+    ) -> None:
+        model, slots = self.model, self.inputs.slot_mapping
+        rotary = model.rotary(self.inputs.positions[chunk.own], self.pool)
+        target = target_of(chunk.own, len(self.k), index, slots, self.caches)
+        if target is not None:
+            heads = group.part(model.num_kv_heads)
+            target = KeyTarget(target.k[:, heads], target.v[:, heads], target.slots)
+        attention = model.layers[index].fp8_attention
+        attention.keys_values(group, x, rotary, self._known, k, v, self.pool, target)
+
+    def keep(self, index: int, group: HeadGroup) -> None:
+        """Do nothing: each chunk has stored its own, in the model dtype."""
+
+    def own_keys_values(self) -> Listed:
+        return stages.fp8_keys_values(self.group_heads, self.model.head_dim)
+
+    def attend(
+        self,
+        index: int,
+        group: HeadGroup,
+        chunk: Chunk,
+        layouts: Sequence[AttentionLayout[Tensor]],
+        x: Tensor,
+        updated: Tensor,
+    ) -> None:
+        (layout,) = layouts
+        rotary = self.model.rotary(self.inputs.positions[chunk.own], self.pool)
+        self.model.layers[index].fp8_attention.attend(
+            x,
+            rotary,
+            (self.k, self.v),
+            layout,
+            self._known,
+            self.pool,
+            group,
+            updated=updated,
+            exchange=chunk.exchange,
+        )

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of fp8 (e4m3) heads: by cuDNN on a GPU, by PyTorch elsewhere; a call a sequence.
+
+cuDNN's fp8 attention has no binding in PyTorch, so its Python front end (`nvidia-cudnn-frontend`)
+builds the graphs: one for each shape, remembered. The probabilities are fp8, too: each times 448
+over the largest of its row so far, so that the largest is the format's.
+
+Letters: R query rows, N rows of the keys and values, H and KV query and key/value heads, hd head
+width.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from importlib import import_module, metadata, util
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from vllm.diffusion.core.devices import capability
+from vllm.diffusion.core.spans import check_tiling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vllm.diffusion.core.spans import AttentionLayout
+
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0  # of the format
+PACKAGE = "nvidia-cudnn-frontend"
+_LEAST_FRONT_END, _LEAST_CUDNN = (1, 19, 1), 91900
+_REFERENCE_ROWS = 512  # queries at a time off the GPU
+_MOST_PLANS = 256
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout[Tensor], scales: Tensor, out: Tensor
+) -> Tensor:
+    """Compute softmax(q k^T / sqrt(hd)) v of every sequence; rounded to fp8, like the weights.
+
+    Args:
+        q: [R, H, hd] fp8; rows may be strided.
+        k, v: [N, KV, hd] fp8, likewise; KV divides H.
+        layout: the sequences, with the host's spans, in ranges of rows, without grids of blocks.
+        scales: [4] fp32, of queries, keys, values and results; beyond 448 these are 448.
+        out: [R, H, hd] fp8, contiguous, written and returned.
+    """
+    assert layout.spans is not None
+    check_tiling(layout.spans, q.shape[0])
+    compute = _by_cudnn if q.is_cuda else _by_torch
+    for span in layout.spans:
+        rows, keys = slice(span.q_start, span.q_end), slice(span.kv_start, span.kv_end)
+        if not span.num_keys:  # cuDNN would never return
+            out[rows].view(torch.uint8).zero_()
+        elif span.num_queries:
+            compute(q[rows], k[keys], v[keys], scales, out[rows])
+    return out
+
+
+def why_not(device: torch.device, head_dim: int) -> str | None:
+    """Return what is wanted for fp8 attention on a device; None where it can be had."""
+    if device.type != "cuda":
+        return None
+    if capability(device) != (9, 0):
+        return "a GPU of compute capability 9.0"
+    if head_dim % 16 or head_dim > 256:
+        return f"a model whose heads are a multiple of 16 wide, and at most 256 (given {head_dim})"
+    if util.find_spec("cudnn") is None:
+        return f"the package {PACKAGE}: pip install {PACKAGE}"
+    versions = _version(metadata.version(PACKAGE)), torch.backends.cudnn.version() or 0
+    if versions[0] < _LEAST_FRONT_END or versions[1] < _LEAST_CUDNN:
+        return (
+            f"{PACKAGE} {'.'.join(map(str, _LEAST_FRONT_END))} and cuDNN {_LEAST_CUDNN} at least "
+            f"(given {metadata.version(PACKAGE)} and {versions[1]})"
+        )
+    return None
+
+
+def described(device: torch.device) -> str:
+    """Name what computes fp8 attention on a device, with its versions, for the log."""
+    if device.type != "cuda":
+        return "PyTorch"
+    return f"cuDNN {torch.backends.cudnn.version()} ({PACKAGE} {metadata.version(PACKAGE)})"
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:3] if part.isdigit())
+
+
+# ---- PyTorch ----
+
+
+def _by_torch(q: Tensor, k: Tensor, v: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Attend in one sequence, with numbers as the kernel has them, some queries at a time."""
+    factor = scales[0] * scales[1] / math.sqrt(q.shape[2])
+    by, per_group = scales[2] / (scales[3] * LARGEST), q.shape[1] // k.shape[1]
+    for head in range(q.shape[1]):
+        keys, values = k[:, head // per_group].float(), v[:, head // per_group].float()
+        for rows in torch.arange(len(q)).split(_REFERENCE_ROWS):
+            part = slice(int(rows[0]), int(rows[-1]) + 1)
+            logits = (q[part, head].float() @ keys.t()) * factor
+            weights = (logits - logits.amax(1, keepdim=True)).exp()
+            rounded = (weights * LARGEST).to(FP8).float()
+            found = (rounded @ values) * by / weights.sum(1, keepdim=True)
+            out[part, head] = found.clamp(-LARGEST, LARGEST).to(FP8)
+
+
+# ---- cuDNN ----
+
+
+class _Shape(NamedTuple):
+    """What a graph depends on: sizes and strides of one sequence."""
+
+    num_queries: int
+    num_keys: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    q_strides: tuple[int, int]  # of rows and heads
+    k_strides: tuple[int, int]
+    v_strides: tuple[int, int]
+    out_strides: tuple[int, int]
+
+
+class _Graph:
+    """A built graph of cuDNN's for one shape, and its workspace in bytes."""
+
+    NAMES = ("q", "k", "v", "out", "of_q", "of_k", "of_v", "of_weights", "weights_by", "out_by")
+
+    def __init__(self, cudnn: Any, handle: Any, shape: _Shape) -> None:
+        types = cudnn.data_type
+        graph = cudnn.pygraph(
+            io_data_type=types.FP8_E4M3,
+            intermediate_data_type=types.FLOAT,
+            compute_data_type=types.FLOAT,
+            handle=handle,
+        )
+
+        def heads(name: str, rows: int, count: int, strides: tuple[int, int]) -> Any:
+            sizes, steps = _sizes(rows, count, shape.head_dim, strides)
+            return graph.tensor(name=name, dim=sizes, stride=steps, data_type=types.FP8_E4M3)
+
+        def number(name: str) -> Any:
+            ones = (1, 1, 1, 1)
+            return graph.tensor(name=name, dim=ones, stride=ones, data_type=types.FLOAT)
+
+        keys = shape.num_keys, shape.num_kv_heads
+        q = heads("q", shape.num_queries, shape.num_heads, shape.q_strides)
+        k, v = heads("k", *keys, shape.k_strides), heads("v", *keys, shape.v_strides)
+        of_q, of_k, of_v, of_weights, weights_by, out_by = map(number, self.NAMES[4:])
+        out, *_ = graph.sdpa_fp8(
+            q=q,
+            k=k,
+            v=v,
+            descale_q=of_q,
+            descale_k=of_k,
+            descale_v=of_v,
+            descale_s=of_weights,
+            scale_s=weights_by,
+            scale_o=out_by,
+            generate_stats=False,
+            attn_scale=1.0 / math.sqrt(shape.head_dim),
+        )
+        sizes, steps = _sizes(shape.num_queries, shape.num_heads, shape.head_dim, shape.out_strides)
+        out.set_output(True).set_dim(sizes).set_stride(steps).set_data_type(types.FP8_E4M3)
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([cudnn.heur_mode.A])
+        graph.check_support()
+        graph.build_plans()
+        self._graph, self._handle = graph, handle
+        self._tensors = q, k, v, out, of_q, of_k, of_v, of_weights, weights_by, out_by
+        self.workspace_bytes = int(graph.get_workspace_size())
+
+    def run(self, given: tuple[Tensor, ...], workspace: Tensor) -> None:
+        """Launch on the handle's stream; `given` are in the order of `NAMES`."""
+        self._graph.execute(dict(zip(self._tensors, given, strict=True)), workspace, self._handle)
+
+
+class _Library:
+    """cuDNN on one device: its handle, constants, and the graphs built so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cudnn: Any = import_module("cudnn")
+        with torch.cuda.device(device):
+            self._handle = self._cudnn.create_handle()
+        self._by = torch.tensor(LARGEST, device=device)
+        self._of = 1.0 / self._by
+        self.graph_of = functools.lru_cache(_MOST_PLANS)(
+            functools.partial(_Graph, self._cudnn, self._handle)
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scales: Tensor, out: Tensor) -> None:
+        strides = [(part.stride(0), part.stride(1)) for part in (q, k, v, out)]
+        graph = self.graph_of(_Shape(len(q), len(k), q.shape[1], *k.shape[1:], *strides))
+        stream = torch.cuda.current_stream(q.device).cuda_stream
+        self._cudnn.set_stream(handle=self._handle, stream=stream)
+        workspace = torch.empty(graph.workspace_bytes, dtype=torch.uint8, device=q.device)
+        factors = (*scales[:3].unbind(), self._of, self._by, scales[3].reciprocal())
+        graph.run((q, k, v, out, *factors), workspace)
+
+
+@functools.cache
+def _library(device: torch.device) -> _Library:
+    return _Library(device)
+
+
+def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Attend in one sequence by cuDNN, on the current stream.
+
+    It has no kernel for a single query, which is computed twice.
+    """
+    if len(q) == 1:
+        twice = q.view(torch.uint8).repeat(2, 1, 1).view(FP8)
+        found = torch.empty_like(twice)
+        _library(q.device).attend(twice, k, v, scales, found)
+        out.copy_(found[:1])
+        return
+    _library(q.device).attend(q, k, v, scales, out)
+
+
+def _sizes(
+    rows: int, heads: int, head_dim: int, strides: tuple[int, int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return sizes and strides of heads as cuDNN has them: batch, heads, rows, channels."""
+    of_rows, of_heads = strides
+    return (1, heads, rows, head_dim), (rows * of_rows, of_heads, of_rows, 1)
