@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,9 +24,11 @@ from tests.engine.harness import (
 from tests.engine.ranks import Ranked, ranked
 from vllm.diffusion.config import Settings
 from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.engine.worker.row_shares import Division
 from vllm.diffusion.memory import StepShape
 from vllm.diffusion.memory.footprint import ROUNDING_BYTES
 from vllm.diffusion.memory.plan import Plan, Residency
+from vllm.diffusion.parallel.groups import Ranks
 from vllm.diffusion.request.families import SDAR
 from vllm.diffusion.request.fields import server_defaults
 from vllm.diffusion.request.params import DiffusionParams
@@ -177,3 +180,13 @@ def test_processes_score_as_one(divided: str, checkpoint: Callable[[str], Path])
         own |= {"sequence_parallel_size": 2, "sequence_parallel_min_tokens": 40}
     with running(checkpoint("mha"), **ranks) as engine:
         assert (scores(engine, LONG) - alone).abs().max() < ALIKE
+
+
+def test_rows_of_the_last_layer_are_of_few_sizes() -> None:
+    """Whole units, as far as their chunk goes, and no row twice."""
+    division = Division(Ranks(), 9000)
+    found = division.narrowed(division.chunks(4224), np.array([4100, 5200, 8999]), unit=1024)
+    ends = [(chunk.rows.start, chunk.rows.stop) for chunk in found]
+    assert ends == [(4096, 4224), (5120, 6144), (8448, 9000)]
+    alone = division.narrowed(division.chunks(4224), np.array([4100, 5200, 8999]))
+    assert [chunk.rows.stop - chunk.rows.start for chunk in alone] == [1, 1, 1]
