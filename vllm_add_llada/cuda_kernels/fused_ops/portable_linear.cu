@@ -236,7 +236,9 @@ template <Operands kOperands>
 cudaError_t launch_any(const PortableParams& params, cudaStream_t stream) {
   if (params.num_rows <= 32) return launch_few<PlainWeight<kOperands, 32>>(params, stream);
   if (params.num_rows <= 64) return launch_few<PlainWeight<kOperands, 64>>(params, stream);
-  if (params.num_rows <= 128) return launch_many<kOperands, 128>(params, stream);
+  if (params.num_rows <= 128 || takes_short_tiles(params)) {
+    return launch_many<kOperands, 128>(params, stream);
+  }
   return launch_many<kOperands, 256>(params, stream);
 }
 

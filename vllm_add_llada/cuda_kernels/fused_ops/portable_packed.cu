@@ -375,8 +375,11 @@ cudaError_t launch_many(const PortableParams& params, cudaStream_t stream) {
 
 template <typename Kind>
 cudaError_t launch_any(const PortableParams& params, cudaStream_t stream) {
-  if (params.num_rows > 128) return launch_many<Kind, 256>(params, stream);
-  if (params.num_rows > 64) return launch_many<Kind, 128>(params, stream);
+  if (params.num_rows > 64) {
+    return params.num_rows > 128 && !takes_short_tiles(params)
+               ? launch_many<Kind, 256>(params, stream)
+               : launch_many<Kind, 128>(params, stream);
+  }
   return dispatch_value<true, false>(params.group >= kStrip, [&](auto is_wide) {
     if (params.num_rows > 32) return launch_few<PackedFew<Kind, is_wide, 64>>(params, stream);
     return launch_few<PackedFew<Kind, is_wide, 32>>(params, stream);
