@@ -11,6 +11,7 @@ import pytest
 from tests.decoding.support import EOS, MASK, MODEL, SHIFTED, candidates
 from vllm.diffusion.decoding import DecodingRule, ForwardTarget, make_rule
 from vllm.diffusion.decoding.base import Array
+from vllm.diffusion.engine.planning import visibility_of
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.algorithms import (
     ALGORITHMS,
@@ -18,7 +19,6 @@ from vllm.diffusion.request.algorithms import (
     Algorithm,
     algorithms_for,
 )
-from vllm.diffusion.request.causal_context import visibility_of
 from vllm.diffusion.request.families import FAST_DLLM, NEMOTRON, SDAR, Family
 from vllm.diffusion.request.visibility import num_positions
 

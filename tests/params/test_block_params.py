@@ -12,9 +12,9 @@ from tests.params.support import MASK, PROMPT, STANDARD, refusal, resolve
 from tests.params.support import MODEL as LLADA_MODEL
 from vllm import SamplingParams
 from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.engine.planning import visibility_of
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, algorithms_for
-from vllm.diffusion.request.causal_context import visibility_of
 from vllm.diffusion.request.edits import Edits
 from vllm.diffusion.request.families import (
     DREAM,
