@@ -75,6 +75,7 @@ PACE: dict[str, tuple[float, ...]] = {
     "block_add_threshold": (0.1, 0.5),
 }
 STEPS_PER_TOKEN = (1.0, 0.5, 0.25, 0.125)
+OTHERS = ("attention_dtype",)  # of an algorithm's parameters: it is in quantisation_quality.py
 COLUMNS = ("model", "questions", "algorithm", "parameters", "cache", "accuracy")
 COLUMNS += ("forwards per answer", "tokens per forward", "steps per forward", "seconds")
 MARKS = "osD^vP"  # of caches in the plot
@@ -212,7 +213,7 @@ def cases(
 
 def paces(algorithm: str, gen_length: int, num_blocks: int) -> list[dict[str, Any]]:
     """Return settings of an algorithm: its defaults, or each choice and pace of its parameters."""
-    own = [spec for spec in FIELDS if algorithm in spec.algorithms]
+    own = [spec for spec in FIELDS if algorithm in spec.algorithms and spec.name not in OTHERS]
     paced = [{spec.name: value} for spec in own for value in PACE.get(spec.name, ())]
     if paced:
         return [{}, *paced]

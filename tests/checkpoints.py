@@ -58,10 +58,12 @@ FAST_DLLM_SPECIAL_TOKENS = special_tokens(
 DIFFCODER_SPECIAL_TOKENS = special_tokens(
     "<|beginoftext|>", "<|im_start|>", "<|vision_pad|>", "<|im_end|>", "<[MASK_TOKEN]>"
 )
-NEMOTRON_SPECIAL_TOKENS = special_tokens(
-    "<think>", "<|im_start|>", "</think>", "<s>", "<SPECIAL_100>"
-) | {"<|im_end|>": EOS_ID}
-del NEMOTRON_SPECIAL_TOKENS["<|endoftext|>"]
+NEMOTRON_SPECIAL_TOKENS = {
+    "<|im_end|>" if token == "<|endoftext|>" else token: number
+    for token, number in special_tokens(
+        "<think>", "<|im_start|>", "</think>", "<s>", "<SPECIAL_100>"
+    ).items()
+}
 THINK_IDS = (BOS_ID, END_HEADER_ID)  # in families that have them
 # Ids 252..255 have logit columns but no token, as the last columns of the released models.
 VOCAB_SIZE = 256

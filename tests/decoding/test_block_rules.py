@@ -12,16 +12,25 @@ import pytest
 import torch
 
 from tests.decoding.toy import Decoding, Toy
-from tests.reference import block_loops
+from tests.reference import block_loops, causal_loops
 from tests.reference.block_loops import Draw, NoEnd
 from tests.reference.philox import uniform_matrix
 from vllm.diffusion.core.random_streams import CATEGORICAL
 from vllm.diffusion.request import decision, fields
-from vllm.diffusion.request.families import FAST_DLLM, LLADA2, LLADA21, LLADA22, SDAR, Family
+from vllm.diffusion.request.families import (
+    FAST_DLLM,
+    LLADA2,
+    LLADA21,
+    LLADA22,
+    NEMOTRON,
+    SDAR,
+    Family,
+)
 from vllm.diffusion.request.params import DiffusionParams, ServedModel, SpecialIds
 
 V, MASK, STOPS = 24, 23, frozenset({22, 21})
 EDITS = (19, 18)  # what deletes, and what inserts
+THINKING = (17, 16)  # what begins and what ends it
 NEVER = {MASK: -1e9}  # bias of a token that is never proposed
 
 
@@ -179,6 +188,54 @@ def test_fast_dllm_v2(number: int) -> None:
     }
     loop = partial(block_loops.fast_dllm_v2, **options)
     case.check(FAST_DLLM, loop, {"algorithm": "HierarchyBlock", **options})
+
+
+# ---- a causal context --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(16))
+@pytest.mark.parametrize(
+    ("algorithm", "loop"),
+    [
+        ("low_confidence_dynamic", causal_loops.diffusion),
+        ("semi_ar", causal_loops.diffusion),
+        ("self_speculation", causal_loops.self_speculation),
+        ("autoregressive", causal_loops.autoregressive),
+    ],
+)
+def test_nemotron(algorithm: str, loop: Callable[..., block_loops.Decoded], number: int) -> None:
+    """Self-speculation says what autoregressive decoding does, wherever thinking is ended."""
+    case = Case(number)
+    options: dict[str, Any] = {}
+    if algorithm in ("low_confidence_dynamic", "self_speculation"):
+        options["threshold"] = case.threshold
+    asked = {"algorithm": algorithm, **options}
+    if algorithm == "semi_ar":
+        asked["steps_per_block"] = options["steps"] = case.chance.randint(1, case.block_length + 2)
+    model, budget = served(NEMOTRON), case.chance.choice([None, 0, 3, case.block_length, 11])
+    thinking = None if budget is None else causal_loops.Thinking(*THINKING, budget)
+    if thinking is not None:
+        asked["thinking_token_budget"] = budget
+    params = decision.decide(
+        fields.canonical({**case.lengths(), "ignore_eos": not case.stops, **asked}),
+        dataclasses.replace(model, ids=dataclasses.replace(model.ids, think=THINKING)),
+        case.prompt,
+    )
+    toy, wanted = case.toy(), {"mask_id": MASK, "stop_ids": case.stops, **case.lengths()}
+    found = Decoding(toy, params, case.prompt)
+    if algorithm != "self_speculation" or thinking is None:
+        told = options if algorithm == "self_speculation" else {**options, "thinking": thinking}
+        expected = loop(toy, case.prompt, **wanted, **told)
+        assert found.run() == expected.answer
+        is_whole = algorithm in ("self_speculation", "autoregressive")
+        is_whole |= len(expected.answer) % case.block_length == 0
+        # A block of a seed and the end of thinking has nothing to denoise, but a forward.
+        num_forwards = sum(work.eligible.size > 0 for work in found.works)
+        assert num_forwards <= expected.forwards
+        assert num_forwards == expected.forwards or not is_whole
+    else:
+        one_by_one = causal_loops.autoregressive(toy, case.prompt, **wanted, thinking=thinking)
+        assert found.run() == one_by_one.answer
 
 
 # ---- temperature, top_k, top_p -----------------------------------------------------------------

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from vllm.diffusion.decoding import Candidates, ForwardTarget, make_rule
+from vllm.diffusion.request.causal_context import visibility_of
 from vllm.diffusion.request.params import DiffusionParams
+from vllm.diffusion.request.visibility import num_positions
 from vllm.diffusion.sampling import RowGroup, sample_group
 
 
@@ -46,12 +48,15 @@ class Toy:
         for token, value in (bias or {}).items():
             self._bias[token] = value
 
-    def __call__(self, tokens: Sequence[int] | Tensor) -> Tensor:
+    def __call__(self, tokens: Sequence[int] | Tensor, num_causal: int | None = None) -> Tensor:
+        """Logits; with `num_causal` the first so many see those before, and others all."""
         ids = torch.as_tensor(tokens)
         length = len(ids)
         seen = self._tokens[torch.arange(length) % 64, ids].cumsum(dim=0)
         block = length if self._block_length is None else self._block_length
         last = ((torch.arange(length) // block + 1) * block - 1).clamp(max=length - 1)
+        if num_causal is not None:
+            last = torch.arange(length).where(torch.arange(length) < num_causal, length - 1)
         hidden = torch.tanh(seen[last] / (last + 1)[:, None] ** 0.5 + self._places[:length])
         logits = hidden @ self._head * (self._scale / 4) + self._bias
         return logits if self._decimals is None else logits.round(decimals=self._decimals)
@@ -72,7 +77,7 @@ class Decoding:
         self.first, self.end = len(prompt), len(prompt) + params.gen_length
         total = self.end
         if params.is_block_causal:
-            total = -(-self.end // params.block_length) * params.block_length
+            total = num_positions(visibility_of(params), self.first, params.gen_length)
         masks = [params.mask_id] * (total - self.first)
         self.tokens = np.array([*prompt, *masks])
         self.rule = make_rule(params, self.first)
@@ -107,15 +112,20 @@ class Decoding:
         return None if kept is None else given[: num_before + kept]
 
     def _forward(self, work: ForwardTarget) -> None:
-        number, shift = len(self.works), self.params.logit_shift
+        number, shift = len(self.works), max(self.params.logit_shift, int(work.is_causal))
         self.works.append(work)
+        if work.fill is not None:
+            self.tokens[work.fill[0] : work.fill_end] = work.fill[1]
         positions = work.eligible
         assert positions.tolist() == sorted(set(positions.tolist()))
         assert 0 <= work.rows[0] < work.rows[1] <= len(self.tokens)
         end = work.rows[1] if self.params.is_block_causal else len(self.tokens)
         rows = np.maximum(positions - shift, 0)
-        assert rows.max() < end, "candidates are read from rows of the window"
-        logits = self.toy(self.tokens[:end])[rows]
+        assert rows.max(initial=0) < end, "candidates are read from rows of the window"
+        num_causal = None
+        if self.params.has_causal_context:
+            num_causal = end if work.is_causal else work.rows[0]
+        logits = self.toy(self.tokens[:end], num_causal)[rows]
         group = RowGroup(
             params=self.params if self.params.seed is not None else self.params.with_seed(0),
             scoring=self.rule.scoring,

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A causal context in pages: shared whatever the blocks, lost and computed again, read once."""
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
-from tests.checkpoints import random_prompt
+from tests.checkpoints import MASK_ID, make_case, random_prompt
 from tests.engine.harness import Answer, Ask, Engine, record, running
 from tests.engine.schedules import run_schedule
+from tests.reference import causal_loops
 from tests.reference.models import load_reference
 from vllm.diffusion.engine.scheduler.paging import Paging
 
@@ -36,6 +40,13 @@ ASKS = [
     ask(random_prompt(64, 2), "autoregressive", gen_length=9, temperature=0.8, seed=5),
     ask(random_prompt(33, 3), "low_confidence_dynamic", block_length=32, gen_length=40),
     ask(random_prompt(90, 4), "self_speculation", block_length=8, gen_length=20, threshold=0.6),
+    ask(
+        random_prompt(12, 5),
+        "low_confidence_dynamic",
+        block_length=2,
+        gen_length=12,
+        thinking_token_budget=3,
+    ),
 ]
 
 
@@ -143,3 +154,78 @@ def test_a_likelihood_is_that_of_the_next_token(
     wanted = [found[2, [1, 2]], found[38, [5]]]
     torch.testing.assert_close(torch.tensor(given[0]), wanted[0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(torch.tensor(given[1]), wanted[1], atol=1e-4, rtol=1e-4)
+
+
+# ---- an adapter for drafts ---------------------------------------------------------------------
+
+RANK, ALPHA = 4, 16
+
+
+def add_adapter(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Write a LoRA into the folder of a checkpoint; what it adds to each matrix, by its name."""
+    generator, tensors, added = torch.Generator().manual_seed(5), {}, {}
+    width = config["num_attention_heads"] * config["head_dim"]
+    for layer in range(config["num_hidden_layers"]):
+        name = f"encoder.layers.{layer}.self_attn.o_proj"
+        down = torch.randn(RANK, width, generator=generator) / width**0.5
+        up = torch.randn(config["hidden_size"], RANK, generator=generator) / RANK
+        tensors[f"base_model.model.{name}.lora_A.weight"] = down
+        tensors[f"base_model.model.{name}.lora_B.weight"] = up
+        added[f"{name}.weight"] = ALPHA / RANK * up @ down
+    adapter = folder / "linear_spec_lora"
+    adapter.mkdir()
+    save_file(tensors, str(adapter / "adapter_model.safetensors"))
+    described = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ["o_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(described))
+    return added
+
+
+def drafted(plain: Any, adapted: Any, tokens: Sequence[int], num_causal: int) -> torch.Tensor:
+    """Logits of a block whose rows are computed with the adapter, behind a context without it."""
+    ids, context = torch.tensor([list(tokens)]), range(num_causal)
+    sees = torch.ones(num_causal, num_causal, dtype=torch.bool).tril()
+    _, past = plain.forward_with_kv(ids[:, :num_causal], context, None, sees)
+    block = range(num_causal, len(tokens))
+    logits = adapted.forward_with_kv(ids[:, num_causal:], block, past)[0][0]
+    return torch.cat([logits.new_zeros(num_causal, logits.shape[1]), logits])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_drafts_are_made_with_the_adapter_beside_the_weights(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    """It changes how much is confirmed, and no token; others share the step without it."""
+    folder = make_case(tmp_path / "nemotron", "nemotron")
+    plain = load_reference(folder)
+    added = add_adapter(folder, plain.config)
+    weights = {name.replace("model.", "encoder.", 1): w for name, w in plain.weights.items()}
+    adapted = type(plain)(
+        plain.config,
+        {
+            name.replace("lm_head", "diffusion_head"): tensor + added.get(name, 0)
+            for name, tensor in weights.items()
+        },
+    )
+    prompts = [random_prompt(length, length) for length in (20, 70, 33)]
+    asked = {"gen_length": 30, "block_length": 8, "ignore_eos": True}
+    lengths = {"gen_length": 30, "block_length": 8, "mask_id": MASK_ID}
+    with_draft, without = (
+        [
+            causal_loops.self_speculation(partial(causal, plain), prompt, **lengths, draft=draft)
+            for prompt in prompts
+        ]
+        for draft in (partial(drafted, plain, adapted), None)
+    )
+    assert [d.forwards for d in with_draft] != [d.forwards for d in without]
+    asks = [Ask(prompt, {**asked, "algorithm": "self_speculation"}) for prompt in prompts]
+    others = [ask(prompt, "autoregressive", gen_length=30) for prompt in prompts]
+    with running(folder, tensor_parallel_size=num_ranks) as engine:
+        answers = engine.ask(*asks, *others, ASKS[0])
+    assert [a.token_ids for a in answers[:3]] == [d.answer for d in without]
+    assert [a.token_ids for a in answers[3:6]] == [d.answer for d in without]
+    assert [a.num_steps for a in answers[:3]] == [d.forwards for d in with_draft]
+
+
+def causal(model: Any, tokens: Sequence[int], num_causal: int) -> torch.Tensor:
+    logits: torch.Tensor = model.causal_logits(torch.tensor([list(tokens)]), num_causal)[0]
+    return logits

@@ -161,3 +161,19 @@ def test_what_cannot_be_is_refused(checkpoint: Callable[[str], Path]) -> None:
         server_defaults({"attention_dtype": "fp8"}, SDAR)
     with pytest.raises(ServerConfigError, match="fp8_attention_min_tokens"):
         Settings.of({"fp8_attention_min_tokens": 0})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("divided", ["sequence", "tensor"])
+def test_processes_score_as_one(divided: str, checkpoint: Callable[[str], Path]) -> None:
+    """Over gloo. Tensor-parallel ranks have scales for their own heads, which rounds alike."""
+    own = {**OWN, "longest_pause_ms": 60_000}
+    ranks: dict[str, Any] = {"additional_config": {"dllm": own}}
+    with running(checkpoint("mha"), **ranks) as engine:
+        alone = scores(engine, LONG)
+    if divided == "tensor":
+        ranks["tensor_parallel_size"] = 2
+    else:
+        own |= {"sequence_parallel_size": 2, "sequence_parallel_min_tokens": 40}
+    with running(checkpoint("mha"), **ranks) as engine:
+        assert (scores(engine, LONG) - alone).abs().max() < ALIKE

@@ -19,8 +19,9 @@ import torch
 from safetensors.torch import load_file
 from tiny_model import dream, fast_dllm, llada, llada2, llada_moe, sdar
 from tiny_model.decoder import Attention, Decoder, GatedMLP, Layer, dense_network
-from tiny_model.layers import View, attend, block_causal, rotate, wide
+from tiny_model.layers import View, block_causal, rotate, wide
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 Config = dict[str, Any]
 DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "block_size": 0, "bd_size": 0}
@@ -246,11 +247,11 @@ class ScaledAttention(Attention):
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         turned = rotate(q, view.cos, view.sin) * self.scale[:, None].to(x.dtype)
-        still = View(torch.ones_like(view.cos), torch.zeros_like(view.sin), view.sees)
         k = rotate(k, view.cos, view.sin)
         if view.reuse is not None:
             k, v = view.reuse(k, v)
-        found: Tensor = self.o_proj(attend(turned, k, v, still))
+        attended = scaled_dot_product_attention(turned, k, v, attn_mask=view.sees, enable_gqa=True)
+        found: Tensor = self.o_proj(attended.transpose(1, 2).flatten(-2))
         return found
 
 

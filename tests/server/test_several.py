@@ -46,13 +46,17 @@ def test_a_killed_rank_is_told_and_leaves_nothing_behind(model_dir: Path, tmp_pa
 def test_replicas_share_requests_and_end_together(model_dir: Path, tmp_path: Path) -> None:
     """Statistics are of each replica; a server ends when one of them does, and says so."""
     command = [*SERVER, "--model", str(model_dir), "--data-parallel-size", "2"]
-    server = ServerProcess(command, tmp_path / "server.log")
+    server = ServerProcess(command, tmp_path / "server.log", VLLM_SERVER_DEV_MODE="1")
     with healthy(server):
         bodies = [{"prompt": PUZZLE, "gen_length": 32, "steps": 32, "ignore_eos": True}] * 4
         texts: list[str] = []
         deadline = time.monotonic() + PATIENCE_S
         with ThreadPoolExecutor(4) as pool, server.client() as http:
             assert http.get("/ready").json() == {"status": "ready"}
+            assert http.get("/get_world_size").json() == {"world_size": 2}
+            found = http.post("/weight_checker", json={"action": "checksum"}).json()["checksums"]
+            assert len({digest for name, digest in found.items() if "lm_head" in name}) == 1
+            assert {name.split(":")[0] for name in found} == {"dp0", "dp1"}
             committed = {"0": 0.0}
             while min(committed.values()) == 0:  # one may be done before the next one comes
                 assert time.monotonic() < deadline, committed

@@ -39,6 +39,7 @@ class ForwardTarget(NamedTuple):
         fill_end: position before which that ends; None for the end of the sequence.
         is_causal: in families whose context is causal: positions see what stands before them
             alone, and a candidate is read from the row before its position.
+        is_draft: candidates are drafts, for which a checkpoint may have an adapter.
     """
 
     eligible: Array
@@ -46,6 +47,7 @@ class ForwardTarget(NamedTuple):
     fill: tuple[int, int] | None = None
     fill_end: int | None = None
     is_causal: bool = False
+    is_draft: bool = False
 
 
 class Candidates(NamedTuple):

@@ -56,7 +56,7 @@ class SelfSpeculation(DecodingRule):
         masked = (block == self._mask).nonzero()[0]
         if masked.size:
             self._is_drafting = True
-            return ForwardTarget(start + masked, rows)
+            return ForwardTarget(start + masked, rows, is_draft=True)
         self._drafted = block.copy()
         return ForwardTarget(np.arange(start, start + length), rows, is_causal=True)
 

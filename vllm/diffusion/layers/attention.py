@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.core.buffers import Buffer, Buffers
     from vllm.diffusion.core.spans import KeySource, KeyTarget
+    from vllm.diffusion.layers.draft_adapter import DraftAdapter
     from vllm.diffusion.layers.norm import RMSNorm
     from vllm.diffusion.layers.rotary import Rotary
     from vllm.diffusion.parallel.head_exchange import HeadExchange
@@ -53,6 +54,7 @@ class SelfAttention:
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
     clip: float | None = None
+    drafting: DraftAdapter | None = None
 
     @property
     def products(self) -> tuple[ops.Projection, ...]:
@@ -132,6 +134,7 @@ class SelfAttention:
         *,
         updated: Tensor | None = None,
         exchange: HeadExchange | None = None,
+        num_drafted: int = 0,
     ) -> None:
         """Add Wo attention(q, k, v) of one group of heads, summed over ranks, to `updated`.
 
@@ -145,6 +148,8 @@ class SelfAttention:
             updated: [R, D], written; None for x itself, which is right if there is one group.
             exchange: exchange with ranks that have other rows; `sources` are then those of all
                 ranks' rows, for this rank's heads.
+            num_drafted: last rows to which the adapter for drafts is applied, if there is one; all
+                where it is more than there are, none below 1.
         """
         if x.shape[0] == 0 and exchange is None:
             return
@@ -156,6 +161,8 @@ class SelfAttention:
             else:
                 theirs = exchange.to_heads(q, buffers)
                 heads = exchange.to_rows(_attend_all(theirs, sources, buffers), q, buffers)
+            if self.drafting is not None and num_drafted > 0:
+                self.drafting.add_to(x[-num_drafted:], heads[-num_drafted:].flatten(1))
             self._add(x if updated is None else updated, heads, group, buffers)
 
     def _queries(self, x: Tensor, rotary: Rotary, group: HeadGroup, buffers: Buffers) -> Tensor:

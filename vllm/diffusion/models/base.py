@@ -107,6 +107,11 @@ class DiffusionModel(Updatable):
         return self.layers[0].attention.qkv_proj.quantises
 
     @property
+    def adapts_drafts(self) -> bool:
+        """Whether an adapter is applied to rows whose candidates are drafts."""
+        return self.layers[0].self_attn.drafting is not None
+
+    @property
     def routes_windows(self) -> bool:
         """Whether rows choose their experts together, by windows of consecutive rows."""
         return self.architecture.scoring.window > 0

@@ -485,7 +485,7 @@ def _algorithm(request: Mapping[str, Any], model: ServedModel, spec: Spec | None
             )
         if needs_places and asked not in keeps_places:
             field = "allow_infill" if spec is None else spec.field
-            wanted = f"wanted {in_words(keeps_places)} beside {field}, as tokens move"
+            wanted = f"wanted {in_words(keeps_places)} beside {field}, as it moves tokens"
             raise InvalidParameterError("algorithm", asked, wanted)
         return allowed[asked]
     usual = allowed[model.defaults.get("algorithm", model.family.default_algorithm)]

@@ -40,12 +40,14 @@ class StepInputs(NamedTuple, Generic[A]):
         slot_mapping: [W] int64, the store's row of each of the last W rows; negative for none.
         layouts: for every chunk of the attend stage, then for those of the last layer where these
             differ: which keys its rows read, those of this step and those in the store.
+        num_drafted: last rows, whose candidates are drafts.
     """
 
     token_ids: A
     positions: A
     slot_mapping: A
     layouts: tuple[tuple[AttentionLayout[A], ...], ...]
+    num_drafted: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,6 +179,12 @@ class StepBatch:
         """Whether some rows read keys that this step does not compute."""
         return self.packing.kept_keys > 0
 
+    @cached_property
+    def num_drafted(self) -> int:
+        """Number of rows that draft over kept keys; these are the last ones."""
+        drafting = zip(self.works, self.packing.windows, strict=True)
+        return sum([w.num_rows for work, w in drafting if work.is_draft and w.reads_kept])
+
     @property
     def num_sampled(self) -> int:
         return sum([work.eligible.size for work in self.works])
@@ -190,7 +198,8 @@ class StepBatch:
         another.
         """
         layouts = tuple([self.layouts(*chunk) for chunk in attend_chunks])
-        return StepInputs(self.token_ids[rows], self.positions[rows], self.slot_mapping, layouts)
+        own = self.token_ids[rows], self.positions[rows]
+        return StepInputs(*own, self.slot_mapping, layouts, self.num_drafted)
 
     def layouts(self, *chunk: slice) -> tuple[AttentionLayout[Array], ...]:
         """Return which keys a chunk of rows reads; arguments are as for `inputs`."""
@@ -237,9 +246,10 @@ def build_batch(
 
 
 def _kind(forward: tuple[Packed, ForwardTarget, Window]) -> int:
-    """Sort key of a request's rows: first what keeps nothing, last what reads the store."""
-    canvas, _, window = forward
-    return (canvas.window.cache is not None) + window.reads_kept
+    """Sort key of a request's rows: first what keeps nothing, last what drafts over the store."""
+    canvas, work, window = forward
+    reads_kept = window.reads_kept
+    return (canvas.window.cache is not None) + reads_kept + (work.is_draft and reads_kept)
 
 
 def _pack(canvases: tuple[Packed, ...], windows: tuple[Window, ...], pages: PageTable) -> Packing:

@@ -21,6 +21,7 @@ from vllm.diffusion.memory import (
     activation_pool,
     rates_of,
 )
+from vllm.diffusion.models.draft_weights import load_draft_adapter
 from vllm.diffusion.models.transformer import order_products
 from vllm.diffusion.models.weights import quantised_sizes
 from vllm.diffusion.parallel.groups import ConnectedGroup
@@ -57,6 +58,8 @@ def load_model(
         model: DiffusionModel = get_model_loader(load_config).load_model(
             vllm_config=vllm_config, model_config=vllm_config.model_config
         )
+        if load_config.load_format != "dummy":
+            load_draft_adapter(model, vllm_config.model_config.model)
     model.is_loaded = True  # dummy weights, too, may be replaced tensor by tensor
     device = model.rotary_frequencies.device
     memory = WeightMemory(model)

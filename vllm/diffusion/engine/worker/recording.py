@@ -37,6 +37,8 @@ class Blocks:
     ) -> None:
         self._rule, self._prompt_length = rule, prompt_length
         self._end, width = length - prompt_length, params.block_length
+        if params.has_causal_context:  # whose row has room for a whole block behind the answer
+            self._end = params.num_blocks * width
         is_grid = params.is_block_causal and not params.has_causal_context
         record = algorithms_of(is_block_causal=params.is_block_causal)[params.algorithm]
         if record.blocks == "none" and not params.has_causal_context:

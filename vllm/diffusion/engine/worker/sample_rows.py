@@ -39,12 +39,14 @@ class SamplePart(NamedTuple, Generic[A]):
         layouts: keys that the rows read in the last layer.
         pieces: per request: its index in the batch, then the ranges of `rows` of its own sequence
             and of its unconditional one, if it is guided.
+        num_drafted: last of `rows`, whose candidates are drafts.
     """
 
     rows: A
     positions: A
     layouts: tuple[AttentionLayout[A], ...]
     pieces: list[tuple[int, slice, slice | None]]
+    num_drafted: int = 0
 
     @property
     def num_sampled(self) -> int:
@@ -220,7 +222,14 @@ class _PartBuilder:
             positions - np.repeat(prompt_lengths, counts),
             lay_out(runs, self._batch.packing.pages),
             self._pieces,
+            self._num_drafted(),
         )
+
+    def _num_drafted(self) -> int:
+        if not self._batch.num_drafted:
+            return 0
+        first = self._batch.num_rows - self._batch.num_drafted
+        return sum(own.size for own, sequence, *_ in self._rows if sequence.q_start >= first)
 
 
 def _runs(sequence: Span, positions: Array) -> list[Span]:

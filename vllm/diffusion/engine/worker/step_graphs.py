@@ -212,6 +212,8 @@ class GraphRunner:
             return None
         if (bucket.is_cached or self._has_blocks) and not self._reads_pages:
             return None  # other kernels need the host's spans
+        if batch.num_drafted and self._model.adapts_drafts:
+            return None  # of some rows only
         if bucket.is_cached:
             self._copy_table()
         captured = self._captured.get(bucket)
