@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm.diffusion.decoding import Candidates, ForwardTarget, make_rule
-from vllm.diffusion.request.causal_context import visibility_of
+from vllm.diffusion.engine.planning import visibility_of
 from vllm.diffusion.request.params import DiffusionParams
 from vllm.diffusion.request.visibility import num_positions
 from vllm.diffusion.sampling import RowGroup, sample_group
