@@ -31,7 +31,7 @@ from vllm.diffusion.request.families import (  # noqa: E402
     NEMOTRON,
     SDAR,
 )
-from vllm.diffusion.request.params import ServedModel, SpecialIds  # noqa: E402
+from vllm.diffusion.request.served_model import ServedModel, SpecialIds  # noqa: E402
 
 if TYPE_CHECKING:
     from vllm.diffusion.request.algorithms import Algorithm

@@ -14,7 +14,8 @@ from vllm.diffusion.decoding import Candidates, ForwardTarget, make_rule
 from vllm.diffusion.decoding.base import Array
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.families import DREAM, LLADA
-from vllm.diffusion.request.params import DiffusionParams, ServedModel, SpecialIds
+from vllm.diffusion.request.params import DiffusionParams
+from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 
 MASK, EOS, EOT = 15, 14, 13
 MODEL = ServedModel(

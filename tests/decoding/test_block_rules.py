@@ -26,7 +26,8 @@ from vllm.diffusion.request.families import (
     SDAR,
     Family,
 )
-from vllm.diffusion.request.params import DiffusionParams, ServedModel, SpecialIds
+from vllm.diffusion.request.params import DiffusionParams
+from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 
 V, MASK, STOPS = 24, 23, frozenset({22, 21})
 EDITS = (19, 18)  # what deletes, and what inserts

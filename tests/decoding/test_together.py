@@ -20,7 +20,7 @@ from vllm.diffusion.decoding import (
 from vllm.diffusion.decoding.base import Array
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.families import SDAR
-from vllm.diffusion.request.params import ServedModel, SpecialIds
+from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 
 MASK, STOP = 9, 8
 SCORES = (math.nan, -math.inf, 0.0, 0.25, 0.5, 0.5, 0.75, 1.0)  # equal ones are common

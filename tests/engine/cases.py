@@ -8,7 +8,7 @@ from tests.checkpoints import MASK_ID, random_prompt
 from tests.engine.harness import BLOCKS, NOISY, Ask
 from vllm.diffusion.memory.plan import ChunkRows, Plan, Residency
 from vllm.diffusion.request.families import LLADA
-from vllm.diffusion.request.params import ServedModel, SpecialIds
+from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 
 PROMPT_LENGTH = 13
 FOUR_BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 8}

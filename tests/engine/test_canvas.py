@@ -18,7 +18,7 @@ from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.engine.worker.step_graphs import Bucket, fill
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.families import LLADA, SDAR, Family
-from vllm.diffusion.request.params import ServedModel, SpecialIds
+from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 
 MASK, EOS = 95, 94
 PROMPT = [2 + i % 90 for i in range(8)]

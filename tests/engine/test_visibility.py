@@ -21,7 +21,7 @@ from vllm.diffusion.layers.attention_backends import attend
 from vllm.diffusion.memory import KeptSequence, PageStore, chunks
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.families import LLADA
-from vllm.diffusion.request.params import ServedModel, SpecialIds
+from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 from vllm.diffusion.request.visibility import FULL, BlockCausal, Forward, Visibility
 
 MODEL = ServedModel(

@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, START_HEADER_ID, make_checkpoint
 from vllm.diffusion.config import served_model
 from vllm.diffusion.core.errors import ModelConfigError
-from vllm.diffusion.request.params import SpecialIds
+from vllm.diffusion.request.served_model import SpecialIds
 
 
 def ids_of(path: Path, **engine_args: Any) -> SpecialIds:

@@ -9,7 +9,8 @@ import pytest
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.families import LLADA
-from vllm.diffusion.request.params import DiffusionParams, ServedModel, SpecialIds
+from vllm.diffusion.request.params import DiffusionParams
+from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 
 MASK, EOS, EOT = 251, 250, 249
 MODEL = ServedModel(

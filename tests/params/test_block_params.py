@@ -27,7 +27,7 @@ from vllm.diffusion.request.families import (
     Family,
 )
 from vllm.diffusion.request.lengths import forwards_saved
-from vllm.diffusion.request.params import ServedModel
+from vllm.diffusion.request.served_model import ServedModel
 from vllm.diffusion.request.values import in_words
 from vllm.diffusion.request.visibility import num_positions
 

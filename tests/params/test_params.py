@@ -31,7 +31,8 @@ from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.algorithms import ALGORITHMS, PARAMETERS
 from vllm.diffusion.request.edits import Edits
 from vllm.diffusion.request.families import DIFFULLAMA, DREAM, LLADA, LLADA_MOE
-from vllm.diffusion.request.params import DiffusionParams, ServedModel, SpecialIds
+from vllm.diffusion.request.params import DiffusionParams
+from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 
 ON_DREAM = model(family=DREAM)
 BLIND = model(ids=SpecialIds(MASK, None, EOT, frozenset({EOT})))

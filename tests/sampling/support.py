@@ -11,7 +11,8 @@ from torch import Tensor
 from vllm.diffusion.core.scoring import Scoring
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.families import LLADA
-from vllm.diffusion.request.params import DiffusionParams, ServedModel, SpecialIds
+from vllm.diffusion.request.params import DiffusionParams
+from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 from vllm.diffusion.sampling import RowGroup
 
 CONFIDENCE = Scoring()

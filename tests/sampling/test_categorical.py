@@ -16,7 +16,7 @@ from vllm.diffusion.core.random_streams import CATEGORICAL
 from vllm.diffusion.core.scoring import Scoring
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.families import DREAM, SDAR
-from vllm.diffusion.request.params import ServedModel, SpecialIds
+from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 from vllm.diffusion.sampling import RowGroup, sample_group
 from vllm.diffusion.sampling.plain import draw_categorical
 

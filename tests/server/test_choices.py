@@ -18,7 +18,7 @@ from vllm.diffusion.api.report import DiffusionReport, told
 from vllm.diffusion.api.validator import RequestRefused, Validator
 from vllm.diffusion.request.decision import DECISION, decision_of
 from vllm.diffusion.request.families import LLADA
-from vllm.diffusion.request.params import ServedModel, SpecialIds
+from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 
 PROMPT = {"prompt_token_ids": [1, 2, 3]}
 REPORT = {

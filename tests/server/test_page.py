@@ -24,7 +24,7 @@ from vllm.diffusion.api.page.site import OPEN_PATHS, STATIC
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 from vllm.diffusion.request.families import DREAM, LLADA2, LLADA22, NEMOTRON, SDAR, Family
 from vllm.diffusion.request.fields import BY_NAME
-from vllm.diffusion.request.params import ServedModel, SpecialIds
+from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 
 # Where anything could be loaded from; the name of SVG's namespace is no address.
 ADDRESS = re.compile(r"(?:https?:)?//[\w.-]+\.\w+")

@@ -18,7 +18,7 @@ from vllm.diffusion.guided.vocabulary import vocabulary_of
 from vllm.diffusion.process import log_filter
 from vllm.diffusion.request import families
 from vllm.diffusion.request.fields import server_defaults
-from vllm.diffusion.request.params import ServedModel, SpecialIds
+from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 
 if TYPE_CHECKING:

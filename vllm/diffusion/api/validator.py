@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.diffusion.guided.guides import Spec
-    from vllm.diffusion.request.params import DiffusionParams, ServedModel
+    from vllm.diffusion.request.params import DiffusionParams
+    from vllm.diffusion.request.served_model import ServedModel
     from vllm.v1.engine import EngineCoreRequest
 
 MOST_KNOWN = 4096  # decisions on requests that are only read

@@ -46,7 +46,7 @@ from vllm.diffusion.request.likelihood import (
     SCORED_AS,
     score_request,
 )
-from vllm.diffusion.request.params import SEED_BITS, DiffusionParams, ServedModel
+from vllm.diffusion.request.params import SEED_BITS, DiffusionParams
 from vllm.diffusion.request.values import in_words
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.algorithms import Algorithm
     from vllm.diffusion.request.lengths import Lengths
     from vllm.diffusion.request.likelihood import ScoreRequest
-    from vllm.diffusion.request.params import SpecialIds
+    from vllm.diffusion.request.served_model import ServedModel, SpecialIds
     from vllm.diffusion.request.values import Field
 
 DECISION = "dllm_decision"  # the key of extra_args under which it travels

@@ -14,7 +14,7 @@ from vllm.diffusion.request.edits import Edits
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from vllm.diffusion.request.params import ServedModel
+    from vllm.diffusion.request.served_model import ServedModel
 
 MOST_BAD_WORDS = 256  # sequences of token ids; each is looked for around every masked position
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vllm.diffusion.request.algorithms import Algorithm
-    from vllm.diffusion.request.params import DiffusionParams, ServedModel
+    from vllm.diffusion.request.params import DiffusionParams
+    from vllm.diffusion.request.served_model import ServedModel
 
 DEFAULT_CANVAS = 128
 DEFAULT_BLOCK = 32

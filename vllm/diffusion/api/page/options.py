@@ -12,7 +12,7 @@ from vllm.diffusion.request.lengths import DEFAULT_BLOCK, DEFAULT_CANVAS
 
 if TYPE_CHECKING:
     from vllm.diffusion.request.algorithms import Algorithm
-    from vllm.diffusion.request.params import ServedModel
+    from vllm.diffusion.request.served_model import ServedModel
 
 # In the page's order; an algorithm's own parameters follow.
 COMMON = (

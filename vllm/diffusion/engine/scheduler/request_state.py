@@ -20,7 +20,8 @@ from vllm.v1.request import RequestStatus
 if TYPE_CHECKING:
     from vllm.diffusion.engine.messages import StepResult, StepUsage
     from vllm.diffusion.memory import Demand
-    from vllm.diffusion.request.params import DiffusionParams, ServedModel
+    from vllm.diffusion.request.params import DiffusionParams
+    from vllm.diffusion.request.served_model import ServedModel
     from vllm.v1.request import Request
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
     from vllm.diffusion.engine.worker.step_graphs import Buckets
-    from vllm.diffusion.request.params import ServedModel
+    from vllm.diffusion.request.served_model import ServedModel
 
 # Positions of a request that are sampled, at most: the last layer and the logits are computed for
 # these alone, and products of other row counts are other kernels.
