@@ -18,9 +18,7 @@ from vllm.diffusion.request.algorithms import (
     Algorithm,
     algorithms_for,
 )
-from vllm.diffusion.request.causal_context import visibility_of
 from vllm.diffusion.request.families import FAST_DLLM, NEMOTRON, SDAR, Family
-from vllm.diffusion.request.visibility import num_positions
 
 PROMPT = [*range(1, 9)]
 
@@ -41,8 +39,9 @@ def see(rule: DecodingRule, tokens: Array, work: ForwardTarget, chance: random.R
 def decode(rule: DecodingRule, *, forks: bool) -> list[list[int]]:
     """What every forward commits; with `forks`, copies go astray before each of them."""
     chance, other = random.Random(3), random.Random(4)
-    params = rule.params
-    length = num_positions(visibility_of(params), 0, 32) if params.has_causal_context else 32
+    length = 32
+    if rule.params.has_causal_context:
+        length += rule.params.block_length - 1
     tokens, committed = np.array([*PROMPT, *[MASK] * length]), list[list[int]]()
     while (work := rule.prepare(tokens)) is not None and len(committed) < 300:
         if work.fill is not None:

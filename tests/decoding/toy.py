@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm.diffusion.decoding import Candidates, ForwardTarget, make_rule
-from vllm.diffusion.request.causal_context import visibility_of
 from vllm.diffusion.request.params import DiffusionParams
-from vllm.diffusion.request.visibility import num_positions
 from vllm.diffusion.sampling import RowGroup, sample_group
 
 
@@ -77,7 +75,9 @@ class Decoding:
         self.first, self.end = len(prompt), len(prompt) + params.gen_length
         total = self.end
         if params.is_block_causal:
-            total = num_positions(visibility_of(params), self.first, params.gen_length)
+            total = -(-self.end // params.block_length) * params.block_length
+        if params.has_causal_context:
+            total = self.end + params.block_length - 1
         masks = [params.mask_id] * (total - self.first)
         self.tokens = np.array([*prompt, *masks])
         self.rule = make_rule(params, self.first)

@@ -14,7 +14,6 @@ from vllm import SamplingParams
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, algorithms_for
-from vllm.diffusion.request.causal_context import visibility_of
 from vllm.diffusion.request.edits import Edits
 from vllm.diffusion.request.families import (
     DREAM,
@@ -118,7 +117,7 @@ def test_blocks_of_a_causal_context() -> None:
     assert decided.ignored == ("steps", "block_length")
     decided = resolve(CAUSAL, algorithm="self_speculation", block_length=8, gen_length=32)
     assert (decided.block_length, decided.kept_unit, decided.threshold) == (8, 1, 0.0)
-    assert num_positions(visibility_of(decided), 10, 32) == 49
+    assert num_positions(NEMOTRON.visibility.with_blocks_of(8), 10, 32) == 49
 
 
 def test_thinking_is_bounded_where_a_model_thinks() -> None:
