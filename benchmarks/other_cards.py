@@ -47,7 +47,7 @@ class Card(NamedTuple):
     fp8_tflops: float  # 0 where `mma.sync` has none
 
 
-# The rate of `mma.sync` on Hopper is 0.62 of that of its own instructions (arXiv:2402.13499).
+# The rate of `mma.sync` on Hopper is about 0.62 of that of its own instructions (arXiv:2402.13499).
 MEASURED = {"H100": Card(80, 3350, 0.62 * 989, 0), "H200": Card(141, 4800, 0.62 * 989, 0)}
 OTHERS = {
     "RTX 3060 12 GB": Card(12, 360, 25.5, 0),

@@ -7,7 +7,8 @@
 namespace fused_ops {
 
 // Products for every card of compute capability 8.0 or later: out = x weight^T of any number of
-// rows, with fp32 sums in an order that depends on the sizes of the weight and on the card alone.
+// rows, with fp32 sums in an order that depends on the sizes of the weight, on the card, and on
+// whether there are more than 32, 64, 128 or 256 rows.
 struct PortableParams {
   DataType dtype;  // of x and out: bf16 or fp16; bf16, and of out alone, where there are x_scales
   const void* x;   // [num_rows, depth], rows x_stride apart
