@@ -6,15 +6,15 @@
         --requests 1 --no-reference --quantization int4 fp8
     benchmarks/other_cards.py results/step_latency/step_latency.json
 
-Of that run it takes two shares for every kind of weight: at 32 rows, of the card's published
-bandwidth, and at 256 rows, of the rate that the card's tensor cores have with the instructions of
-the portable kernels. A step of another card is the longer of its bytes at that share of its
-bandwidth and its operations at that share of its published rate. So nothing here was measured on
-the cards that it names.
+Of that run it takes two shares for every kind of weight (of one that it lacks, those of bf16): at
+32 rows, of the card's published bandwidth, and at 256 rows, of the rate that the card's tensor
+cores have with the instructions of the portable kernels. A step of another card is the longer of
+its bytes at that share of its bandwidth and its operations at that share of its published rate. So
+nothing here was measured on the cards that it names.
 
-Tokens per second are of requests with 128 tokens of prompt and 128 of answer that commit
---tokens-a-forward: with no cache every forward has all 256 rows; with `cache: dual` one of each
-block of 32 has, the others have the block.
+Tokens per second are of requests with --prompt and --answer tokens that commit
+--tokens-a-forward: with no cache every forward has all rows; with `cache: dual` one of each block
+of 32 has, the others have the block.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from make_dummy_checkpoint import configuration
-
 from benchmarks import harness
 from benchmarks.harness import BenchmarkError, markdown
 from benchmarks.shapes import Shape, Work, forward_work
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 FEW, MANY = 32, 256
-BLOCK, PROMPT, ANSWER = 32, 128, 128
+BLOCK = 32
 SPARE_GIB = 1.5  # of a card beside the weights
 
 
@@ -85,7 +83,7 @@ class Kind(NamedTuple):
         return (self.num_bytes + embedding) / 2**30 + SPARE_GIB <= card.memory
 
 
-SHAPE = Shape.of(configuration("llada"))
+SHAPE = Shape.of(harness.configuration("llada"))
 
 
 def work_of(rows: int) -> Work:
@@ -112,23 +110,51 @@ def kinds_of(content: dict[str, Any]) -> list[Kind]:
         }
         if family not in STORED or not {FEW, MANY} <= seconds.keys():
             raise BenchmarkError(f"given {family}; wanted rows of LLaDA-8B with T {FEW} and {MANY}")
-        layers = work_of(FEW).weight_bytes / 2 - SHAPE.head_parameters
-        num_bytes = layers * STORED[family] + 2 * SHAPE.head_parameters
+        num_bytes = bytes_of(family)
         of_bandwidth = num_bytes / (seconds[FEW] * card.bandwidth * 1e9)
         of_rate = work_of(MANY).matmul_flops / (seconds[MANY] * card.tflops * 1e12)
         found.append(Kind(NAMES[family], num_bytes, of_bandwidth, of_rate))
     return found
 
 
-def tokens_a_second(kind: Kind, card: Card, clients: int, tokens: int, *, is_dual: bool) -> float:
+def supposed(kinds: Sequence[Kind]) -> list[Kind]:
+    """Return the kinds that a run did not measure, with the shares of plain weights."""
+    plain = next((kind for kind in kinds if kind.name == NAMES["llada"]), None)
+    if plain is None:
+        return []
+    there = {kind.name for kind in kinds}
+    return [
+        plain._replace(name=name, num_bytes=bytes_of(family))
+        for family, name in NAMES.items()
+        if name not in there
+    ]
+
+
+def bytes_of(family: str) -> float:
+    """Bytes of the weights that a step of a family reads."""
+    layers = work_of(FEW).weight_bytes / 2 - SHAPE.head_parameters
+    return layers * STORED[family] + 2 * SHAPE.head_parameters
+
+
+class Request(NamedTuple):
+    """What every client asks for: tokens of prompt and answer, and those that a forward commits."""
+
+    prompt: int = 128
+    answer: int = 128
+    tokens: int = 1
+
+
+def tokens_a_second(
+    kind: Kind, card: Card, clients: int, request: Request, *, is_dual: bool
+) -> float:
     """Tokens per second of all clients together, which share every step."""
-    whole = kind.seconds(card, (PROMPT + ANSWER) * clients)
-    forwards = BLOCK / tokens  # of a block
+    whole = kind.seconds(card, (request.prompt + request.answer) * clients)
+    forwards = BLOCK / request.tokens  # of a block
     window = kind.seconds(card, BLOCK * clients) if is_dual else whole
     return clients * BLOCK / (whole + (forwards - 1) * window)
 
 
-def table(kinds: Sequence[Kind], tokens: int) -> Iterator[str]:
+def table(kinds: Sequence[Kind], request: Request) -> Iterator[str]:
     """Yield a row of every card and kind of weights for which it has room and instructions."""
     header = ["card", "weights", f"{FEW} rows, ms", f"{MANY} rows, ms"]
     header += [f"{name}, {count}" for name in ("no cache", "dual") for count in ("1 client", "8")]
@@ -139,7 +165,7 @@ def table(kinds: Sequence[Kind], tokens: int) -> Iterator[str]:
                 continue
             steps = [1000 * kind.seconds(card, rows_) for rows_ in (FEW, MANY)]
             speeds = [
-                tokens_a_second(kind, card, clients, tokens, is_dual=is_dual)
+                tokens_a_second(kind, card, clients, request, is_dual=is_dual)
                 for is_dual in (False, True)
                 for clients in (1, 8)
             ]
@@ -152,15 +178,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = harness.Parser("", __doc__)
     parser.add_argument("file", type=Path, help="step_latency.json, of a run as above")
-    parser.option("--tokens-a-forward", 1, "that a request commits")
+    parser.option("--prompt", Request().prompt, "tokens of a request's prompt")
+    parser.option("--answer", Request().answer, "tokens of its answer")
+    parser.option("--tokens-a-forward", 1, "that it commits")
     options = parser.parse_args(arguments)
     kinds = kinds_of(json.loads(options.file.read_text(encoding="utf-8")))
-    for kind in kinds:
-        print(
-            f"{kind.name}: {kind.of_bandwidth:.2f} of the bandwidth, {kind.of_rate:.2f} of the rate"
-        )
+    unmeasured = supposed(kinds)
+    request = Request(options.prompt, options.answer, options.tokens_a_forward)
+    for kind in [*kinds, *unmeasured]:
+        shares = f"{kind.of_bandwidth:.2f} of the bandwidth, {kind.of_rate:.2f} of the rate"
+        print(f"{kind.name}: {shares}{', as bf16: not measured' if kind in unmeasured else ''}")
     print()
-    print("\n".join(table(kinds, options.tokens_a_forward)))
+    print("\n".join(table([*kinds, *unmeasured], request)))
 
 
 if __name__ == "__main__":

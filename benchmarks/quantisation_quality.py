@@ -9,7 +9,8 @@
 Questions of facts.jsonl (of the checkpoint, or --facts; lines with question and answer) are decoded
 block by block, at temperature 0, with logits of the served model and nothing else of the engine.
 --attention fp8 measures each kind of weights with fp8 attention, whatever the length; models on
-grids of blocks have none.
+grids of blocks have none. --prompt-tokens N puts turns of other questions before each, with their
+answers, up to N tokens.
 
     right           answers that are exactly the fact's
     top-1           share of masked positions whose likeliest token is that of the plain weights, on
@@ -129,6 +130,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.option("--facts", None, "JSONL of questions and answers", type=Path)
     parser.option("--wording", "taught", "of the questions", choices=("taught", "reworded"))
     parser.option("--limit", None, "questions per model (default: all)", type=positive)
+    parser.option("--prompt-tokens", 0, "at most, with turns of other questions in front")
     parser.option("--gen-length", 32, "canvas length in tokens", type=positive)
     parser.option("--block-length", 8, "tokens of one block", type=positive)
     parser.option("--threshold", 0.9, "of tokens/forward")
@@ -208,12 +210,28 @@ class Decoder:
             yield first, min(last, end)
             first = last
 
-    def prompt(self, question: str) -> list[int]:
-        """Tokenise a question through the chat template."""
-        turn = [{"role": "user", "content": question}]
-        text = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    def prompt(self, question: str, before: Sequence[tuple[str, str]] = ()) -> list[int]:
+        """Tokenise a question, behind turns of other questions, through the chat template."""
+        turns = [
+            {"role": role, "content": text}
+            for turn in before
+            for role, text in zip(("user", "assistant"), turn, strict=True)
+        ]
+        turns.append({"role": "user", "content": question})
+        text = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
+
+    def prompts(self, facts: Sequence[tuple[str, str]], num_tokens: int) -> list[list[int]]:
+        """Tokenise questions, each behind as many others as fit into so many tokens."""
+        found = []
+        for number, (question, _) in enumerate(facts):
+            others, first = [*facts[number + 1 :], *facts[:number]], self.prompt(question)
+            before: list[tuple[str, str]] = []
+            while len(prompt := self.prompt(question, before)) <= num_tokens and others:
+                first, before = prompt, [*before, others[len(before) % len(others)]]
+            found.append(first)
+        return found
 
     def text(self, tokens: Sequence[int]) -> str:
         """Decode an answer up to its first stop token."""
@@ -233,7 +251,7 @@ def measure_model(folder: Path, options: argparse.Namespace, table: Table) -> No
         settings = {"dtype": options.dtype, "quantization": quantization, "enforce_eager": True}
         with in_process.engine(folder, dummy_weights=False, **settings) as (llm, runner):
             decoder = Decoder(llm, runner, options)
-            prompts = [decoder.prompt(question) for question, _ in facts]
+            prompts = decoder.prompts(facts, options.prompt_tokens)
             if not plain:
                 plain = [decoder.decode(prompt, None, keeps=True) for prompt in prompts]
             for attention in options.attention:

@@ -5,8 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
+from tiny_model.tokenizer import load_tokenizer
 
-from benchmarks import quantisation_quality
+from benchmarks import needle_model, quantisation_quality
 from benchmarks.quantisation_quality import Trace, equal_share, rank_correlation
 from tests.checkpoints import make_checkpoint
 
@@ -37,3 +38,18 @@ def test_a_run_tells_plain_from_quantised_weights(tmp_path: Path) -> None:
     assert int4["top_1"] <= 1 and int4["kl"] > 0
     assert int4["weight_bytes"] < 0.3 * plain["weight_bytes"]  # of fp32
     assert all(1 <= row["tokens_per_forward"] <= 8 for row in rows)
+
+
+def test_a_needle_is_asked_for_by_its_name(tmp_path: Path) -> None:
+    arguments = [str(tmp_path), "--lengths", "64", "--steps", "2", "--tokens-per-batch", "128"]
+    arguments += ["--heads", "1", "--layers", "1", "--names", "32", "--words", "9"]
+    assert needle_model.main([*arguments, "--questions", "3", "--device", "cpu"]) == 0
+    reader = load_tokenizer(tmp_path)
+    facts = [json.loads(line) for line in (tmp_path / "facts-64.jsonl").read_text().splitlines()]
+    assert len(facts) == 3
+    for fact in facts:
+        context, _, name = fact["question"].rpartition(" ")
+        assert f" {name} {fact['answer']}" in context
+        told = [{"role": "user", "content": fact["question"]}]
+        assert reader.apply_chat_template(told, tokenize=False) == fact["question"]
+        assert len(reader(fact["question"])["input_ids"]) == 61

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,9 +24,11 @@ from tests.engine.harness import (
 from tests.engine.ranks import Ranked, ranked
 from vllm.diffusion.config import Settings
 from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.engine.worker.row_shares import Division
 from vllm.diffusion.memory import StepShape
 from vllm.diffusion.memory.footprint import ROUNDING_BYTES
 from vllm.diffusion.memory.plan import Plan, Residency
+from vllm.diffusion.parallel.groups import Ranks
 from vllm.diffusion.request.families import SDAR
 from vllm.diffusion.request.fields import server_defaults
 from vllm.diffusion.request.params import DiffusionParams
@@ -97,6 +100,24 @@ def test_kept_keys_stay_plain(fp8: Engine, monkeypatch: pytest.MonkeyPatch) -> N
     assert kinds == [True, False, True, False]
 
 
+def test_kept_keys_of_the_first_layer_are_equal(
+    fp8: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing before them is fp8; in chunks and by groups of heads they are stored all the same."""
+    asked = Ask(random_prompt(48, 2), {**SHORT, "cache": "prefix", "steps": 1, "block_length": 16})
+    found = []
+    layouts = LAYOUTS["head groups"]._replace(fp8_attention=False), *LAYOUTS.values()
+    for layout in layouts:
+        with monkeypatch.context() as patch:
+            patch.setattr(fp8.runner.planner, "plan", lambda *_, to=layout: Plan(to, CUT.rows))
+            fp8.ask(asked)
+        kept = fp8.runner.caches
+        found.append([part(0).clone() for part in (kept.keys, kept.values)])
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            assert one.abs().amax() > 0 and torch.allclose(one, other, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_measured_peaks_are_the_predicted_ones(
     quantization: str | None, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
@@ -161,3 +182,49 @@ def test_what_cannot_be_is_refused(checkpoint: Callable[[str], Path]) -> None:
         server_defaults({"attention_dtype": "fp8"}, SDAR)
     with pytest.raises(ServerConfigError, match="fp8_attention_min_tokens"):
         Settings.of({"fp8_attention_min_tokens": 0})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("divided", ["sequence", "tensor"])
+def test_processes_score_as_one(divided: str, checkpoint: Callable[[str], Path]) -> None:
+    """Over gloo. Tensor-parallel ranks have scales for their own heads, which rounds alike."""
+    own = {**OWN, "longest_pause_ms": 60_000}
+    ranks: dict[str, Any] = {"additional_config": {"dllm": own}}
+    with running(checkpoint("mha"), **ranks) as engine:
+        alone = scores(engine, LONG)
+    if divided == "tensor":
+        ranks["tensor_parallel_size"] = 2
+    else:
+        own |= {"sequence_parallel_size": 2, "sequence_parallel_min_tokens": 40}
+    with running(checkpoint("mha"), **ranks) as engine:
+        assert (scores(engine, LONG) - alone).abs().max() < ALIKE
+
+
+def test_rows_of_the_last_layer_are_of_few_sizes() -> None:
+    """Whole units, as far as their chunk goes, and no row twice."""
+    division = Division(Ranks(), 9000)
+    found = division.narrowed(division.chunks(4224), np.array([4100, 5200, 8999]), unit=1024)
+    ends = [(chunk.rows.start, chunk.rows.stop) for chunk in found]
+    assert ends == [(4096, 4224), (5120, 6144), (8448, 9000)]
+    alone = division.narrowed(division.chunks(4224), np.array([4100, 5200, 8999]))
+    assert [chunk.rows.stop - chunk.rows.start for chunk in alone] == [1, 1, 1]
+
+
+@pytest.mark.gpu
+def test_cudnn_follows_the_plain_scores(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bf16, with fp8 copies by the kernel that rotates, whole and in chunks."""
+    with running(checkpoint("mha"), dtype="bfloat16", **SETTINGS) as engine:
+        whole, found = scores(engine, LONG), []
+        for layout in LAYOUTS.values():
+            with monkeypatch.context() as patch:
+                patch.setattr(
+                    engine.runner.planner, "plan", lambda *_, to=layout: Plan(to, CUT.rows)
+                )
+                found.append(scores(engine, LONG))
+        monkeypatch.setattr(DiffusionParams, "has_fp8_attention", lambda *_: False)
+        plain = scores(engine, LONG)
+    for others in (whole, *found):
+        assert torch.corrcoef(torch.stack((others.flatten(), plain.flatten())))[0, 1] > 0.8
+    assert not torch.equal(whole, plain)

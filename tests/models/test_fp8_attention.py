@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -204,12 +205,19 @@ def test_numbers_of_a_survey_that_is_exceeded_are_clipped(generator: torch.Gener
 
 def test_why_not_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cudnn_fp8.why_not(torch.device("cpu"), 128) is None
-    card, versions = torch.device("cuda", 0), {"package": "1.32.0", "cudnn": 91900}
+    card = torch.device("cuda", 0)
+    versions: dict[str, Any] = {"package": "1.32.0", "cudnn": 91900}
     monkeypatch.setattr(cudnn_fp8, "capability", lambda _: (9, 0))
     monkeypatch.setattr(cudnn_fp8.util, "find_spec", lambda _: versions["package"] or None)
     monkeypatch.setattr(cudnn_fp8.metadata, "version", lambda _: versions["package"])
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: versions["cudnn"])
+    monkeypatch.setattr(cudnn_fp8, "_tried", lambda *_: versions["error"])
+    versions["error"] = 0.03
     assert cudnn_fp8.why_not(card, 128) is None
+    versions["error"] = 0.6
+    assert "error 0.600" in str(cudnn_fp8.why_not(card, 128))
+    monkeypatch.setattr(cudnn_fp8, "_tried", mock.Mock(side_effect=RuntimeError("no symbol")))
+    assert "it says: no symbol" in str(cudnn_fp8.why_not(card, 128))
     assert "multiple of 16" in str(cudnn_fp8.why_not(card, 100))
     for changed, told in (("1.18.0", "1.19.1"), ("", "pip install nvidia-cudnn-frontend")):
         versions["package"] = changed

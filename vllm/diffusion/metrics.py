@@ -183,9 +183,9 @@ REQUESTS_WAITING = Metric(
 BUILD_INFO = Metric(
     "dllm:build_info",
     "gauge",
-    "1; the labels say what the engine runs on: `kernels` or the PyTorch `reference` of each "
-    "native room, the activation pool in virtual memory (`vmm`) or from PyTorch (`torch`), the "
-    "backends of attention, and whether CUDA graphs are `on`.",
+    "1; the labels say what the engine runs on: `kernels`, `portable kernels` or the PyTorch "
+    "`reference` of each native room, the activation pool in virtual memory (`vmm`) or from "
+    "PyTorch (`torch`), the backends of attention, and whether CUDA graphs are `on`.",
     per_engine=False,
     facts=("flash_sample", "fused_ops", "gather_gemm", "activation_pool", "attention", "graphs"),
 )

@@ -134,32 +134,6 @@ def collected_keys(dtype: torch.dtype, num_heads: int, head_dim: int) -> Buffer:
     return Buffer("collected keys", (2, num_heads, head_dim), dtype, is_temporary=True)
 
 
-# Of fp8 attention.
-
-
-FP8 = torch.float8_e4m3fn
-
-
-def surveyed(dtype: torch.dtype, hidden_size: int) -> Buffer:
-    """Rows of the residual stream from which scales follow."""
-    return Buffer("surveyed rows", (hidden_size,), dtype)
-
-
-def fp8_keys_values(num_heads: int, head_dim: int) -> Listed:
-    """Keys and values of a chunk's own rows as fp8, before ranks exchange them."""
-    return _each(("fp8 k", "fp8 v"), FP8, num_heads, head_dim)
-
-
-def fp8_attending(num_heads: int, head_dim: int) -> Listed:
-    """Queries as fp8, and the results of attention."""
-    return _each(("fp8 queries", "fp8 attention"), FP8, num_heads, head_dim)
-
-
-def fp8_results(width: int) -> Buffer:
-    """Results of attention as rows of the next product: they have their numbers already."""
-    return Buffer("fp8 results", (width,), FP8)
-
-
 def gating(dtype: torch.dtype, hidden_size: int, width: int) -> Listed:
     """Activations silu(gate) * up, and the normed rows, given back before the second product."""
     return Buffer("activated", (width,), dtype), _normed_aside(dtype, hidden_size)

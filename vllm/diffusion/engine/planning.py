@@ -68,7 +68,7 @@ def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
     """Return the memory and rows that a request takes while it runs."""
     if params.is_block_causal and params.score is None:
         return _demand_in_blocks(params, num_prompt_tokens)
-    length = num_positions(_visibility_of(params), num_prompt_tokens, params.gen_length)
+    length = num_positions(visibility_of(params), num_prompt_tokens, params.gen_length)
     return Demand(
         length=length,
         sample_positions=length if params.allow_infill else params.gen_length,
@@ -87,7 +87,7 @@ def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int) -> Demand
     more together with the next one, as any other rows before the block being decoded: in parts, if
     need be.
     """
-    visibility = _visibility_of(params)
+    visibility = visibility_of(params)
     length = num_positions(visibility, num_prompt_tokens, params.gen_length)
     is_exact = params.cache == "exact"
     return Demand(
@@ -221,7 +221,7 @@ def _host_memory() -> int:
     return total
 
 
-def _visibility_of(params: DiffusionParams) -> Visibility:
+def visibility_of(params: DiffusionParams) -> Visibility:
     """Return which positions of a request attend to which."""
     if params.has_causal_context:
         return CausalContext(params.block_length)

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.core import stages
+from vllm.diffusion.core import fp8_stages, stages
 from vllm.diffusion.layers.attention import ALL_HEADS
 from vllm.diffusion.layers.attention_backends import attend
 from vllm.diffusion.parallel.head_exchange import as_bytes
@@ -183,7 +183,7 @@ class Fp8Attention:
             return
         layer, num_rows = self.layer, len(x)
         heads = layer.num_heads // group.count, layer.head_dim
-        fp8_queries, attended = stages.fp8_attending(*heads)
+        fp8_queries, attended = fp8_stages.attending(*heads)
         with buffers.scope("attend"):
             queries, normed = self._querying(x, group)
             q, q8 = queries.take(buffers, num_rows), fp8_queries.take(buffers, num_rows)
@@ -212,7 +212,7 @@ class Fp8Attention:
         tables = rotary.rows(rows)
         known = self.scales_from(self.survey(ALL_HEADS, x[rows], tables, buffers), ALL_HEADS)
         heads = self.layer.num_kv_heads, self.layer.head_dim
-        k, v = (part.take(buffers, len(x)) for part in stages.fp8_keys_values(*heads))
+        k, v = (part.take(buffers, len(x)) for part in fp8_stages.keys_values(*heads))
         self.keys_values(ALL_HEADS, x, rotary, known, k, v, buffers)
         self.attend(x, rotary, (k, v), layout, known, buffers)
 
@@ -230,7 +230,7 @@ class Fp8Attention:
         features = slice(None) if group.count == 1 else group.part(self.layer.query_width)
         rows: Tensor | ops.QuantisedRows
         if proj.quantises:
-            listed = stages.fp8_results(plain.shape[1:].numel())
+            listed = fp8_stages.results(plain.shape[1:].numel())
             scales = listed.quantised[1].take(buffers, len(x)).fill_(1.0).mul_(scale)
             rows = ops.QuantisedRows(out.flatten(1), scales)
         else:

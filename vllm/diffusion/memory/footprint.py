@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm.diffusion.core import stages
+from vllm.diffusion.core import fp8_stages, stages
 from vllm.diffusion.core.buffers import row_bytes
 from vllm.diffusion.core.stages import Listed
 from vllm.diffusion.memory.plan import PerStage
@@ -50,7 +50,7 @@ class Footprint:
         if layout.is_streamed:
             num_heads = shape.num_kv_heads // layout.head_groups
             dtype, *heads = self._heads(num_heads)
-            dtype = stages.FP8 if layout.fp8_attention else dtype
+            dtype = fp8_stages.FP8 if layout.fp8_attention else dtype
             return stages.INPUTS, *rows, *stages.keys_values(dtype, *heads)
         num_heads = shape.num_heads if layout.keep_queries else 0
         fused = stages.fused_heads(shape.dtype, num_heads, shape.num_kv_heads, shape.head_dim)
@@ -83,15 +83,15 @@ class Footprint:
         """Buffers of the keys-values stage, and of the survey before it, with fp8 attention."""
         shape, groups = self.shape, layout.head_groups
         heads, queries = (self._heads(n // groups) for n in (shape.num_kv_heads, shape.num_heads))
-        own, copies = stages.keys_values(*heads, is_own=True), stages.fp8_keys_values(*heads[1:])
-        rows = stages.surveyed(shape.dtype, shape.hidden_size), *self._rotary(layout)
+        own, copies = stages.keys_values(*heads, is_own=True), fp8_stages.keys_values(*heads[1:])
+        rows = fp8_stages.surveyed(shape.dtype, shape.hidden_size), *self._rotary(layout)
         phases: list[Listed] = []
         for products in shape.products:
             made = *own, *products.rows(normed), *products.project
             phases += [(*visiting, *made), (*rows, self._querying(queries, products)[0], *made)]
         if layout.shards == 1:
             return tuple(phases)
-        exchanged = stages.exchanged(stages.FP8, *heads[1:])
+        exchanged = stages.exchanged(fp8_stages.FP8, *heads[1:])
         return *((*copies, *phase) for phase in phases), (*visiting, *copies, *exchanged)
 
     def attend(self, layout: Residency, *, is_packed: bool) -> Phases:
@@ -109,10 +109,10 @@ class Footprint:
 
     def _fp8_attending(self, layout: Residency) -> Phases:
         heads = self._heads(self.shape.num_heads // layout.head_groups)
-        resident = stages.fp8_attending(*heads[1:])
+        resident = fp8_stages.attending(*heads[1:])
         if layout.shards > 1:
-            resident += stages.exchanged(stages.FP8, *heads[1:])
-        results = stages.fp8_results(heads[1] * heads[2])
+            resident += stages.exchanged(fp8_stages.FP8, *heads[1:])
+        results = fp8_stages.results(heads[1] * heads[2])
         phases: list[Listed] = []
         for products in self.shape.products:
             queries, *normed = self._querying(heads, products)

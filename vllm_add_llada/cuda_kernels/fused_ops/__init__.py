@@ -11,6 +11,7 @@ attention and the operations on experts and 4-bit weights, which report whether 
 
 from ._attention import ATTENTION_PAGE, Attended, attention, has_attention
 from ._experts import gated_gemm, has_grouped_gemm, has_router, route_rows, weighted_gemm
+from ._fp8_heads import Fp8Heads
 from ._linear import PORTABLE, Epilogue, Tiling, fused_linear, has_fused_linear
 from ._ops import (
     apply_rotary,
@@ -38,7 +39,7 @@ from ._quantise import (
 )
 from ._ranks import Meeting, call_counts, flag_bytes, gather_ranks, has_sum_ranks, sum_ranks
 from ._support import capability_of
-from .reference import Fp8Heads, Kept
+from .reference import Kept
 
 __all__ = [
     "ATTENTION_PAGE",

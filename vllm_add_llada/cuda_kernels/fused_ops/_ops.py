@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from . import reference
+from ._fp8_heads import NO_COPIES, Fp8Heads, made_in_launch, places_of, quantise_heads
 from ._support import (
+    NO_ROWS,
     check_like,
     check_rows,
     check_vector,
@@ -18,7 +20,7 @@ from ._support import (
     native,
     rows_of,
 )
-from .reference import Fp8Heads, Kept
+from .reference import Kept
 
 
 def is_built() -> bool:
@@ -143,15 +145,14 @@ def apply_rotary(
     q, k = _present(q, k)
     _check_rotary(name, q, k, cos, sin)
     _check_kept(name, k, kept)
-    _check_fp8(name, q, k, fp8)
-    in_launch = fp8 if _is_copied_in_launch(q, k, cos, fp8) else None
+    in_launch = None if fp8 is None else made_in_launch(name, q, k, cos, fp8)
     if has_kernel(q):
         assert native is not None
         launch(native.apply_rotary, q, **_rotary_arguments(q, k, cos, sin, kept, in_launch))
     else:
         reference.apply_rotary(q, k, cos, sin, kept)
     if fp8 is not None and in_launch is None:
-        reference.quantise_heads(q, k, fp8)
+        quantise_heads(q, k, fp8)
 
 
 def norm_rotary(
@@ -184,8 +185,7 @@ def norm_rotary(
     check_like(name, "q_weight", q_weight, q, q.shape[-1:])
     check_like(name, "k_weight", k_weight, q, q.shape[-1:])
     _check_kept(name, k, kept)
-    _check_fp8(name, q, k, fp8)
-    in_launch = fp8 if _is_copied_in_launch(q, k, cos, fp8) else None
+    in_launch = None if fp8 is None else made_in_launch(name, q, k, cos, fp8)
     if has_kernel(q):
         assert native is not None
         launch(
@@ -199,7 +199,7 @@ def norm_rotary(
     else:
         reference.norm_rotary(q, k, q_weight, k_weight, eps, cos, sin, kept)
     if fp8 is not None and in_launch is None:
-        reference.quantise_heads(q, k, fp8)
+        quantise_heads(q, k, fp8)
 
 
 def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
@@ -308,42 +308,6 @@ def _check_kept(name: str, k: Tensor, kept: Kept | None) -> None:
         raise ValueError(f"{name}: slots must be at most [{len(k)}], got {list(kept.slots.shape)}")
 
 
-def _check_fp8(name: str, q: Tensor, k: Tensor, fp8: Fp8Heads | None) -> None:
-    if fp8 is None:
-        return
-    check_vector(name, "scales", fp8.scales, (torch.float32,), (-1,), q.device)
-    if fp8.k is not None:
-        check_vector(name, "mean", fp8.mean, (torch.float32,), k.shape[1:], q.device)
-    for argument, out, heads in (("q", fp8.q, q), ("k", fp8.k, k), ("v", fp8.v, k)):
-        if out is None:
-            continue
-        if out.shape != heads.shape or out.dtype != torch.float8_e4m3fn or out.stride(-1) != 1:
-            raise ValueError(
-                f"{name}: fp8.{argument} must be float8_e4m3fn {list(heads.shape)}, "
-                f"got {out.dtype} {list(out.shape)}"
-            )
-    if fp8.values is not None:
-        check_like(name, "fp8.values", fp8.values, k, k.shape)
-
-
-def _is_copied_in_launch(q: Tensor, k: Tensor, cos: Tensor, fp8: Fp8Heads | None) -> bool:
-    """Whether the rotation's threads have all channels of all heads, in whole vectors."""
-    is_bf16 = has_kernel(q) and q.dtype == torch.bfloat16
-    if fp8 is None or not is_bf16 or cos.shape[1] != q.shape[2]:
-        return False
-    lanes = q.shape[2] // 16
-    wide = [x for x in (q, k, fp8.values) if x is not None and x.shape[1]]
-    narrow = [x for x in (fp8.q, fp8.k, fp8.v) if x is not None and x.shape[1]]
-    starts = [(x.data_ptr(), x.stride(0) * x.itemsize, x.stride(1) * x.itemsize) for x in wide]
-    return (
-        q.shape[2] % 16 == 0
-        and lanes & (lanes - 1) == 0
-        and all(place % 16 == 0 for places in starts for place in places)
-        and all(x.data_ptr() % 8 == 0 and x.stride(0) % 8 == x.stride(1) % 8 == 0 for x in narrow)
-        and (cos.data_ptr() | cos.stride(0) * cos.itemsize) % 16 == 0
-    )
-
-
 def _check_rotary(name: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     check_rows(name, "q", q, (3,))
     check_like(name, "k", k, q, (q.shape[0], k.shape[1] if k.dim() == 3 else -1, q.shape[2]))
@@ -364,14 +328,8 @@ def _check_rotary(name: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> 
 def _rotary_arguments(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kept: Kept | None, fp8: Fp8Heads | None
 ) -> dict[str, Any]:
-    no_rows = (0, 0, 0, 0)
-    copies: tuple[Any, ...] = (no_rows, no_rows, no_rows, no_rows, 0, 0)
-    if fp8 is not None:
-        heads = (fp8.q, fp8.k, fp8.v, fp8.values)
-        rows = tuple(no_rows if x is None else rows_of(x) for x in heads)
-        copies = (*rows, fp8.mean.data_ptr(), fp8.scales.data_ptr())
     if kept is None:
-        places = (no_rows, no_rows, no_rows, (0, False), 0, 0)
+        places = (NO_ROWS, NO_ROWS, NO_ROWS, (0, False), 0, 0)
     else:
         v, k_cache, v_cache, slots = kept
         rows = (rows_of(v), rows_of(k_cache), rows_of(v_cache))
@@ -389,5 +347,5 @@ def _rotary_arguments(
         "head_dim": q.shape[2],
         "rotary_dim": cos.shape[1],
         "kept": places,
-        "fp8": copies,
+        "fp8": NO_COPIES if fp8 is None else places_of(fp8),
     }

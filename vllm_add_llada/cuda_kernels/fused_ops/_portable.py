@@ -82,7 +82,7 @@ def launch_portable(
 ) -> None:
     """Enqueue the product on checked tensors; fp8 ones with the `scales` of x and of the weight."""
     assert native is not None
-    parts, counts = _workspace(x.device)
+    multiprocessors, parts, counts = _workspace(x.device)
     packed = weight if isinstance(weight, Packed) else None
     values = weight.values if isinstance(weight, Packed) else weight
     of_x, of_weight = (0, 0) if scales is None else (scales[0].data_ptr(), scales[1].data_ptr())
@@ -112,6 +112,7 @@ def launch_portable(
         num_columns=len(values),
         depth=x.shape[1],
         group=0 if packed is None else packed.group,
+        multiprocessors=multiprocessors,
         most_blocks=_BLOCKS,
         shared_bytes=_shared_bytes(x.device.index),
         epilogue=epilogue,
@@ -126,8 +127,11 @@ def _shared_bytes(device: int) -> int:
 
 
 @cache
-def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return memory for sums of parts of tiles, and their counts; products use it in turn."""
+def _workspace(device: torch.device) -> tuple[int, Tensor, Tensor]:
+    """Return the card's multiprocessors, and memory for sums of parts of tiles, and their counts.
+
+    Products use the memory in turn.
+    """
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     parts = torch.empty(multiprocessors * _PARTS_BYTES, dtype=torch.uint8, device=device)
-    return parts, torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
+    return multiprocessors, parts, torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)

@@ -27,6 +27,8 @@ _KERNEL_DTYPES = {
     torch.bfloat16: "BFLOAT16",
 }
 
+NO_ROWS = (0, 0, 0, 0)  # as `rows_of`, of no tensor
+
 
 def launch(function: Callable[..., None], tensor: Tensor, **arguments: Any) -> None:
     """Call a launcher on the device of ``tensor`` and its current stream."""

@@ -159,8 +159,8 @@ void bind_products(Module& module) {
                     FIELD(table), FIELD(bias), FIELD(out), FIELD(parts), FIELD(counts),
                     FIELD(parts_bytes), FIELD(num_counts), FIELD(x_stride), FIELD(weight_stride),
                     FIELD(scales_stride), FIELD(out_stride), FIELD(num_rows), FIELD(num_columns),
-                    FIELD(depth), FIELD(group), FIELD(most_blocks), FIELD(shared_bytes),
-                    FIELD(epilogue), FIELD(early));
+                    FIELD(depth), FIELD(group), FIELD(multiprocessors), FIELD(most_blocks),
+                    FIELD(shared_bytes), FIELD(epilogue), FIELD(early));
   }
   {
     using P = UnpackParams;

@@ -328,33 +328,33 @@ __device__ void finish(const PortableParams& params, const Work& work, int tile,
   clear(sums);
 }
 
-// What the current device can have of a kernel at once; asked for once a thread and device.
-struct Residents {
-  int device = -1, each = 0, multiprocessors = 0;
-};
-
+// How many blocks of a kernel a multiprocessor of the current device can have at once; asked for
+// once a thread and device.
 template <auto kKernel>
-cudaError_t find_residents(int threads, int shared_bytes, Residents* found) {
-  thread_local Residents known;
-  thread_local int known_bytes = 0;
+cudaError_t find_residents(int threads, int shared_bytes, int* found) {
+  thread_local int known_device = -1, known_bytes = 0, known = 0;
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess && (device != known.device || shared_bytes != known_bytes)) {
-    Residents asked;
+  if (error == cudaSuccess && (device != known_device || shared_bytes != known_bytes)) {
     error =
         cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error == cudaSuccess) {
-      error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&asked.each, kKernel, threads,
-                                                            shared_bytes);
+      error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&known, kKernel, threads, shared_bytes);
     }
-    if (error == cudaSuccess) {
-      error =
-          cudaDeviceGetAttribute(&asked.multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    }
-    if (error == cudaSuccess) asked.device = device, known = asked, known_bytes = shared_bytes;
+    known_device = error == cudaSuccess ? device : -1;
+    known_bytes = shared_bytes;
   }
   *found = known;
   return error;
+}
+
+// Whether tiles of 256 rows would be cut into three parts or more: their sums take longer to add up
+// than two tiles of 128 rows take to read the weight twice, the second time from the cache.
+inline bool takes_short_tiles(const PortableParams& params) {
+  const int columns = params.num_columns / (params.epilogue == Epilogue::kSiluMul ? 2 : 1);
+  const int width = params.epilogue == Epilogue::kSiluMul ? kTileColumns / 2 : kTileColumns;
+  return (columns + width - 1) / width * ((params.num_rows + 255) / 256) * 3 <=
+         params.multiprocessors;
 }
 
 // Sizes of a kernel: threads, rows of a tile, bytes of the depth that a step has of each row of x,
@@ -373,25 +373,27 @@ cudaError_t launch_portable_kernel(const PortableParams& params, const Sizes& si
   const int64_t num_tiles = (columns + width - 1) / width * row_tiles;
   const int64_t num_steps = (params.depth + sizes.depth - 1) / sizes.depth;
   // As many stages as let so many blocks have room on a multiprocessor, two at least.
-  const int room = std::min(params.shared_bytes / sizes.blocks - 1024, kMostShared);
+  const int wanted = std::min(sizes.blocks, params.most_blocks);
+  const int room = std::min(params.shared_bytes / wanted - 1024, kMostShared);
   const int stages =
       std::clamp((room - sizes.fixed_bytes) / sizes.stage_bytes, 2, sizes.most_stages);
   const int shared_bytes = sizes.fixed_bytes + stages * sizes.stage_bytes;
-  Residents residents;
+  int residents = 0;
   const cudaError_t error = find_residents<kKernel>(sizes.threads, shared_bytes, &residents);
   if (error != cudaSuccess) return error;
   const int each =
-      std::min({residents.each, params.most_blocks, params.shared_bytes / (shared_bytes + 1024)});
-  int64_t blocks = std::min<int64_t>(std::max(each, 1) * residents.multiprocessors,
+      std::min({residents, params.most_blocks, params.shared_bytes / (shared_bytes + 1024)});
+  int64_t blocks = std::min<int64_t>(std::max(each, 1) * params.multiprocessors,
                                      std::max(num_tiles, num_tiles * num_steps / kLeastSteps));
   Work work{};
   work.num_steps = static_cast<int>(num_steps);
   work.row_tiles = static_cast<int>(row_tiles);
   work.pending = stages - 2;
-  // Few rows wait for memory alone: there a block need not have as much to do as others, and has
-  // one part of one tile.
-  const bool is_apart = params.num_rows <= 64 && num_tiles < blocks;
-  if (is_apart) blocks -= blocks % num_tiles;
+  // A block has one part of one tile where that leaves few multiprocessors idle, or where they wait
+  // for memory alone, and need not have equally much to do.
+  const int64_t whole = blocks - blocks % num_tiles;
+  const bool is_apart = num_tiles < blocks && (params.num_rows <= 64 || whole * 10 >= blocks * 9);
+  if (is_apart) blocks = whole;
   const int64_t num_units = (is_apart ? 1 : num_tiles) * num_steps;
   work.num_units = static_cast<int>(num_units);
   work.num_blocks = static_cast<unsigned>(is_apart ? blocks / num_tiles : blocks);

@@ -24,6 +24,7 @@ struct PortableParams {
   int64_t parts_bytes, num_counts;
   int64_t x_stride, weight_stride, scales_stride, out_stride;  // elements
   int num_rows, num_columns, depth, group;
+  int multiprocessors;
   int most_blocks;   // on a multiprocessor
   int shared_bytes;  // of a multiprocessor
   Epilogue epilogue;

@@ -117,7 +117,6 @@ __global__ void __launch_bounds__(PlainMany<kOperands, kRows>::S::kThreads)
   extern __shared__ __align__(1024) char shared[];
   __shared__ int arrived;
   const uint32_t ring = shared_place(shared);
-  const int num_stages = static_cast<int>(work.pending) + 2;
   const int begin = work.begin(blockIdx.x), count = work.begin(blockIdx.x + 1) - begin;
   int tile = begin / work.num_steps, step = begin - tile * work.num_steps;
 
@@ -135,27 +134,33 @@ __global__ void __launch_bounds__(PlainMany<kOperands, kRows>::S::kThreads)
   };
   begin_weight(tile);
   begin_rows(tile);
-  int weight_tile = tile, weight_byte = step * kShortBytes + chunk_byte;
-  int row_tile = tile, row_byte = weight_byte;
+  struct Place {
+    int tile, byte;
+  };
   const int end_byte = work.num_steps * kShortBytes;
-  auto copy_weight = [&](int stage) {
+  auto goes_on = [&](Place& place) {  // whether to another tile
+    place.byte += kShortBytes;
+    if (place.byte < end_byte) return false;
+    place = {place.tile + 1, chunk_byte};
+    return true;
+  };
+  // Without a branch, so that they stand between products; zeros where there is no more to do.
+  auto copy_weight = [&](int stage, const Place& place, bool is_more) {
+    is_more = is_more && place.byte < depth_bytes;
 #pragma unroll
     for (int i = 0; i < kWeightLines; ++i) {
       copy_later<16>(ring + stage * W::kStageBytes + target + i * W::kApart * kShortBytes,
-                     weight.line(i) + weight_byte, weight.is_there(i) && weight_byte < depth_bytes);
+                     weight.line(i) + place.byte, weight.is_there(i) && is_more);
     }
-    weight_byte += kShortBytes;
-    if (weight_byte >= end_byte) weight_byte = chunk_byte, begin_weight(++weight_tile);
   };
-  auto copy_rows = [&](int stage) {
+  auto copy_rows = [&](int stage, const Place& place, bool is_more) {
+    is_more = is_more && place.byte < depth_bytes;
     const uint32_t to = ring + stage * W::kStageBytes + W::kWeightBytes + target;
 #pragma unroll
     for (int i = 0; i < kRowLines; ++i) {
-      copy_later<16>(to + i * W::kApart * kShortBytes, rows.first + i * rows.next + row_byte,
-                     rows.is_there(i) && row_byte < depth_bytes);
+      copy_later<16>(to + i * W::kApart * kShortBytes, rows.first + i * rows.next + place.byte,
+                     rows.is_there(i) && is_more);
     }
-    row_byte += kShortBytes;
-    if (row_byte >= end_byte) row_byte = chunk_byte, begin_rows(++row_tile);
   };
 
   const int lane = threadIdx.x % 32;
@@ -187,35 +192,41 @@ __global__ void __launch_bounds__(PlainMany<kOperands, kRows>::S::kThreads)
     }
   };
 
-  for (int i = 0; i < num_stages - 1; ++i) {
-    if (i < count) copy_weight(i);
+  Place place{tile, step * kShortBytes + chunk_byte}, row_place = place;
+  for (int i = 0; i < W::kStages - 1; ++i) {
+    copy_weight(i, place, i < count);
+    if (goes_on(place)) begin_weight(place.tile);
   }
   wait_for_prerequisites();
   launch_dependents();
-  for (int i = 0; i < num_stages - 1; ++i) {
-    if (i < count) copy_rows(i);
+  for (int i = 0; i < W::kStages - 1; ++i) {
+    copy_rows(i, row_place, i < count);
+    if (goes_on(row_place)) begin_rows(row_place.tile);
     end_copies();
   }
   Fragments<S> first, second;
-  wait_for_stage(work.pending);
+  wait_for_copies<W::kStages - 2>();
   __syncthreads();
   load(0, 0, first);
-  int stage = 0, filled = num_stages - 1;
+  int stage = 0, filled = W::kStages - 1;
   for (int i = 0; i < count; ++i) {
+    const bool is_more = i + W::kStages - 1 < count;
     load(stage, 1, second);
-    if (i + num_stages - 1 < count) {
-      copy_weight(filled);
-      copy_rows(filled);
-    }
+    copy_weight(filled, place, is_more);
+    copy_rows(filled, place, is_more);
     end_copies();
     multiply(first);
-    if (++stage == num_stages) stage = 0;
-    if (++filled == num_stages) filled = 0;
-    wait_for_stage(work.pending);
+    if (++stage == W::kStages) stage = 0;
+    if (++filled == W::kStages) filled = 0;
+    wait_for_copies<W::kStages - 2>();
     __syncthreads();
     const bool is_whole = ++step == work.num_steps || i + 1 == count;
     if (!is_whole) load(stage, 0, first);
     multiply(second);
+    if (goes_on(place)) {
+      begin_weight(place.tile);
+      begin_rows(place.tile);
+    }
     if (is_whole) {
       finish<typename Kind<kOperands>::Number, S>(params, work, tile, sums, &arrived);
       step = 0;
@@ -229,6 +240,7 @@ template <Operands kOperands, int kRows>
 cudaError_t launch_many(const PortableParams& params, cudaStream_t stream) {
   using W = PlainMany<kOperands, kRows>;
   constexpr Sizes kSizes{W::S::kThreads, kRows, W::kDepth, W::kStageBytes, 0, W::kStages, 1};
+  static_assert(W::kStages * W::kStageBytes <= kMostShared);
   return launch_portable_kernel<portable_many<kOperands, kRows>>(params, kSizes, stream);
 }
 
@@ -236,7 +248,9 @@ template <Operands kOperands>
 cudaError_t launch_any(const PortableParams& params, cudaStream_t stream) {
   if (params.num_rows <= 32) return launch_few<PlainWeight<kOperands, 32>>(params, stream);
   if (params.num_rows <= 64) return launch_few<PlainWeight<kOperands, 64>>(params, stream);
-  if (params.num_rows <= 128) return launch_many<kOperands, 128>(params, stream);
+  if (params.num_rows <= 128 || takes_short_tiles(params)) {
+    return launch_many<kOperands, 128>(params, stream);
+  }
   return launch_many<kOperands, 256>(params, stream);
 }
 

@@ -286,14 +286,13 @@ __global__ void __launch_bounds__(PackedMany<Kind, kRows>::S::kThreads)
   const int chunk_byte = threadIdx.x % 8 * 16, row_bytes = params.depth * 2;
   const uint32_t row_target = ring + line(threadIdx.x / 8, threadIdx.x % 8);
   int row_tile = tile, row_byte = step * (kStrip * 2) + chunk_byte;
-  auto copy_rows = [&](int stage) {
+  auto copy_rows = [&](int stage, bool is_more) {  // without a branch, to stand between products
 #pragma unroll
     for (int i = 0; i < kLines; ++i) {
       copy_later<16>(row_target + stage * W::kStageBytes + i * kApart * kLineBytes,
-                     rows.first + i * rows.next + row_byte, rows.is_there(i));
+                     rows.first + i * rows.next + row_byte, rows.is_there(i) && is_more);
     }
     row_byte += kLineBytes;
-    if (row_byte >= row_bytes) row_byte = chunk_byte, begin_rows(++row_tile);
   };
 
   copy_strip();
@@ -301,7 +300,7 @@ __global__ void __launch_bounds__(PackedMany<Kind, kRows>::S::kThreads)
   if (count > 1) copy_strip();
   wait_for_prerequisites();
   launch_dependents();
-  copy_rows(0);
+  copy_rows(0, true);
   end_copies();
   typename S::Sums sums;
   clear(sums);
@@ -318,7 +317,8 @@ __global__ void __launch_bounds__(PackedMany<Kind, kRows>::S::kThreads)
         wait_for_copies<1>();  // a strip
       }
       __syncthreads();
-      if (half == 0 || i + 1 < count) copy_rows(1 - half);
+      if (half == 1 && row_byte >= row_bytes) row_byte = chunk_byte, begin_rows(++row_tile);
+      copy_rows(1 - half, half == 0 || i + 1 < count);
       end_copies();
       if (half == 0) {
         if (i + 2 < count) copy_strip();
@@ -375,8 +375,11 @@ cudaError_t launch_many(const PortableParams& params, cudaStream_t stream) {
 
 template <typename Kind>
 cudaError_t launch_any(const PortableParams& params, cudaStream_t stream) {
-  if (params.num_rows > 128) return launch_many<Kind, 256>(params, stream);
-  if (params.num_rows > 64) return launch_many<Kind, 128>(params, stream);
+  if (params.num_rows > 64) {
+    return params.num_rows > 128 && !takes_short_tiles(params)
+               ? launch_many<Kind, 256>(params, stream)
+               : launch_many<Kind, 128>(params, stream);
+  }
   return dispatch_value<true, false>(params.group >= kStrip, [&](auto is_wide) {
     if (params.num_rows > 32) return launch_few<PackedFew<Kind, is_wide, 64>>(params, stream);
     return launch_few<PackedFew<Kind, is_wide, 32>>(params, stream);

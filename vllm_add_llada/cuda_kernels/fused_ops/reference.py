@@ -43,35 +43,6 @@ class Kept(NamedTuple):
     slots: Tensor
 
 
-class Fp8Heads(NamedTuple):
-    """Copies of heads as fp8 (e4m3): each number over its scale, rounded; beyond 448 it is 448.
-
-    Attributes:
-        q: [T, H, hd] fp8, written; leading strides are free, hd is contiguous. None: no copy.
-        k: [T, KV, hd] fp8, likewise, of the keys minus `mean`.
-        v: [T, KV, hd] fp8, likewise, of `values`; given with `k`.
-        values: [T, KV, hd], the values, strided likewise.
-        mean: [KV, hd] fp32.
-        scales: [3 or more] fp32, powers of two: the first are of queries, keys and values.
-    """
-
-    q: Tensor | None
-    k: Tensor | None
-    v: Tensor | None
-    values: Tensor | None
-    mean: Tensor
-    scales: Tensor
-
-
-def quantise_heads(q: Tensor, k: Tensor, fp8: Fp8Heads) -> None:
-    """Copy rotated heads, and values, as fp8."""
-    parts = ((fp8.q, q), (fp8.k, k), (fp8.v, fp8.values))
-    for (out, heads), scale in zip(parts, fp8.scales[:3], strict=True):
-        if out is not None and heads is not None:
-            wide = heads.float() - fp8.mean if heads is k else heads.float()
-            out.copy_((wide / scale).clamp(-448.0, 448.0))
-
-
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kept: Kept | None = None) -> None:
     """Rotate q and k in place, half-split; see `fused_ops.apply_rotary`."""
     for heads in (q, k):

@@ -309,18 +309,6 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             if item is not None and not item.is_paged:
                 item.next_rows = rows
 
-    @property
-    def weight_version(self) -> str:
-        """Label of the weights, which upstream's engine is given."""
-        return self._weight_version
-
-    @weight_version.setter
-    def weight_version(self, label: str) -> None:
-        if label != self._weight_version:
-            for item in self._running.values():
-                item.weight_version = None
-        self._weight_version = label
-
     def _advance(
         self, item: RequestState, result: StepResult, usage: StepUsage | None
     ) -> list[EngineCoreOutput]:
@@ -343,25 +331,6 @@ class DiffusionScheduler(CanvasSchedulerInterface):
     def get_grammar_bitmask(self, scheduler_output: Any) -> None:
         """Return no bitmask: upstream asks in every step, and languages are the workers' matter."""
 
-    def get_num_unfinished_requests(self) -> int:
-        """Return for how much there are steps to take: 0 ends a pause's wait.
-
-        While all requests are paused, that is what was launched before and what clients have not
-        heard; while only newcomers are, also what runs.
-        """
-        count = self._outbox.num_outputs
-        if self._pause_state == PauseState.PAUSED_ALL:
-            return count + len(self._launched_step(self._running))
-        if self._pause_state == PauseState.UNPAUSED:
-            count += len(self._waiting.requests)
-        return count + len(self._running)
-
-    def has_finished_requests(self) -> bool:
-        return bool(self._finished_req_ids)
-
-    def get_request_counts(self) -> tuple[int, int]:
-        return len(self._running), len(self._waiting.requests)
-
     def make_stats(self, *, only_if_due: bool = False) -> SchedulerStats | None:
         observer = self._observer
         if observer is None or (only_if_due and not observer.are_statistics_due()):
@@ -370,13 +339,6 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         if self.paging is not None:
             self.paging.put_into(stats)
         return stats
-
-    def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        if self.paging is None:
-            return True
-        return self.paging.reset(self._running.values() if reset_running_requests else ())
 
 
 def _priority(item: RequestState) -> int:

@@ -1,18 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of upstream's scheduler interface that canvases have no use for, and the pause state.
+"""What upstream asks of a scheduler beside steps; what canvases have no use for.
 
 Canvases know no drafts, encoder caches or connectors.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm.diffusion.engine.scheduler.outputs import Outbox
+    from vllm.diffusion.engine.scheduler.paging import Paging
+    from vllm.diffusion.engine.scheduler.request_state import RequestState
+    from vllm.diffusion.engine.scheduler.waiting import WaitingLine
+
 
 class CanvasSchedulerInterface(SchedulerInterface):
-    """Upstream's interface without what canvases have no use for."""
+    """Upstream's interface but for requests and steps, which are `DiffusionScheduler`'s."""
+
+    paging: Paging | None
+    _running: dict[str, RequestState]
+    _waiting: WaitingLine
+    _outbox: Outbox
+    _finished_req_ids: set[str]
+    _weight_version: str
 
     connector = None
     ec_connector = None
@@ -36,3 +52,46 @@ class CanvasSchedulerInterface(SchedulerInterface):
 
     def reset_encoder_cache(self) -> None:
         pass
+
+    # ---- state that upstream asks for ----
+
+    @abstractmethod
+    def _launched_step(self, turns: Mapping[str, RequestState]) -> dict[str, int]: ...
+
+    def get_num_unfinished_requests(self) -> int:
+        """Return for how much there are steps to take: 0 ends a pause's wait.
+
+        While all requests are paused, that is what was launched before and what clients have not
+        heard; while only newcomers are, also what runs.
+        """
+        count = self._outbox.num_outputs
+        if self._pause_state == PauseState.PAUSED_ALL:
+            return count + len(self._launched_step(self._running))
+        if self._pause_state == PauseState.UNPAUSED:
+            count += len(self._waiting.requests)
+        return count + len(self._running)
+
+    def has_finished_requests(self) -> bool:
+        return bool(self._finished_req_ids)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return len(self._running), len(self._waiting.requests)
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        if self.paging is None:
+            return True
+        return self.paging.reset(self._running.values() if reset_running_requests else ())
+
+    @property
+    def weight_version(self) -> str:
+        """Label of the weights, which upstream's engine is given."""
+        return self._weight_version
+
+    @weight_version.setter
+    def weight_version(self, label: str) -> None:
+        if label != self._weight_version:
+            for item in self._running.values():
+                item.weight_version = None
+        self._weight_version = label

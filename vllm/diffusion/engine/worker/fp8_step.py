@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.core import stages
+from vllm.diffusion.core import fp8_stages
 from vllm.diffusion.core.spans import KeyTarget
 from vllm.diffusion.engine.worker.forward import target_of
 from vllm.diffusion.engine.worker.streamed import StreamedForward, run_streamed
@@ -42,7 +42,7 @@ def run_fp8(
 class Fp8Forward(StreamedForward):
     """Layers of one step with fp8 attention; arguments are those of `StreamedForward`."""
 
-    keys_dtype = stages.FP8
+    keys_dtype = fp8_stages.FP8
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -65,7 +65,7 @@ class Fp8Forward(StreamedForward):
         found = [attention.survey(group, nothing, none, pool)]
         for host_rows, rows in self._surveyed:
             with pool.scope("survey"):
-                x = stages.surveyed(model.dtype, model.hidden_size).take(pool, len(host_rows))
+                x = fp8_stages.surveyed(model.dtype, model.hidden_size).take(pool, len(host_rows))
                 self.x.select(rows, host_rows, x)
                 rotary = model.rotary(self.inputs.positions[rows], pool)
                 found.append(attention.survey(group, x, rotary, pool))
@@ -89,7 +89,7 @@ class Fp8Forward(StreamedForward):
         """Do nothing: each chunk has stored its own, in the model dtype."""
 
     def own_keys_values(self) -> Listed:
-        return stages.fp8_keys_values(self.group_heads, self.model.head_dim)
+        return fp8_stages.keys_values(self.group_heads, self.model.head_dim)
 
     def attend(
         self,

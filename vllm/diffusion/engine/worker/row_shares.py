@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from vllm.diffusion.parallel.groups import RankGroup, Ranks
 
 
+FP8_UNIT = 1024  # rows of fp8 attention in the last layer are whole multiples
+
+
 class Chunk(NamedTuple):
     """Rows that go through a stage at a time.
 
@@ -70,13 +73,19 @@ class Division:
         """Cut all rows of the step into chunks."""
         return [self._chunk(rows) for rows in chunks(self.longest, rows_per_chunk)]
 
-    def narrowed(self, all_chunks: Sequence[Chunk], rows: Array) -> list[Chunk]:
-        """Narrow chunks to the ranges that hold some of `rows` [R] of the step; drop empty ones."""
+    def narrowed(self, all_chunks: Sequence[Chunk], rows: Array, unit: int = 1) -> list[Chunk]:
+        """Narrow chunks to the ranges that hold some of `rows` [R] of the step; drop empty ones.
+
+        Ranges begin and end at multiples of `unit`, counted in the share, or with their chunks.
+        """
         places, narrow = self.in_share(rows), []
         for chunk in all_chunks:
             held = places[(places >= chunk.rows.start) & (places < chunk.rows.stop)]
             if held.size:
-                narrow.append(self._chunk(slice(int(held.min()), int(held.max()) + 1)))
+                start = int(held.min()) // unit * unit
+                stop = (int(held.max()) // unit + 1) * unit
+                own = slice(max(start, chunk.rows.start), min(stop, chunk.rows.stop))
+                narrow.append(self._chunk(own))
         return narrow
 
     def _chunk(self, rows: slice) -> Chunk:
@@ -125,13 +134,15 @@ class Cuts(NamedTuple):
     ) -> Cuts:
         """Cut a step as planned; `parts` are its sample rows."""
         attend = division.chunks(plan.rows.attend)
+        # Every new number of rows takes time before fp8 attention can begin.
+        unit = FP8_UNIT if plan.layout.fp8_attention else 1
         feed_forward = division.chunks(plan.rows.feed_forward)
         rows = np.concatenate([_NO_ROWS, *(part.rows for part in parts)])
         return cls(
             division.chunks(plan.rows.keys_values),
             attend,
             feed_forward,
-            attend if in_windows else division.narrowed(attend, rows),
+            attend if in_windows else division.narrowed(attend, rows, unit),
             feed_forward if in_windows else division.narrowed(feed_forward, rows),
         )
 

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers that stages take where attention is fp8; see `stages`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm.diffusion.core.buffers import Buffer
+
+if TYPE_CHECKING:
+    from vllm.diffusion.core.stages import Listed
+
+FP8 = torch.float8_e4m3fn
+
+
+def surveyed(dtype: torch.dtype, hidden_size: int) -> Buffer:
+    """Rows of the residual stream from which scales follow."""
+    return Buffer("surveyed rows", (hidden_size,), dtype)
+
+
+def keys_values(num_heads: int, head_dim: int) -> Listed:
+    """Keys and values of a chunk's own rows as fp8, before ranks exchange them."""
+    return tuple(Buffer(name, (num_heads, head_dim), FP8) for name in ("fp8 k", "fp8 v"))
+
+
+def attending(num_heads: int, head_dim: int) -> Listed:
+    """Queries as fp8, and the results of attention."""
+    names = "fp8 queries", "fp8 attention"
+    return tuple(Buffer(name, (num_heads, head_dim), FP8) for name in names)
+
+
+def results(width: int) -> Buffer:
+    """Results of attention as rows of the next product: they have their numbers already."""
+    return Buffer("fp8 results", (width,), FP8)
