@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from make_dummy_checkpoint import configuration
@@ -15,11 +16,16 @@ from benchmarks import (
     commit_fusion,
     performance_tables,
     prefix_cache,
+    self_speculation,
     speculation,
     step_latency,
     windows,
 )
 from benchmarks.shapes import Shape, window_stages
+from vllm.diffusion.decoding import Candidates
+from vllm.diffusion.request import decision
+from vllm.diffusion.request.families import NEMOTRON
+from vllm.diffusion.request.params import ServedModel, SpecialIds
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -105,6 +111,22 @@ def test_a_shared_prefix_is_computed_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert {len(times) for times in content["times_ms"].values()} == {1}
     first, shared, short = seen[:3]
     assert first > 256 > shared >= short
+
+
+def test_so_many_drafts_are_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seed, then four tokens in two forwards each time."""
+    monkeypatch.setattr(self_speculation.Confirming, "accepted", 3)
+    ids = SpecialIds(mask=15, eos=14, eot=None, stop=frozenset())
+    asked = {"algorithm": "self_speculation", "gen_length": 13, "block_length": 8}
+    params = decision.decide(asked, ServedModel(NEMOTRON, ids, 64, 16), [1])
+    rule, tokens = self_speculation.Confirming(params, 1), np.array([1, *[15] * 20])
+    counts = []
+    while (work := rule.prepare(tokens)) is not None:
+        said = np.arange(work.eligible.size) % 5 + 7 * work.is_causal  # drafts that are all wrong
+        commit = rule.decide(Candidates(work.eligible, said, np.ones(said.size)))
+        tokens[commit.positions] = commit.tokens
+        counts.append(rule.settled(tokens) - 1)
+    assert counts == [1, 1, 5, 5, 9, 9, 13]
 
 
 class Routers:
