@@ -139,19 +139,11 @@ def nemotron(num_layers: int, width: int, inner: int, theta: float = 1e6) -> Pre
     return Preset(
         sizes=layers(num_layers)
         | {
-            "architectures": ["NemotronLabsDiffusionModel"],
-            "block_size": 32,
-            "bos_token_id": 1,
-            "dlm_paradigm": "bidirectional",
-            "eos_token_id": 11,
             "head_dim": 128,
             "hidden_size": width,
             "intermediate_size": inner,
-            "max_position_embeddings": 262144,
-            "model_type": "nemotron_labs_diffusion",
             "num_attention_heads": 32,
             "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
             "rope_parameters": {
                 "beta_fast": 32.0,
                 "beta_slow": 1.0,
@@ -166,14 +158,13 @@ def nemotron(num_layers: int, width: int, inner: int, theta: float = 1e6) -> Pre
             "vocab_size": 131072,
         },
         token_ids={
-            "<|endoftext|>": 2,
+            "<s>": 1,
             "<|im_start|>": 10,
             "<|im_end|>": 11,
             "<think>": 12,
             "</think>": 13,
-            "<|MASK|>": 100,
+            "<SPECIAL_100>": 100,
         },
-        like="sdar",
     )
 
 
@@ -277,7 +268,7 @@ PRESETS: dict[tuple[str, str], Preset] = {
         sizes=QWEN_7B_SIZES,
         token_ids=QWEN_TOKEN_IDS | {"|<MASK>|": 151665},
     ),
-    # Nemotron-Labs-Diffusion-8B, -3B, -14B, and their bases; tokens bear SDAR's names
+    # Nemotron-Labs-Diffusion-8B, -3B, -14B, and their bases
     ("nemotron", "8b"): nemotron(34, 4096, 14336),
     ("nemotron", "3b"): nemotron(26, 3072, 9216),
     ("nemotron", "14b"): nemotron(40, 5120, 16384, theta=1e9),

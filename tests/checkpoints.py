@@ -306,11 +306,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_key_value_heads": 2, "pretraining_tp": 1, "rope_theta": 500000.0},
     ),
     "nemotron": (
-        "dream",
-        {**TINY, "architectures": ["NemotronLabsDiffusionModel"], "head_dim": 24}
-        | {"model_type": "nemotron_labs_diffusion", "dlm_paradigm": "bidirectional"}
-        | {"auto_map": remote_code("_nemotron", "NemotronLabsDiffusion"), "block_size": 32}
-        | {"attention_bias": False, "mlp_bias": False, "rms_norm_eps": 1e-5, "bos_token_id": EOT_ID}
+        "nemotron",
+        {**TINY, "head_dim": 24, "bos_token_id": EOT_ID}
+        | {"auto_map": remote_code("_nemotron", "NemotronLabsDiffusion")}
         | {
             "rope_parameters": {
                 "rope_type": "yarn",
@@ -335,10 +333,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 LEFT_OUT: dict[str, tuple[str, ...]] = {
-    "nemotron": (
-        *("pad_token_id", "max_window_layers", "use_sliding_window"),
-        *("rope_theta", "rope_scaling"),
-    ),
     "stable_diffcoder": (
         *("mask_token_id", "pad_token_id", "max_window_layers"),
         *("sliding_window", "use_sliding_window"),

@@ -6,7 +6,7 @@ Used to verify a checkpoint independently of the server.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tiny_model.family import Network
+    from tiny_model.family import Network, SeededNetwork
     from tiny_model.settings import DecodingSetting
 
 
@@ -157,6 +157,40 @@ def hierarchy_block(
     return rows[:, : prompts.shape[1] + setting.canvas]
 
 
+@torch.inference_mode()
+def seeded_block(
+    network: Network,
+    prompts: Tensor,
+    mask_id: int,
+    setting: DecodingSetting,
+    after_forward: Callable[[Tensor], object],
+    *,
+    threshold: float,
+) -> Tensor:
+    """Nemotron-Labs-Diffusion's loop; arguments and result as family.Decode, but for the steps.
+
+    Blocks lie behind the prompt. A causal forward gives the first token of a block; each further
+    one commits the best masked position, and all whose confidence reaches `threshold`.
+    """
+    seeded, length = cast("SeededNetwork", network).seeded, prompts.shape[1]
+    rows = _with_canvas(prompts, mask_id, setting)
+    for start in range(length, length + setting.canvas, setting.block_length):
+        seen = rows[:, : start + setting.block_length]
+        starts = torch.full((len(rows),), start)
+        following = _without(mask_id, network.logits(seeded(seen[:, :start], starts)[:, -1]))
+        seen[:, start] = following.argmax(dim=-1)
+        after_forward(rows)
+        window = seen[:, start:]
+        while (masked := window == mask_id).any():
+            logits = _without(mask_id, network.logits(seeded(seen, starts)[:, start:]))
+            confidence, tokens = logits.softmax(dim=-1).max(dim=-1)
+            confidence = confidence.masked_fill(~masked, -torch.inf)
+            best = confidence == confidence.max(dim=-1, keepdim=True).values
+            _commit(window, tokens, (best | (confidence >= threshold)) & masked)
+            after_forward(rows)
+    return rows
+
+
 def _on_grid(prompts: Tensor, mask_id: int, setting: DecodingSetting) -> Tensor:
     """Prompts and their canvas, with masks up to the end of the last block."""
     num_masks = setting.canvas + -(prompts.shape[1] + setting.canvas) % setting.block_length
@@ -172,10 +206,16 @@ def _candidates(
     network: Network, seen: Tensor, start: int, masked: Tensor, mask_id: int
 ) -> tuple[Tensor, Tensor]:
     """Confidence, -inf where nothing is masked, and token of the positions from `start` on."""
-    logits = network.logits(network.hidden(seen)[:, start : start + masked.shape[1]])
-    logits[..., mask_id] = -torch.inf  # else a loop might not end
+    hidden = network.hidden(seen)[:, start : start + masked.shape[1]]
+    logits = _without(mask_id, network.logits(hidden))
     confidence, tokens = logits.softmax(dim=-1).max(dim=-1)
     return confidence.masked_fill(~masked, -torch.inf), tokens
+
+
+def _without(mask_id: int, logits: Tensor) -> Tensor:
+    """The logits [..., V], of which the mask's never wins: else a loop might not end."""
+    logits[..., mask_id] = -torch.inf
+    return logits
 
 
 def _commit(window: Tensor, tokens: Tensor, chosen: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +21,7 @@ _MODULES = {
     "llada2": "tiny_model.llada2",
     "sdar": "tiny_model.sdar",
     "fast-dllm": "tiny_model.fast_dllm",
+    "nemotron": "tiny_model.nemotron",
 }
 FAMILY_NAMES = tuple(_MODULES)
 
@@ -32,14 +33,14 @@ class SpecialTokens:
     bos: str | None
     eos: str  # also fills the canvas behind an answer
     mask: str
-    eot: str  # ends an answer
+    eot: str  # ends an answer; may be `eos`
     others: tuple[str, ...] = ()
     names_mask: bool = True  # the tokenizer says which one is the mask
 
     def in_order(self) -> tuple[str, ...]:
         """All strings in the order of their ids."""
         first = () if self.bos is None else (self.bos,)
-        return (*first, self.eos, self.mask, *self.others, self.eot)
+        return tuple(dict.fromkeys((*first, self.eos, self.mask, *self.others, self.eot)))
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,23 @@ class Network(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., D] -> logits [..., embedding_size] fp32."""
+        ...
+
+
+@runtime_checkable
+class SeededNetwork(Network, Protocol):
+    """A Network whose context is causal, and of whose answers blocks begin with a known token."""
+
+    def seeded(self, ids: Tensor, starts: Tensor, clean: Tensor | None = None) -> Tensor:
+        """Final normed hidden states [B, T, D] fp32 of ids [B, T] int64.
+
+        Rows before starts [B] see those up to themselves, and row i speaks of token i + 1. The rows
+        from there on, a block, see all, and speak of themselves.
+
+        With `clean` [B, C], rows without noise, `ids` are a noised copy of the last T of them; the
+        result has the clean rows, all causal, before those of the copy, whose block sees the clean
+        rows before it.
+        """
         ...
 
 

@@ -25,9 +25,10 @@ class View(NamedTuple):
 
     cos: Tensor  # [T, rotated channels of a head]
     sin: Tensor
-    sees: Tensor | None  # [T, T] bool, query by key; None: everything
+    sees: Tensor | None  # [T, T] or [B, 1, T, T] bool, query by key; None: everything
     # Of a window of a sequence: turns its keys and values of a layer into those that it reads.
     reuse: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    query_factors: Tensor | None = None  # [T]
 
 
 def embedding_rows(num_tokens: int) -> int:
@@ -95,6 +96,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
     """Grouped-query attention of [B, heads, T, hd], rotated here -> [B, T, heads * hd]."""
     q, k = rotate(q, view.cos, view.sin), rotate(k, view.cos, view.sin)
+    if view.query_factors is not None:
+        q = q * view.query_factors[:, None].to(q)
     if view.reuse is not None:
         k, v = view.reuse(k, v)
     attended = F.scaled_dot_product_attention(q, k, v, attn_mask=view.sees, enable_gqa=True)

@@ -11,8 +11,14 @@ _ITERATIONS = {  # of both phases
     "llada2": (200, 460),
     "sdar": (220, 440),
     "fast-dllm": (300, 500),
+    "nemotron": (220, 440),
 }
-BLOCK_LENGTHS = {"llada2": 32, "sdar": 4, "fast-dllm": 32}  # that are trained and verified
+BLOCK_LENGTHS = {  # that are trained and verified
+    "llada2": 32,
+    "sdar": 4,
+    "fast-dllm": 32,
+    "nemotron": 32,
+}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,9 @@ most of an answer is soon learnt, the one word that is to be known is not; end-o
 Block-diffusion families (BD3-LM, Arriola et al. 2025, arXiv:2503.09573): each block of a row has a
 t of its own, and sees itself and the clean blocks before it. Blocks lie on a grid from the first
 token of the prompt.
+
+Families with a causal context: the block of a row begins with a known token of its answer, half of
+them with the first one. Every causal row of an answer learns the token behind it as well.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from tiny_model.family import SeededNetwork
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -32,6 +37,9 @@ if TYPE_CHECKING:
 
     from tiny_model.family import Network, TokenIds
     from tiny_model.settings import TrainingSettings
+
+_LATER_SHARE = 0.5  # of the blocks that begin with another token than the answer's first
+_LATEST_SEED = 8  # of these the last such token
 
 
 class Example(NamedTuple):
@@ -44,6 +52,7 @@ class Example(NamedTuple):
 class Batch(NamedTuple):
     """Rows of one length; only canvas positions are masked."""
 
+    starts: Tensor  # [B] int64, of the canvases
     noised: Tensor  # [B, T] int64, what the network sees
     clean: Tensor  # [B, T] int64, what it must predict
     masked: Tensor  # [B, T] bool
@@ -80,14 +89,15 @@ class BatchMaker:
         first = bisect_left(self._lengths, longest - self._settings.prompt_lengths_per_batch)
         last = bisect_right(self._lengths, longest)
         clean = torch.full((num_rows, length), self._tokens.eos)
-        is_canvas = torch.ones_like(clean, dtype=torch.bool)
+        starts = torch.empty(num_rows, dtype=torch.int64)
         for row in range(num_rows):
             example = self._examples[self._rng.randrange(first, last)]
             ids = (example.prompt + example.answer)[:length]
             clean[row, : len(ids)] = torch.tensor(ids)
-            is_canvas[row, : len(example.prompt)] = False
+            starts[row] = len(example.prompt)
+        is_canvas = torch.arange(length) >= starts[:, None]
         masked = self._draw_mask(num_rows, length) & is_canvas
-        return Batch(clean.masked_fill(masked, self._tokens.mask), clean, masked)
+        return Batch(starts, clean.masked_fill(masked, self._tokens.mask), clean, masked)
 
     def _draw_mask(self, num_rows: int, length: int) -> Tensor:
         """[num_rows, length] bool; the cube of a row's, or block's, t is uniform in (0, 1).
@@ -142,8 +152,12 @@ def train(
     progress = tqdm(schedule, desc="train", unit="it")
     for batches, canvas in progress:
         batch = batches.draw(canvas)
-        wanted = batch.clean[batch.masked]
-        logits = model.logits(model.hidden(batch.noised, batch.clean)[batch.masked])
+        if isinstance(network, SeededNetwork):
+            hidden, wanted = _seeded(network, batch)
+        else:
+            hidden = model.hidden(batch.noised, batch.clean)[batch.masked]
+            wanted = batch.clean[batch.masked]
+        logits = model.logits(hidden)
         surprise = F.cross_entropy(logits, wanted, reduction="none")
         weight = torch.where(wanted == tokens.eos, settings.end_weight, 1.0)
         weight *= 1.001 - (-surprise.detach()).exp()  # never 0
@@ -154,6 +168,25 @@ def train(
         for step in (*optimizers, *rates):
             step.step()
         progress.set_postfix(canvas=canvas, loss=f"{loss.item():.4f}")
+
+
+def _seeded(network: SeededNetwork, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Hidden states [N, D] of causal rows and of masks in a block, and the tokens [N] to predict.
+
+    The noised copy leaves out what all rows have of their prompts.
+    """
+    num_rows, length = batch.clean.shape
+    first, positions = int(batch.starts.min()), torch.arange(length)
+    is_later = torch.rand(num_rows) < _LATER_SHARE
+    starts = batch.starts + torch.randint(_LATEST_SEED + 1, (num_rows,)) * is_later
+    kept = positions <= starts[:, None]
+    noised = batch.clean.where(kept, batch.noised)
+    hidden = network.seeded(noised[:, first:], starts, batch.clean)
+    follows = positions[1:] >= batch.starts[:, None]
+    masked = (batch.masked & ~kept)[:, first:]
+    causal, denoised = hidden[:, : length - 1][follows], hidden[:, length:][masked]
+    wanted = (batch.clean[:, 1:][follows], batch.clean[:, first:][masked])
+    return torch.cat((causal, denoised)), torch.cat(wanted)
 
 
 def _share_words(network: nn.Module, words: Tensor) -> None:

@@ -9,7 +9,6 @@ size, V logit columns.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,10 @@ from typing import Any, ClassVar, Self
 
 import torch
 from safetensors.torch import load_file
-from tiny_model import dream, fast_dllm, llada, llada2, llada_moe, sdar
-from tiny_model.decoder import Attention, Decoder, GatedMLP, Layer, dense_network
-from tiny_model.layers import View, block_causal, rotate, wide
+from tiny_model import dream, fast_dllm, llada, llada2, llada_moe, nemotron, sdar
+from tiny_model.decoder import Decoder, dense_network
+from tiny_model.layers import View, block_causal, wide
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 Config = dict[str, Any]
 DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "block_size": 0, "bd_size": 0}
@@ -236,73 +234,10 @@ class StableDiffCoderReference(Reference):
     network = staticmethod(dense_network)
 
 
-class ScaledAttention(Attention):
-    """Queries have a factor that grows with their position, see `NemotronNetwork.rotary`."""
-
-    scale: Tensor
-
-    def forward(self, x: Tensor, view: View) -> Tensor:
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        turned = rotate(q, view.cos, view.sin) * self.scale[:, None].to(x.dtype)
-        k = rotate(k, view.cos, view.sin)
-        if view.reuse is not None:
-            k, v = view.reuse(k, v)
-        attended = scaled_dot_product_attention(turned, k, v, attn_mask=view.sees, enable_gqa=True)
-        found: Tensor = self.o_proj(attended.transpose(1, 2).flatten(-2))
-        return found
-
-
-class NemotronNetwork(Decoder):
-    """Llama's layers, with YaRN and factors of queries, by the formulas of their papers."""
-
-    def __init__(self, config: Config) -> None:
-        def make_layer(_: int) -> Layer:
-            mlp = GatedMLP(config["hidden_size"], config["intermediate_size"])
-            return Layer(config, ScaledAttention(config), mlp)
-
-        self.yarn = config["rope_parameters"]
-        super().__init__({**config, "rope_theta": self.yarn["rope_theta"]}, make_layer)
-
-    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        yarn, width, dtype = self.yarn, self.rotary_dim, self.embedding.weight.dtype
-        theta, length = yarn["rope_theta"], yarn["original_max_position_embeddings"]
-
-        def channel(turns: float) -> float:
-            return width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-        low = max(math.floor(channel(yarn["beta_fast"])), 0)
-        high = min(math.ceil(channel(yarn["beta_slow"])), width - 1)
-        angles = []
-        for j in range(width // 2):
-            ramp = min(max((j - low) / (high - low), 0.0), 1.0)
-            speed = theta ** (-2 * j / width) * (ramp / yarn["factor"] + 1 - ramp)
-            angles.append(positions.double() * speed)
-        turned = torch.stack([*angles, *angles], dim=-1)
-        scale = 1 + yarn["llama_4_scaling_beta"] * torch.log(1.0 + positions // length)
-        for layer in self.model["layers"]:
-            layer.self_attn.scale = scale
-        return turned.cos().to(dtype), turned.sin().to(dtype)
-
-
-NEMOTRON_NAMES = {"model.": "encoder.", "lm_head.": "diffusion_head."}
-
-
 class NemotronReference(Reference):
     """Its context is causal; a block that is denoised sees itself, too."""
 
-    network = NemotronNetwork
-
-    def __init__(self, config: Config, weights: Mapping[str, Tensor]) -> None:
-        ours = {theirs: own for own, theirs in NEMOTRON_NAMES.items()}
-        super().__init__(config, {renamed(name, ours): w for name, w in weights.items()})
-
-    @classmethod
-    def tensor_shapes(cls, config: Config) -> dict[str, tuple[int, ...]]:
-        shapes = super().tensor_shapes(config)
-        return {renamed(name, NEMOTRON_NAMES): shape for name, shape in shapes.items()}
+    network = nemotron.NemotronNetwork
 
     def causal_logits(self, ids: Tensor, num_causal: int) -> Tensor:
         """Raw logits [B, T, V]; positions from `num_causal` on see all, others those before."""
@@ -310,13 +245,6 @@ class NemotronReference(Reference):
         sees = torch.ones(total, total, dtype=torch.bool).tril()
         sees[num_causal:] = True
         return self.forward_with_kv(ids, range(total), None, sees)[0]
-
-
-def renamed(name: str, prefixes: Mapping[str, str]) -> str:
-    for before, after in prefixes.items():
-        if name.startswith(before):
-            return after + name.removeprefix(before)
-    return name
 
 
 class FastDLLMReference(Reference):

@@ -13,7 +13,7 @@ from tiny_model.family import TokenIds, load_family
 from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings
 from tiny_model.tokenizer import load_tokenizer
 
-FAMILIES = ("dream", "llada-moe", "llada2", "sdar", "fast-dllm")
+FAMILIES = ("dream", "llada-moe", "llada2", "sdar", "fast-dllm", "nemotron")
 # Everything but the learning: two small iterations, one forward a verification.
 QUICK = Plan(
     training=TrainingSettings(
@@ -89,11 +89,20 @@ def test_moe_templates_name_roles(checkpoints: dict[str, Path], family: str) -> 
     assert len(tokenizer.encode("HUMAN")) == len(tokenizer.encode("ASSISTANT")) == 1
 
 
-def test_sdar_template_may_leave_thinking_out(checkpoints: dict[str, Path]) -> None:
-    tokenizer = load_tokenizer(checkpoints["sdar"])
+@pytest.mark.parametrize(
+    ("family", "start", "off"),
+    [
+        ("sdar", "", "<think>\n\n</think>\n\n"),
+        ("nemotron", "<|im_start|>system\n<|im_end|>\n", "<think></think>"),
+    ],
+)
+def test_templates_may_leave_thinking_out(
+    checkpoints: dict[str, Path], family: str, start: str, off: str
+) -> None:
+    tokenizer = load_tokenizer(checkpoints[family])
     asked = [{"role": "user", "content": "Why?"}]
-    text = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
-    for options, end in (({}, ""), ({"enable_thinking": False}, "<think>\n\n</think>\n\n")):
+    text = f"{start}<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    for options, end in (({}, ""), ({"enable_thinking": False}, off)):
         found = tokenizer.apply_chat_template(
             asked, tokenize=False, add_generation_prompt=True, **options
         )
@@ -110,6 +119,10 @@ def test_sdar_template_may_leave_thinking_out(checkpoints: dict[str, Path]) -> N
             ["<|endoftext|>", "<|MASK|>", "<|im_start|>", "<think>", "</think>", "<|im_end|>"],
         ),
         ("fast-dllm", ["<|endoftext|>", "|<MASK>|", "<|im_start|>", "<|im_end|>"]),
+        (
+            "nemotron",
+            ["<s>", "<|im_end|>", "<SPECIAL_100>", "<|im_start|>", "<think>", "</think>"],
+        ),
     ],
 )
 def test_special_tokens(checkpoints: dict[str, Path], family: str, tokens: list[str]) -> None:
@@ -118,7 +131,8 @@ def test_special_tokens(checkpoints: dict[str, Path], family: str, tokens: list[
     assert set(tokenizer.all_special_tokens) == set(tokens)
     for token in tokens:
         assert tokenizer.encode(token) == [tokenizer.convert_tokens_to_ids(token)]
-    assert tokenizer.eos_token == tokenizer.pad_token == "<|endoftext|>"
+    end = "<|im_end|>" if family == "nemotron" else "<|endoftext|>"
+    assert tokenizer.eos_token == tokenizer.pad_token == end
     assert len(tokenizer) < config["vocab_size"]  # padded, as in released checkpoints
 
 
@@ -131,6 +145,7 @@ def test_special_tokens(checkpoints: dict[str, Path], family: str, tokens: list[
         ("llada2", {"pad"}, "<|mask|>"),
         ("sdar", {"eos", "pad", "mask", "bos"}, "<|MASK|>"),
         ("fast-dllm", {"eos", "bos"}, None),
+        ("nemotron", {"eos", "bos", "mask"}, None),
     ],
 )
 def test_where_the_special_ids_are_found(
@@ -142,8 +157,8 @@ def test_where_the_special_ids_are_found(
     ids = {
         "eos": end or tokenizer.eos_token_id,
         "pad": tokenizer.eos_token_id,
-        "bos": tokenizer.eos_token_id,
-        "mask": tokenizer.mask_token_id,
+        "bos": tokenizer.bos_token_id or tokenizer.eos_token_id,
+        "mask": tokenizer.mask_token_id or tokenizer.convert_tokens_to_ids("<SPECIAL_100>"),
     }
     assert {n for n in ids if f"{n}_token_id" in config} == in_config
     assert all(config[f"{name}_token_id"] == ids[name] for name in in_config)
@@ -184,3 +199,19 @@ def test_a_noised_block_is_computed_as_behind_finished_ones(family: str) -> None
             torch.testing.assert_close(
                 hidden[:, start + first : start + block], wanted[:, first:], rtol=1e-4, atol=1e-4
             )
+
+
+def test_a_seeded_block_is_computed_as_behind_its_context() -> None:
+    """The same, where a block begins anywhere behind a causal context."""
+    network, _ = random_network("nemotron")
+    clean, noised = torch.randint(TOKENS.vocab_size, (2, 3, 20), generator=torch.manual_seed(0))
+    starts, first = torch.tensor([6, 9, 12]), 5
+    with torch.inference_mode():
+        hidden = network.seeded(noised[:, first:], starts, clean)
+        for row, start in enumerate(starts.tolist()):
+            rows = torch.cat((clean[row, :start], noised[row, start:]))[None]
+            wanted = network.seeded(rows, starts[row : row + 1])[0]
+            found = torch.cat((hidden[row, :start], hidden[row, 20 - first + start :]))
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+            after = network.seeded(rows[:, :start], torch.tensor([start]))[0]
+            torch.testing.assert_close(after, wanted[:start], rtol=1e-4, atol=1e-4)
