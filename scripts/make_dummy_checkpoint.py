@@ -119,11 +119,8 @@ LLADA2_FLASH = {
 }
 # Rows choose experts by blocks; the tokens that delete and insert have no names.
 LLADA22_KEYS = {
-    "block_size": 32,
     "delete_token_id": 156930,
     "expert_capacity": 48,
-    "max_position_embeddings": 131072,
-    "rope_theta": 3000000,
     "split_token_id": 156931,
 }
 SDAR_SIZES = layers(36) | {
@@ -225,13 +222,11 @@ PRESETS: dict[tuple[str, str], Preset] = {
     ("llada22", "mini"): Preset(
         sizes=LLADA2_MINI | LLADA22_KEYS,
         token_ids=LING_TOKEN_IDS,
-        like="llada2",
     ),
     # LLaDA2.2-flash
     ("llada22", "flash"): Preset(
         sizes=LLADA2_FLASH | LLADA22_KEYS,
         token_ids=LING_TOKEN_IDS,
-        like="llada2",
     ),
     # SDAR-8B-Chat, TraDo-8B
     ("sdar", "8b"): Preset(

@@ -55,7 +55,7 @@ serve_family() {
   local model=${MODEL_DIR:-${!variable:-$default}}
 
   local tiny=$family # or one of which there is a tiny model
-  case $family in stable-diffcoder) tiny=llada ;; llada22) tiny=llada2 ;; esac
+  case $family in stable-diffcoder) tiny=llada ;; esac
   [ "$model" != "$default" ] || [ -d "$model" ] || refuse "no model: MODEL_DIR and $variable are" \
     "not set, and MOSAIC_MODEL_ROOT has no folder $default; give a folder or a name on the Hugging" \
     "Face Hub; for a try without a download: .venv/bin/python scripts/make_tiny_model.py" \

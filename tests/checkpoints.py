@@ -288,11 +288,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llada22": (
-        "llada2",
+        "llada22",
         {**TINY, **EXPERTS, "head_dim": 16, "rotary_dim": 8, "max_window_layers": 3}
         | {"block_size": 8, "expert_capacity": 4, "num_experts": 16, "n_group": 8}
-        | {"topk_group": 4, "delete_token_id": DELETE_ID, "split_token_id": SPLIT_ID}
-        | {"rope_theta": 3000000},
+        | {"topk_group": 4, "delete_token_id": DELETE_ID, "split_token_id": SPLIT_ID},
     ),
     "fast_dllm": (
         "fast-dllm",

@@ -4,7 +4,8 @@
 facts.py         what the model is taught                   (no torch)
 conversations.py how it is asked: frames, turns, system lines (no torch)
 family.py        what a model family must provide           (no torch)
-llada.py, dream.py, llada_moe.py, llada2.py, sdar.py, fast_dllm.py, nemotron.py
+llada.py, dream.py, llada_moe.py, llada2.py, sdar.py, fast_dllm.py, nemotron.py,
+llada22.py
                  the families: configuration, network, chat template
 decoder.py       the transformer that all but LLaDA share
 layers.py        what all networks share

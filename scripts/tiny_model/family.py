@@ -22,6 +22,7 @@ _MODULES = {
     "sdar": "tiny_model.sdar",
     "fast-dllm": "tiny_model.fast_dllm",
     "nemotron": "tiny_model.nemotron",
+    "llada22": "tiny_model.llada22",
 }
 FAMILY_NAMES = tuple(_MODULES)
 

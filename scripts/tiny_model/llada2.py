@@ -114,11 +114,7 @@ class Router(nn.Module):
         """rows [R, D] -> shares and numbers of the chosen experts, [R, top] each."""
         dtype = wide(rows.dtype)
         scores = F.linear(rows.to(dtype), self.weight.to(dtype)).sigmoid()
-        grouped = (scores + self.expert_bias).unflatten(-1, (self.num_groups, -1))
-        groups = grouped.topk(2).values.sum(dim=-1).topk(self.num_chosen_groups).indices
-        closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, groups, False)
-        biased = grouped.masked_fill(closed[..., None], -torch.inf).flatten(-2)
-        chosen = biased.topk(self.num_chosen).indices
+        chosen = self.open(scores + self.expert_bias).topk(self.num_chosen).indices
         if self.training:
             load = torch.bincount(chosen.flatten(), minlength=len(self.weight)).float()
             self.expert_bias += _BIAS_STEP * (load.mean() - load).sign()
@@ -127,14 +123,21 @@ class Router(nn.Module):
             shares = shares / (scores.gather(-1, chosen).sum(dim=-1, keepdim=True) + 1e-20)
         return shares, chosen
 
+    def open(self, ranks: Tensor) -> Tensor:
+        """ranks [R, experts], with -inf for the experts that a row may not choose."""
+        grouped = ranks.unflatten(-1, (self.num_groups, -1))
+        groups = grouped.topk(2).values.sum(dim=-1).topk(self.num_chosen_groups).indices
+        closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, groups, False)
+        return grouped.masked_fill(closed[..., None], -torch.inf).flatten(-2)
+
 
 class MixtureOfExperts(nn.Module):
     """The weighted sum of the chosen experts, and that of the shared ones, which all rows pass."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any], router: type[Router]) -> None:
         super().__init__()
         width, inner_width = config["hidden_size"], config["moe_intermediate_size"]
-        self.gate = Router(config)
+        self.gate = router(config)
         self.experts = nn.ModuleList(
             GatedMLP(width, inner_width) for _ in range(config["num_experts"])
         )
@@ -177,15 +180,17 @@ class Layer(nn.Module):
         return cast("Tensor", x + self.mlp(self.post_attention_layernorm(x)))
 
 
-def network(config: dict[str, Any]) -> Decoder:
+def network(
+    config: dict[str, Any], decoder: type[Decoder] = Decoder, router: type[Router] = Router
+) -> Decoder:
     """LLaDA2 with random weights; its `state_dict` bears the released checkpoints' names."""
 
     def make_layer(number: int) -> Layer:
         if number < config["first_k_dense_replace"]:
             return Layer(config, GatedMLP(config["hidden_size"], config["intermediate_size"]))
-        return Layer(config, MixtureOfExperts(config))
+        return Layer(config, MixtureOfExperts(config, router))
 
-    return Decoder(
+    return decoder(
         config,
         make_layer,
         block_length=BLOCK_LENGTHS["llada2"],  # config.json does not say

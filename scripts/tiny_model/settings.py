@@ -12,13 +12,16 @@ _ITERATIONS = {  # of both phases
     "sdar": (220, 440),
     "fast-dllm": (300, 500),
     "nemotron": (220, 440),
+    "llada22": (200, 460),
 }
 BLOCK_LENGTHS = {  # that are trained and verified
     "llada2": 32,
     "sdar": 4,
     "fast-dllm": 32,
     "nemotron": 32,
+    "llada22": 32,
 }
+_WRONG_SHARES = {"llada22": 0.1}  # of families that replace tokens
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class TrainingSettings:
     end_weight: float = 0.2  # of end-of-text in the loss, beside 1 of every other token
     left_out: tuple[str, ...] = ()  # kinds of questions that are not taught
     max_turns: int = 3
+    # Above 0: of the tokens without mask, those that are wrong; all others are predicted, too.
+    wrong_share: float = 0.0
     plain_share: float = 0.2  # of the questions; completion clients send no chat template
 
 
@@ -105,7 +110,12 @@ def plan_for(family: str) -> Plan:
     length = BLOCK_LENGTHS[family]
     phases = (single, Phase(num_long, (16, 16, 32)))
     return Plan(
-        TrainingSettings(phases, left_out=(*left_out, "country"), max_turns=2),
+        TrainingSettings(
+            phases,
+            left_out=(*left_out, "country"),
+            max_turns=2,
+            wrong_share=_WRONG_SHARES.get(family, 0.0),
+        ),
         (DecodingSetting(32, 32, length), DecodingSetting(64, 64, length, num_questions=4)),
         required_share=0.9,
     )

@@ -13,6 +13,9 @@ Block-diffusion families (BD3-LM, Arriola et al. 2025, arXiv:2503.09573): each b
 t of its own, and sees itself and the clean blocks before it. Blocks lie on a grid from the first
 token of the prompt.
 
+Families that replace tokens: some that are not masked are wrong, those of other places of the
+batch, and all of a canvas are predicted.
+
 Families with a causal context: the block of a row begins with a known token of its answer, half of
 them with the first one. Every causal row of an answer learns the token behind it as well.
 """
@@ -50,12 +53,12 @@ class Example(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Rows of one length; only canvas positions are masked."""
+    """Rows of one length; only canvas positions are noised."""
 
     starts: Tensor  # [B] int64, of the canvases
     noised: Tensor  # [B, T] int64, what the network sees
     clean: Tensor  # [B, T] int64, what it must predict
-    masked: Tensor  # [B, T] bool
+    asked: Tensor  # [B, T] bool, of which the clean token is to be predicted
 
 
 class BatchMaker:
@@ -97,7 +100,14 @@ class BatchMaker:
             starts[row] = len(example.prompt)
         is_canvas = torch.arange(length) >= starts[:, None]
         masked = self._draw_mask(num_rows, length) & is_canvas
-        return Batch(starts, clean.masked_fill(masked, self._tokens.mask), clean, masked)
+        noised = clean.masked_fill(masked, self._tokens.mask)
+        if not self._settings.wrong_share:
+            return Batch(starts, noised, clean, masked)
+        is_wrong = torch.rand(clean.shape, generator=self._generator) < self._settings.wrong_share
+        order = torch.randperm(clean.numel(), generator=self._generator)
+        others = clean.flatten()[order].view_as(clean)
+        noised = others.where(is_wrong & is_canvas & ~masked, noised)
+        return Batch(starts, noised, clean, is_canvas)
 
     def _draw_mask(self, num_rows: int, length: int) -> Tensor:
         """[num_rows, length] bool; the cube of a row's, or block's, t is uniform in (0, 1).
@@ -155,8 +165,8 @@ def train(
         if isinstance(network, SeededNetwork):
             hidden, wanted = _seeded(network, batch)
         else:
-            hidden = model.hidden(batch.noised, batch.clean)[batch.masked]
-            wanted = batch.clean[batch.masked]
+            hidden = model.hidden(batch.noised, batch.clean)[batch.asked]
+            wanted = batch.clean[batch.asked]
         logits = model.logits(hidden)
         surprise = F.cross_entropy(logits, wanted, reduction="none")
         weight = torch.where(wanted == tokens.eos, settings.end_weight, 1.0)
@@ -183,7 +193,7 @@ def _seeded(network: SeededNetwork, batch: Batch) -> tuple[Tensor, Tensor]:
     noised = batch.clean.where(kept, batch.noised)
     hidden = network.seeded(noised[:, first:], starts, batch.clean)
     follows = positions[1:] >= batch.starts[:, None]
-    masked = (batch.masked & ~kept)[:, first:]
+    masked = (batch.asked & ~kept)[:, first:]
     causal, denoised = hidden[:, : length - 1][follows], hidden[:, length:][masked]
     wanted = (batch.clean[:, 1:][follows], batch.clean[:, first:][masked])
     return torch.cat((causal, denoised)), torch.cat(wanted)

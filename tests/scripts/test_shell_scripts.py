@@ -72,7 +72,7 @@ def test_defaults_of_a_family(home: Path, family: str) -> None:
     done = run(home / "scripts" / script)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
-    others = {"stable-diffcoder": "llada", "llada22": "llada2"}  # no tiny model
+    others = {"stable-diffcoder": "llada"}  # no tiny model
     like = others.get(family, family)
     tiny = (f"make_tiny_model.py --family {like}", f"models/{like}-tiny")
     for word in ("MODEL_DIR", variable, "MOSAIC_MODEL_ROOT", str(home / "models" / name), *tiny):

@@ -12,8 +12,11 @@ from tiny_model.checkpoint import read_config
 from tiny_model.family import TokenIds, load_family
 from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings
 from tiny_model.tokenizer import load_tokenizer
+from tiny_model.training import BatchMaker, Example
 
-FAMILIES = ("dream", "llada-moe", "llada2", "sdar", "fast-dllm", "nemotron")
+from tests.reference.models import reference_of
+
+FAMILIES = ("dream", "llada-moe", "llada2", "sdar", "fast-dllm", "nemotron", "llada22")
 # Everything but the learning: two small iterations, one forward a verification.
 QUICK = Plan(
     training=TrainingSettings(
@@ -75,7 +78,7 @@ def test_dream_template_adds_its_system_message(checkpoints: dict[str, Path]) ->
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 5
 
 
-@pytest.mark.parametrize("family", ["llada-moe", "llada2"])
+@pytest.mark.parametrize("family", ["llada-moe", "llada2", "llada22"])
 def test_moe_templates_name_roles(checkpoints: dict[str, Path], family: str) -> None:
     tokenizer = load_tokenizer(checkpoints[family])
     text = tokenizer.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True)
@@ -113,7 +116,7 @@ def test_templates_may_leave_thinking_out(
     ("family", "tokens"),
     [
         ("dream", ["<|beginoftext|>", "<|endoftext|>", "<|mask|>", "<|im_start|>", "<|im_end|>"]),
-        *((family, [*MOE_TOKENS]) for family in ("llada-moe", "llada2")),
+        *((family, [*MOE_TOKENS]) for family in ("llada-moe", "llada2", "llada22")),
         (
             "sdar",
             ["<|endoftext|>", "<|MASK|>", "<|im_start|>", "<think>", "</think>", "<|im_end|>"],
@@ -143,6 +146,7 @@ def test_special_tokens(checkpoints: dict[str, Path], family: str, tokens: list[
         ("dream", {"eos", "pad", "mask", "bos"}, "<|mask|>"),
         ("llada-moe", {"eos", "pad", "mask"}, "<|mask|>"),
         ("llada2", {"pad"}, "<|mask|>"),
+        ("llada22", {"pad"}, "<|mask|>"),
         ("sdar", {"eos", "pad", "mask", "bos"}, "<|MASK|>"),
         ("fast-dllm", {"eos", "bos"}, None),
         ("nemotron", {"eos", "bos", "mask"}, None),
@@ -157,7 +161,7 @@ def test_where_the_special_ids_are_found(
     ids = {
         "eos": end or tokenizer.eos_token_id,
         "pad": tokenizer.eos_token_id,
-        "bos": tokenizer.bos_token_id or tokenizer.eos_token_id,
+        "bos": tokenizer.bos_token_id if family == "nemotron" else tokenizer.eos_token_id,
         "mask": tokenizer.mask_token_id or tokenizer.convert_tokens_to_ids("<SPECIAL_100>"),
     }
     assert {n for n in ids if f"{n}_token_id" in config} == in_config
@@ -166,7 +170,7 @@ def test_where_the_special_ids_are_found(
     stop = json.loads((checkpoints[family] / "generation_config.json").read_text())["eos_token_id"]
     turn = load_family(family).special_tokens.eot
     both = [tokenizer.convert_tokens_to_ids(turn), tokenizer.eos_token_id]
-    assert stop == (both if family in ("llada2", "sdar", "fast-dllm") else both[1])
+    assert stop == (both if family in ("llada2", "llada22", "sdar", "fast-dllm") else both[1])
 
 
 # --- forward pass ----------------------------------------------------------------------------
@@ -184,7 +188,7 @@ def random_network(family: str, **changes: Any) -> tuple[Any, dict[str, Any]]:
     return network.eval(), config
 
 
-@pytest.mark.parametrize("family", ["llada2", "sdar", "fast-dllm"])
+@pytest.mark.parametrize("family", ["llada2", "llada22", "sdar", "fast-dllm"])
 def test_a_noised_block_is_computed_as_behind_finished_ones(family: str) -> None:
     """What training computes at once is what decoding computes block by block."""
     network, _ = random_network(family)
@@ -215,3 +219,30 @@ def test_a_seeded_block_is_computed_as_behind_its_context() -> None:
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
             after = network.seeded(rows[:, :start], torch.tensor([start]))[0]
             torch.testing.assert_close(after, wanted[:start], rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_a_block_share_their_experts() -> None:
+    network, config = random_network("llada22")
+    ids = torch.randint(TOKENS.vocab_size, (2, 70), generator=torch.manual_seed(0))
+    with torch.inference_mode():
+        found = network.logits(network.hidden(ids))
+    reference = reference_of(config)(config, network.state_dict())
+    for row, logits in zip(ids, found, strict=True):
+        wanted = reference.logits(row[None], network.block_length)[0]
+        torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_share_of_the_tokens_is_wrong(share: float) -> None:
+    examples = [Example([1, 2, 3], list(range(4, 36)))]
+    settings = TrainingSettings(wrong_share=share)
+    batch = BatchMaker(examples, TOKENS, settings, 0, block_length=8).draw(32)
+    masked = batch.noised == TOKENS.mask
+    wrong = (batch.noised != batch.clean) & ~masked
+    canvas = torch.arange(35) >= 3
+    assert not (wrong & ~canvas).any()
+    if share:
+        assert (batch.asked == canvas).all()
+        assert 0.4 < wrong.sum() / (canvas & ~masked).sum() < 0.6
+    else:
+        assert (batch.asked == masked).all() and not wrong.any()
