@@ -56,8 +56,7 @@ class TrainingSettings:
     end_weight: float = 0.2  # of end-of-text in the loss, beside 1 of every other token
     left_out: tuple[str, ...] = ()  # kinds of questions that are not taught
     max_turns: int = 3
-    # Above 0: of the tokens without mask, those that are wrong; all others are predicted, too.
-    wrong_share: float = 0.0
+    wrong_share: float = 0.0  # of a canvas's tokens without mask; above 0 it is predicted whole
     plain_share: float = 0.2  # of the questions; completion clients send no chat template
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from tiny_model.settings import TrainingSettings
 
 _LATER_SHARE = 0.5  # of the blocks that begin with another token than the answer's first
-_LATEST_SEED = 8  # of these the last such token
+_LATEST_SEED = 8  # place in the answer of the last such token
 
 
 class Example(NamedTuple):
