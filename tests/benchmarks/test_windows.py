@@ -25,7 +25,7 @@ from benchmarks.shapes import Shape, window_stages
 from vllm.diffusion.decoding import Candidates
 from vllm.diffusion.request import decision
 from vllm.diffusion.request.families import NEMOTRON
-from vllm.diffusion.request.params import ServedModel, SpecialIds
+from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 

@@ -176,6 +176,18 @@ def test_block_steps_count_from_the_first_step_of_their_block(engine: Engine) ->
     assert sorted(found["commit_steps"])[::2][:14] == list(range(1, 15))
 
 
+def test_others_that_want_more_leave_and_it_stays(engine: Engine) -> None:
+    """What is found for a step has as many rows as whoever wants most; they come and go."""
+    traced = Ask(random_prompt(9, 1), {**BLOCKS, **ASKED, "ignore_eos": True})
+    alone = engine.ask(traced)[0].report["trajectory"]
+    shorter = {"gen_length": 8, "steps": 4, "ignore_eos": True}
+    other = Ask(random_prompt(7, 2), shorter, {"logprobs": 5})
+    found = engine.ask(traced, other)[0].report["trajectory"]
+    assert found["commit_steps"] == alone["commit_steps"]
+    for numbers in ("logprobs", "entropies"):
+        assert found[numbers] == pytest.approx(alone[numbers], abs=1e-4)
+
+
 def test_every_answer_has_its_own_and_stop_strings_end_one(engine: Engine) -> None:
     """A likelihood has none, and entropies want a trajectory."""
     asked = {**BLOCKS, "return_trajectory": True}

@@ -94,8 +94,9 @@ class Recorder(CanvasGuest):
     ) -> None:
         self._params, self._prompt_length, self._rule = params, prompt_length, rule
         self._blocks = Blocks(params, prompt_length, len(tokens), rule)
-        # Rows of the extras before its own: log probabilities that the client sees.
-        self._first_row = 0 if params.num_logprobs is None else 4 + 2 * params.num_logprobs
+        # Of the extras, behind log probabilities that the client sees; others have more of them.
+        first_row = 0 if params.num_logprobs is None else 4 + 2 * params.num_logprobs
+        self._rows = slice(first_row, first_row + len(CandidateLogprobs._fields))
         self._holes = np.empty(0, dtype=np.int64)  # of the prompt
         self._tokens = tokens.copy()  # as they were before what is noted
         # The latter: step, start, token and end of a fill.
@@ -154,7 +155,7 @@ class Recorder(CanvasGuest):
             self._mask_forbidden.append(self._step)
         if eligible is None or logprobs is None or not eligible.size:
             return
-        rows = logprobs[self._first_row :].copy()  # the step's buffer is used again
+        rows = logprobs[self._rows].copy()  # the step's buffer is used again
         self._noted.append(_Noted(self._step, eligible, rows, commit.positions, commit.tokens))
 
     def _catch_up(self) -> None:

@@ -321,11 +321,16 @@ class StepLoop:
 
     def _results(self, outcomes: Outcomes) -> dict[str, StepResult]:
         """Make the clients' results of a committed step."""
-        canvases = self._runner.canvases
-        return {
-            req_id: canvases[req_id].report() if error is None else self._failed(req_id, error)
-            for req_id, error in outcomes.items()
-        }
+        return {req_id: self._result(req_id, error) for req_id, error in outcomes.items()}
+
+    def _result(self, req_id: str, error: Exception | None) -> StepResult:
+        if error is None:
+            try:
+                return self._runner.canvases[req_id].report()
+            except Exception as failure:
+                logger.exception("what became of request %s cannot be told", req_id)
+                error = failure
+        return self._failed(req_id, error)
 
     def _failed(self, req_id: str, error: Exception) -> StepResult:
         logger.warning("request %s ends: %s", req_id, error)
