@@ -43,6 +43,11 @@ class Ask:
     sampling: dict[str, Any] = field(default_factory=dict)
 
 
+def uncached(one: Ask) -> Ask:
+    """Return the request with nothing kept: every forward computes all that is seen."""
+    return Ask(one.prompt, {**one.extra, "cache": "none"}, one.sampling)
+
+
 @dataclass(frozen=True)
 class Answer:
     """What came back. `num_forwards` is None when the request did not end by itself."""

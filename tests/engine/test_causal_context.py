@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tests.checkpoints import MASK_ID, make_case, random_prompt
-from tests.engine.harness import Answer, Ask, Engine, record, running
+from tests.engine.harness import Answer, Ask, Engine, record, running, uncached
 from tests.engine.schedules import run_schedule
 from tests.reference import causal_loops
 from tests.reference.models import load_reference
@@ -48,10 +48,6 @@ ASKS = [
         thinking_token_budget=3,
     ),
 ]
-
-
-def uncached(one: Ask) -> Ask:
-    return Ask(one.prompt, {**one.extra, "cache": "none"}, one.sampling)
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from tests.engine.harness import (
     speculating,
     start,
     step,
+    uncached,
 )
 from tests.engine.schedules import run_schedule
 from vllm.diffusion.core.pages import PAGE_SIZE
@@ -58,10 +59,6 @@ ASKS = [
     ask(random_prompt(90, 6), algorithm="sequential", block_length=4, gen_length=12),
     ask(random_prompt(70, 7), algorithm="joint_threshold", block_length=8, gen_length=24),
 ]
-
-
-def uncached(one: Ask) -> Ask:
-    return Ask(one.prompt, {**one.extra, "cache": "none"}, one.sampling)
 
 
 @pytest.fixture(scope="module")

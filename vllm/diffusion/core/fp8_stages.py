@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.stages import Listed
 
 FP8 = torch.float8_e4m3fn
+LARGEST = 448.0  # of the format
 
 
 def surveyed(dtype: torch.dtype, hidden_size: int) -> Buffer:

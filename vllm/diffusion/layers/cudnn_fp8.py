@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from vllm.diffusion.core.devices import capability
+from vllm.diffusion.core.fp8_stages import FP8, LARGEST
 from vllm.diffusion.core.spans import check_tiling
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.core.spans import AttentionLayout
 
-FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # of the format
 PACKAGE = "nvidia-cudnn-frontend"
 _LEAST_FRONT_END, _LEAST_CUDNN = (1, 19, 1), 91900
 _REFERENCE_ROWS = 512  # queries at a time off the GPU

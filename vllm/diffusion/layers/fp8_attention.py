@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 SURVEYED_ROWS = 1024
 HEADROOM = 8.0
-_LARGEST = 448.0  # of e4m3
 
 
 class HeadScales(NamedTuple):
@@ -118,7 +117,7 @@ class Fp8Attention:
         keys = torch.maximum(most[:width] - mean, most[width : 2 * width] + mean).amax()
         largest = torch.stack((most[-2], keys, most[-1]))
         # The exponent e with largest * HEADROOM < 448 * 2^e, made a number by its bits.
-        _, exponents = torch.frexp((largest * (HEADROOM / _LARGEST)).float())
+        _, exponents = torch.frexp((largest * (HEADROOM / fp8_stages.LARGEST)).float())
         scales = (exponents.int().clamp(-100, 100) + 127 << 23).view(torch.float32)
         scales = torch.cat((scales, scales[2:] / 4))
         return HeadScales(mean.float().view(-1, self.layer.head_dim), scales)

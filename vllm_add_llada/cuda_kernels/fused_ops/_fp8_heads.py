@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ._support import NO_ROWS, check_like, check_vector, has_kernel, rows_of
+from .quantise_reference import FP8, LARGEST
 
 NO_COPIES = (NO_ROWS, NO_ROWS, NO_ROWS, NO_ROWS, 0, 0)
-_LARGEST = 448.0  # of e4m3
 
 
 class Fp8Heads(NamedTuple):
@@ -38,7 +38,7 @@ def quantise_heads(q: Tensor, k: Tensor, fp8: Fp8Heads) -> None:
     for (out, heads), scale in zip(parts, fp8.scales[:3], strict=True):
         if out is not None and heads is not None:
             wide = heads.float() - fp8.mean if heads is k else heads.float()
-            out.copy_((wide / scale).clamp(-_LARGEST, _LARGEST))
+            out.copy_((wide / scale).clamp(-LARGEST, LARGEST))
 
 
 def made_in_launch(name: str, q: Tensor, k: Tensor, cos: Tensor, fp8: Fp8Heads) -> Fp8Heads | None:
@@ -78,7 +78,7 @@ def _check(name: str, q: Tensor, k: Tensor, fp8: Fp8Heads) -> None:
     for argument, out, heads in (("q", fp8.q, q), ("k", fp8.k, k), ("v", fp8.v, k)):
         if out is None:
             continue
-        if out.shape != heads.shape or out.dtype != torch.float8_e4m3fn or out.stride(-1) != 1:
+        if out.shape != heads.shape or out.dtype != FP8 or out.stride(-1) != 1:
             raise ValueError(
                 f"{name}: fp8.{argument} must be float8_e4m3fn {list(heads.shape)}, "
                 f"got {out.dtype} {list(out.shape)}"

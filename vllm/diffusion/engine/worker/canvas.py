@@ -249,7 +249,8 @@ class Canvas:
         if isinstance(found, BatchedCommit):
             for guest in self._guests:
                 guest.watch(found, is_mask_forbidden=self.rule.forbid_mask)
-            written = self._write(found)
+            written = found.positions
+            self._write(found)
             work = self.rule.go_on(self.tokens, found.left, found.changes)
             if work is not None:
                 self._is_for(work)
@@ -320,12 +321,10 @@ class Canvas:
             commit = guest.commit(self.tokens, candidates, commit)
         return commit
 
-    def _write(self, commit: Commit | BatchedCommit) -> Array:
-        """Write tokens and return their positions [K]."""
+    def _write(self, commit: Commit | BatchedCommit) -> None:
         self._work = None
         self.tokens[commit.positions] = commit.tokens
         self.num_steps += 1
-        return commit.positions
 
     @property
     def num_committed(self) -> int:

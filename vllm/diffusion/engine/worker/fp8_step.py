@@ -47,10 +47,8 @@ class Fp8Forward(StreamedForward):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         division: Division = arguments[3]
-        rows, own = (
-            self.model.layers[0].fp8_attention.surveyed_rows(division.num_rows),
-            division.own,
-        )
+        rows = self.model.layers[0].fp8_attention.surveyed_rows(division.num_rows)
+        own = division.own
         mine = rows[(rows >= own.start) & (rows < own.stop)] - own.start
         longest = max(chunk.own.stop - chunk.own.start for chunk in self.cuts.keys_values)
         pieces = [mine[i : i + longest] for i in range(0, len(mine), max(longest, 1))]

@@ -64,9 +64,8 @@ class Proposals(CanvasGuest):
             is_new = (standing == self._mask_id) | self._confirms(candidates, standing)
             self._note(candidates, found, commit, is_new)
         positions = commit.positions - self._prompt_length
-        on_canvas = (positions >= 0) & (
-            positions < self._guessed.size
-        )  # the last block may be longer
+        # The last block may be longer than the canvas.
+        on_canvas = (positions >= 0) & (positions < self._guessed.size)
         self._guessed[positions[on_canvas]] = self._is_guess
         self._is_guess = True
         return commit

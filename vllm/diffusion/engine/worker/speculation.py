@@ -168,14 +168,16 @@ class Speculation:
             self._stand_by(canvases)
             return list(canvases)
         rows = sum(canvas.next_rows for canvas in canvases)
-        numbers = self._numbers(canvases, rows)
+        begun = {c.req_id: c.next_forward() for c in canvases if c.req_id in self._guessing}
+        asking = [c for c in canvases if c.req_id in begun and _may_guess(c, *begun[c.req_id])]
+        numbers = self._numbers(asking, canvases, rows)
         packed: list[Packed] = []
         room = most_rows - rows
         for index, canvas in enumerate(canvases):
             packed.append(canvas)
-            if canvas.req_id not in self._guessing:
+            if canvas.req_id not in begun:
                 continue
-            work, window = canvas.next_forward()
+            work, window = begun[canvas.req_id]
             self._places.leave(canvas.req_id, window)
             number = numbers.get(canvas.req_id, 0)
             canvas.later_draws = _later_draws(canvas, number)
@@ -199,9 +201,10 @@ class Speculation:
         for canvas in canvases:
             canvas.later_draws = 0
 
-    def _numbers(self, canvases: Sequence[Canvas], rows: int) -> dict[str, int]:
-        """Return how many guesses requests should have at most, of those that may have some."""
-        asking = [c for c in canvases if c.req_id in self._guessing and _may_guess(c)]
+    def _numbers(
+        self, asking: Sequence[Canvas], canvases: Sequence[Canvas], rows: int
+    ) -> dict[str, int]:
+        """Return how many guesses the requests that may have some should have at most."""
         asked = {canvas.req_id: canvas.params.num_speculative_states for canvas in asking}
         if self._times is None or not asking:
             return asked
@@ -407,13 +410,12 @@ def _later_draws(canvas: Canvas, number: int) -> int:
     return min(MOST_LATER_DRAWS, number) or int(canvas.num_steps % NOISY_INTERVAL == 0)
 
 
-def _may_guess(canvas: Canvas) -> bool:
+def _may_guess(canvas: Canvas, work: ForwardTarget, window: Window) -> bool:
     """Whether a request's next forward may have guesses beside it: they have places, or need none.
 
     None has a forward of all positions that refreshes keys, nor one that computes more than the
     rule needs.
     """
-    work, window = canvas.next_forward()
     if not work.eligible.size or canvas.window.cache is None:
         return work.eligible.size > 0
     if canvas.params.cache == "exact":

@@ -67,10 +67,8 @@ def run_streamed(
     if is_joint:
         parts = to_first(parts, peers.size)
     in_windows = forward.model.routes_windows
-    rounds, cuts = (
-        rounds_of(parts, division),
-        Cuts.of(division, plan, parts, in_windows=in_windows),
-    )
+    rounds = rounds_of(parts, division)
+    cuts = Cuts.of(division, plan, parts, in_windows=in_windows)
     with pool.scope("step"):
         INPUTS.expect(pool, division.longest)
         RESULTS.expect(pool, peers.size * even)
