@@ -169,6 +169,26 @@ def import_what_is_needed() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if given.get(name) != value}
 
 
+def has_peer(connection: socket.socket) -> bool:
+    with suppress(OSError):
+        return bool(connection.getpeername())
+    return False
+
+
+def leave_the_port() -> None:
+    """Put /dev/null in the place of each port that this process, a fork, was given with its memory.
+
+    A spawned engine has none either. A server that ends looks for others at its port, and is in
+    trouble where one of them has just been killed.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as one:  # else no socket
+            if one.family in (socket.AF_INET, socket.AF_INET6) and not has_peer(one):
+                os.dup2(null, number)
+    os.close(null)
+
+
 def run(
     arguments: Sequence[str], log: str, variables: Mapping[str, str], added: Mapping[str, str]
 ) -> None:
@@ -183,6 +203,7 @@ def run(
     for given, number in ((null, 0), (output, 1), (output, 2)):
         os.dup2(given, number)
     os.chdir(os.path.dirname(log))
+    os.register_at_fork(after_in_child=leave_the_port)
     os.environ.clear()
     os.environ.update(variables)
     for name, value in added.items():
