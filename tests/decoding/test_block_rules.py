@@ -169,14 +169,15 @@ def test_llada22(number: int) -> None:
     assert all(settled % case.block_length == 0 for settled in found.settled[:-1])
 
 
-@pytest.mark.parametrize("temperature", [0.7, 2.0])
-def test_llada22_draws_no_token_that_edits_in_its_last_round(temperature: float) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 2.0])
+def test_llada22_never_writes_what_it_must_not(temperature: float) -> None:
+    """No token that edits in its last round, and no end that is forbidden, in edits either."""
     case = Case(3)
-    toy = case.toy(bias=dict.fromkeys(EDITS, 3.0))
+    toy = case.toy(bias=dict.fromkeys((*EDITS, 22), 3.0))
     asked = {"algorithm": "levenshtein", "temperature": temperature, "max_post_steps": 1}
-    found = Decoding(toy, case.params_of(LLADA22, {**asked, "seed": 1}), case.prompt)
-    answer = found.run()
-    assert not {MASK, *EDITS} & set(answer)
+    asked |= {"logits_eos_inf": True, "seed": 1}
+    found = Decoding(toy, case.params_of(LLADA22, asked), case.prompt)
+    assert not {MASK, *EDITS, 22} & set(found.run())
 
 
 @pytest.mark.parametrize("number", CASES)
