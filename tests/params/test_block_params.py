@@ -12,6 +12,7 @@ from tests.params.support import MASK, PROMPT, STANDARD, refusal, resolve
 from tests.params.support import MODEL as LLADA_MODEL
 from vllm import SamplingParams
 from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.engine.scheduler.trajectories import parameters_of
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, algorithms_for
 from vllm.diffusion.request.edits import Edits
@@ -121,7 +122,9 @@ def test_blocks_of_a_causal_context() -> None:
 
 
 def test_thinking_is_bounded_where_a_model_thinks() -> None:
-    assert resolve(CAUSAL, thinking_token_budget=8).thinking_token_budget == 8
+    decided = resolve(CAUSAL, thinking_token_budget=8)
+    assert decided.thinking_token_budget == 8
+    assert parameters_of(decided)["thinking_token_budget"] == 8
     assert resolve(CAUSAL, thinking_token_budget=-1).thinking_token_budget is None
     by_server = dataclasses.replace(CAUSAL, defaults={"thinking_token_budget": 9})
     assert resolve(by_server).thinking_token_budget == 9
