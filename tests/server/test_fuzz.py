@@ -10,7 +10,7 @@ from tests.server.client import Client
 from tests.server.process import ServerProcess
 
 NUM_EXAMPLES = 24  # of an operation
-# Of those whose requests take a second each to draw: lists of lists of messages, and all their tools.
+# Of those whose requests take a second each to draw: lists of conversations, and all tools.
 FEWER_EXAMPLES = {"/v1/chat/completions/batch": 6, "/v1/messages/count_tokens": 8}
 ROUTES = (
     *("/generate", "/v1/chat/completions", "/v1/completions", "/v1/chat/completions/batch"),
