@@ -138,6 +138,13 @@ def test_self_speculation_is_autoregressive(engine: Engine, block_length: int) -
         assert one.token_ids == other.token_ids
 
 
+def test_an_answer_with_a_format_thinks_nothing(engine: Engine) -> None:
+    asked = {"structured_outputs": {"choice": ["Paris", "London"]}, "thinking_token_budget": 2}
+    (answer,) = engine.ask(Ask(random_prompt(20), {"gen_length": 32, **asked}))
+    assert answer.text in ("Paris", "London")
+    assert answer.report["ignored"] == ["thinking_token_budget"]
+
+
 def test_a_likelihood_is_that_of_the_next_token(
     engine: Engine, checkpoint: Callable[[str], Path]
 ) -> None:
