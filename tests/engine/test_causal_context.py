@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tests.checkpoints import MASK_ID, make_case, random_prompt
-from tests.engine.harness import Answer, Ask, Engine, record, running, uncached
+from tests.engine.harness import Answer, Ask, Engine, record, running, start, step, uncached
 from tests.engine.schedules import run_schedule
 from tests.reference import causal_loops
 from tests.reference.models import load_reference
@@ -99,6 +99,19 @@ def test_who_loses_its_pages_goes_on_where_it_was(
     same(engine.ask(*asks), alone)
     assert len(lost) >= 2
     assert engine.is_idle()
+
+
+def test_no_part_of_a_context_reaches_into_a_draft(engine: Engine) -> None:
+    """Whose rows are all sampled: they are not kept before, however the context is cut."""
+    one = ask(random_prompt(50, 7), "self_speculation", block_length=16, gen_length=30)
+    (alone,) = engine.ask(uncached(one))
+    start(engine, "a", one)
+    answers: dict[str, Answer] = {}
+    for count in range(400):
+        answers |= step(engine)
+        if count % 7 == 0:
+            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert answers["a"].token_ids == alone.token_ids
 
 
 @pytest.mark.slow
