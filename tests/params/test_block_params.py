@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,6 +121,18 @@ def test_blocks_of_a_causal_context() -> None:
     decided = resolve(CAUSAL, algorithm="self_speculation", block_length=8, gen_length=32)
     assert (decided.block_length, decided.kept_unit, decided.threshold) == (8, 1, 0.0)
     assert num_positions(NEMOTRON.visibility.with_blocks_of(8), 10, 32) == 49
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given"),
+    [(dtype, x) for dtype in ("bfloat16", "float16", "float32") for x in (0.9, 0.85, 0.3, -1.0)],
+)
+def test_thresholds_of_scores_in_the_dtype_of_logits_have_it(dtype: str, given: float) -> None:
+    """As PyTorch compares a tensor with a number."""
+    model = dataclasses.replace(CAUSAL, dtype=dtype)
+    compared = given if dtype == "float32" else torch.tensor(given, dtype=getattr(torch, dtype))
+    assert resolve(model, threshold=given).threshold == float(compared)
+    assert resolve(model, threshold=given, confidence_dtype="float32").threshold == given
 
 
 def test_thinking_is_bounded_where_a_model_thinks() -> None:

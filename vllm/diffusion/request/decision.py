@@ -47,7 +47,7 @@ from vllm.diffusion.request.likelihood import (
     score_request,
 )
 from vllm.diffusion.request.params import SEED_BITS, DiffusionParams
-from vllm.diffusion.request.values import in_words
+from vllm.diffusion.request.values import as_score, in_words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -93,6 +93,12 @@ _PLAIN: tuple[str, ...] = tuple(
     )
 )
 
+
+# Those that are compared with scores.
+_SCORES = (
+    *("threshold", "relaxed_threshold", "low_threshold", "editing_threshold"),
+    "delimiter_threshold",
+)
 
 # Its steps are those of one request, without guesses.
 _WITH_FP8_ATTENTION: dict[str, Any] = {"num_speculative_states": 0}
@@ -321,6 +327,8 @@ def _values(
 ) -> dict[str, Any]:
     """Return the values that come from one field each, from the lengths, and from the model."""
     values = {name: _value(name, request, algorithm, model) for name in _PLAIN}
+    if values["confidence_dtype"] == "logits":
+        values |= {name: as_score(values[name], model.dtype) for name in _SCORES}
     if cache not in GUIDED_CACHES:
         values["cfg_scale"] = 0.0  # a server-wide one gives way
     values["sub_block_length"] = _sub_block_length(request, lengths.block_length, algorithm, model)
