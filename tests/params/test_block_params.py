@@ -104,6 +104,7 @@ CAUSAL = served(NEMOTRON, ids=THINKING)
         ({"allow_infill": True}, "allow_infill"),
         ({"cache": "dual"}, "cache"),
         ({"thinking_token_budget": -2}, "thinking_token_budget"),
+        ({"thinking_token_budget": 8, "allowed_token_ids": [17, 18]}, "allowed_token_ids"),
         ({"algorithm": "self_speculation", "presence_penalty": 0.5}, "presence_penalty"),
         ({"algorithm": "self_speculation", "complete_blocks": True}, "complete_blocks"),
     ],
@@ -141,6 +142,7 @@ def test_thinking_is_bounded_where_a_model_thinks() -> None:
     assert resolve(CAUSAL, thinking_token_budget=-1).thinking_token_budget is None
     by_server = dataclasses.replace(CAUSAL, defaults={"thinking_token_budget": 9})
     assert resolve(by_server).thinking_token_budget == 9
+    assert resolve(by_server, allowed_token_ids=[17, 18]).thinking_token_budget is None
     for model in (SERVED, served(NEMOTRON)):  # whose tokenizer has no such tokens
         decided = resolve(model, thinking_token_budget=8)
         assert (decided.thinking_token_budget, decided.ignored) == (

@@ -259,6 +259,8 @@ def decide(
     )
     if spec is not None and guide is not None:
         params = _guided(params, spec, guide, prompt_token_ids)
+    elif params.thinking_token_budget is not None:
+        params = _with_end_of_thinking(params, request)
     if score is not None:
         return _scored(params, score, spec, model, num_prompt)
     if algorithm.drafts:
@@ -435,7 +437,7 @@ def _guided(
 ) -> DiffusionParams:
     """Add a language to the parameters, and check the room of the answer and of the prompt's gaps.
 
-    Filters of single tokens cannot act then.
+    Filters of single tokens cannot act then, and nothing is thought before.
     """
     is_cut = params.max_tokens < params.gen_length
     room = min(params.max_tokens, params.gen_length)
@@ -443,10 +445,28 @@ def _guided(
     for is_gap, tokens in groupby(prompt, lambda token: token == params.mask_id):
         if is_gap:
             check_room(guide, spec, len(list(tokens)), "prompt")
-    filters = tuple(name for name in FILTERS if getattr(params, name))
-    return dataclasses.replace(
-        params, guide=guide, **NO_FILTERS, ignored=(*params.ignored, *filters)
-    )
+    without = {**NO_FILTERS, "thinking_token_budget": None}
+    others = tuple(n for n, value in without.items() if getattr(params, n) != value)
+    return dataclasses.replace(params, guide=guide, **without, ignored=(*params.ignored, *others))
+
+
+def _with_end_of_thinking(params: DiffusionParams, request: Mapping[str, Any]) -> DiffusionParams:
+    """Refuse a budget whose last token the answer may not have; a default one gives way."""
+    end, edits = params.think_ids[1], params.edits
+    if edits is None:
+        return params
+    allowed = edits.allowed_token_ids
+    excluded_by = {
+        "bad_words": end in edits.never,
+        "allowed_token_ids": len(allowed) > 0 and end not in allowed,
+    }
+    name = next((name for name, excludes in excluded_by.items() if excludes), None)
+    if name is None:
+        return params
+    if "thinking_token_budget" in request:
+        wanted = f"wanted token {end}, which ends thinking, beside thinking_token_budget"
+        raise InvalidParameterError(name, request[name], wanted)
+    return dataclasses.replace(params, thinking_token_budget=None)
 
 
 def _with_suffix(
