@@ -228,6 +228,7 @@ def decide(
     end_ids = model.ids.stop | stop_token_ids
     told_ids = _told_ids(request.pop("logprob_token_ids", None), model)
     logprobs, left_out = request.pop("logprobs", None), request.pop(IGNORED, ())
+    left_out += tuple(n for n in model.unused_defaults if request.get(n, 1) == 1)
     upstream_max_tokens = request.pop("upstream_max_tokens", None)
     algorithm = _algorithm(request, model, spec)
     ignored = _ignored(request, algorithm, model)
