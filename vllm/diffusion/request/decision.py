@@ -222,8 +222,7 @@ def decide(
         InvalidParameterError: naming the field, the given and the wanted value.
     """
     request = dict(asked)
-    spec: Spec | None = request.pop(STRUCTURED, None)
-    score = request.pop(SCORE, None)
+    spec, score = request.pop(STRUCTURED, None), request.pop(SCORE, None)
     stop_token_ids = frozenset(request.pop("stop_token_ids", ()))
     end_ids = model.ids.stop | stop_token_ids
     told_ids = _told_ids(request.pop("logprob_token_ids", None), model)
@@ -235,9 +234,8 @@ def decide(
         request.pop(name, None)
     _check(request, algorithm, model)
     _check_prompt(prompt_token_ids, model, request.get("allow_infill", False))
-    if score is None and request.get("allow_infill") and model.family.has_causal_context:
-        wanted = f"wanted false: a model of family {model.family.name} reads a prompt causally"
-        raise InvalidParameterError("allow_infill", True, wanted)
+    if score is None:
+        _check_infill(request, model)
     num_prompt = len(prompt_token_ids)
     guide = None if spec is None else _guide(spec, request, model, stop_token_ids)
     lengths = _lengths(request, guide, algorithm, model, num_prompt, upstream_max_tokens)
@@ -707,6 +705,12 @@ def _check_prompt(prompt: Sequence[int], model: ServedModel, allow_infill: bool)
             model.ids.mask,
             "it holds the mask token; wanted a prompt without it, or allow_infill: true",
         )
+
+
+def _check_infill(request: Mapping[str, Any], model: ServedModel) -> None:
+    if request.get("allow_infill") and model.family.has_causal_context:
+        wanted = f"wanted false: a model of family {model.family.name} reads a prompt causally"
+        raise InvalidParameterError("allow_infill", True, wanted)
 
 
 def _check_special_ids(request: Mapping[str, Any], ids: SpecialIds) -> None:
