@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.checkpoints import EOS_ID, EOT_ID, random_prompt
+from tests.checkpoints import DELETE_ID, EOS_ID, EOT_ID, random_prompt
 from tests.engine.cases import CUT, DELAYED, DREAM, FULL, MULTI
 from tests.engine.harness import BLOCKS, NOISY, Ask, running
 from vllm.diffusion.request.algorithms import ALGORITHMS, algorithms_for
@@ -70,6 +70,17 @@ def check_ways(engine: Engine, found: list[dict[str, Any]]) -> None:
         assert len(least.token_ids) == LEAST + 1, own
         assert least.token_ids[-1] in (EOS_ID, EOT_ID) and least.finish_reason == "stop", own
         assert allowed.report["ignored"] == least.report["ignored"] == []
+
+
+def test_an_end_does_not_move_before_the_least_length(checkpoint: Callable[[str], Path]) -> None:
+    """Where the tokens before it are deleted."""
+    often = {"logit_bias": {str(DELETE_ID): 8, str(EOS_ID): 8}, "min_tokens": LEAST}
+    asked = {"gen_length": 24, "block_length": 8, "threshold": 0.3, "editing_threshold": 0.9}
+    asks = [Ask(random_prompt(9, number), {**asked, **often}) for number in (3, 20, 28)]
+    with running(checkpoint("llada22")) as engine:
+        answers = engine.ask(*asks)
+    assert {answer.finish_reason for answer in answers} == {"stop"}
+    assert all(len(answer.token_ids) > LEAST for answer in answers)
 
 
 def test_every_algorithm_and_cache(llada: Engine) -> None:

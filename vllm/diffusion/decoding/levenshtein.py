@@ -194,7 +194,13 @@ class Levenshtein(GridRule):
         block += [self.params.mask_id] * missing
         marks += [False] * missing
         self._is_first = np.array(marks[: written.size], dtype=np.bool_)
-        return np.array(block[: written.size], dtype=np.int64)
+        scanned = np.array(block[: written.size], dtype=np.int64)
+        if self.params.edits is not None:  # an end may have moved to where there must be none
+            first = max(self.start, self.prompt_length) - self.prompt_length
+            num_early = max(self.params.edits.min_tokens - first, 0)
+            ends = np.isin(scanned[:num_early], self.params.edits.end_ids).nonzero()[0]
+            scanned[ends], self._is_first[ends] = self.params.mask_id, False
+        return scanned
 
     def _ends_with(self, block: Array) -> bool:
         """Whether no forward follows the one that turned the block into `block` [R]."""
