@@ -435,10 +435,18 @@ def test_missing_tensors_are_logged_or_an_error(
         update(engine, "some.safetensors")
 
 
-def test_transfers_that_do_not_work_stop_the_start(checkpoint: Callable[[str], Path]) -> None:
-    config = {"backend": "sparse_nccl"}
-    with pytest.raises(ValueError, match="given 'sparse_nccl'; wanted one of nccl, ipc, disk"):
-        engine_config(checkpoint("mha"), weight_transfer_config=config)
+@pytest.mark.parametrize(
+    ("name", "given", "match"),
+    [
+        ("weight_transfer_config", {"backend": "sparse_nccl"}, "'sparse_nccl'; wanted one of nccl"),
+        ("logprobs_mode", "processed_logits", "'processed_logits'; wanted raw_logprobs"),
+    ],
+)
+def test_what_does_not_work_stops_the_start(
+    name: str, given: Any, match: str, checkpoint: Callable[[str], Path]
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        engine_config(checkpoint("mha"), **{name: given})
 
 
 def test_reset_zeroes_every_weight(checkpoint: Callable[[str], Path]) -> None:
