@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tests.checkpoints import MASK_ID, make_case, random_prompt
-from tests.engine.harness import Answer, Ask, Engine, record, running, uncached
+from tests.engine.harness import Answer, Ask, Engine, record, running, start, step, uncached
 from tests.engine.schedules import run_schedule
 from tests.reference import causal_loops
 from tests.reference.models import load_reference
@@ -101,6 +101,19 @@ def test_who_loses_its_pages_goes_on_where_it_was(
     assert engine.is_idle()
 
 
+def test_no_part_of_a_context_reaches_into_a_draft(engine: Engine) -> None:
+    """Whose rows are all sampled: they are not kept before, however the context is cut."""
+    one = ask(random_prompt(50, 7), "self_speculation", block_length=16, gen_length=30)
+    (alone,) = engine.ask(uncached(one))
+    start(engine, "a", one)
+    answers: dict[str, Answer] = {}
+    for count in range(400):
+        answers |= step(engine)
+        if count % 7 == 0:
+            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert answers["a"].token_ids == alone.token_ids
+
+
 @pytest.mark.slow
 @settings(
     deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -136,6 +149,13 @@ def test_self_speculation_is_autoregressive(engine: Engine, block_length: int) -
             Ask(prompt, {"algorithm": "self_speculation", "block_length": block_length, **lengths}),
         )
         assert one.token_ids == other.token_ids
+
+
+def test_an_answer_with_a_format_thinks_nothing(engine: Engine) -> None:
+    asked = {"structured_outputs": {"choice": ["Paris", "London"]}, "thinking_token_budget": 2}
+    (answer,) = engine.ask(Ask(random_prompt(20), {"gen_length": 32, **asked}))
+    assert answer.text in ("Paris", "London")
+    assert answer.report["ignored"] == ["thinking_token_budget"]
 
 
 def test_a_likelihood_is_that_of_the_next_token(

@@ -25,6 +25,7 @@ from vllm.diffusion.engine.worker import step_log
 from vllm.diffusion.engine.worker.first_forwards import FirstForwards
 from vllm.diffusion.memory import PoolExhaustedError
 from vllm.diffusion.ops import HostCopy
+from vllm.diffusion.sampling import LogitEditor
 
 
 def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(
@@ -98,6 +99,22 @@ def test_a_launch_that_fails_leaves_nothing_switched_on(
     assert runner.pool.used_bytes == runner.caches.reserved_bytes  # no scope is open
     (again,) = engine.ask(as_request(prompt, **BLOCKS))
     assert again.token_ids == wanted.ids
+
+
+def test_one_with_which_no_step_can_be_launched_ends_alone(
+    engine: Engine, model: LLaDAReference, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool
+) -> None:
+    prompt, wanted = clear_case(model, 20, **BLOCKS)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("the edits broke")
+
+    monkeypatch.setattr(LogitEditor, "of", fail)
+    good, bad = as_request(prompt, **BLOCKS), as_request(prompt, **BLOCKS, presence_penalty=1.0)
+    first, ended, last = engine.ask(good, bad, good)
+    assert_decoded([first, last], [wanted, wanted])
+    assert ended.finish_reason == "error" and "the edits broke" in ended.report["error"]
+    assert engine.is_idle()
 
 
 def test_a_kernel_that_fails_while_the_host_waits_ends_the_requests_of_its_step(

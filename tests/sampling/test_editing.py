@@ -110,6 +110,10 @@ def test_a_prompts_gaps_count_once_they_are_filled() -> None:
     assert [i for i, x in enumerate(repeated[0]) if x < repeated[0].max()] == [3, 4, 9, 30]
 
 
+def test_a_prompt_of_gaps_alone_counts_nothing() -> None:
+    assert edited({}, [0, 1], prompt=[MASK, MASK], frequency_penalty=1.0).unique().numel() == 1
+
+
 def test_a_suffix_counts_as_given() -> None:
     asked = {"suffix_ids": [11, 12], "max_tokens": 8, "gen_length": 16}
     assert counted(edited({0: 5}, [3], **asked, frequency_penalty=2.0)) == [{5: 1}]

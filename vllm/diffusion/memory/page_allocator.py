@@ -192,7 +192,8 @@ class PageAllocator:
     def _hold(self, req_id: str, length: int, pages: Array) -> KeptSequence:
         kept = KeptSequence(length, pages, _slots(pages, length), 0)
         self._sequences[req_id] = kept
-        self._holders.update(pages.tolist())
+        if not self._is_fixed:
+            self._holders.update(pages.tolist())
         return kept
 
     def provide(self, positions: int) -> None:

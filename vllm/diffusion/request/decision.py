@@ -47,7 +47,7 @@ from vllm.diffusion.request.likelihood import (
     score_request,
 )
 from vllm.diffusion.request.params import SEED_BITS, DiffusionParams
-from vllm.diffusion.request.values import in_words
+from vllm.diffusion.request.values import as_score, in_words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -93,6 +93,12 @@ _PLAIN: tuple[str, ...] = tuple(
     )
 )
 
+
+# Those that are compared with scores.
+_SCORES = (
+    *("threshold", "relaxed_threshold", "low_threshold", "editing_threshold"),
+    "delimiter_threshold",
+)
 
 # Its steps are those of one request, without guesses.
 _WITH_FP8_ATTENTION: dict[str, Any] = {"num_speculative_states": 0}
@@ -216,8 +222,7 @@ def decide(
         InvalidParameterError: naming the field, the given and the wanted value.
     """
     request = dict(asked)
-    spec: Spec | None = request.pop(STRUCTURED, None)
-    score = request.pop(SCORE, None)
+    spec, score = request.pop(STRUCTURED, None), request.pop(SCORE, None)
     stop_token_ids = frozenset(request.pop("stop_token_ids", ()))
     end_ids = model.ids.stop | stop_token_ids
     told_ids = _told_ids(request.pop("logprob_token_ids", None), model)
@@ -229,9 +234,8 @@ def decide(
         del request[name]
     _check(request, algorithm, model)
     _check_prompt(prompt_token_ids, model, request.get("allow_infill", False))
-    if score is None and request.get("allow_infill") and model.family.has_causal_context:
-        wanted = f"wanted false: a model of family {model.family.name} reads a prompt causally"
-        raise InvalidParameterError("allow_infill", True, wanted)
+    if score is None:
+        _check_infill(request, model)
     num_prompt = len(prompt_token_ids)
     guide = None if spec is None else _guide(spec, request, model, stop_token_ids)
     lengths = _lengths(request, guide, algorithm, model, num_prompt, upstream_max_tokens)
@@ -253,6 +257,8 @@ def decide(
     )
     if spec is not None and guide is not None:
         params = _guided(params, spec, guide, prompt_token_ids)
+    elif params.thinking_token_budget is not None:
+        params = _with_end_of_thinking(params, request)
     if score is not None:
         return _scored(params, score, spec, model, num_prompt)
     if algorithm.drafts:
@@ -319,6 +325,8 @@ def _values(
 ) -> dict[str, Any]:
     """Return the values that come from one field each, from the lengths, and from the model."""
     values = {name: _value(name, request, algorithm, model) for name in _PLAIN}
+    if values["confidence_dtype"] == "logits":
+        values |= {name: as_score(values[name], model.dtype) for name in _SCORES}
     if cache not in GUIDED_CACHES:
         values["cfg_scale"] = 0.0  # a server-wide one gives way
     values["sub_block_length"] = _sub_block_length(request, lengths.block_length, algorithm, model)
@@ -427,7 +435,7 @@ def _guided(
 ) -> DiffusionParams:
     """Add a language to the parameters, and check the room of the answer and of the prompt's gaps.
 
-    Filters of single tokens cannot act then.
+    Filters of single tokens cannot act then, and nothing is thought before.
     """
     is_cut = params.max_tokens < params.gen_length
     room = min(params.max_tokens, params.gen_length)
@@ -435,10 +443,28 @@ def _guided(
     for is_gap, tokens in groupby(prompt, lambda token: token == params.mask_id):
         if is_gap:
             check_room(guide, spec, len(list(tokens)), "prompt")
-    filters = tuple(name for name in FILTERS if getattr(params, name))
-    return dataclasses.replace(
-        params, guide=guide, **NO_FILTERS, ignored=(*params.ignored, *filters)
-    )
+    without = {**NO_FILTERS, "thinking_token_budget": None}
+    others = tuple(n for n, value in without.items() if getattr(params, n) != value)
+    return dataclasses.replace(params, guide=guide, **without, ignored=(*params.ignored, *others))
+
+
+def _with_end_of_thinking(params: DiffusionParams, request: Mapping[str, Any]) -> DiffusionParams:
+    """Refuse a budget whose last token the answer may not have; a default one gives way."""
+    end, edits = params.think_ids[1], params.edits
+    if edits is None:
+        return params
+    allowed = edits.allowed_token_ids
+    excluded_by = {
+        "bad_words": end in edits.never,
+        "allowed_token_ids": len(allowed) > 0 and end not in allowed,
+    }
+    name = next((name for name, excludes in excluded_by.items() if excludes), None)
+    if name is None:
+        return params
+    if "thinking_token_budget" in request:
+        wanted = f"wanted token {end}, which ends thinking, beside thinking_token_budget"
+        raise InvalidParameterError(name, request[name], wanted)
+    return dataclasses.replace(params, thinking_token_budget=None)
 
 
 def _with_suffix(
@@ -678,6 +704,12 @@ def _check_prompt(prompt: Sequence[int], model: ServedModel, allow_infill: bool)
             model.ids.mask,
             "it holds the mask token; wanted a prompt without it, or allow_infill: true",
         )
+
+
+def _check_infill(request: Mapping[str, Any], model: ServedModel) -> None:
+    if request.get("allow_infill") and model.family.has_causal_context:
+        wanted = f"wanted false: a model of family {model.family.name} reads a prompt causally"
+        raise InvalidParameterError("allow_infill", True, wanted)
 
 
 def _check_special_ids(request: Mapping[str, Any], ids: SpecialIds) -> None:

@@ -76,7 +76,8 @@ class LogitEditor:
         self._open = tokens == params.mask_id
         self._open[prompt_length + params.num_open :] = False  # what fills it up is no answer
         prompt = tokens[:prompt_length][tokens[:prompt_length] != params.mask_id]
-        self._prompt = np.unique([*prompt.tolist(), *params.suffix_ids])
+        suffix = np.array(params.suffix_ids, dtype=np.int64)
+        self._prompt = np.unique(np.concatenate((prompt, suffix)))
 
     def of(self, tokens: Array, positions: Array) -> RowEdits:
         """Return the changes of the rows of `positions` [R] int64, ascending, of the sequence."""

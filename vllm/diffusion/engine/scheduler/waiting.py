@@ -53,6 +53,7 @@ class WaitingLine:
     def remove(self, item: RequestState) -> None:
         self.requests.remove(item)
         self._gated.pop(item, None)
+        self._looked_at = [other for other in self._looked_at if other is not item]
 
     def admit(
         self,

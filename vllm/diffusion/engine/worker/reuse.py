@@ -151,6 +151,8 @@ class Exact(Windows):
             end = start
         if end - kept > room:
             end = kept + room - room % self._visibility.block_length
+            if kept < start:  # no row of the rule is kept before it has been sampled
+                end = min(end, start)
         return Forward(range(kept, end), kept, is_causal=self.is_causal or is_apart)
 
     def computed(self, forward: Forward, committed: int) -> None:

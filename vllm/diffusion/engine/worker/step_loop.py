@@ -246,7 +246,7 @@ class StepLoop:
 
         Where memory runs out, guesses are left out, then what other steps have left behind is
         released, then what a paused step holds, then the requests that take most are left out, each
-        time with another try.
+        time with another try. Where it fails for another reason, what fails alone is left out.
         """
         failures: dict[str, Exception] = {}
         ready = [req_id for req_id in rows if self._is_ready(req_id, failures, rows[req_id])]
@@ -257,7 +257,10 @@ class StepLoop:
             if failure is None:
                 return LaunchResult(step, failures)
             if not isinstance(failure, OUT_OF_MEMORY):
-                return LaunchResult(None, failures | dict.fromkeys(ready, failure))
+                alone = self._failing_alone(ready) if len(ready) > 1 else {}
+                failures |= alone or dict.fromkeys(ready, failure)
+                ready = [req_id for req_id in ready if req_id not in failures]
+                continue
             if self._runner.drop_guesses():
                 continue
             if has_trimmed and not self._runner.drop_slices():
@@ -268,6 +271,16 @@ class StepLoop:
             self._runner.pool.trim()
             has_trimmed = True
         return LaunchResult(None, failures)
+
+    def _failing_alone(self, req_ids: Iterable[str]) -> dict[str, Exception]:
+        """Return the requests that fail in a step of their own, too, and why."""
+        found = {}
+        for req_id in req_ids:
+            what = f"a denoise step of request {req_id} alone could not be launched"
+            _, failure = self._tried(what, self._runner.launch, [req_id])
+            if failure is not None and not isinstance(failure, OUT_OF_MEMORY):
+                found[req_id] = failure
+        return found
 
     def _is_ready(self, req_id: str, failures: dict[str, Exception], room: int = ALL_ROWS) -> bool:
         """Whether a request's rule can begin the step; else `failures` gets its error."""
