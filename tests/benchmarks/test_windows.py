@@ -165,7 +165,7 @@ def test_right_guesses_save_forwards(tmp_path: Path) -> None:
     arguments = [
         *("--context", "132", "--gen-length", "16", "--block-length", "8", "--rounds", "1"),
         *("--states", "4", "--clients", "1", "--chances", "1"),
-        *("--family", "llada", *SMALL, "--output-dir", str(tmp_path)),
+        *("--family", "llada", *SMALL, "--shrink", "32", "--output-dir", str(tmp_path)),
     ]
     assert speculation.main(arguments) == 0
     rows = json.loads((tmp_path / "speculation.json").read_text())["rows"]

@@ -37,9 +37,10 @@ NEVER = {MASK: -1e9}  # bias of a token that is never proposed
 
 def served(family: Family) -> ServedModel:
     edit = EDITS if family.edit_tokens else ()
+    think = THINKING if family.think_tokens else ()
     return ServedModel(
         family=family,
-        ids=SpecialIds(mask=MASK, eos=22, eot=21, stop=STOPS, edit=edit),
+        ids=SpecialIds(mask=MASK, eos=22, eot=21, stop=STOPS, edit=edit, think=think),
         max_model_len=4096,
         vocab_size=V,
     )
@@ -169,14 +170,15 @@ def test_llada22(number: int) -> None:
     assert all(settled % case.block_length == 0 for settled in found.settled[:-1])
 
 
-@pytest.mark.parametrize("temperature", [0.7, 2.0])
-def test_llada22_draws_no_token_that_edits_in_its_last_round(temperature: float) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 2.0])
+def test_llada22_never_writes_what_it_must_not(temperature: float) -> None:
+    """No token that edits in its last round, and no end that is forbidden, in edits either."""
     case = Case(3)
-    toy = case.toy(bias=dict.fromkeys(EDITS, 3.0))
+    toy = case.toy(bias=dict.fromkeys((*EDITS, 22), 3.0))
     asked = {"algorithm": "levenshtein", "temperature": temperature, "max_post_steps": 1}
-    found = Decoding(toy, case.params_of(LLADA22, {**asked, "seed": 1}), case.prompt)
-    answer = found.run()
-    assert not {MASK, *EDITS} & set(answer)
+    asked |= {"logits_eos_inf": True, "seed": 1}
+    found = Decoding(toy, case.params_of(LLADA22, asked), case.prompt)
+    assert not {MASK, *EDITS, 22} & set(found.run())
 
 
 @pytest.mark.parametrize("number", CASES)
@@ -213,15 +215,11 @@ def test_nemotron(algorithm: str, loop: Callable[..., block_loops.Decoded], numb
     asked = {"algorithm": algorithm, **options}
     if algorithm == "semi_ar":
         asked["steps_per_block"] = options["steps"] = case.chance.randint(1, case.block_length + 2)
-    model, budget = served(NEMOTRON), case.chance.choice([None, 0, 3, case.block_length, 11])
+    budget = case.chance.choice([None, 0, 3, case.block_length, 11])
     thinking = None if budget is None else causal_loops.Thinking(*THINKING, budget)
     if thinking is not None:
         asked["thinking_token_budget"] = budget
-    params = decision.decide(
-        fields.canonical({**case.lengths(), "ignore_eos": not case.stops, **asked}),
-        dataclasses.replace(model, ids=dataclasses.replace(model.ids, think=THINKING)),
-        case.prompt,
-    )
+    params = case.params_of(NEMOTRON, asked)
     toy, wanted = case.toy(), {"mask_id": MASK, "stop_ids": case.stops, **case.lengths()}
     found = Decoding(toy, params, case.prompt)
     if algorithm != "self_speculation" or thinking is None:
@@ -230,13 +228,26 @@ def test_nemotron(algorithm: str, loop: Callable[..., block_loops.Decoded], numb
         assert found.run() == expected.answer
         is_whole = algorithm in ("self_speculation", "autoregressive")
         is_whole |= len(expected.answer) % case.block_length == 0
-        # A block of a seed and the end of thinking has nothing to denoise, but a forward.
+        # Where an answer ends with the end of thinking, one forward more puts it there.
         num_forwards = sum(work.eligible.size > 0 for work in found.works)
+        assert num_forwards >= len(found.works) - 1
         assert num_forwards <= expected.forwards
         assert num_forwards == expected.forwards or not is_whole
     else:
         one_by_one = causal_loops.autoregressive(toy, case.prompt, **wanted, thinking=thinking)
         assert found.run() == one_by_one.answer
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_open"),
+    [([1, 2], True), ([1, 17, 2, 16, 3], False), ([17, 2, 16, 1, 17], True)],
+)
+def test_thinking_is_open_where_the_prompt_leaves_it_so(prompt: list[int], is_open: bool) -> None:
+    """A block that its end fills costs no forward."""
+    asked = {"gen_length": 8, "block_length": 2, "thinking_token_budget": 3, "ignore_eos": True}
+    found = Decoding(Toy(4, V, 2, bias=NEVER), decided(NEMOTRON, prompt, **asked), prompt)
+    assert (found.run()[3] == THINKING[1]) == is_open
+    assert all(work.eligible.size for work in found.works)
 
 
 # ---- temperature, top_k, top_p -----------------------------------------------------------------

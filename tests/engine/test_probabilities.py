@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoints import EOS_ID, MASK_ID, random_prompt
+from tests.checkpoints import DELETE_ID, EOS_ID, MASK_ID, SPLIT_ID, random_prompt
 from tests.engine.harness import STOP_IDS, Ask, Engine, running, sampling_params
 from tests.reference import decode, shaping
 from tests.reference.models import load_reference
@@ -235,6 +235,21 @@ def test_the_answer_is_cut_with_its_logprobs(llada: tuple[Engine, Any]) -> None:
     cut = watch(engine, Ask(prompt, {**extra, "max_tokens": 5}, {"logprobs": 0}))
     assert cut.token_ids == whole.token_ids[:5]
     assert cut.logprobs == whole.logprobs[:5]
+
+
+def test_a_token_that_was_never_proposed_has_no_chance(checkpoint: Callable[[str], Path]) -> None:
+    """JSON has no NaN; OpenAI's routes write the number of upstream's for it."""
+    often = {"threshold": 0.3, "logit_bias": {SPLIT_ID: 2.5, DELETE_ID: 2.5}}
+    extra = {"algorithm": "levenshtein", "gen_length": 32, "editing_threshold": 0.3, **often}
+    asks = [Ask(random_prompt(n), extra, {"logprobs": 1}) for n in (5, 20, 40)]
+    with running(checkpoint("llada22")) as engine:
+        answers = [output.outputs[0] for output in engine.outputs(*asks)]
+    found = [
+        told[token].logprob
+        for answer in answers
+        for told, token in zip(answer.logprobs, answer.token_ids, strict=True)
+    ]
+    assert min(found) == -np.inf and not np.isnan(found).any()
 
 
 # ---- forwards that are saved -------------------------------------------------------------------

@@ -212,6 +212,9 @@ def test_a_plain_rope_description_gives_the_base(family: str, key: str) -> None:
         make_config(family, **{key: {"type": "default"}}).rope_theta
         == make_config(family).rope_theta
     )
+    if key == "rope_parameters":  # without a type it is plain, as in transformers
+        config = make_config(family, "rope_theta", "rope_scaling", **{key: {"rope_theta": 12345.0}})
+        assert config.rope_theta == 12345.0
 
 
 @pytest.mark.parametrize("family", sorted(RELEASED))
@@ -421,6 +424,9 @@ def test_a_capacity_tells_llada22_apart(model_type: str) -> None:
         ("rope_theta", None),
         ("beta_fast", "32"),
         ("mscale", 0.7),
+        ("mscale", None),
+        ("attention_factor", 1.2),
+        ("truncate", False),
         ("llama_4_scaling_beta", -1),
     ],
 )

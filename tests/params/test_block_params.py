@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ from tests.params.support import MASK, PROMPT, STANDARD, refusal, resolve
 from tests.params.support import MODEL as LLADA_MODEL
 from vllm import SamplingParams
 from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.engine.scheduler.trajectories import parameters_of
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, algorithms_for
 from vllm.diffusion.request.edits import Edits
@@ -121,8 +123,22 @@ def test_blocks_of_a_causal_context() -> None:
     assert num_positions(NEMOTRON.visibility.with_blocks_of(8), 10, 32) == 49
 
 
+@pytest.mark.parametrize(
+    ("dtype", "given"),
+    [(dtype, x) for dtype in ("bfloat16", "float16", "float32") for x in (0.9, 0.85, 0.3, -1.0)],
+)
+def test_thresholds_of_scores_in_the_dtype_of_logits_have_it(dtype: str, given: float) -> None:
+    """As PyTorch compares a tensor with a number."""
+    model = dataclasses.replace(CAUSAL, dtype=dtype)
+    compared = given if dtype == "float32" else torch.tensor(given, dtype=getattr(torch, dtype))
+    assert resolve(model, threshold=given).threshold == float(compared)
+    assert resolve(model, threshold=given, confidence_dtype="float32").threshold == given
+
+
 def test_thinking_is_bounded_where_a_model_thinks() -> None:
-    assert resolve(CAUSAL, thinking_token_budget=8).thinking_token_budget == 8
+    decided = resolve(CAUSAL, thinking_token_budget=8)
+    assert decided.thinking_token_budget == 8
+    assert parameters_of(decided)["thinking_token_budget"] == 8
     assert resolve(CAUSAL, thinking_token_budget=-1).thinking_token_budget is None
     by_server = dataclasses.replace(CAUSAL, defaults={"thinking_token_budget": 9})
     assert resolve(by_server).thinking_token_budget == 9

@@ -36,8 +36,8 @@ class Thinking(NamedTuple):
 
     def place(self, prompt: Sequence[int], answer: Sequence[int], end: int) -> int | None:
         """Where in the answer, before `end`, it is ended; None for nowhere."""
-        ends = [i for i, token in enumerate(prompt) if token == self.end]
-        is_over = self.end in answer or bool(ends and self.begin in prompt[: ends[-1]])
+        newest = [token for token in prompt if token in (self.begin, self.end)][-1:]
+        is_over = self.end in answer or (newest == [self.end] and self.begin in prompt)
         return None if is_over or self.budget >= end else max(self.budget, len(answer))
 
 

@@ -186,6 +186,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         ids=ids,
         max_model_len=model.max_model_len,
         vocab_size=vocab_size,
+        dtype=str(model.dtype).removeprefix("torch."),
         default_max_tokens=generation.get("max_new_tokens"),
         defaults=check_settings(server_settings(vllm_config.additional_config), family),
         default_steps=envs.default_steps(),

@@ -51,8 +51,11 @@ class Levenshtein(GridRule):
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)
-        self.scoring = Scoring()  # a drawn token has its probability among all, too
+        # A drawn token has its probability among all, too; beside it the likeliest one is wanted.
+        self.scoring = Scoring(greedy=True)
         self.forbid_mask = True
+        no_end = params.logits_eos_inf and params.eos_id is not None
+        self._forbidden = [params.mask_id, params.eos_id] if no_end else [params.mask_id]
         self._delete, self._split = params.edit_ids
         self._num_steps = params.steps_per_block or params.block_length
         self._before = self._is_first = np.empty(0, dtype=np.int64)
@@ -77,8 +80,8 @@ class Levenshtein(GridRule):
         return self.start if self._is_active else self.front(tokens).start
 
     def adjust_logits(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Look up the likeliest tokens of each row besides the mask token; change nothing else."""
-        logits[:, self.params.mask_id] = -torch.inf
+        """Look up the likeliest tokens of each row, without forbidden ones; change nothing else."""
+        logits[:, self._forbidden] = -torch.inf
         wide = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
         confidence = torch.softmax(wide, dim=-1).amax(dim=-1)
         left, best = logits.clone(), []

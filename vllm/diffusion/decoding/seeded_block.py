@@ -46,10 +46,10 @@ class ThinkingBudget:
 
     def _has_ended(self, tokens: Array) -> bool:
         ends = (tokens == self.end_id).nonzero()[0]
-        if not ends.size:
-            return False
-        last = int(ends[-1])
-        return last >= self._start or bool((tokens[:last] == self.begin_id).any())
+        if not ends.size or ends[-1] >= self._start:
+            return bool(ends.size)
+        begins = (tokens[: self._start] == self.begin_id).nonzero()[0]
+        return bool(begins.size) and bool(begins[-1] < ends[-1])
 
 
 class SeededQuota(Quota):
@@ -81,10 +81,14 @@ class SeededQuota(Quota):
         end, self._think_end = self._think_end, None
         if end is None or self._budget.end_id in tokens[[self.start, end]]:
             return target
-        self._front = None  # thinking ends before the block is denoised
-        eligible = target.eligible[target.eligible != end]
-        self._num_shared = eligible.size
-        return target._replace(eligible=eligible, fill=(end, self._budget.end_id), fill_end=end + 1)
+        # It ends before the block is denoised. Where that fills the block, the next seed follows.
+        filled = tokens.copy()
+        filled[end] = self._budget.end_id
+        self._front = None
+        following = super().prepare(filled)
+        if following is None:  # the answer ends with it, after a forward
+            following = target._replace(eligible=target.eligible[target.eligible != end])
+        return following._replace(fill=(end, self._budget.end_id), fill_end=end + 1)
 
     def work(self, masked: Array) -> ForwardTarget:
         was_seed, start = self._is_seed, self.start

@@ -86,7 +86,8 @@ def plain_rope_theta(values: dict[str, Any]) -> float | None:
         if described is not None:
             kind = None
             if isinstance(described, dict):
-                kind = described.get("rope_type", described.get("type"))
+                usual = "default" if key == "rope_parameters" else None
+                kind = described.get("rope_type", described.get("type", usual))
                 theta = described.get("rope_theta", theta)
             if kind != "default":
                 refuse(values, key, 'only null, or rope_type "default", is supported')

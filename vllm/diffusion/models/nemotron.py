@@ -72,8 +72,13 @@ class NemotronConfig(StandardConfig):
         growth = described.get("llama_4_scaling_beta")
         if growth is not None and (not isinstance(growth, (int, float)) or growth < 0):
             refuse(described, "llama_4_scaling_beta", "a number from 0 on, or null")
-        if described.get("mscale") != described.get("mscale_all_dim"):
+        check_positive(described, "mscale", whole=False)
+        if described["mscale"] != described.get("mscale_all_dim"):
             refuse(described, "mscale", "the same number as mscale_all_dim")
+        if described.get("attention_factor") not in (None, 1):
+            refuse(described, "attention_factor", "1, or null")
+        if not described.get("truncate", True):
+            refuse(described, "truncate", "only true is supported")
         return float(described["rope_theta"])
 
     def validate_rope(self, *args: Any, **options: Any) -> None:

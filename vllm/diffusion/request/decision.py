@@ -47,7 +47,7 @@ from vllm.diffusion.request.likelihood import (
     score_request,
 )
 from vllm.diffusion.request.params import SEED_BITS, DiffusionParams
-from vllm.diffusion.request.values import in_words
+from vllm.diffusion.request.values import as_score, in_words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -93,6 +93,12 @@ _PLAIN: tuple[str, ...] = tuple(
     )
 )
 
+
+# Those that are compared with scores.
+_SCORES = (
+    *("threshold", "relaxed_threshold", "low_threshold", "editing_threshold"),
+    "delimiter_threshold",
+)
 
 # Its steps are those of one request, without guesses.
 _WITH_FP8_ATTENTION: dict[str, Any] = {"num_speculative_states": 0}
@@ -216,8 +222,7 @@ def decide(
         InvalidParameterError: naming the field, the given and the wanted value.
     """
     request = dict(asked)
-    spec: Spec | None = request.pop(STRUCTURED, None)
-    score = request.pop(SCORE, None)
+    spec, score = request.pop(STRUCTURED, None), request.pop(SCORE, None)
     stop_token_ids = frozenset(request.pop("stop_token_ids", ()))
     end_ids = model.ids.stop | stop_token_ids
     told_ids = _told_ids(request.pop("logprob_token_ids", None), model)
@@ -229,9 +234,8 @@ def decide(
         del request[name]
     _check(request, algorithm, model)
     _check_prompt(prompt_token_ids, model, request.get("allow_infill", False))
-    if score is None and request.get("allow_infill") and model.family.has_causal_context:
-        wanted = f"wanted false: a model of family {model.family.name} reads a prompt causally"
-        raise InvalidParameterError("allow_infill", True, wanted)
+    if score is None:
+        _check_infill(request, model)
     num_prompt = len(prompt_token_ids)
     guide = None if spec is None else _guide(spec, request, model, stop_token_ids)
     lengths = _lengths(request, guide, algorithm, model, num_prompt, upstream_max_tokens)
@@ -321,6 +325,8 @@ def _values(
 ) -> dict[str, Any]:
     """Return the values that come from one field each, from the lengths, and from the model."""
     values = {name: _value(name, request, algorithm, model) for name in _PLAIN}
+    if values["confidence_dtype"] == "logits":
+        values |= {name: as_score(values[name], model.dtype) for name in _SCORES}
     if cache not in GUIDED_CACHES:
         values["cfg_scale"] = 0.0  # a server-wide one gives way
     values["sub_block_length"] = _sub_block_length(request, lengths.block_length, algorithm, model)
@@ -698,6 +704,12 @@ def _check_prompt(prompt: Sequence[int], model: ServedModel, allow_infill: bool)
             model.ids.mask,
             "it holds the mask token; wanted a prompt without it, or allow_infill: true",
         )
+
+
+def _check_infill(request: Mapping[str, Any], model: ServedModel) -> None:
+    if request.get("allow_infill") and model.family.has_causal_context:
+        wanted = f"wanted false: a model of family {model.family.name} reads a prompt causally"
+        raise InvalidParameterError("allow_infill", True, wanted)
 
 
 def _check_special_ids(request: Mapping[str, Any], ids: SpecialIds) -> None:

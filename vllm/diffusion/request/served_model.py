@@ -48,6 +48,7 @@ class ServedModel:
         ids: its special token ids.
         max_model_len: longest prompt plus canvas, in tokens.
         vocab_size: rows of the embedding; prompt ids are below it.
+        dtype: name of the model's dtype, which its logits have, too.
         default_max_tokens: max_new_tokens of generation_config.json, if given.
         defaults: server-wide defaults under canonical names.
         default_steps: denoise steps of a request that gives none (None: one per canvas token).
@@ -63,6 +64,7 @@ class ServedModel:
     ids: SpecialIds
     max_model_len: int
     vocab_size: int
+    dtype: str = "float32"
     default_max_tokens: int | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     default_steps: int | None = None

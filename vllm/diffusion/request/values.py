@@ -6,6 +6,7 @@ Nothing here imports torch or upstream.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -95,3 +96,20 @@ def in_words(names: Iterable[str]) -> str:
     """Join names as in "a, b or c"."""
     *others, last = names
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def as_score(value: float, dtype: str) -> float:
+    """Round a threshold to the nearest score of a 16-bit dtype, as PyTorch does to compare them.
+
+    Other dtypes leave it as it is.
+    """
+    if dtype == "float16":
+        bound = 65504.0
+        found: float = struct.unpack("e", struct.pack("e", min(max(value, -bound), bound)))[0]
+        return found
+    if dtype != "bfloat16":
+        return value
+    (bits,) = struct.unpack("I", struct.pack("f", min(max(value, -1e38), 1e38)))
+    bits += 0x7FFF + (bits >> 16 & 1)  # half of the last place, ties to even
+    found = struct.unpack("f", struct.pack("I", bits & 0xFFFF0000))[0]
+    return found

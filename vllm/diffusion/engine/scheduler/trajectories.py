@@ -20,7 +20,7 @@ _ALWAYS = (
     *("algorithm", "cache", "gen_length", "max_tokens", "steps", "block_length", "remasking"),
     *("temperature", "min_p", "top_k", "top_p", "cfg_scale", "confidence_dtype"),
     *("logits_eos_inf", "confidence_eos_eot_inf", "ignore_eos", "allow_infill", "complete_blocks"),
-    *("mask_id", "eos_id", "eot_id"),
+    *("mask_id", "eos_id", "eot_id", "thinking_token_budget"),
 )
 
 

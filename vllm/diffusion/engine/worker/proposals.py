@@ -132,10 +132,14 @@ class Proposals(CanvasGuest):
         }
 
     def _logprobs_of(self, start: int, end: int) -> LogprobsLists:
-        """Return the log probabilities of committed positions, in upstream's type."""
+        """Return the log probabilities of committed positions, in upstream's type.
+
+        Where there is none, it is that of a token without a chance: JSON cannot write NaN.
+        """
+        found = self._logprobs[start:end]
         return LogprobsLists(
             self._tokens[start:end].copy(),
-            self._logprobs[start:end].copy(),
+            np.where(np.isnan(found), -np.inf, found),
             self._ranks[start:end].copy(),
         )
 
