@@ -151,6 +151,13 @@ def test_self_speculation_is_autoregressive(engine: Engine, block_length: int) -
         assert one.token_ids == other.token_ids
 
 
+def test_a_seed_is_delivered_before_the_next_one(engine: Engine) -> None:
+    """Where several are decided at once, too."""
+    one = ask(random_prompt(9), "low_confidence_dynamic", block_length=1, gen_length=7)
+    one.extra["max_tokens"] = 2
+    assert [answer.num_steps for answer in engine.ask(one, one)] == [2, 2]
+
+
 def test_an_answer_with_a_format_thinks_nothing(engine: Engine) -> None:
     asked = {"structured_outputs": {"choice": ["Paris", "London"]}, "thinking_token_budget": 2}
     (answer,) = engine.ask(Ask(random_prompt(20), {"gen_length": 32, **asked}))

@@ -54,6 +54,11 @@ def configure(vllm_config: VllmConfig) -> None:
         )
     if vllm_config.lora_config is not None:
         raise ServerConfigError("enable_lora: wanted false for a diffusion language model")
+    mode = vllm_config.model_config.logprobs_mode
+    if mode.endswith("logits"):
+        raise ServerConfigError(
+            f"logprobs_mode: given {mode!r}; wanted raw_logprobs: steps tell log probabilities"
+        )
     if parallel.worker_cls == "auto":
         parallel.worker_cls = WORKER
     scheduler = vllm_config.scheduler_config

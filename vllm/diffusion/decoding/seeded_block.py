@@ -114,8 +114,9 @@ class SeededQuota(Quota):
     def go_on(self, tokens: Array, left: Array, changes: bool) -> ForwardTarget | None:
         if self._is_seed:
             self._front = None
-            return self.prepare(tokens) if self._think_end is None else None
-        target = super().go_on(tokens, left, changes)
+            target = self.prepare(tokens) if self._think_end is None else None
+        else:
+            target = super().go_on(tokens, left, changes)
         return None if self._is_seed else target  # so that the block before it is delivered
 
     def choose(self, candidates: Candidates) -> Array:
