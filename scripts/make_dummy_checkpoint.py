@@ -272,12 +272,14 @@ PRESETS: dict[tuple[str, str], Preset] = {
         sizes=layers(32)
         | {
             "architectures": ["StableDiffcoderForCausalLM"],
+            "bos_token_id": 0,
             "hidden_size": 4096,
             "intermediate_size": 14336,
             "max_position_embeddings": 8192,
             "model_type": "llama",
             "num_attention_heads": 32,
             "num_key_value_heads": 8,
+            "pad_token_id": 1,
             "rope_theta": 500000.0,
             "vocab_size": 155136,
         },

@@ -174,7 +174,8 @@ def _states(
 ) -> tuple[Tensor, Tensor]:
     """Return the row [T] before each of S steps, [S, T], and what was known at first, [T]."""
     asked, start = trajectory["parameters"], len(prompt)
-    length = start + max(asked["gen_length"], len(trajectory["token_ids"]))
+    last = max((place for _, place, *_ in commits), default=0)  # a draft may go beyond the answer
+    length = start + max(asked["gen_length"], len(trajectory["token_ids"]), last + 1)
     row = torch.full((length,), asked["mask_id"])
     row[:start] = torch.tensor(prompt)
     if asked["suffix_ids"]:
@@ -211,6 +212,14 @@ def _distributions(
     block_length = trajectory["block_length"] if is_grid else None
 
     def logits_of(ids: Tensor) -> Tensor:
+        if hasattr(model, "causal_logits"):
+            # There is room for a whole block behind the last position of an answer.
+            room = (0, trajectory["block_length"])
+            ids = torch.nn.functional.pad(ids, room, value=asked["mask_id"])
+            contexts = _contexts(ids, trajectory, commits)
+            return torch.stack(
+                [_behind(model, *found) for found in zip(ids, contexts, strict=True)]
+            )
         raw = model.logits(ids, block_length)
         return shift_right(raw) if model.logit_shift else raw
 
@@ -238,6 +247,43 @@ def _distributions(
         logits[step - 1, :, asked["mask_id"]] = -torch.inf
     scales = logits.abs().nan_to_num(posinf=0.0).amax(dim=-1).clamp(min=1.0)
     return torch.log_softmax(logits, dim=-1), scales
+
+
+def _contexts(
+    rows: Tensor,
+    trajectory: dict[str, Any],
+    commits: Sequence[tuple[int, int, int, float | None]],
+) -> list[range | None]:
+    """Return the block that sees itself in each step, in families whose context is causal.
+
+    None stands for a causal forward: a seed's, or one that confirms what was drafted.
+    """
+    start, width = trajectory["prompt_length"], trajectory["block_length"]
+    asked, found = trajectory["parameters"], list[range | None]()
+    following = start  # the first position that is not confirmed
+    for step, row in enumerate(rows, start=1):
+        own = [(start + place, token) for when, place, token, _ in commits if when == step]
+        if asked["algorithm"] == "self_speculation":
+            block = range(following - 1, following - 1 + width)
+            is_drafted = asked["mask_id"] not in row[block.start : block.stop].tolist()
+            if following > start and not is_drafted:
+                found.append(block)
+                continue
+            found.append(None)
+            following += sum(token != asked["mask_id"] for _, token in own)
+            continue
+        places = [(position - start) % width for position, _ in own]
+        first = own[0][0] - places[0] if own else start
+        found.append(None if 0 in places else range(first, first + width))
+    return found
+
+
+def _behind(model: Any, row: Tensor, block: range | None) -> Tensor:
+    """Return logits [T, V] of a row [T] behind a causal context, by the position they are for."""
+    if block is None:
+        return shift_right(model.causal_logits(row[None], len(row)))[0]
+    logits = model.causal_logits(row[None, : block.stop], block.start)[0]
+    return torch.nn.functional.pad(logits, (0, 0, 0, len(row) - block.stop))
 
 
 def is_of_grid(asked: dict[str, Any]) -> bool:
@@ -319,6 +365,7 @@ def _run_blocks(
     def uniform(forward: int, position: int) -> Tensor:
         return uniform_matrix(seed, dispatch.DREAM_TOKEN, forward, [position], num_columns)[0]
 
+    kind = type(model).__name__.removesuffix("Reference")
     num_columns = logits_of(prompt[:1]).shape[-1]
     own = {name: asked[name] for name in _OWN[algorithm] if name in asked}
     if algorithm == "semi_ar":
@@ -331,7 +378,8 @@ def _run_blocks(
         block_length=width,
         mask_id=asked["mask_id"],
         stop_ids=asked["stop_ids"],
-        scores_after_filters=type(model).__name__ != "SDARReference",
+        scores_after_filters=kind not in ("SDAR", "SDARMoe", "StableDiffCoder"),
+        counts_masks=kind == "StableDiffCoder",
         temperature=asked["temperature"],
         top_k=asked["top_k"],
         top_p=asked["top_p"],

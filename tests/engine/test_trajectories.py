@@ -49,6 +49,16 @@ OPTIONS: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "llada2": [
         (9, {**GRID, "algorithm": "joint_threshold", "threshold": 0.4, "editing_threshold": 0.2}),
     ],
+    "llada22": [(9, GRID), (5, {**GRID, "temperature": 0})],
+    "stable_diffcoder": [
+        (9, {**GRID, "top_p": 0.8}),
+        (5, {**GRID, "algorithm": "semi_ar", "steps_per_block": 3, "temperature": 0}),
+    ],
+    "nemotron": [
+        (9, {**GRID, "thinking_token_budget": 4}),
+        (7, {**GRID, "algorithm": "self_speculation"}),
+        (8, {**GRID, "algorithm": "autoregressive", "block_length": None}),
+    ],
 }
 
 
@@ -112,7 +122,7 @@ def test_options_are_replayed(family: str, checkpoint: Callable[[str], Path]) ->
         found, same = answer.report["trajectory"], alone.report["trajectory"]
         for name in ("token_ids", "commit_steps", "block_steps", "block_starts", "prompt"):
             assert name == "prompt" or found[name] == same[name]
-        replayed = replay(model, ask.prompt, found, runs_loop=False)
+        replayed = replay(model, ask.prompt, found, runs_loop=family == "stable_diffcoder")
         assert replayed.agrees, (ask.extra, replayed)
         for step, logprob in zip(found["commit_steps"], found["logprobs"], strict=True):
             assert step > 0 or logprob is None

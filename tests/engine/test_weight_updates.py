@@ -97,6 +97,17 @@ def test_one_tensor_is_loaded_alone(
     assert checksums(engine) == before
 
 
+def test_workers_have_upstreams_names_for_extensions(engine: Engine) -> None:
+    """As verl's and OpenRLHF's extensions of workers read them."""
+
+    def read(worker: Any) -> bool:
+        config, runner = worker.vllm_config, worker.model_runner
+        is_same = runner.vllm_config is config and worker.model_config is config.model_config
+        return is_same and worker.device == runner.device and runner.model is worker.get_model()
+
+    assert engine.llm.collective_rpc(read) == [True]
+
+
 CHANGED = [
     *(("mha", None), ("tied", None), ("dream", None), ("diffullama", None), ("moe_fused", None)),
     *(("moe_bias", None), ("sdar", None), ("llada2", None), ("fast_dllm", None)),
@@ -356,6 +367,10 @@ def test_what_cannot_be_is_told_in_one_line(
     (root / "link").symlink_to(checkpoint("mha"))
     shutil.copytree(checkpoint("gqa"), root / "shapes")
     (root / "empty").mkdir()
+    (root / "text.safetensors").write_text("no tensors")
+    name = "model.transformer.ln_f.weight"
+    whole = torch.ones_like(weights_of(checkpoint("mha"))[name], dtype=torch.int32)
+    save_file({name: whole}, root / "whole.safetensors")
     with running(checkpoint("mha"), **updatable(root)) as engine:
         llm, ask = engine.llm, Ask(random_prompt(9), {**BLOCKS, "ignore_eos": True})
         before = engine.ask(ask)[0].token_ids
@@ -366,21 +381,28 @@ def test_what_cannot_be_is_told_in_one_line(
         ):
             with pytest.raises(RuntimeError, match=match):
                 call()
-        for path, match in (
-            ("link", "wanted one below weight_update_root"),
-            ("../other", "wanted one below weight_update_root"),
-            ("/etc", "wanted one below weight_update_root"),
-            ("empty", "wanted a file of safetensors"),
-            ("missing", "wanted a file of safetensors"),
-            ("shapes", "given shape"),
+        with pytest.raises(ValueError, match="init_info: given port; wanted no fields"):
+            llm.init_weight_transfer_engine({"init_info": {"port": 1}})
+        for info, match in (
+            *(({"path": path}, "wanted one below") for path in ("link", "../other", "/etc")),
+            ({"path": "empty"}, "path: given 'empty'; wanted a file of safetensors"),
+            ({"path": "missing"}, "path: given 'missing'; wanted a file of safetensors"),
+            ({"path": "text.safetensors"}, "given 'text.safetensors'; wanted a file of safet"),
+            ({"path": "whole.safetensors"}, "given torch.int32; wanted floating point"),
+            ({"path": "shapes"}, "given shape"),
+            ({"path": 3}, "path: given 3; wanted a string"),
+            ({}, "update_info: given no fields; wanted path alone"),
+            ({"path": "empty", "names": []}, "update_info: given path, names; wanted path alone"),
         ):
             llm.start_weight_update()
             with pytest.raises(RuntimeError, match="wanted finish_weight_update before"):
                 llm.start_weight_update()
             with pytest.raises(RuntimeError, match="wanted finish_weight_update before"):
                 llm.shutdown_weight_transfer_engine()
+            with pytest.raises(RuntimeError, match="given a list of 0; wanted one entry for each"):
+                llm.update_weights({"update_info": []})
             with pytest.raises(ValueError, match=match):
-                llm.update_weights({"update_info": {"path": path}})
+                llm.update_weights({"update_info": info})
         start(engine, "a", ask)
         for _ in range(3):
             llm.llm_engine.step()
@@ -390,8 +412,10 @@ def test_what_cannot_be_is_told_in_one_line(
         assert finish(engine)["a"].token_ids == before
         llm.shutdown_weight_transfer_engine()
     wanted = pytest.raises(RuntimeError, match="weight_transfer_config: given none; wanted")
-    with running(checkpoint("mha")) as engine, wanted:
-        engine.llm.start_weight_update()
+    with running(checkpoint("mha")) as engine:
+        with wanted:
+            engine.llm.start_weight_update()
+        assert engine.ask(ask)[0].token_ids == before  # what was refused has changed nothing
 
 
 def test_missing_tensors_are_logged_or_an_error(
@@ -411,10 +435,18 @@ def test_missing_tensors_are_logged_or_an_error(
         update(engine, "some.safetensors")
 
 
-def test_transfers_that_do_not_work_stop_the_start(checkpoint: Callable[[str], Path]) -> None:
-    config = {"backend": "sparse_nccl"}
-    with pytest.raises(ValueError, match="given 'sparse_nccl'; wanted one of nccl, ipc, disk"):
-        engine_config(checkpoint("mha"), weight_transfer_config=config)
+@pytest.mark.parametrize(
+    ("name", "given", "match"),
+    [
+        ("weight_transfer_config", {"backend": "sparse_nccl"}, "'sparse_nccl'; wanted one of nccl"),
+        ("logprobs_mode", "processed_logits", "'processed_logits'; wanted raw_logprobs"),
+    ],
+)
+def test_what_does_not_work_stops_the_start(
+    name: str, given: Any, match: str, checkpoint: Callable[[str], Path]
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        engine_config(checkpoint("mha"), **{name: given})
 
 
 def test_reset_zeroes_every_weight(checkpoint: Callable[[str], Path]) -> None:

@@ -12,6 +12,7 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, START_HEADER_ID, make_checkpoint
 from vllm.diffusion.config import served_model
 from vllm.diffusion.core.errors import ModelConfigError
+from vllm.diffusion.request.decision import decide
 from vllm.diffusion.request.served_model import SpecialIds
 
 
@@ -77,6 +78,22 @@ def test_the_end_of_sequence_may_be_the_generation_configurations(tmp_path: Path
     change(path, "config.json", eos_token_id=None)
     ids = ids_of(path)
     assert (ids.eos, ids.stop) == (EOT_ID, {EOT_ID, EOS_ID})
+
+
+def test_a_penalty_of_the_generation_configuration_does_not_act(tmp_path: Path) -> None:
+    """Decoding of model authors ignores it; who serves the model may mean one."""
+    path = make_checkpoint(tmp_path, family="fast_dllm")
+    change(path, "generation_config.json", repetition_penalty=1.05, top_p=0.8)
+    for override, penalty in (({}, 1.0), ({"repetition_penalty": 1.2}, 1.2)):
+        args = EngineArgs(model=str(path), override_generation_config=override)
+        config = args.create_engine_config()
+        sampling = config.model_config.get_diff_sampling_param()
+        assert (sampling["repetition_penalty"], sampling["top_p"]) == (penalty, 0.8)
+        model = served_model(config)
+        assert model.unused_defaults == (() if override else ("repetition_penalty",))
+        asked = {"repetition_penalty": penalty}
+        assert decide(asked, model, [1]).ignored == model.unused_defaults
+        assert decide({"repetition_penalty": 1.3}, model, [1]).ignored == ()
 
 
 def test_tokens_that_end_a_line(tmp_path: Path) -> None:

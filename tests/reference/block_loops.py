@@ -459,6 +459,7 @@ def run(
     stop_ids: Collection[int] = (),
     steps_per_block: int | None = None,
     scores_after_filters: bool = False,
+    counts_masks: bool = False,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -486,6 +487,8 @@ def run(
         "joint_threshold": (llada21, {}),
         "hierarchy_block": (fast_dllm_v2, {}),
     }
+    if counts_masks:
+        loops |= {name: (stable_diffcoder, {}) for name in ("low_confidence_dynamic", "semi_ar")}
     loop, own = loops[algorithm]
     if algorithm in ("low_confidence_dynamic", "semi_ar", "sequential"):
         own = {**own, "steps": steps_per_block or block_length}  # type: ignore[dict-item]

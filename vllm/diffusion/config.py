@@ -54,6 +54,11 @@ def configure(vllm_config: VllmConfig) -> None:
         )
     if vllm_config.lora_config is not None:
         raise ServerConfigError("enable_lora: wanted false for a diffusion language model")
+    mode = vllm_config.model_config.logprobs_mode
+    if mode.endswith("logits"):
+        raise ServerConfigError(
+            f"logprobs_mode: given {mode!r}; wanted raw_logprobs: steps tell log probabilities"
+        )
     if parallel.worker_cls == "auto":
         parallel.worker_cls = WORKER
     scheduler = vllm_config.scheduler_config
@@ -74,11 +79,24 @@ def configure(vllm_config: VllmConfig) -> None:
     # Our worker uses neither of upstream's runners; the second would warn that it wants Triton.
     envs.set_default("VLLM_USE_V2_MODEL_RUNNER", "0")
     model = vllm_config.model_config
+    for name in _unused_defaults(model):
+        model.override_generation_config.setdefault(name, 1.0)
     if "temperature" not in model.try_get_generation_config():
         # Upstream's HTTP default would be 1; most model authors use 0.
         family = family_of(vllm_config)
         usual = 0.0 if family is None else family.defaults.get("temperature", 0.0)
         model.override_generation_config.setdefault("temperature", usual)
+
+
+def _unused_defaults(model: ModelConfig) -> tuple[str, ...]:
+    """Return sampling defaults of generation_config.json that model authors' decoding ignores.
+
+    Those that `--override-generation-config` gives are meant.
+    """
+    name = "repetition_penalty"
+    is_written = model.try_get_generation_config().get(name, 1) != 1
+    is_meant = model.override_generation_config.get(name, 1) != 1
+    return (name,) if is_written and not is_meant else ()
 
 
 def _check_transfer(vllm_config: VllmConfig) -> None:
@@ -187,6 +205,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         max_model_len=model.max_model_len,
         vocab_size=vocab_size,
         dtype=str(model.dtype).removeprefix("torch."),
+        unused_defaults=_unused_defaults(model),
         default_max_tokens=generation.get("max_new_tokens"),
         defaults=check_settings(server_settings(vllm_config.additional_config), family),
         default_steps=envs.default_steps(),

@@ -108,8 +108,8 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: tensors that belong to no parameter, parameters (parts of fused ones
-            included) for which no tensor came, or a tensor of another shape; the message names
-            them.
+            included) for which no tensor came, a tensor of another shape, or whole numbers for
+            others; the message names them.
     """
     parameters = dict(model.named_parameters())
     loaded: set[str] = set()
@@ -125,6 +125,8 @@ def load_checkpoint(
             unknown.append(name)
             continue
         if not _is_quantised(model.get_submodule(destination.module)):
+            if not tensor.is_floating_point():
+                raise CheckpointError(f"{name}: given {tensor.dtype}; wanted floating point")
             shape = destination.shape if kind == "weight" else destination.shape[:1]
             is_streamed = isinstance(parameters[target], ops.StreamedParameter)
             if kind == "weight" or not (is_streamed or kind.endswith("_scale")):

@@ -231,7 +231,7 @@ def decide(
     algorithm = _algorithm(request, model, spec)
     ignored = _ignored(request, algorithm, model)
     for name in ignored:
-        del request[name]
+        request.pop(name, None)
     _check(request, algorithm, model)
     _check_prompt(prompt_token_ids, model, request.get("allow_infill", False))
     if score is None:
@@ -540,7 +540,7 @@ def _ignored(
 
     Every client sends the standard fields, whatever the model, so none is refused for having no
     effect. A value that asks for what happens anyway, such as temperature 0 where nothing is drawn,
-    is not among them.
+    is not among them. Defaults of generation_config.json that do not act are.
     """
     cannot_act = {
         "steps": True,
@@ -553,11 +553,12 @@ def _ignored(
             for name in (*FILTERS, "thinking_token_budget")
         },
     }
-    return tuple(
+    unused = [
         name
         for name, cannot in cannot_act.items()
         if cannot and name in request and not _is_used(name, algorithm, model)
-    )
+    ]
+    return (*unused, *(name for name in model.unused_defaults if request.get(name, 1) == 1))
 
 
 def _check(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel) -> None:

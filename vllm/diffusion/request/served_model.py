@@ -49,6 +49,7 @@ class ServedModel:
         max_model_len: longest prompt plus canvas, in tokens.
         vocab_size: rows of the embedding; prompt ids are below it.
         dtype: name of the model's dtype, which its logits have, too.
+        unused_defaults: parameters that generation_config.json sets and that do not act by it.
         default_max_tokens: max_new_tokens of generation_config.json, if given.
         defaults: server-wide defaults under canonical names.
         default_steps: denoise steps of a request that gives none (None: one per canvas token).
@@ -65,6 +66,7 @@ class ServedModel:
     max_model_len: int
     vocab_size: int
     dtype: str = "float32"
+    unused_defaults: tuple[str, ...] = ()
     default_max_tokens: int | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     default_steps: int | None = None

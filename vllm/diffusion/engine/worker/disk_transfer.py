@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from vllm.diffusion.config import settings_of
 from vllm.diffusion.core.errors import CheckpointError
@@ -50,6 +50,22 @@ class DiskTransfer(WeightTransferEngine[DiskInitInfo, DiskUpdateInfo]):
     update_info_cls = DiskUpdateInfo
     supports_draft_weight_update = False
 
+    def parse_init_info(self, init_dict: dict[str, object]) -> DiskInitInfo:
+        if init_dict:
+            raise CheckpointError(
+                f"init_info: given {', '.join(init_dict)}; wanted no fields: backend disk"
+            )
+        return DiskInitInfo()
+
+    def parse_update_info(self, update_dict: dict[str, object]) -> DiskUpdateInfo:
+        if set(update_dict) != {"path"}:
+            given = ", ".join(update_dict) or "no fields"
+            raise CheckpointError(f"update_info: given {given}; wanted path alone: backend disk")
+        path = update_dict["path"]
+        if not isinstance(path, str):
+            raise CheckpointError(f"path: given {path!r}; wanted a string")
+        return DiskUpdateInfo(path)
+
     def init_transfer_engine(self, init_info: DiskInitInfo) -> None:
         pass
 
@@ -68,7 +84,8 @@ class DiskTransfer(WeightTransferEngine[DiskInitInfo, DiskUpdateInfo]):
 
     def receive_weights(self, update_info: DiskUpdateInfo) -> None:
         root = settings_of(self.vllm_config).weight_update_root
-        self.model.load_weights(tensors_in(allowed_path(update_info.path, root)))
+        path = allowed_path(update_info.path, root)
+        self.model.load_weights(tensors_in(path, given=update_info.path))
 
 
 def allowed_path(path: str, root: str | None) -> Path:
@@ -89,18 +106,24 @@ def allowed_path(path: str, root: str | None) -> Path:
     return found
 
 
-def tensors_in(path: Path) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(path: Path, given: str | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a file of safetensors, or of all such files of a folder.
 
+    Args:
+        path: file or folder.
+        given: what errors call it; the path as it is.
+
     Raises:
-        CheckpointError: there are none.
+        CheckpointError: there are none, or a file is of another form, or cut off.
     """
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    told = f"path: given {given or str(path)!r}; wanted a file of safetensors, or a folder"
     if not files or not all(file.is_file() for file in files):
-        raise CheckpointError(
-            f"path: given {str(path)!r}; wanted a file of safetensors, or a folder"
-        )
+        raise CheckpointError(told)
     for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
-                yield name, tensors.get_tensor(name)
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                    yield name, tensors.get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{told}; {file.name}: {error}") from error

@@ -36,6 +36,7 @@ from vllm.logger import init_logger
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from vllm.config import VllmConfig
     from vllm.diffusion.decoding import BatchedCommit, Candidates
     from vllm.diffusion.engine.messages import NewCanvas, NewPages
     from vllm.diffusion.engine.slices import Slice
@@ -66,6 +67,8 @@ class DiffusionModelRunner:
         ranks: ranks that compute the same steps; None where there are no others.
         weighs_guesses: guess no more states than save time; None: where graphs have been timed.
     """
+
+    vllm_config: VllmConfig  # set by the worker; trainers' extensions of it look for it here
 
     def __init__(
         self,

@@ -58,8 +58,8 @@ _RESTING, _DISCARDED = "kv_cache", "discarded"
 Call = TypeVar("Call", bound="Callable[..., None]")
 
 
-class OutOfTurnError(RuntimeError):
-    """A call that is not meant for now; nothing has changed."""
+class RefusedCallError(RuntimeError):
+    """A call that all ranks refuse before anything has changed."""
 
 
 def _by_all_ranks(what: str | None = None) -> Callable[[Call], Call]:
@@ -82,11 +82,11 @@ def _by_all_ranks(what: str | None = None) -> Callable[[Call], Call]:
                     call(self, *args, **named)
             except Exception as error:
                 failure = error
-            is_misplaced = isinstance(failure, OutOfTurnError)
+            is_refused = isinstance(failure, RefusedCallError)
             failure = self.agreed(failure)
             if failure is None:
                 return
-            if what is not None and not is_misplaced:
+            if what is not None and not is_refused:
                 self.give_up(what, failure)
             if self.rank == self.parallel_config.world_size - 1:
                 raise failure
@@ -155,7 +155,7 @@ class WeightWorker(WorkerBase):
     @_by_all_ranks()
     def start_draft_weight_update(self) -> None:
         """Refuse: there is no draft model."""
-        raise OutOfTurnError(
+        raise RefusedCallError(
             "start_draft_weight_update: wanted start_weight_update: no draft model"
         )
 
@@ -168,8 +168,13 @@ class WeightWorker(WorkerBase):
         self._check_turn("update_weights", is_updating=True)
         if isinstance(update_info, list):
             parallel = self.parallel_config
-            first = parallel.data_parallel_index * parallel.world_size
-            update_info = update_info[first + self.rank]
+            own = parallel.data_parallel_index * parallel.world_size + self.rank
+            if own >= len(update_info):
+                raise RefusedCallError(
+                    f"update_info: given a list of {len(update_info)}; wanted one entry for each "
+                    f"rank, {own} too"
+                )
+            update_info = update_info[own]
         self._transfer_engine().update_weights(update_info)
 
     @_by_all_ranks("the update could not end")
@@ -206,7 +211,7 @@ class WeightWorker(WorkerBase):
         """Refuse a call that is not meant for now."""
         if self._is_updating != is_updating:
             before = "start" if is_updating else "finish"
-            raise OutOfTurnError(f"{name}: wanted {before}_weight_update before")
+            raise RefusedCallError(f"{name}: wanted {before}_weight_update before")
 
     def _hold(self, who: str, reason: str | None) -> None:
         """Take no step for a reason, or no longer for this one."""
@@ -230,7 +235,7 @@ class WeightWorker(WorkerBase):
         """Return the engine of `weight_transfer_config`; made at first use."""
         config = self.vllm_config.weight_transfer_config
         if config is None:
-            raise RuntimeError(
+            raise RefusedCallError(
                 "weight_transfer_config: given none; wanted --weight-transfer-config with backend "
                 f"{', '.join(TRANSFERS)}"
             )
@@ -337,11 +342,11 @@ def _check_can_change(model: DiffusionModel) -> None:
     """Refuse a model whose tensors are stored in another form than the checkpoint has them.
 
     Raises:
-        CheckpointError: naming that form.
+        RefusedCallError: naming that form.
     """
     form = ops.repacked_form(model.modules())
     if form is not None:
-        raise CheckpointError(
+        raise RefusedCallError(
             f"update of the weights: given a checkpoint in the form of {form}, repacked as it was "
             "loaded; wanted a plain one, with --quantization fp8, int4 or nf4 where it is to be "
             "small"

@@ -104,6 +104,7 @@ class DiffusionWorker(WeightWorker):
             has_graphs=no_graphs is None,
             is_reporting=self.is_driver_worker,
         )
+        self.model_runner.vllm_config = self.vllm_config
         self.loop = StepLoop(
             self.model_runner,
             agreement,
