@@ -161,6 +161,28 @@ def test_a_shared_first_forward_that_cannot_be_sampled_is_computed_anew(
     assert engine.is_idle()
 
 
+def test_who_was_to_read_the_prompt_of_one_that_failed_computes_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.loop, "runs_ahead", True)  # it fails before they start
+    extra = {**BLOCKS, "ignore_eos": True, "cache": "frozen"}
+    ask = Ask(random_prompt(120), extra, {"temperature": 0.8, "n": 3, "seed": 5})
+    (wanted,) = engine.outputs(ask)
+    launch, launched = engine.runner.launch, []
+
+    def fail_for_the_first(req_ids: list[str]) -> Any:
+        launched.append(req_ids)
+        if len(launched) > 1 and launched[0][0] in req_ids:
+            raise PoolExhaustedError("logits", 10, 5)
+        return launch(req_ids)
+
+    monkeypatch.setattr(engine.runner, "launch", fail_for_the_first)
+    (found,) = engine.outputs(ask)
+    assert [o.finish_reason for o in found.outputs] == ["error", "length", "length"]
+    assert [o.token_ids for o in found.outputs][1:] == [o.token_ids for o in wanted.outputs][1:]
+    assert engine.is_idle()
+
+
 def test_a_request_that_cannot_start_ends_alone(
     engine: Engine, model: LLaDAReference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

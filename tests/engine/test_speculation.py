@@ -19,6 +19,7 @@ from tests.engine.harness import (
     record,
     refusal_error,
     running,
+    shrink,
     speculating,
     start,
     step,
@@ -327,3 +328,13 @@ def test_guesses_end_where_they_do_not_hold_and_begin_where_they_would(
     assert (none, nothing, second) == (0, 0, 0)
     assert 0 < first < 7 * 32  # all of them in fewer than 32 steps
     assert fourth == held > 16
+
+
+def test_guesses_for_which_there_is_no_memory_are_not_weighed(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    ask = as_request(random_prompt(20, 1), **ONE_BY_ONE)
+    with running(checkpoint("mha"), additional_config=WEIGHED) as engine:
+        shrink(engine.runner, 400_000)
+        plain, guessing = engine.ask(ask)[0], engine.ask(*speculating([ask], 7))[0]
+    assert guessing.finish_reason == "length" and guessing.token_ids == plain.token_ids

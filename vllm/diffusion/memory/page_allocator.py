@@ -246,6 +246,10 @@ class PageAllocator:
         kept = self._sequences[req_id] = KeptSequence(len(slots), new, slots, start=0)
         return kept
 
+    def holds(self, req_id: str) -> bool:
+        """Whether a request has pages."""
+        return req_id in self._sequences
+
     def renew_table(self) -> None:
         """Name the pages of all sequences; steps under way have the table before."""
         if not self._sequences:

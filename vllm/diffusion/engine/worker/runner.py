@@ -233,9 +233,10 @@ class DiffusionModelRunner:
         canvas = Canvas(new, visibility=self.model.family.visibility)
         canvas.use_weights(self.weights)
         length, layers = canvas.window.num_places, new.host_layers
-        if new.prompt_of is not None and new.params.cache == "frozen":
+        owner = new.prompt_of or ""  # which may have failed since its first forward
+        if new.params.cache == "frozen" and self.pages.holds(owner):
             canvas.window.read_prompt(
-                self.pages.share(new.req_id, new.prompt_of, length, canvas.window.frozen_positions)
+                self.pages.share(new.req_id, owner, length, canvas.window.frozen_positions)
             )
         elif new.params.cache not in ("none", "exact"):  # exact ones get pages by `assign`
             canvas.window.cache = self.pages.allocate(

@@ -15,9 +15,11 @@ The rule sees only what is committed, so a wrong guess costs its rows and change
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.decoding.drafting import MOST_TOGETHER, Drafter, State
 from vllm.diffusion.engine.worker.branches import Branch
 from vllm.diffusion.engine.worker.governor import HoldingRates, Offer, StepTimes, worthwhile
@@ -366,8 +368,12 @@ def times_of(
         return None
 
     def predicted(are_windows: bool) -> StepTimes:
-        shapes = [StepShape(n, n, n, num_sequences=2, keeps=are_windows) for n in ROW_BUCKETS]
-        return StepTimes.of({s.rows: planner.plan(s).predicted_seconds for s in shapes})
+        found = {}
+        for n in ROW_BUCKETS:
+            with suppress(ActivationBudgetError):  # a step that does not fit is never worth it
+                shape = StepShape(n, n, n, num_sequences=2, keeps=are_windows)
+                found[n] = planner.plan(shape).predicted_seconds
+        return StepTimes.of(found)
 
     return predicted
 
