@@ -232,9 +232,8 @@ class DiffusionModelRunner:
         """Take in a request. Raises where there is no memory for what it keeps."""
         canvas = Canvas(new, visibility=self.model.family.visibility)
         canvas.use_weights(self.weights)
-        length, layers = canvas.window.num_places, new.host_layers
-        owner = new.prompt_of or ""  # which may have failed since its first forward
-        if new.params.cache == "frozen" and self.pages.holds(owner):
+        length, layers, owner = canvas.window.num_places, new.host_layers, new.prompt_of or ""
+        if new.params.cache == "frozen" and self.pages.holds(owner):  # else it has failed since
             canvas.window.read_prompt(
                 self.pages.share(new.req_id, owner, length, canvas.window.frozen_positions)
             )
