@@ -6,11 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
 from tests.server.client import ANSWER, MESSAGES, QUESTION, Client, body_for, refusal
 from tests.server.process import MODEL_NAME
 from vllm.diffusion.api.openai.anthropic import think
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
 BATCH = "/v1/chat/completions/batch"
 TOOLS: list[dict[str, Any]] = [
