@@ -2,10 +2,15 @@
 """POST /v1/messages, and conversations in batches: upstream's routes with what is ours."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
 from tests.server.client import ANSWER, MESSAGES, QUESTION, Client, body_for, refusal
 from tests.server.process import MODEL_NAME
+from vllm.diffusion.api.openai.anthropic import think
 
 BATCH = "/v1/chat/completions/batch"
 TOOLS: list[dict[str, Any]] = [
@@ -67,6 +72,8 @@ def test_what_messages_name_and_refuse(client: Client) -> None:
     thinking = {"type": "enabled", "budget_tokens": 1024}
     taken = body_for(MESSAGES, max_tokens=2000, gen_length=2016, steps=63, thinking=thinking, n=3)
     assert client.answer(MESSAGES, taken)["diffusion"]["ignored"] == ["n", "thinking"]
+    taken = body_for(MESSAGES, max_tokens=8, thinking={"type": "disabled"})
+    assert client.answer(MESSAGES, taken)["diffusion"]["ignored"] == []
     for fields, name in (
         ({"algorithm": "nonsense"}, "algorithm"),
         ({"algoritm": "semi_ar"}, "algoritm"),
@@ -92,3 +99,35 @@ def test_conversations_in_a_batch(client: Client) -> None:
         ({"messages": conversations[0]}, "messages[0]"),
     ):
         assert refusal(client.http.post(BATCH, json={**body, **fields}))["param"] == name
+
+
+READS = "{% if enable_thinking is false %}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "template", "is_bounded", "ignored", "budget", "variables"),
+    [
+        ("enabled", READS, True, [], 1024, {"enable_thinking": True}),
+        ("enabled", READS, False, ["thinking"], None, {"enable_thinking": True}),
+        ("enabled", "", False, ["thinking"], None, {}),
+        ("disabled", READS, True, [], None, {"enable_thinking": False}),
+        ("disabled", "", False, [], None, {}),
+        ("adaptive", READS, True, [], None, {}),
+    ],
+)
+def test_thinking_is_as_the_model_can(
+    kind: str,
+    template: str,
+    is_bounded: bool,
+    ignored: list[str],
+    budget: int | None,
+    variables: dict[str, bool],
+) -> None:
+    """With a bound, where the family has one, and on or off, where the template reads it."""
+    budgets = {"thinking_token_budget": 1024} if kind == "enabled" else {}
+    effort = {"reasoning_effort": "low"} if kind == "disabled" else {}
+    made = ChatCompletionRequest(messages=[{"role": "user", "content": "a"}], **budgets, **effort)
+    assert think(made, SimpleNamespace(type=kind), template, is_bounded=is_bounded) == ignored
+    assert made.thinking_token_budget == budget
+    given = made.build_chat_params(None, "auto").chat_template_kwargs
+    assert {name: given[name] for name in given if name == "enable_thinking"} == variables

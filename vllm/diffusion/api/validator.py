@@ -74,6 +74,11 @@ class Validator:
         return self._model.ids.mask
 
     @property
+    def bounds_thinking(self) -> bool:
+        """Whether `thinking_token_budget` acts on the model."""
+        return bool(self._model.ids.think)
+
+    @property
     def turn_end(self) -> tuple[int, ...]:
         """Token that ends a turn, if the checkpoint has one."""
         ids = self._model.ids

@@ -45,11 +45,37 @@ class MessagesAnswer(AnthropicMessagesResponse):
     diffusion: DiffusionReport
 
 
+def think(made: Any, thinking: Any, template: str, *, is_bounded: bool) -> list[str]:
+    """Let a chat request think as its `thinking` says, as far as the model can.
+
+    Args:
+        made: upstream's chat request, with the budget and the effort that it reads of `thinking`.
+        thinking: the client's field; None if it sent none.
+        template: the chat template, which may read `enable_thinking`.
+        is_bounded: the model's thinking can be ended after a number of tokens.
+
+    Returns:
+        names of fields that do not act.
+    """
+    if thinking is None or thinking.type == "adaptive":
+        return []
+    reads = "enable_thinking" in template
+    if thinking.type == "disabled":
+        made.reasoning_effort = "none" if reads else None  # nothing is to be turned off
+        return []
+    if reads:
+        given = made.chat_template_kwargs or {}
+        made.chat_template_kwargs = {"enable_thinking": True, **given}
+    if is_bounded:
+        return []
+    made.thinking_token_budget = None
+    return ["thinking"]
+
+
 class DiffusionServingMessages(DiffusionServingChat, AnthropicServingMessages):
     """Handler of POST /v1/messages."""
 
-    @classmethod
-    def to_chat_completion_request(cls, request: Any, **options: Any) -> Any:
+    def to_chat_completion_request(self, request: Any, **options: Any) -> Any:
         made = super().to_chat_completion_request(request, **options)
         sent = {name: getattr(request, name) for name in request.model_fields_set}
         try:
@@ -57,11 +83,10 @@ class DiffusionServingMessages(DiffusionServingChat, AnthropicServingMessages):
             refuse_canvas(sent.get("stream_canvas"))
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
+        template, is_bounded = self.template_of(made), self.validator.bounds_thinking
+        ignored += think(made, request.thinking, template, is_bounded=is_bounded)
         for name in (sent.keys() & SPELLINGS.keys()) - _UPSTREAMS:
             setattr(made, name, sent[name])
-        if made.thinking_token_budget is not None:  # of `thinking`, which no model here does
-            made.thinking_token_budget = None
-            ignored.append("thinking")
         setattr(made, IGNORED, tuple(ignored))
         return made
 
