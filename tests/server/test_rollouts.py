@@ -4,6 +4,7 @@
 import json
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.server.client import GENERATE, PUZZLE, ROUTES, Client, body_for
 from tests.server.process import (
     MODEL_NAME,
     PATIENCE_S,
+    POLL_S,
     SERVER,
     ServerProcess,
     environment,
@@ -119,6 +121,10 @@ def test_a_pause_ends_what_runs_while_somebody_waits(
         paused = threads.submit(trained.http.post, "/pause", params={"mode": mode})
         if mode == "abort":
             assert paused.result(PATIENCE_S).status_code == 200
+        deadline = time.monotonic() + PATIENCE_S
+        while not is_paused(trained):  # newcomers wait from then on
+            assert time.monotonic() < deadline
+            time.sleep(POLL_S)
         waiting = threads.submit(trained.generate, prompt=PUZZLE, gen_length=32)
         assert paused.result(PATIENCE_S).status_code == 200
         assert running.result(PATIENCE_S)["finish_reason"] == [reason]
