@@ -268,9 +268,9 @@ def _contexts(
             is_drafted = asked["mask_id"] not in row[block.start : block.stop].tolist()
             if following > start and not is_drafted:
                 found.append(block)
-                continue
-            found.append(None)
-            following += sum(token != asked["mask_id"] for _, token in own)
+            else:
+                found.append(None)
+                following += sum(token != asked["mask_id"] for _, token in own)
             continue
         places = [(position - start) % width for position, _ in own]
         first = own[0][0] - places[0] if own else start

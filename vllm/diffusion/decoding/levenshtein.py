@@ -54,8 +54,7 @@ class Levenshtein(GridRule):
         # A drawn token has its probability among all, too; beside it the likeliest one is wanted.
         self.scoring = Scoring(greedy=True)
         self.forbid_mask = True
-        no_end = params.logits_eos_inf and params.eos_id is not None
-        self._forbidden = [params.mask_id, params.eos_id] if no_end else [params.mask_id]
+        self._forbidden = [params.mask_id, *params.never_ids]
         self._delete, self._split = params.edit_ids
         self._num_steps = params.steps_per_block or params.block_length
         self._before = self._is_first = np.empty(0, dtype=np.int64)

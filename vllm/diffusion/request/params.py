@@ -119,6 +119,13 @@ class DiffusionParams(AlgorithmParams):
         return self.logprobs
 
     @property
+    def never_ids(self) -> tuple[int, ...]:
+        """Token ids that no step may propose, besides the mask token."""
+        if self.logits_eos_inf and self.eos_id is not None:
+            return self.eos_id, *self.forbidden_ids
+        return self.forbidden_ids
+
+    @property
     def has_filters(self) -> bool:
         """Whether min_p, top_k or top_p may cut a distribution."""
         return self.min_p > 0 or self.top_k is not None or self.top_p is not None

@@ -104,12 +104,10 @@ def as_score(value: float, dtype: str) -> float:
     Other dtypes leave it as it is.
     """
     if dtype == "float16":
-        bound = 65504.0
-        found: float = struct.unpack("e", struct.pack("e", min(max(value, -bound), bound)))[0]
-        return found
+        (found,) = struct.unpack("e", struct.pack("e", min(max(value, -65504.0), 65504.0)))
+        return float(found)
     if dtype != "bfloat16":
         return value
     (bits,) = struct.unpack("I", struct.pack("f", min(max(value, -1e38), 1e38)))
     bits += 0x7FFF + (bits >> 16 & 1)  # half of the last place, ties to even
-    found = struct.unpack("f", struct.pack("I", bits & 0xFFFF0000))[0]
-    return found
+    return float(struct.unpack("f", struct.pack("I", bits & 0xFFFF0000))[0])

@@ -96,10 +96,8 @@ class RowGroup:
     @property
     def forbidden(self) -> tuple[int, ...]:
         """Token ids that must not be proposed."""
-        eos = self.params.eos_id if self.params.logits_eos_inf else None
-        mask = self.params.mask_id if self.forbid_mask else None
-        own = self.params.forbidden_ids
-        return tuple(token for token in (eos, mask, *own) if token is not None)
+        never, mask_id = self.params.never_ids, self.params.mask_id
+        return (*never, mask_id) if self.forbid_mask else never
 
     @property
     def excluded(self) -> tuple[int, ...]:

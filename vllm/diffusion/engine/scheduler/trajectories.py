@@ -63,11 +63,10 @@ def parameters_of(params: DiffusionParams) -> dict[str, Any]:
     edits = dataclasses.asdict(params.edits or Edits())
     edits["logit_bias"] = dict(edits["logit_bias"])
     found = {name: getattr(params, name) for name in names} | edits
-    forbidden = [params.eos_id] if params.logits_eos_inf and params.eos_id is not None else []
     return {
         **{name: list(v) if isinstance(v, tuple) else v for name, v in found.items()},
         "stop_ids": sorted(params.stop_ids),
-        "forbidden_ids": [*forbidden, *params.forbidden_ids],
+        "forbidden_ids": list(params.never_ids),
         "suffix_ids": list(params.suffix_ids),
     }
 
