@@ -453,10 +453,9 @@ def _with_end_of_thinking(params: DiffusionParams, request: Mapping[str, Any]) -
     end, edits = params.think_ids[1], params.edits
     if edits is None:
         return params
-    allowed = edits.allowed_token_ids
     excluded_by = {
         "bad_words": end in edits.never,
-        "allowed_token_ids": len(allowed) > 0 and end not in allowed,
+        "allowed_token_ids": bool(edits.allowed_token_ids) and end not in edits.allowed_token_ids,
     }
     name = next((name for name, excludes in excluded_by.items() if excludes), None)
     if name is None:

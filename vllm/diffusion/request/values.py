@@ -99,15 +99,12 @@ def in_words(names: Iterable[str]) -> str:
 
 
 def as_score(value: float, dtype: str) -> float:
-    """Round a threshold to the nearest score of a 16-bit dtype, as PyTorch does to compare them.
-
-    Other dtypes leave it as it is.
-    """
+    """Round a threshold to the nearest score of a 16-bit dtype, as PyTorch does to compare them."""
     if dtype == "float16":
         (found,) = struct.unpack("e", struct.pack("e", min(max(value, -65504.0), 65504.0)))
         return float(found)
     if dtype != "bfloat16":
-        return value
+        return value  # scores of other dtypes are compared with it as it is
     (bits,) = struct.unpack("I", struct.pack("f", min(max(value, -1e38), 1e38)))
     bits += 0x7FFF + (bits >> 16 & 1)  # half of the last place, ties to even
     return float(struct.unpack("f", struct.pack("I", bits & 0xFFFF0000))[0])

@@ -118,9 +118,8 @@ class DiffusionModelRunner:
         self._log = StepLog() if is_reporting else None
         self.usage = self.idle_usage  # of the newest step whose results were handed out
         self._packing: Packing | None = None  # of the newest step
-        self._over: list[
-            tuple[Step, float]
-        ] = []  # not yet reported; time.perf_counter() at its end
+        # Not yet reported; time.perf_counter() at its end.
+        self._over: list[tuple[Step, float]] = []
 
     # ---- one denoise step ----
 
