@@ -125,12 +125,10 @@ def load_checkpoint(
             unknown.append(name)
             continue
         if not _is_quantised(model.get_submodule(destination.module)):
-            if not tensor.is_floating_point():
-                raise CheckpointError(f"{name}: given {tensor.dtype}; wanted floating point")
             shape = destination.shape if kind == "weight" else destination.shape[:1]
             is_streamed = isinstance(parameters[target], ops.StreamedParameter)
             if kind == "weight" or not (is_streamed or kind.endswith("_scale")):
-                _check_shape(name, tensor, shape)  # of others their layers know the shape
+                _check_plain(name, tensor, shape)  # of others their layers know what they hold
         _load(name, parameters[target], tensor, destination.shard)
         loaded.add(target)
         seen.add(name)
@@ -158,8 +156,10 @@ def _load(
         ) from error
 
 
-def _check_shape(name: str, tensor: Tensor, wanted: tuple[int, ...]) -> None:
-    """Check a tensor's shape, as upstream's loaders would cut their part out of a larger one."""
+def _check_plain(name: str, tensor: Tensor, wanted: tuple[int, ...]) -> None:
+    """Check a tensor, as upstream's loaders would cut their part out of a larger one."""
+    if not tensor.is_floating_point():
+        raise CheckpointError(f"{name}: given {tensor.dtype}; wanted floating point")
     if tuple(tensor.shape) != wanted:
         raise CheckpointError(
             f"{name}: given shape {list(tensor.shape)}; config.json wants {list(wanted)}"
