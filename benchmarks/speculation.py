@@ -3,8 +3,8 @@
 """Steps per second with guesses beside the certain state, and without.
 
     benchmarks/speculation.py [--family llada] [--size 8b] [--quantization fp8] [--context 512]
-        [--gen-length 256] [--block-length 32] [--states 2 4 8] [--clients 1 2 4 8 16 32 64]
-        [--chances 0 0.5 0.7 0.85 1] [--output-dir results/speculation]
+        [--gen-length 256] [--block-length 32] [--states 2 4 8] [--forced 1]
+        [--clients 1 2 4 8 16 32 64] [--chances 0 0.5 0.7 0.85 1] [--output-dir results/speculation]
     benchmarks/speculation.py --models llada-tiny sdar-tiny
 
 Released shape, random weights, one token a step, with kept keys and values (`cache: dual`; exact
@@ -15,8 +15,8 @@ tokens are nearly equal, and another number of rows is another rounding; so that
 same states whatever stands beside it, its position says what is found for it, once the engine has
 sampled all the same.
 
-First as many states a forward as --states says, all guesses right; then as many as the engine finds
-worth their rows, up to eight.
+First as many states a forward as --states says, guesses right with the chances of --forced; then as
+many as the engine finds worth their rows, up to eight.
 
     steps/s   steps of all requests together, of one token each, from the first forward to the last
     gain      over the same number of clients without guesses
@@ -183,21 +183,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.models:
         reached(options)
         return
-    num_rows = 1 + len(options.states) + len(options.clients) * (1 + len(options.chances))
+    num_forced = 1 + len(options.states) * len(options.forced)
+    num_rows = num_forced + len(options.clients) * (1 + len(options.chances))
     attributes = "clients states chance steps_per_s gain between gain_between"
     attributes += " steps_per_forward held"
     table = Table(COLUMNS, attributes, num_rows)
     with engine(options, weighs=False) as case:
         plain = case.measured(1, None, None, table)
         for states in options.states:
-            case.measured(1, states, 1.0, table, plain)
+            for chance in options.forced:
+                case.measured(1, states, chance, table, plain)
     with engine(options, weighs=True) as case:
         for clients in options.clients:
             plain = case.measured(clients, None, None, table)
             for chance in options.chances:
                 case.measured(clients, MOST_GUESSES + 1, chance, table, plain)
     harness.write("speculation", options, table.rows)
-    governed = table.rows[1 + len(options.states) :]
+    governed = table.rows[num_forced:]
     harness.draw(options.output_dir / "speculation.png", lambda axis: paint(axis, governed))
 
 
@@ -211,7 +213,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.option("--context", 512, "tokens of every prompt")
     parser.option("--gen-length", 256, "tokens of every answer")
     parser.option("--block-length", 32)
-    parser.option("--states", [2, 4, 8], "of a forward, all guesses right", type=positive)
+    parser.option("--states", [2, 4, 8], "of every forward of one client", type=positive)
+    parser.option("--forced", [1.0], "chances of a guess of these to hold")
     parser.option("--clients", [1, 2, 4, 8, 16, 32, 64], "at once", type=positive)
     parser.option("--chances", [0.0, 0.5, 0.7, 0.85, 1.0], "of a guess to hold")
     parser.option("--rounds", 2, "measured, after one that is not", type=positive)

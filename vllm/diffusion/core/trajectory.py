@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -23,7 +21,7 @@ class CandidateLogprobs(NamedTuple):
     Attributes:
         tokens, logprobs: [R], the proposed token and its log probability.
         greedy, greedy_logprobs: [R], the same of the argmax of the noise-free logits.
-        entropies: [R], in nats; zeros where they are not wanted.
+        entropies: [R], in nats.
     """
 
     tokens: Any
@@ -32,32 +30,9 @@ class CandidateLogprobs(NamedTuple):
     greedy_logprobs: Any
     entropies: Any
 
-    @staticmethod
-    def packed(
-        logits: torch.Tensor,
-        tokens: torch.Tensor,
-        greedy: torch.Tensor,
-        *,
-        has_entropy: bool,
-    ) -> torch.Tensor:
-        """Look up candidates in the distribution of logits; return the fields as [5, R] fp64.
-
-        Args:
-            logits: [R, V] fp32, -inf where a token is forbidden.
-            tokens, greedy: [R] int64.
-            has_entropy: whether entropies are wanted.
-        """
-        total = torch.logsumexp(logits, dim=1, keepdim=True)
-        found = logits.gather(1, torch.stack((tokens, greedy), dim=1)) - total
-        entropies = torch.zeros_like(found[:, 0])
-        if has_entropy:
-            entropies = torch.special.entr((logits - total).exp_()).sum(dim=1)
-        rows = (tokens, found[:, 0], greedy, found[:, 1], entropies)
-        return torch.stack([row.double() for row in rows])
-
     @classmethod
     def unpack(cls, rows: Array) -> CandidateLogprobs:
-        """Invert `packed` with views of `rows`; rows beyond its own are ignored."""
+        """Name the first rows of [5 or more, R]."""
         return cls(*rows[: len(cls._fields)])
 
     def of(self, tokens: Array) -> Array:

@@ -3,7 +3,7 @@
 
 from flash_sample import Filters, Rows, Sampled, Score
 from vllm.diffusion.ops.collectives import Collectives, align_ranks, join_ranks, tensor_parallel
-from vllm.diffusion.ops.exact_scores import most_likely, negative_entropy, token_logprobs
+from vllm.diffusion.ops.exact_scores import most_likely, negative_entropy
 from vllm.diffusion.ops.experts import (
     SOFTMAX,
     ExpertWeights,
@@ -44,6 +44,7 @@ from vllm.diffusion.ops.sampling import (
     most_likely_in_head,
     philox_uniform,
     samples_in_head,
+    token_logprobs,
 )
 from vllm.diffusion.ops.transfer import Array, GraphInputs, HostCopy, to_device
 from vllm_add_llada.cuda_kernels.fused_ops import (

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Probabilities of tokens in PyTorch, at any precision and over one or several ranks.
 
-Kernels do neither float64, nor noise that is given as numbers, nor tokens that are named.
+Kernels do neither float64 nor noise that is given as numbers.
 """
 
 from __future__ import annotations
@@ -59,27 +59,6 @@ def negative_entropy(
     p = torch.exp(kept.double() - top) / total
     share = (p * torch.log(p + epsilon)).sum(dim=-1)
     return tensor_parallel().gather(share).sum(dim=0).to(dtype)
-
-
-def token_logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, *, first_column: int, vocab_size: int
-) -> torch.Tensor:
-    """Return log probabilities [R, k] float64 of `token_ids` [R, k] int64 in rows of logits.
-
-    Args:
-        logits: [R, C] logits of this rank's columns.
-        token_ids: ids below `vocab_size`.
-        first_column: token id of the first column.
-        vocab_size: columns of all ranks; only 2 + k numbers a row cross the ranks.
-    """
-    kept, num_columns = logits.double(), logits.shape[1]
-    columns = token_ids - first_column
-    is_here = (columns >= 0) & (columns < num_columns)
-    found = kept.gather(1, columns.clamp(0, num_columns - 1)).masked_fill(~is_here, -torch.inf)
-    if num_columns == vocab_size:
-        return found - torch.logsumexp(kept, dim=-1, keepdim=True)
-    top, total = _whole_softmax(kept)
-    return tensor_parallel().gather(found).amax(dim=0) - top - total.log()
 
 
 def _local_columns(tokens: tuple[int, ...], first: int, count: int) -> tuple[int, ...]:

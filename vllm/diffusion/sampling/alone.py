@@ -11,9 +11,8 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.core.logprobs import Logprobs
 from vllm.diffusion.core.samples import Samples
-from vllm.diffusion.core.trajectory import CandidateLogprobs
 from vllm.diffusion.guided.joint import read_all
-from vllm.diffusion.sampling.fused import launch_key, sample_fused
+from vllm.diffusion.sampling.fused import candidate_logprobs, launch_key, sample_fused
 from vllm.diffusion.sampling.plain import sample_plain
 
 if TYPE_CHECKING:
@@ -76,8 +75,12 @@ def sample_alone(
             whole = ops.gather_columns(logits, model.vocab_size)
             top = whole.topk(group.num_top, dim=-1).indices
             token_ids = torch.cat([token_ids, top], dim=1)
-        scores = ops.token_logprobs(
-            logits, token_ids, first_column=model.vocab_start, vocab_size=model.vocab_size
+        scores, _ = ops.token_logprobs(
+            logits,
+            token_ids,
+            ops.Rows(),
+            first_column=model.vocab_start,
+            vocab_size=model.vocab_size,
         )
         extras = [scores.T] if top is None else [scores.T, top.T]
         return Samples.of(sample_group(logits, group, model), extras)
@@ -91,8 +94,7 @@ def sample_alone(
     if group.params.num_logprobs is not None:
         extras.append(_logprobs(torch.log_softmax(kept, dim=-1), found, group).packed())
     if group.params.return_trajectory:
-        wants = {"has_entropy": group.params.return_entropy}
-        extras.append(CandidateLogprobs.packed(kept, found.token, found.greedy, **wants))
+        extras.append(candidate_logprobs(kept, [group], found, 0, model.vocab_size))
     return Samples.of(found, extras)
 
 

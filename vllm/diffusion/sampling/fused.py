@@ -104,6 +104,35 @@ def sample_fused(
     return _scored(found, rows, is_random, key)
 
 
+def candidate_logprobs(
+    logits: torch.Tensor,
+    groups: Sequence[RowGroup],
+    found: ops.Sampled,
+    first_column: int,
+    vocab_size: int,
+) -> torch.Tensor:
+    """Return the fields of `CandidateLogprobs`, [5, R] float64.
+
+    Args:
+        logits: [R, C], the groups' rows one after another; this rank's columns, as the model and
+            the requests' edits leave them.
+        groups: the requests.
+        found: what was sampled from the rows.
+        first_column: token id of the first column.
+        vocab_size: columns of all ranks.
+    """
+    forbidden = [g.forbidden for g in groups]
+    columns = tuple(sorted({token for tokens in forbidden for token in tokens}))
+    bits = {"forbidden": ([_bits(tokens, columns) for tokens in forbidden], np.int32)}
+    rows = ops.Rows(columns=columns, **_spread(bits, _counts(groups), logits.device))
+    tokens = torch.stack((found.token, found.greedy), dim=1)
+    logprobs, entropies = ops.token_logprobs(
+        logits, tokens, rows, first_column=first_column, vocab_size=vocab_size
+    )
+    named = torch.stack((tokens.double(), logprobs), dim=2).flatten(1)
+    return torch.cat((named, entropies[:, None]), dim=1).T
+
+
 def sample_in_head(
     normed: torch.Tensor, groups: Sequence[RowGroup], matrix: torch.Tensor
 ) -> ops.Sampled | None:
@@ -174,7 +203,7 @@ def _parameters(
             "is_random": (is_random, np.bool_),
             **({} if key.filters is None else numbers_of(g.filters for g in groups)),
         },
-        [g.positions.numel() for g in groups],
+        _counts(groups),
         device,
     )
     choice: bool | torch.Tensor = found.pop("is_random")
@@ -194,6 +223,11 @@ def _parameters(
         ),
         choice,
     )
+
+
+def _counts(groups: Sequence[RowGroup]) -> list[int]:
+    """Return the number of rows of each group."""
+    return [g.positions.numel() for g in groups]
 
 
 def _spread(

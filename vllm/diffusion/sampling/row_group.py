@@ -89,11 +89,6 @@ class RowGroup:
         return self.adjust is not None or wants_logprobs
 
     @property
-    def traced(self) -> tuple[bool, bool]:
-        """Whether a trajectory is wanted, and entropies for it."""
-        return self.params.return_trajectory, self.params.return_entropy
-
-    @property
     def forbidden(self) -> tuple[int, ...]:
         """Token ids that must not be proposed."""
         never, mask_id = self.params.never_ids, self.params.mask_id

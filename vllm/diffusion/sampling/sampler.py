@@ -17,9 +17,14 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.core.samples import Samples
 from vllm.diffusion.sampling.alone import read_jointly, sample_alone
-from vllm.diffusion.sampling.committed import candidate_logprobs
 from vllm.diffusion.sampling.edited_logits import edited
-from vllm.diffusion.sampling.fused import LaunchKey, launch_key, sample_fused, sample_in_head
+from vllm.diffusion.sampling.fused import (
+    LaunchKey,
+    candidate_logprobs,
+    launch_key,
+    sample_fused,
+    sample_in_head,
+)
 from vllm.diffusion.sampling.row_group import pieces_of
 
 if TYPE_CHECKING:
@@ -81,7 +86,7 @@ def _runs(
             last = run[-1]
             is_guided = group.unconditional_rows is not None or last.unconditional_rows is not None
             is_other = own is None or own != key or (group.edits is None) != (last.edits is None)
-            is_other |= group.traced != last.traced
+            is_other |= group.params.return_trajectory != last.params.return_trajectory
             is_long = group.edits is not None and group.rows.stop - run[0].rows.start > most_edited
             if is_other or is_guided or is_long or last.rows.stop != group.rows.start:
                 yield run, key
@@ -148,8 +153,8 @@ def _draw(
         found = sample_fused(own, run, key, model.vocab_start, model.vocab_size)
         if not lead.params.return_trajectory:
             return Samples.of(found)
-        at_a_time = _rows_at_a_time(model, BYTES_OF_COPIES)
-        return Samples.of(found, [candidate_logprobs(own, run, found, model, at_a_time)])
+        traced = candidate_logprobs(own, run, found, model.vocab_start, model.vocab_size)
+        return Samples.of(found, [traced])
     # The others make copies of their logits: of a few rows at a time.
     pieces = pieces_of(len(own), _rows_at_a_time(model, BYTES_OF_COPIES))
     return Samples.joined([sample_alone(own[rows], lead.piece(rows), model) for rows in pieces])

@@ -1,0 +1,341 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What a trainer waits for: rollouts, a pause, new weights, memory that is lent and given back.
+
+    benchmarks/rollouts.py [--family llada] [--quantization fp8] [--prompts 16] [--answers 16]
+        [--gen-length 256] [--block-length 32] [--updates 10] [--output-dir results/rollouts]
+    benchmarks/rollouts.py --model models/llada-tiny --dtype float32      (on a CPU)
+
+The server, as a trainer uses it, over HTTP, with random weights of the released shape, which this
+process holds, too, and sends: on a GPU by handles of the same card (`ipc`), else by a folder
+(`disk`).
+
+    rollouts      tokens a second of so many prompts with so many answers each, all at once, two
+                  tokens a step, at temperature 1, with kept keys and values (`cache: dual`; exact
+                  ones of block-causal families): plain, with trajectories, with entropies, in turns
+    update        seconds from its start to its end while the server is paused, median
+    under load    the same with answers under way, none paused; answers that
+                  ran under several weights, and say so; growth of memory in use. A lost one ends
+                  the run
+    pause         steps that end between the call and its answer, with 64 requests under way; ms
+    sleep, wake   seconds at level 1, and what stays in use meanwhile
+
+Written: rollouts.json and server.log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import in_process  # isort: skip  (before torch and vllm)
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks import harness, windows
+from benchmarks.context_length.memory import GpuMemory
+from benchmarks.harness import BenchmarkError, Table, positive
+from benchmarks.plain_model import load_model
+from benchmarks.server_process import model_server, session
+from benchmarks.shapes import Shape
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Sequence
+
+    import requests
+
+COLUMNS = {"measure": "<40", "value": ">10.3f", "unit": "<9", "of plain": ">8.3f"}
+PROMPT = 128  # tokens
+UNDER_WAY = 64  # requests, when the server is to pause
+MIB = 1 << 20
+ANSWER_S = 600.0
+KINDS = {
+    "plain": {},
+    "with trajectories": {"return_trajectory": True},
+    "with entropies": {"return_trajectory": True, "return_entropy": True},
+}
+# A trainer's routes, and handles in a request's body.
+DEVELOPER = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measure; `ratio` is to the plain one."""
+
+    measure: str
+    value: float
+    unit: str
+    ratio: float | None = None
+
+
+@harness.command
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    options = parse_arguments(arguments)
+    os.environ |= DEVELOPER
+    table = Table(COLUMNS, "measure value unit ratio")
+    with harness.checkpoint_of(options) as folder, tempfile.TemporaryDirectory() as updates:
+        trainer, gpu = Trainer(folder, Path(updates), options), GpuMemory(None)
+        log = options.output_dir / "server.log"
+        with model_server(folder, log, *arguments_of(trainer, options)) as url, session() as http:
+            trainer.meet(url)
+            server = Server(url, http, asked_of(folder, options), options)
+            for measure in MEASURES:
+                measure(server, trainer, gpu, table)
+    harness.write("rollouts", options, table.rows)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = harness.Parser("rollouts", __doc__)
+    families = [name for name in harness.FAMILIES if name != "fast-dllm"]  # sure of nothing
+    parser.shape("llada", families, takes_model=True)
+    parser.option("--quantization", None, "fp8, int4 or nf4")
+    parser.option("--prompts", 16, type=positive)
+    parser.option("--answers", 16, "of each prompt", type=positive)
+    parser.option("--gen-length", 256, "tokens of an answer", type=positive)
+    parser.option("--block-length", 32, type=positive)
+    parser.option("--rounds", 2, "of each kind of rollouts", type=positive)
+    parser.option("--updates", 10, "beside answers under way; half as many alone", type=positive)
+    return parser.parse_args(arguments)
+
+
+def arguments_of(trainer: Trainer, options: argparse.Namespace) -> list[str]:
+    """Return the server's arguments."""
+    length = PROMPT + options.gen_length + options.block_length
+    found = ["--dtype", options.dtype, "--max-model-len", str(length), "--enable-sleep-mode"]
+    found += ["--max-num-seqs", str(max(options.prompts * options.answers, UNDER_WAY))]
+    found += ["--weight-transfer-config", json.dumps({"backend": trainer.backend})]
+    if trainer.backend == "disk":
+        own = {"dllm": {"weight_update_root": str(trainer.updates)}}
+        found += ["--additional-config", json.dumps(own)]
+    else:
+        found += ["--gpu-memory-utilization", "0.6"]  # the rest is the trainer's
+    if options.model is None:
+        found += ["--load-format", "dummy"]
+    return found + (["--quantization", options.quantization] if options.quantization else [])
+
+
+def asked_of(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Return a request that commits two tokens a step."""
+    shape, length = Shape.of_folder(folder), options.block_length
+    common = {"temperature": 1.0, "ignore_eos": True}
+    if shape.block_length:
+        blocks = options.gen_length // length
+        return {**common, **windows.parameters_of(shape, length, blocks, max(length // 2, 1))}
+    own = {"gen_length": options.gen_length, "block_length": length, "cache": "dual"}
+    return {**common, **own, "algorithm": "semi_ar", "steps": options.gen_length // 2}
+
+
+class Trainer(WeightSource):
+    """The weights, in this process, and how they come into the server."""
+
+    def __init__(self, folder: Path, updates: Path, options: argparse.Namespace) -> None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.backend, self.updates = {"cuda": "ipc", "cpu": "disk"}[device], updates
+        model = load_model(
+            folder, device, getattr(torch, options.dtype), has_weights=options.model is not None
+        )
+        self.shape = model.shape
+        self._weights: dict[str, torch.Tensor] = model.network.state_dict()
+        self.gigabytes = sum(weight.nbytes for weight in self._weights.values()) / 1e9
+
+    def metadata(self) -> list[ParamMeta]:
+        """Return name, dtype and shape of the weights."""
+        return [ParamMeta(n, w.dtype, tuple(w.shape)) for n, w in self._weights.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._weights.items()
+
+    def meet(self, url: str) -> None:
+        """Say to a server how weights will come."""
+        client = HTTPVLLMWeightSyncClient(url)
+        self._client = client
+        if self.backend == "ipc":
+            self._sender = WeightTransferTrainerFactory.trainer_init(
+                IPCTrainerInitInfo(rank=0), client=client, source=self
+            )
+        else:
+            client.init_weight_transfer_engine({})
+
+    def send(self) -> float:
+        """Update the server's weights; return the seconds from the start to the end."""
+        path = self.updates / "weights.safetensors"
+        if self.backend == "disk":
+            save_file({name: weight.contiguous() for name, weight in self}, path)
+        started = time.perf_counter()
+        if self.backend == "ipc":
+            self._sender.send_weights()
+        else:
+            self._client.start_weight_update()
+            self._client.update_weights({"path": str(path)})
+            self._client.finish_weight_update()
+        return time.perf_counter() - started
+
+
+class Server:
+    """Calls of one server, which fail where it does not answer 200.
+
+    Args:
+        url: where it is.
+        http: connections to it.
+        asked: the body of a request but for its prompt.
+        options: of the command.
+    """
+
+    def __init__(
+        self, url: str, http: requests.Session, asked: dict[str, Any], options: argparse.Namespace
+    ) -> None:
+        self.options = options
+        self._url, self._http, self._asked = url, http, asked
+
+    def post(self, route: str) -> float:
+        """Return the seconds that a call took."""
+        started = time.perf_counter()
+        self._told(self._http.post(f"{self._url}{route}", timeout=ANSWER_S))
+        return time.perf_counter() - started
+
+    def metric(self, name: str) -> float:
+        """Return the sum of a metric's samples."""
+        text = self._told(self._http.get(f"{self._url}/metrics", timeout=ANSWER_S)).text
+        lines = (line.rsplit(" ", 1) for line in text.splitlines() if line.startswith(name))
+        return sum(float(value) for label, value in lines if label[len(name) :][:1] in ("", "{"))
+
+    def answers(self, prompt: Sequence[int], n: int = 1, **more: Any) -> dict[str, Any]:
+        """Return what /generate says."""
+        body = {**self._asked, "prompt": list(prompt), "n": n, **more}
+        with session() as http:
+            response = http.post(f"{self._url}/generate", json=body, timeout=ANSWER_S)
+        found: dict[str, Any] = self._told(response).json()
+        return found
+
+    @staticmethod
+    def _told(response: requests.Response) -> requests.Response:
+        if response.status_code != 200:
+            raise BenchmarkError(f"{response.url}: {response.status_code}, {response.text[:200]}")
+        return response
+
+
+def measure_updates(server: Server, trainer: Trainer, _: GpuMemory, table: Table) -> None:
+    """Measure updates of a server that is paused."""
+    server.post("/pause?mode=keep")
+    trainer.send()  # the first one opens the memory
+    took = [trainer.send() for _ in range(max(server.options.updates // 2, 1))]
+    server.post("/resume")
+    told = f"update of {trainer.gigabytes:.3g} GB by {trainer.backend}, paused"
+    table.add(Row(told, statistics.median(took), "s"))
+
+
+def measure_rollouts(server: Server, trainer: Trainer, _: GpuMemory, table: Table) -> None:
+    """Measure rollouts of all kinds in turns."""
+    options, vocab_size = server.options, trainer.shape.vocab_size
+    prompts = in_process.random_prompts(options.prompts, PROMPT, vocab_size)
+
+    def rate(more: dict[str, Any]) -> float:
+        started = time.perf_counter()
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            found = pool.map(lambda p: server.answers(p, options.answers, seed=0, **more), prompts)
+            count = sum(len(ids) for answer in found for ids in answer["token_ids"])
+        return count / (time.perf_counter() - started)
+
+    rate({})
+    rates: dict[str, list[float]] = {name: [] for name in KINDS}
+    for _ in range(options.rounds):
+        for name, more in KINDS.items():
+            rates[name].append(rate(more))
+    plain = statistics.mean(rates["plain"])
+    for name, found in rates.items():
+        mean = statistics.mean(found)
+        table.add(Row(f"rollouts, {name}", mean, "tokens/s", mean / plain))
+
+
+@contextmanager
+def under_way(
+    server: Server, trainer: Trainer, clients: int, **more: Any
+) -> Iterator[list[dict[str, Any]]]:
+    """Keep requests under way while the block runs; their answers are in the list after it."""
+    prompts = in_process.random_prompts(clients, PROMPT, trainer.shape.vocab_size, seed=1000)
+    has_ended = threading.Event()
+    answers: list[dict[str, Any]] = []
+
+    def client(prompt: Sequence[int]) -> None:
+        while not has_ended.is_set():
+            answers.append(server.answers(prompt, **more))
+
+    with ThreadPoolExecutor(clients) as pool:
+        running = [pool.submit(client, prompt) for prompt in prompts]
+        deadline = time.monotonic() + ANSWER_S
+        while server.metric("vllm:num_requests_running") < clients and time.monotonic() < deadline:
+            time.sleep(0.05)
+        try:
+            yield answers
+        finally:
+            has_ended.set()
+            server.post("/resume")
+            for done in running:
+                done.result()
+
+
+def measure_load(server: Server, trainer: Trainer, gpu: GpuMemory, table: Table) -> None:
+    """Measure updates while the server answers."""
+    clients = min(32, server.options.prompts * server.options.answers)
+    with under_way(server, trainer, clients, return_trajectory=True) as answers:
+        took, before = [trainer.send()], gpu.used_by([])
+        took += [trainer.send() for _ in range(server.options.updates - 1)]
+        after = gpu.used_by([])
+    table.add(Row(f"update beside {clients} clients", statistics.median(took), "s"))
+    told = [answer["trajectory"][0] for answer in answers]
+    mixed = [t for t in told if len(t["weight_steps"]) > 1]
+    table.add(Row("answers of several weights", len(mixed), f"of {len(told)}"))
+    if before is not None and after is not None:
+        table.add(Row(f"growth in {len(took) - 1} updates", (after - before) / MIB, "MiB"))
+
+
+def measure_pause(server: Server, trainer: Trainer, _: GpuMemory, table: Table) -> None:
+    """Measure how long a server takes to pause."""
+    with under_way(server, trainer, UNDER_WAY):
+        found = []
+        for _ in range(5):
+            before = server.metric("dllm:denoise_steps_total")
+            seconds = server.post("/pause?mode=keep")
+            found.append((server.metric("dllm:denoise_steps_total") - before, seconds))
+            server.post("/resume")
+            time.sleep(0.2)
+    steps, seconds = map(statistics.median, zip(*found, strict=True))
+    table.add(Row(f"pause of {UNDER_WAY} requests", steps, "steps"))
+    table.add(Row(f"pause of {UNDER_WAY} requests", 1000 * seconds, "ms"))
+
+
+def measure_sleep(server: Server, _: Trainer, gpu: GpuMemory, table: Table) -> None:
+    """Measure sleep at level 1 and waking, twice; the second counts."""
+    for _ in range(2):
+        slept, left = server.post("/sleep?level=1"), gpu.used_by([])
+        woke = server.post("/wake_up")
+    table.add(Row("sleep", slept, "s"))
+    if left is not None:
+        table.add(Row("in use while it sleeps", left / (1 << 30), "GiB"))
+    table.add(Row("wake", woke, "s"))
+
+
+MEASURES = (measure_updates, measure_rollouts, measure_load, measure_pause, measure_sleep)
+
+if __name__ == "__main__":
+    sys.exit(main())
