@@ -48,7 +48,7 @@ PARTS = {
         "commit_fusion.py --requests 1 16 128",
     ),
     "guesses": (
-        f"{GUESSES} --states 4 8 --forced 0.36 1 --clients 1 8 16 64 --chances 0 0.7 1",
+        f"{GUESSES} --states 4 8 --forced 0.4 1 --clients 1 8 16 64 --chances 0 0.7 1",
         f"{GUESSES} --states 4 8 --clients 1 --chances 0 1 --quantization fp8",
         f"{GUESSES} --states 4 --clients 1 --chances 0 1 --family sdar --block-length 4",
         "same_answers.py --prompts 100",
@@ -72,8 +72,8 @@ PARTS = {
         for setting in ("", "VLLM_DLLM_KERNELS=8.0 ")
     ),
     "attention": (
-        f"{STEP} --families llada --requests 1 --lengths 65536 204800 --max-rows 204800 --steps 3"
-        " --quantization fp8 --attention-dtype model fp8",
+        f"{STEP} --families llada --requests 1 --lengths 65536 204800 --steps 3"
+        " --quantization fp8 --no-plain --attention-dtype model fp8",
     ),
     "two-gpus": (
         "parallel.py",
@@ -82,7 +82,8 @@ PARTS = {
     "four-gpus": (
         "parallel.py --ways one tp4 dp4 --long",
         "parallel.py --ways one sp4 --lengths 32 --clients --long 204800 524288",
-        "parallel.py --ways sp4 --lengths 32 --clients --long 1048576",
+        "VLLM_ACTIVATION_POOL_SIZE_BYTES=8589934592 parallel.py --ways sp4 --lengths 32 --clients"
+        " --long 1048576",
         "parallel.py --ways tp4 --family llada2 --size flash --lengths 32 --long --clients",
     ),
 }
@@ -98,7 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     unknown = [part for part in options.parts if part not in PARTS]
     if unknown or not (options.parts or options.list):
-        raise BenchmarkError(f"PART: given {unknown[:1] or 'none'}; wanted {', '.join(PARTS)}")
+        given = unknown[0] if unknown else "none"
+        raise BenchmarkError(f"PART: given {given}; wanted {', '.join(PARTS)}")
     runs = [(part, line) for part in options.parts or PARTS for line in PARTS[part]]
     if options.list:
         print("\n".join(f"{part:<12} {line}" for part, line in runs))

@@ -44,6 +44,10 @@ from benchmarks import in_process  # isort: skip  (before torch and vllm)
 
 import torch
 from safetensors.torch import save_file
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
 from benchmarks import harness, windows
 from benchmarks.context_length.memory import GpuMemory
@@ -51,10 +55,6 @@ from benchmarks.harness import BenchmarkError, Table, positive
 from benchmarks.plain_model import load_model
 from benchmarks.server_process import model_server, session
 from benchmarks.shapes import Shape
-from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
-from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
 if TYPE_CHECKING:
     import argparse

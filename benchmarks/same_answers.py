@@ -145,7 +145,11 @@ def answers(
 
 def shares(found: list[list[int]], plain: list[list[int]]) -> tuple[float, float]:
     """Return the shares of answers, and of tokens, that are the plain ones."""
-    equal = [a == b for one, other in zip(found, plain, strict=True) for a, b in zip(one, other)]
+    equal = [
+        a == b
+        for one, other in zip(found, plain, strict=True)
+        for a, b in zip(one, other, strict=True)
+    ]
     same = [one == other for one, other in zip(found, plain, strict=True)]
     return sum(same) / len(same), sum(equal) / len(equal)
 

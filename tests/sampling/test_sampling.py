@@ -31,7 +31,7 @@ from tests.sampling.support import (
 from vllm.diffusion import ops
 from vllm.diffusion.core.scoring import Scoring
 from vllm.diffusion.decoding.dream import SCORINGS
-from vllm.diffusion.ops import exact_scores
+from vllm.diffusion.ops import exact_scores, named_tokens
 from vllm.diffusion.ops import sampling as ops_sampling
 from vllm.diffusion.sampling import (
     LogitEditor,
@@ -442,7 +442,7 @@ def on_two_ranks(
         return work(columns, start)
 
     monkeypatch.setattr(ops_sampling, "get_tensor_model_parallel_world_size", lambda: 2)
-    for module in (ops_sampling, exact_scores):
+    for module in (ops_sampling, exact_scores, named_tokens):
         monkeypatch.setattr(module, "tensor_parallel", lambda: SimpleNamespace(gather=gather))
     widest = max(boundary, logits.shape[1] - boundary)
     monkeypatch.setattr(ops_sampling, "pad_vocab_size", lambda _: 2 * widest)
@@ -519,6 +519,54 @@ def test_log_probabilities_of_tokens_are_exact(
     else:
         (found,) = on_two_ranks(logits, boundary, scored, monkeypatch)
     assert torch.equal(found.float(), wanted)
+
+
+@pytest.mark.parametrize("boundary", [1, 17, 39, NUM_COLUMNS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probabilities_and_entropies_leave_out_what_is_forbidden(
+    boundary: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one rank or two, one of which may have no finite column; each row forbids its own."""
+    logits = (8 * torch.randn(32, NUM_COLUMNS, generator=torch.Generator().manual_seed(4))).to(
+        dtype
+    )
+    logits[3, :17] = logits[4, 1:] = -torch.inf
+    kept = logits.double()
+    kept[::2, 5] = kept[1::2, 30] = -torch.inf
+    masks = torch.tensor([1, 2], dtype=torch.int32).repeat(16)
+    token_ids = kept.topk(2).indices
+    wanted = torch.log_softmax(kept, dim=-1)
+
+    def scored(columns: Tensor, start: int) -> tuple[Tensor, ...]:
+        rows = ops.Rows(columns=(5, 30), forbidden=masks)
+        return ops.logprobs_and_entropies(
+            columns, token_ids, rows, first_column=start, vocab_size=NUM_COLUMNS
+        )
+
+    if boundary == NUM_COLUMNS:
+        logprobs, entropies = scored(logits, 0)
+    else:
+        logprobs, entropies = on_two_ranks(logits, boundary, scored, monkeypatch)
+    torch.testing.assert_close(logprobs, wanted.gather(1, token_ids), rtol=1e-6, atol=1e-6)
+    own = torch.special.entr(wanted.exp()).sum(dim=1)
+    torch.testing.assert_close(entropies, own, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [0, 1, 33, 300])
+def test_log_probabilities_and_entropies_of_a_gpu(num_rows: int, dtype: torch.dtype) -> None:
+    logits = (5 * torch.randn(num_rows, 126_464, device="cuda")).to(dtype)
+    logits[:, 9::10] = -torch.inf
+    kept = logits.double()
+    kept[:, 3] = -torch.inf
+    wanted, token_ids = torch.log_softmax(kept, dim=-1), kept.topk(3).indices
+    logprobs, entropies = ops.logprobs_and_entropies(
+        logits, token_ids, ops.Rows(columns=(3,), forbidden=1), first_column=0, vocab_size=126_464
+    )
+    torch.testing.assert_close(logprobs, wanted.gather(1, token_ids), rtol=1e-5, atol=1e-5)
+    own = torch.special.entr(wanted.exp()).sum(dim=1)
+    torch.testing.assert_close(entropies, own, rtol=1e-5, atol=1e-5)
 
 
 # ---- other scores ------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from vllm.diffusion.ops.kinds import (
     repacked_form,
 )
 from vllm.diffusion.ops.loading import StreamedParameter
+from vllm.diffusion.ops.named_tokens import logprobs_and_entropies, token_logprobs
 from vllm.diffusion.ops.packed import PackedProjection, empty_packed, quantise_packed, reserve
 from vllm.diffusion.ops.packed_checkpoints import OrderedProjection
 from vllm.diffusion.ops.projection import (
@@ -44,7 +45,6 @@ from vllm.diffusion.ops.sampling import (
     most_likely_in_head,
     philox_uniform,
     samples_in_head,
-    token_logprobs,
 )
 from vllm.diffusion.ops.transfer import Array, GraphInputs, HostCopy, to_device
 from vllm_add_llada.cuda_kernels.fused_ops import (
@@ -113,6 +113,7 @@ __all__ = [
     "kind_of",
     "kind_of_head",
     "kinds_of",
+    "logprobs_and_entropies",
     "most_likely",
     "most_likely_in_head",
     "negative_entropy",

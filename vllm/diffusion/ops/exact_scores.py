@@ -55,7 +55,7 @@ def negative_entropy(
     if whole_rows:
         p = torch.softmax(kept, dim=-1)
         return (p * torch.log(p + epsilon)).sum(dim=-1)
-    top, total = _whole_softmax(kept.double())
+    top, total = whole_softmax(kept.double())
     p = torch.exp(kept.double() - top) / total
     share = (p * torch.log(p + epsilon)).sum(dim=-1)
     return tensor_parallel().gather(share).sum(dim=0).to(dtype)
@@ -74,7 +74,7 @@ def _without(logits: torch.Tensor, columns: tuple[int, ...]) -> torch.Tensor:
     return logits
 
 
-def _whole_softmax(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def whole_softmax(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return maximum and sum of exp [R, 1] over all ranks' columns, from this rank's [R, C]."""
     top = kept.amax(dim=-1, keepdim=True)
     total = torch.exp(kept - top).sum(dim=-1, keepdim=True).nan_to_num(0.0)
@@ -102,6 +102,6 @@ def _most_likely_sharded(
     winner = ranks[:, :, 0].argmax(dim=-1, keepdim=True)  # first rank among equals: lowest id
     token = ranks[:, :, 1].gather(1, winner)[:, 0].long()
     chosen = ranks[:, :, 2].gather(1, winner)[:, 0]
-    top, total = _whole_softmax(kept)
+    top, total = whole_softmax(kept)
     probability = torch.exp(chosen - top[:, 0]) / total[:, 0]
     return token, probability.nan_to_num(0.0).to(dtype)

@@ -7,8 +7,7 @@ import torch
 
 import flash_sample
 import gather_gemm
-from flash_sample import RECORD_FIELDS, Filters, Rows, Sampled, Score
-from flash_sample.rows import MAXIMUM, SUM_EXP, WEIGHTED
+from flash_sample import Filters, Rows, Sampled, Score
 from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.collectives import tensor_parallel
 from vllm.distributed import get_tensor_model_parallel_world_size
@@ -60,46 +59,6 @@ def candidates(
         return found
     share = flash_sample.entropy_share(logits, records, rows, first_column=first_column)
     return found._replace(score=tensor_parallel().gather(share).sum(dim=0))
-
-
-def token_logprobs(
-    logits: torch.Tensor,
-    token_ids: torch.Tensor,
-    rows: Rows,
-    *,
-    first_column: int,
-    vocab_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log probabilities of given tokens, and the entropies of their rows, in nats.
-
-    The logits are read once, and not copied.
-
-    Args:
-        logits: [R, C] noise-free logits of this rank's columns.
-        token_ids: [R, k] int64, ids below `vocab_size` that are not forbidden.
-        rows: forbidden and excluded columns have no probability; neither noise nor filters.
-        first_column: token id of the first column.
-        vocab_size: columns of all ranks; only 8 + k numbers a row cross the ranks.
-
-    Returns:
-        [R, k] and [R], float64.
-    """
-    records = flash_sample.partial(logits, rows, "entropy", first_column=first_column)[None]
-    if logits.shape[1] == vocab_size:
-        found = logits.gather(1, token_ids).double()
-    else:
-        columns, last = token_ids - first_column, logits.shape[1] - 1
-        is_here = (columns >= 0) & (columns <= last)
-        own = logits.gather(1, columns.clamp(0, last)).double().masked_fill(~is_here, -torch.inf)
-        ranks = tensor_parallel().gather(torch.cat([records[0], own], dim=1))
-        records, found = ranks[..., :RECORD_FIELDS], ranks[..., RECORD_FIELDS:].amax(dim=0)
-    maximum, total, weighted = (records[..., f] for f in (MAXIMUM, SUM_EXP, WEIGHTED))
-    shares = maximum + total.log()
-    whole = shares.logsumexp(dim=0)
-    # What a rank without a finite logit has is no number: its share is none.
-    means = (maximum + weighted / total) * (shares - whole).exp()
-    entropies = whole - means.masked_fill(total == 0, 0.0).sum(dim=0)
-    return found - whole[:, None], entropies
 
 
 def kept_columns(

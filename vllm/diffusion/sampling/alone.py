@@ -12,8 +12,9 @@ from vllm.diffusion import ops
 from vllm.diffusion.core.logprobs import Logprobs
 from vllm.diffusion.core.samples import Samples
 from vllm.diffusion.guided.joint import read_all
-from vllm.diffusion.sampling.fused import candidate_logprobs, launch_key, sample_fused
+from vllm.diffusion.sampling.fused import launch_key, sample_fused
 from vllm.diffusion.sampling.plain import sample_plain
+from vllm.diffusion.sampling.traced import candidate_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,12 +76,8 @@ def sample_alone(
             whole = ops.gather_columns(logits, model.vocab_size)
             top = whole.topk(group.num_top, dim=-1).indices
             token_ids = torch.cat([token_ids, top], dim=1)
-        scores, _ = ops.token_logprobs(
-            logits,
-            token_ids,
-            ops.Rows(),
-            first_column=model.vocab_start,
-            vocab_size=model.vocab_size,
+        scores = ops.token_logprobs(
+            logits, token_ids, first_column=model.vocab_start, vocab_size=model.vocab_size
         )
         extras = [scores.T] if top is None else [scores.T, top.T]
         return Samples.of(sample_group(logits, group, model), extras)

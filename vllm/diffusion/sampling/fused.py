@@ -104,35 +104,6 @@ def sample_fused(
     return _scored(found, rows, is_random, key)
 
 
-def candidate_logprobs(
-    logits: torch.Tensor,
-    groups: Sequence[RowGroup],
-    found: ops.Sampled,
-    first_column: int,
-    vocab_size: int,
-) -> torch.Tensor:
-    """Return the fields of `CandidateLogprobs`, [5, R] float64.
-
-    Args:
-        logits: [R, C], the groups' rows one after another; this rank's columns, as the model and
-            the requests' edits leave them.
-        groups: the requests.
-        found: what was sampled from the rows.
-        first_column: token id of the first column.
-        vocab_size: columns of all ranks.
-    """
-    forbidden = [g.forbidden for g in groups]
-    columns = tuple(sorted({token for tokens in forbidden for token in tokens}))
-    bits = {"forbidden": ([_bits(tokens, columns) for tokens in forbidden], np.int32)}
-    rows = ops.Rows(columns=columns, **_spread(bits, _counts(groups), logits.device))
-    tokens = torch.stack((found.token, found.greedy), dim=1)
-    logprobs, entropies = ops.token_logprobs(
-        logits, tokens, rows, first_column=first_column, vocab_size=vocab_size
-    )
-    named = torch.stack((tokens.double(), logprobs), dim=2).flatten(1)
-    return torch.cat((named, entropies[:, None]), dim=1).T
-
-
 def sample_in_head(
     normed: torch.Tensor, groups: Sequence[RowGroup], matrix: torch.Tensor
 ) -> ops.Sampled | None:
@@ -187,7 +158,7 @@ def _parameters(
     is_random = [g.params.remasking == "random" and not key.is_tempered for g in groups]
     is_noisy = [g.params.temperature > 0 for g in groups]
     needs_seed = [a or b for a, b in zip(is_random, is_noisy, strict=True)]
-    found = _spread(
+    found = spread(
         {
             "temperature": ([g.params.temperature for g in groups], np.float64),
             "seed": (
@@ -198,12 +169,12 @@ def _parameters(
                 [g.step if n else 0 for g, n in zip(groups, needs_seed, strict=True)],
                 np.int64,
             ),
-            "forbidden": ([_bits(tokens, columns) for tokens in forbidden], np.int32),
-            "excluded": ([_bits(tokens, columns) for tokens in excluded], np.int32),
+            "forbidden": ([bits_of(tokens, columns) for tokens in forbidden], np.int32),
+            "excluded": ([bits_of(tokens, columns) for tokens in excluded], np.int32),
             "is_random": (is_random, np.bool_),
             **({} if key.filters is None else numbers_of(g.filters for g in groups)),
         },
-        _counts(groups),
+        [g.positions.numel() for g in groups],
         device,
     )
     choice: bool | torch.Tensor = found.pop("is_random")
@@ -225,12 +196,7 @@ def _parameters(
     )
 
 
-def _counts(groups: Sequence[RowGroup]) -> list[int]:
-    """Return the number of rows of each group."""
-    return [g.positions.numel() for g in groups]
-
-
-def _spread(
+def spread(
     values: dict[str, tuple[list[Any], type[np.generic]]], counts: list[int], device: torch.device
 ) -> dict[str, Any]:
     """Spread values of requests over their rows: one number where all agree, else [R]."""
@@ -246,7 +212,8 @@ def _spread(
     return found
 
 
-def _bits(tokens: tuple[int, ...], columns: tuple[int, ...]) -> int:
+def bits_of(tokens: tuple[int, ...], columns: tuple[int, ...]) -> int:
+    """Return a mask that names columns, bit by bit."""
     return sum(1 << columns.index(token) for token in set(tokens))
 
 

@@ -18,14 +18,9 @@ from vllm.diffusion import ops
 from vllm.diffusion.core.samples import Samples
 from vllm.diffusion.sampling.alone import read_jointly, sample_alone
 from vllm.diffusion.sampling.edited_logits import edited
-from vllm.diffusion.sampling.fused import (
-    LaunchKey,
-    candidate_logprobs,
-    launch_key,
-    sample_fused,
-    sample_in_head,
-)
+from vllm.diffusion.sampling.fused import LaunchKey, launch_key, sample_fused, sample_in_head
 from vllm.diffusion.sampling.row_group import pieces_of
+from vllm.diffusion.sampling.traced import candidate_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

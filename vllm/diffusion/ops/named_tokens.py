@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log probabilities of tokens that are named, over one or several ranks."""
+
+from __future__ import annotations
+
+import torch
+
+import flash_sample
+from flash_sample import RECORD_FIELDS, Rows
+from flash_sample.rows import MAXIMUM, SUM_EXP, WEIGHTED
+from vllm.diffusion.ops.collectives import tensor_parallel
+from vllm.diffusion.ops.exact_scores import whole_softmax
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, *, first_column: int, vocab_size: int
+) -> torch.Tensor:
+    """Return log probabilities [R, k] float64 of `token_ids` [R, k] int64 in rows of logits.
+
+    Args:
+        logits: [R, C] logits of this rank's columns.
+        token_ids: ids below `vocab_size`.
+        first_column: token id of the first column.
+        vocab_size: columns of all ranks; only 2 + k numbers a row cross the ranks.
+    """
+    kept, num_columns = logits.double(), logits.shape[1]
+    columns = token_ids - first_column
+    is_here = (columns >= 0) & (columns < num_columns)
+    found = kept.gather(1, columns.clamp(0, num_columns - 1)).masked_fill(~is_here, -torch.inf)
+    if num_columns == vocab_size:
+        return found - torch.logsumexp(kept, dim=-1, keepdim=True)
+    top, total = whole_softmax(kept)
+    return tensor_parallel().gather(found).amax(dim=0) - top - total.log()
+
+
+def logprobs_and_entropies(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    rows: Rows,
+    *,
+    first_column: int,
+    vocab_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log probabilities of tokens and the entropies of their rows, in nats.
+
+    They have the precision of fp32 sums; the logits are read once, and not copied.
+
+    Args:
+        logits: [R, C] noise-free logits of this rank's columns.
+        token_ids: [R, k] int64, ids below `vocab_size`; none that is forbidden.
+        rows: forbidden and excluded columns have no probability; neither noise nor filters.
+        first_column: token id of the first column.
+        vocab_size: columns of all ranks; only 8 + k numbers a row cross the ranks.
+
+    Returns:
+        [R, k] and [R], float64.
+    """
+    records = flash_sample.partial(logits, rows, "entropy", first_column=first_column)[None]
+    if logits.shape[1] == vocab_size:
+        found = logits.gather(1, token_ids).double()
+    else:
+        columns, last = token_ids - first_column, logits.shape[1] - 1
+        is_here = (columns >= 0) & (columns <= last)
+        own = logits.gather(1, columns.clamp(0, last)).double().masked_fill(~is_here, -torch.inf)
+        ranks = tensor_parallel().gather(torch.cat([records[0], own], dim=1))
+        records, found = ranks[..., :RECORD_FIELDS], ranks[..., RECORD_FIELDS:].amax(dim=0)
+    maximum, total, weighted = (records[..., f] for f in (MAXIMUM, SUM_EXP, WEIGHTED))
+    shares = maximum + total.log()
+    whole = shares.logsumexp(dim=0)
+    # What a rank without a finite logit has is no number: its share is none.
+    means = (maximum + weighted / total) * (shares - whole).exp()
+    entropies = whole - means.masked_fill(total == 0, 0.0).sum(dim=0)
+    return found - whole[:, None], entropies
