@@ -181,6 +181,11 @@ def report_of(output: Any) -> dict[str, Any]:
     return report
 
 
+def steps_per_forward(reports: Sequence[Mapping[str, Any]]) -> float:
+    """Return how many steps a forward served, over all reports."""
+    return sum(r["num_steps"] for r in reports) / sum(r["num_forwards"] for r in reports)
+
+
 # --- telling ---------------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import harness
 from benchmarks.harness import ROOT, BenchmarkError, Table
 from benchmarks.performance_tables import TableError, section
+from benchmarks.server_process import GUARD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -127,7 +128,7 @@ def run(line: str, folder: Path, seconds: float) -> str:
     settings = dict(word.split("=", 1) for word in words if SETTING.match(word))
     script, *options = words[len(settings) :]
     folder.mkdir(parents=True, exist_ok=True)
-    guard = [sys.executable, str(ROOT / "benchmarks" / "process_guard.py"), str(GUARD_S)]
+    guard = [sys.executable, str(GUARD), str(GUARD_S)]
     command = [sys.executable, str(ROOT / "benchmarks" / script), *options]
     with (folder / "output.txt").open("w", encoding="utf-8") as output:
         process = subprocess.Popen(

@@ -53,7 +53,7 @@ from benchmarks import harness, windows
 from benchmarks.context_length.memory import GpuMemory
 from benchmarks.harness import BenchmarkError, Table, positive
 from benchmarks.plain_model import load_model
-from benchmarks.server_process import model_server, session
+from benchmarks.server_process import metric, model_server, session
 from benchmarks.shapes import Shape
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 COLUMNS = {"measure": "<40", "value": ">10.3f", "unit": "<9", "of plain": ">8.3f"}
 PROMPT = 128  # tokens
 UNDER_WAY = 64  # requests, when the server is to pause
+RUNNING, STEPS = "vllm:num_requests_running", "dllm:denoise_steps_total"
 MIB = 1 << 20
 ANSWER_S = 600.0
 KINDS = {
@@ -136,13 +137,10 @@ def arguments_of(trainer: Trainer, options: argparse.Namespace) -> list[str]:
 
 def asked_of(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Return a request that commits two tokens a step."""
-    shape, length = Shape.of_folder(folder), options.block_length
-    common = {"temperature": 1.0, "ignore_eos": True}
-    if shape.block_length:
-        blocks = options.gen_length // length
-        return {**common, **windows.parameters_of(shape, length, blocks, max(length // 2, 1))}
-    own = {"gen_length": options.gen_length, "block_length": length, "cache": "dual"}
-    return {**common, **own, "algorithm": "semi_ar", "steps": options.gen_length // 2}
+    kept = windows.kept_parameters(
+        Shape.of_folder(folder), options.gen_length, options.block_length, tokens_a_step=2
+    )
+    return {"temperature": 1.0, "ignore_eos": True, **kept}
 
 
 class Trainer(WeightSource):
@@ -154,7 +152,7 @@ class Trainer(WeightSource):
         model = load_model(
             folder, device, getattr(torch, options.dtype), has_weights=options.model is not None
         )
-        self.shape = model.shape
+        self.shape, self._file = model.shape, updates / "weights.safetensors"
         self._weights: dict[str, torch.Tensor] = model.network.state_dict()
         self.gigabytes = sum(weight.nbytes for weight in self._weights.values()) / 1e9
 
@@ -175,18 +173,16 @@ class Trainer(WeightSource):
             )
         else:
             client.init_weight_transfer_engine({})
+            save_file({name: weight.contiguous() for name, weight in self}, self._file)
 
     def send(self) -> float:
         """Update the server's weights; return the seconds from the start to the end."""
-        path = self.updates / "weights.safetensors"
-        if self.backend == "disk":
-            save_file({name: weight.contiguous() for name, weight in self}, path)
         started = time.perf_counter()
         if self.backend == "ipc":
             self._sender.send_weights()
         else:
             self._client.start_weight_update()
-            self._client.update_weights({"path": str(path)})
+            self._client.update_weights({"path": str(self._file)})
             self._client.finish_weight_update()
         return time.perf_counter() - started
 
@@ -205,25 +201,19 @@ class Server:
         self, url: str, http: requests.Session, asked: dict[str, Any], options: argparse.Namespace
     ) -> None:
         self.options = options
-        self._url, self._http, self._asked = url, http, asked
+        self.url, self._http, self._asked = url, http, asked
 
     def post(self, route: str) -> float:
         """Return the seconds that a call took."""
         started = time.perf_counter()
-        self._told(self._http.post(f"{self._url}{route}", timeout=ANSWER_S))
+        self._told(self._http.post(f"{self.url}{route}", timeout=ANSWER_S))
         return time.perf_counter() - started
-
-    def metric(self, name: str) -> float:
-        """Return the sum of a metric's samples."""
-        text = self._told(self._http.get(f"{self._url}/metrics", timeout=ANSWER_S)).text
-        lines = (line.rsplit(" ", 1) for line in text.splitlines() if line.startswith(name))
-        return sum(float(value) for label, value in lines if label[len(name) :][:1] in ("", "{"))
 
     def answers(self, prompt: Sequence[int], n: int = 1, **more: Any) -> dict[str, Any]:
         """Return what /generate says."""
         body = {**self._asked, "prompt": list(prompt), "n": n, **more}
         with session() as http:
-            response = http.post(f"{self._url}/generate", json=body, timeout=ANSWER_S)
+            response = http.post(f"{self.url}/generate", json=body, timeout=ANSWER_S)
         found: dict[str, Any] = self._told(response).json()
         return found
 
@@ -283,7 +273,7 @@ def under_way(
     with ThreadPoolExecutor(clients) as pool:
         running = [pool.submit(client, prompt) for prompt in prompts]
         deadline = time.monotonic() + ANSWER_S
-        while server.metric("vllm:num_requests_running") < clients and time.monotonic() < deadline:
+        while metric(server.url, RUNNING) < clients and time.monotonic() < deadline:
             time.sleep(0.05)
         try:
             yield answers
@@ -314,9 +304,9 @@ def measure_pause(server: Server, trainer: Trainer, _: GpuMemory, table: Table) 
     with under_way(server, trainer, UNDER_WAY):
         found = []
         for _ in range(5):
-            before = server.metric("dllm:denoise_steps_total")
+            before = metric(server.url, STEPS)
             seconds = server.post("/pause?mode=keep")
-            found.append((server.metric("dllm:denoise_steps_total") - before, seconds))
+            found.append((metric(server.url, STEPS) - before, seconds))
             server.post("/resume")
             time.sleep(0.2)
     steps, seconds = map(statistics.median, zip(*found, strict=True))

@@ -3,15 +3,16 @@
 """How often answers with guesses are the plain ones, and how often plain ones among others are.
 
     benchmarks/same_answers.py [--family llada] [--prompts 200] [--states 8] [--context 128]
-        [--gen-length 32] [--block-length 8] [--cache dual] [--output-dir results/same_answers]
+        [--gen-length 32] [--block-length 8] [--output-dir results/same_answers]
     benchmarks/same_answers.py --models llada-tiny dream-tiny
 
 Guesses leave an answer as it is, but for how numbers are rounded: a forward of more rows may add
 them in another order, and where two tokens are nearly equal in bf16, the other one wins. So does it
 where other requests stand beside. Every prompt is answered three times at temperature 0, one token
-a step: alone; beside as many requests as a forward has states; and with guesses, as many in every
-forward. Released shape and random weights, or, with --models, trained checkpoints (names of tiny
-ones under models/, which are trained if they are missing) and their own questions.
+a step, with kept keys and values (`cache: dual`; exact ones of block-causal families): alone;
+beside as many requests as a forward has states; and with guesses, as many in every forward. Released
+shape and random weights, or, with --models, trained checkpoints (names of tiny ones under models/,
+which are trained if they are missing) and their own questions.
 
     answers   share that are the plain ones, token by token
     tokens    share of the tokens
@@ -24,6 +25,7 @@ from __future__ import annotations
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import in_process  # isort: skip  (before torch and vllm)
 
-from benchmarks import harness
+from benchmarks import harness, windows
 from benchmarks.harness import Table, positive
 from benchmarks.quality_speed import checkpoint, read_facts
-from benchmarks.shapes import BLOCK_FAMILIES, Shape
+from benchmarks.shapes import Shape
 
 if TYPE_CHECKING:
     import argparse
@@ -67,13 +69,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
     table = Table(COLUMNS, "model run answers tokens steps_per_forward")
     for name in options.models or [options.family]:
-        with engine(options, name) as (llm, prompts):
-            plain, _ = answers(llm, prompts, asked_of(options, name), at_a_time=1)
+        with engine(options, name) as (llm, shape, prompts):
+            length = shape.block_length or options.block_length
+            kept = windows.kept_parameters(shape, options.gen_length, length)
+            plain, _ = answers(llm, prompts, kept, at_a_time=1)
             for run, count, guesses in (
                 ("beside", options.states, 0),
                 ("guesses", 1, options.states - 1),
             ):
-                asked = {**asked_of(options, name), "num_speculative_states": guesses}
+                asked = {**kept, "num_speculative_states": guesses}
                 found, pace = answers(llm, prompts, asked, at_a_time=count)
                 table.add(Row(Path(name).name, run, *shares(found, plain), pace))
     harness.write("same_answers", options, table.rows)
@@ -88,47 +92,31 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.option("--states", 8, "of a forward; requests at once without guesses", type=positive)
     parser.option("--context", 128, "tokens of a prompt of a released shape", type=positive)
     parser.option("--gen-length", 32, "tokens of an answer", type=positive)
-    parser.option("--block-length", 8, type=positive)
-    parser.option("--cache", "dual", "where keys and values are not exact anyway")
+    parser.option("--block-length", 8, "where the model has none of its own", type=positive)
     return parser.parse_args(arguments)
 
 
 @contextmanager
-def engine(options: argparse.Namespace, name: str) -> Iterator[tuple[Any, Prompts]]:
-    """Yield an engine that makes all guesses it is asked for, and the prompts."""
+def engine(options: argparse.Namespace, name: str) -> Iterator[tuple[Any, Shape, Prompts]]:
+    """Yield an engine that makes all guesses it is asked for, the model's shape, and prompts."""
     settings: dict[str, Any] = {"additional_config": {"dllm": {"weighs_guesses": False}}}
     settings |= {"max_num_seqs": options.states, "dtype": options.dtype}
     if not options.models:
-        vocab_size = Shape.of(harness.configuration_of(options)).vocab_size
+        shape = Shape.of(harness.configuration_of(options))
+        prompts = in_process.random_prompts(options.prompts, options.context, shape.vocab_size)
         length = options.context + options.gen_length
         with in_process.engine_of(options, max_model_len=length, **settings) as (llm, _):
-            yield llm, in_process.random_prompts(options.prompts, options.context, vocab_size)
+            yield llm, shape, prompts
         return
     folder = checkpoint(name)
     settings["max_model_len"] = options.gen_length + 256
     with in_process.engine(folder, dummy_weights=False, **settings) as (llm, _):
-        tokenizer = llm.get_tokenizer()
-        yield (
-            llm,
-            [
-                tokenizer.apply_chat_template(
-                    [{"role": "user", "content": question}],
-                    add_generation_prompt=True,
-                    return_dict=False,
-                )
-                for question, _ in read_facts(folder, options.prompts)
-            ],
+        ask = partial(
+            llm.get_tokenizer().apply_chat_template, add_generation_prompt=True, return_dict=False
         )
-
-
-def asked_of(options: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Return the parameters of a request: one token a step."""
-    family = name.removesuffix("-tiny")
-    length = {"gen_length": options.gen_length, "algorithm": "semi_ar"}
-    if family in BLOCK_FAMILIES:
-        return length
-    own = {"block_length": options.block_length, "cache": options.cache}
-    return {**length, **own, "steps": options.gen_length}
+        questions = [question for question, _ in read_facts(folder, options.prompts)]
+        prompts = [ask([{"role": "user", "content": question}]) for question in questions]
+        yield llm, Shape.of_folder(folder), prompts
 
 
 def answers(
@@ -139,8 +127,8 @@ def answers(
     for start in range(0, len(prompts), at_a_time):
         outputs += in_process.run_requests(llm, prompts[start : start + at_a_time], asked)
     reports = [harness.report_of(output) for output in outputs]
-    pace = sum(r["num_steps"] for r in reports) / sum(r["num_forwards"] for r in reports)
-    return [list(output.outputs[0].token_ids) for output in outputs], pace
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    return tokens, harness.steps_per_forward(reports)
 
 
 def shares(found: list[list[int]], plain: list[list[int]]) -> tuple[float, float]:

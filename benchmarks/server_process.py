@@ -201,6 +201,13 @@ def session() -> requests.Session:
     return found
 
 
+def metric(url: str, name: str) -> float:
+    """Return the sum of the metrics whose names match, of the server at `url`."""
+    with session() as http:
+        text = http.get(f"{url}/metrics", timeout=30).text
+    return sum(map(float, re.findall(rf"^{name}\{{.*\}} (\S+)$", text, re.M)))
+
+
 def is_healthy(url: str) -> bool:
     """Whether the server at `url` answers /health with 200."""
     with session() as http:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import re
 import sys
 import threading
 import time
@@ -45,7 +44,7 @@ from tqdm import tqdm
 
 from benchmarks import harness
 from benchmarks.harness import positive
-from benchmarks.server_process import model_server, session
+from benchmarks.server_process import metric, model_server, session
 from benchmarks.shapes import Shape
 
 if TYPE_CHECKING:
@@ -280,13 +279,6 @@ def settle(url: str) -> float:
         if left == 0 or time.monotonic() > deadline:
             return left
         time.sleep(1.0)
-
-
-def metric(url: str, name: str) -> float:
-    """Return the sum of the server's metrics whose names match."""
-    with session() as http:
-        text = http.get(f"{url}/metrics", timeout=30).text
-    return sum(map(float, re.findall(rf"^{name}\{{.*\}} (\S+)$", text, re.M)))
 
 
 def rss_mib() -> float:

@@ -54,7 +54,7 @@ import numpy as np
 from benchmarks import harness, windows
 from benchmarks.harness import Table, positive
 from benchmarks.quality_speed import checkpoint, read_facts
-from benchmarks.shapes import BLOCK_FAMILIES, Shape
+from benchmarks.shapes import Shape
 from vllm.diffusion.decoding.drafting import Drafter, State
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.request.families import family_of
@@ -269,16 +269,9 @@ class Case:
         self._options, self._llm, self._runner = options, llm, runner
         self._shape, self._oracle = Shape.of(harness.configuration_of(options)), Oracle()
         self._recorded = 0  # clients whose states are known
-        blocks, length = options.gen_length // options.block_length, options.block_length
-        self._parameters: dict[str, Any] = {
-            "algorithm": "semi_ar",
-            "cache": "dual",
-            "gen_length": options.gen_length,
-            "block_length": length,
-            "steps": options.gen_length,
-        }
-        if options.family in BLOCK_FAMILIES:
-            self._parameters = windows.parameters_of(self._shape, length, blocks, length)
+        self._parameters = windows.kept_parameters(
+            self._shape, options.gen_length, options.block_length
+        )
 
     def measured(
         self,
@@ -309,7 +302,7 @@ class Case:
             1.0 if plain is None else pace / plain.steps_per_s,
             between,
             between / plain.between if between and plain and plain.between else None,
-            sum(r["num_steps"] for r in reports) / sum(r["num_forwards"] for r in reports),
+            harness.steps_per_forward(reports),
             accepted / drafted if drafted else None,
         )
         table.add(row)
@@ -392,7 +385,7 @@ def steps_per_forward(
         harness.report_of(llm.chat([chat], sampling, use_tqdm=False)[0])
         for chat in ([{"role": "user", "content": question}] for question in questions)
     ]
-    return sum(r["num_steps"] for r in reports) / sum(r["num_forwards"] for r in reports)
+    return harness.steps_per_forward(reports)
 
 
 def paint(axis: Any, rows: Sequence[Row]) -> None:

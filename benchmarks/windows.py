@@ -57,6 +57,17 @@ def parameters_of(
     return {**asked, "algorithm": "semi_ar", "steps_per_block": steps_per_block}
 
 
+def kept_parameters(
+    shape: Shape, gen_length: int, block_length: int, tokens_a_step: int = 1
+) -> dict[str, Any]:
+    """Return the parameters of a request with kept keys and values, and so many tokens a step."""
+    if shape.block_length:
+        steps = max(block_length // tokens_a_step, 1)
+        return parameters_of(shape, block_length, gen_length // block_length, steps)
+    asked = {"gen_length": gen_length, "block_length": block_length, "cache": "dual"}
+    return {**asked, "algorithm": "semi_ar", "steps": gen_length // tokens_a_step}
+
+
 def blocks_of(steps: int, block_length: int) -> int:
     """Return how many blocks hold `steps` steps of one block each, one token a step.
 

@@ -23,11 +23,8 @@ def token_logprobs(
         first_column: token id of the first column.
         vocab_size: columns of all ranks; only 2 + k numbers a row cross the ranks.
     """
-    kept, num_columns = logits.double(), logits.shape[1]
-    columns = token_ids - first_column
-    is_here = (columns >= 0) & (columns < num_columns)
-    found = kept.gather(1, columns.clamp(0, num_columns - 1)).masked_fill(~is_here, -torch.inf)
-    if num_columns == vocab_size:
+    kept, found = logits.double(), _own(logits, token_ids, first_column, vocab_size)
+    if logits.shape[1] == vocab_size:
         return found - torch.logsumexp(kept, dim=-1, keepdim=True)
     top, total = whole_softmax(kept)
     return tensor_parallel().gather(found).amax(dim=0) - top - total.log()
@@ -56,13 +53,9 @@ def logprobs_and_entropies(
         [R, k] and [R], float64.
     """
     records = flash_sample.partial(logits, rows, "entropy", first_column=first_column)[None]
-    if logits.shape[1] == vocab_size:
-        found = logits.gather(1, token_ids).double()
-    else:
-        columns, last = token_ids - first_column, logits.shape[1] - 1
-        is_here = (columns >= 0) & (columns <= last)
-        own = logits.gather(1, columns.clamp(0, last)).double().masked_fill(~is_here, -torch.inf)
-        ranks = tensor_parallel().gather(torch.cat([records[0], own], dim=1))
+    found = _own(logits, token_ids, first_column, vocab_size)
+    if logits.shape[1] != vocab_size:
+        ranks = tensor_parallel().gather(torch.cat([records[0], found], dim=1))
         records, found = ranks[..., :RECORD_FIELDS], ranks[..., RECORD_FIELDS:].amax(dim=0)
     maximum, total, weighted = (records[..., f] for f in (MAXIMUM, SUM_EXP, WEIGHTED))
     shares = maximum + total.log()
@@ -71,3 +64,14 @@ def logprobs_and_entropies(
     means = (maximum + weighted / total) * (shares - whole).exp()
     entropies = whole - means.masked_fill(total == 0, 0.0).sum(dim=0)
     return found - whole[:, None], entropies
+
+
+def _own(
+    logits: torch.Tensor, token_ids: torch.Tensor, first_column: int, vocab_size: int
+) -> torch.Tensor:
+    """Return the logits [R, k] float64 of tokens, -inf for those of other ranks' columns."""
+    if logits.shape[1] == vocab_size:
+        return logits.gather(1, token_ids).double()
+    columns, last = token_ids - first_column, logits.shape[1] - 1
+    is_here = (columns >= 0) & (columns <= last)
+    return logits.gather(1, columns.clamp(0, last)).double().masked_fill(~is_here, -torch.inf)
