@@ -10,9 +10,9 @@ Guesses leave an answer as it is, but for how numbers are rounded: a forward of 
 them in another order, and where two tokens are nearly equal in bf16, the other one wins. So does it
 where other requests stand beside. Every prompt is answered three times at temperature 0, one token
 a step, with kept keys and values (`cache: dual`; exact ones of block-causal families): alone;
-beside as many requests as a forward has states; and with guesses, as many in every forward. Released
-shape and random weights, or, with --models, trained checkpoints (names of tiny ones under models/,
-which are trained if they are missing) and their own questions.
+beside as many requests as a forward has states; and with guesses, as many in every forward.
+Released shape and random weights, or, with --models, trained checkpoints (names of tiny ones under
+models/, which are trained if they are missing) and their own questions.
 
     answers   share that are the plain ones, token by token
     tokens    share of the tokens
