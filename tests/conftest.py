@@ -12,6 +12,7 @@ import gc
 import os
 import threading
 from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -40,6 +41,10 @@ gc.disable()
 # while it draws would keep it for good, and so would a thread that draws beside a fork.
 tqdm.set_lock(threading.RLock())
 tqdm.monitor_interval = 0
+
+# What imports one of the tests' own requirements, on a machine with only those of a server.
+WANTED = {"server/test_fuzz.py": "schemathesis", "test_fleet_examples.py": "kubernetes_validate"}
+collect_ignore = [name for name, wanted in WANTED.items() if find_spec(wanted) is None]
 
 GPU_MARKERS = ("gpu", "multi_gpu")
 MODEL_VARIABLES = (

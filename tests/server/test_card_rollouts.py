@@ -66,10 +66,12 @@ def transferred(server: ServerProcess, model_dir: Path, init_info: Any) -> None:
 
 
 def server_of(model_dir: Path, log: Path, backend: str, **variables: str) -> ServerProcess:
-    command = [*SERVER, "--model", str(model_dir), "--dtype", "bfloat16"]
+    # Through `env` it is a process from the start: CUDA does not survive a fork.
+    command = ["env", *SERVER, "--model", str(model_dir), "--dtype", "bfloat16"]
     command += ["--weight-transfer-config", f'{{"backend": "{backend}"}}']
-    command += ["--gpu-memory-utilization", "0.2"]
-    return ServerProcess(command, log, VLLM_SERVER_DEV_MODE="1", **variables)
+    variables |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    variables |= {"VLLM_ACTIVATION_POOL_SIZE_BYTES": f"{2 << 30}"}  # beside other tests
+    return ServerProcess(command, log, **variables)
 
 
 @pytest.mark.gpu
