@@ -153,10 +153,10 @@ def checkpoint_of(options: argparse.Namespace) -> Iterator[Path]:
 
 
 def sampling_of(parameters: dict[str, Any]) -> Any:
-    """Return SamplingParams of a request for a whole canvas, at temperature 0.
+    """Return SamplingParams of a request for a whole canvas, at temperature 0, without guesses.
 
     Args:
-        parameters: parameters of the request, including `gen_length`.
+        parameters: parameters of the request, including `gen_length`; they may ask for guesses.
     """
     from vllm import SamplingParams
 
@@ -165,7 +165,7 @@ def sampling_of(parameters: dict[str, Any]) -> Any:
         max_tokens=parameters["gen_length"],
         ignore_eos=True,
         detokenize=False,
-        extra_args=parameters,
+        extra_args={"num_speculative_states": 0, **parameters},
     )
 
 

@@ -170,6 +170,7 @@ def engine(model: Path, *, dummy_weights: bool, **settings: Any) -> Iterator[tup
     """
     from vllm import LLM
 
+    free_memory()  # of an engine before, whose caller may have kept its runner until now
     if dummy_weights:
         settings["load_format"] = "dummy"
     try:
@@ -242,7 +243,8 @@ def random_prompts(count: int, num_tokens: int, vocab_size: int, seed: int = 0) 
 
 
 def random_prompt(num_tokens: int, vocab_size: int, seed: int) -> list[int]:
-    """Draw ids of ordinary tokens; the special ones of the released models are the last of all."""
+    """Draw ids of ordinary tokens; the special ones of released models are the first or the last."""
     generator = torch.Generator().manual_seed(seed)
-    ids: list[int] = torch.randint(0, vocab_size // 2, (num_tokens,), generator=generator).tolist()
+    bounds = vocab_size // 8, vocab_size // 2
+    ids: list[int] = torch.randint(*bounds, (num_tokens,), generator=generator).tolist()
     return ids

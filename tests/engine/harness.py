@@ -28,9 +28,10 @@ STOP_IDS = frozenset({EOS_ID, EOT_ID})
 MAX_MODEL_LEN = 256
 POOL_BYTES = 256 << 20
 BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 8, "steps": 16}
+# Tests count steps and forwards: how slow the machine is must not decide which are cut, nor whether
+# it has a GPU.
+UNCUT: dict[str, Any] = {"dllm": {"longest_pause_ms": 0, "num_speculative_states": 0}}
 # The canvas is short where the reference draws noise: its generator is plain Python.
-# Tests count steps: how slow the machine is must not decide which are cut.
-UNCUT: dict[str, Any] = {"dllm": {"longest_pause_ms": 0}}
 NOISY: dict[str, Any] = {"gen_length": 16, "block_length": 8, "steps": 8, "seed": 7}
 
 

@@ -164,5 +164,20 @@ def test_server_wide_defaults_reach_the_served_model(tmp_path: Path) -> None:
         folder, additional_config={"dllm": {"algorithm": "Threshold", "block_size": 16}}
     )
     served = served_model(config)
-    assert served.defaults == {"algorithm": "threshold", "block_length": 16}
+    assert served.defaults.items() >= {"algorithm": "threshold", "block_length": 16}.items()
     assert served.max_model_len == 64
+
+
+def test_a_gpu_guesses_unless_it_is_told_not_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import platforms
+    from vllm.diffusion.config import served_model
+
+    folder = make_checkpoint(tmp_path)
+    told = {"dllm": {"num_speculative_states": 2}}
+    configs = engine_config(folder), engine_config(folder, additional_config=told)
+    for is_cuda, wanted in (True, [7, 2]), (False, [None, 2]):
+        monkeypatch.setattr(type(platforms.current_platform), "is_cuda", lambda _, a=is_cuda: a)
+        found = [served_model(config).defaults.get("num_speculative_states") for config in configs]
+        assert found == wanted

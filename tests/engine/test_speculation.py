@@ -338,3 +338,13 @@ def test_guesses_for_which_there_is_no_memory_are_not_weighed(
         shrink(engine.runner, 400_000)
         plain, guessing = engine.ask(ask)[0], engine.ask(*speculating([ask], 7))[0]
     assert guessing.finish_reason == "length" and guessing.token_ids == plain.token_ids
+
+
+@pytest.mark.gpu
+def test_a_gpu_guesses_without_being_asked(checkpoint: Callable[[str], Path]) -> None:
+    uncut = {"dllm": {"longest_pause_ms": 0}}
+    with running(checkpoint("mha"), dtype="bfloat16", additional_config=uncut) as engine:
+        (quiet,) = engine.ask(Ask([1, 2, 3], {**ONE_BY_ONE, "num_speculative_states": 0}))
+        (answer,) = engine.ask(Ask([1, 2, 3], ONE_BY_ONE))
+    assert quiet.report["states_drafted"] == 0 < answer.report["states_drafted"]
+    assert quiet.num_steps == answer.num_steps == 32

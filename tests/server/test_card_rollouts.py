@@ -84,13 +84,41 @@ def test_a_trainer_on_the_same_card(model_dir: Path, tmp_path: Path, packed: boo
     transferred(server, model_dir, IPCTrainerInitInfo(rank=0, packed=packed))
 
 
+def nccl_is_usable() -> bool:
+    """Whether upstream's transfers can use this machine's NCCL."""
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+    try:
+        NCCLLibrary()
+    except AttributeError:
+        return False
+    return True
+
+
+def nccl_server(model_dir: Path, log: Path, *, packed: bool) -> tuple[ServerProcess, Any]:
+    """A server on the second card, and what its trainer is told."""
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    where = {"master_address": "127.0.0.1", "master_port": free_port()}
+    info = NCCLTrainerInitInfo(rank=0, world_size=2, packed=packed, **where)
+    return server_of(model_dir, log, "nccl", CUDA_VISIBLE_DEVICES="1"), info
+
+
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("packed", [False, True], ids=["tensors", "packed"])
 def test_a_trainer_on_another_card(model_dir: Path, tmp_path: Path, packed: bool) -> None:
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-    server = server_of(model_dir, tmp_path / "server.log", "nccl", CUDA_VISIBLE_DEVICES="1")
-    info = NCCLTrainerInitInfo(
-        rank=0, master_address="127.0.0.1", master_port=free_port(), world_size=2, packed=packed
-    )
+    if not nccl_is_usable():
+        pytest.skip("vLLM cannot use this NCCL")
+    server, info = nccl_server(model_dir, tmp_path / "server.log", packed=packed)
     transferred(server, model_dir, info)
+
+
+@pytest.mark.multi_gpu
+def test_an_nccl_that_cannot_be_used_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    """Its broadcasts would bring nothing, and say nothing."""
+    if nccl_is_usable():
+        pytest.skip("vLLM can use this NCCL")
+    server, info = nccl_server(model_dir, tmp_path / "server.log", packed=False)
+    with pytest.raises(Exception, match="init_weight_transfer_engine"):
+        transferred(server, model_dir, info)
+    assert "2.29.7 or later" in server.log()

@@ -32,6 +32,7 @@ _LINE_END = ("\n", "\u010a", "<0x0A>")  # in plain text, in byte-level BPE, as a
 SCHEDULER = "vllm.diffusion.engine.scheduler.scheduler.DiffusionScheduler"
 TRANSFERS = ("nccl", "ipc", "disk")  # ways in which weights may come while the server runs
 EXECUTOR = "vllm.diffusion.engine.executor.RanksExecutor"
+USUAL_GUESSES = 7  # of a forward, where they are weighed by times of a GPU
 
 
 def configure(vllm_config: VllmConfig) -> None:
@@ -207,7 +208,8 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         dtype=str(model.dtype).removeprefix("torch."),
         unused_defaults=_unused_defaults(model),
         default_max_tokens=generation.get("max_new_tokens"),
-        defaults=check_settings(server_settings(vllm_config.additional_config), family),
+        defaults=_usual_on_a_gpu()
+        | check_settings(server_settings(vllm_config.additional_config), family),
         default_steps=envs.default_steps(),
         block_length=getattr(config, "block_length", None),
         block_unit=max(config.architecture.scoring.window, 1),
@@ -216,6 +218,11 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         guides=None if encode is None else _guides(model, ids, vocab_size, encode),
         encode=encode,
     )
+
+
+def _usual_on_a_gpu() -> dict[str, Any]:
+    """Return the defaults of requests that differ from the table's where there is a GPU."""
+    return {"num_speculative_states": USUAL_GUESSES} if platforms.current_platform.is_cuda() else {}
 
 
 def _encode(model: ModelConfig, text: str) -> Sequence[int]:
@@ -271,8 +278,8 @@ class Settings:
         sequence_parallel_size: ranks that divide the rows of a long step; 1 divides nothing.
         sequence_parallel_min_tokens: rows of a step from which they do; None for where that pays.
         weighs_guesses: whether no more states are guessed than save time
-            (`engine/worker/governor.py`), or as many as requests ask for; None weighs them where
-            the times of steps have been measured, on a GPU with graphs.
+            (`engine/worker/governor.py`), or as many as requests ask for; None weighs them on a
+            GPU.
         page: whether the server has its web pages.
         fp8_head: whether the output head is quantised, too.
         fp8_attention_min_tokens: positions of a sequence from which attention is fp8, in requests

@@ -64,6 +64,10 @@ class RankGroup:
         """Return the least number of any rank; the host waits for all of them."""
         return number
 
+    def told(self, text: str | None) -> list[str | None]:
+        """Return what every rank says, by rank; the host waits for all of them."""
+        return [text]
+
     def join_board(self) -> HostBoard | None:
         """Return a board of these ranks, if several on one host; every rank must call this."""
         return None
@@ -103,6 +107,11 @@ class ConnectedGroup(RankGroup):
         found = torch.tensor(number)
         self._run(dist.all_reduce, found, op=dist.ReduceOp.MIN, group=self._host)
         return int(found)
+
+    def told(self, text: str | None) -> list[str | None]:
+        found: list[str | None] = [None] * self.size
+        dist.all_gather_object(found, text, group=self._host)
+        return found
 
     def _run(self, collective: Callable[..., Any], *arguments: Any, **named: Any) -> None:
         """Run a collective; once the ranks listen, wait only as long as all of them are well."""

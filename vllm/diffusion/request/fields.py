@@ -298,7 +298,8 @@ FIELDS: tuple[Field, ...] = (
         "num_speculative_states",
         int,
         "states of the answer that may be guessed and evaluated beside the next one in a forward; "
-        "guesses that come true save forwards, and the answer is the same; 0 guesses none",
+        "guesses that come true save forwards, and the answer is the same; 0 guesses none; a GPU's "
+        "default is 7",
         default=0,
         minimum=0,
         maximum=MOST_STATES,

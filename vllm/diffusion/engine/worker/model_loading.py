@@ -126,7 +126,7 @@ def make_runner(
     is_reporting: bool,
 ) -> DiffusionModelRunner:
     """Make the runner of a loaded model's steps, with the memory that is left on the device."""
-    rates = rates_of(device, ranks.every)
+    rates, weighs = rates_of(device, ranks.every), settings_of(vllm_config).weighs_guesses
     utilization = vllm_config.cache_config.gpu_memory_utilization
     budget = activation_budget(device, utilization, ranks.every)
     pool = activation_pool(
@@ -142,5 +142,5 @@ def make_runner(
         graph_memory=GraphMemory(device, pool) if has_graphs else None,
         max_model_len=vllm_config.model_config.max_model_len,
         ranks=ranks,
-        weighs_guesses=settings_of(vllm_config).weighs_guesses,
+        weighs_guesses=device.type == "cuda" if weighs is None else weighs,
     )

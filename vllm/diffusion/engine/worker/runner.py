@@ -65,7 +65,7 @@ class DiffusionModelRunner:
         graph_memory: memory for CUDA graphs of the layers; None runs without graphs.
         max_model_len: positions of the longest sequence.
         ranks: ranks that compute the same steps; None where there are no others.
-        weighs_guesses: guess no more states than save time; None: where graphs have been timed.
+        weighs_guesses: guess no more states than save time, or as many as requests ask for.
     """
 
     vllm_config: VllmConfig  # set by the worker; trainers' extensions of it look for it here
@@ -82,7 +82,7 @@ class DiffusionModelRunner:
         graph_memory: GraphMemory | None = None,
         max_model_len: int = 0,
         ranks: Ranks | None = None,
-        weighs_guesses: bool | None = None,
+        weighs_guesses: bool = False,
     ) -> None:
         self.model = model
         self.planner = planner

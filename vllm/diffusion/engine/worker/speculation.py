@@ -352,20 +352,19 @@ class Speculation:
 
 
 def times_of(
-    graphs: GraphRunner | None, planner: Planner, *, weighs: bool | None
+    graphs: GraphRunner | None, planner: Planner, *, weighs: bool
 ) -> Callable[[bool], StepTimes] | None:
     """Return the times of steps, of windows or not; None where guesses are not to be weighed.
 
     Args:
         graphs: the graphs, timed at start, if there are any.
         planner: predicts times without graphs.
-        weighs: weigh guesses; None: where there are graphs.
+        weighs: weigh guesses.
     """
-    if graphs is not None:
-        known = graphs.times
-        return None if weighs is False else known.__getitem__
     if not weighs:
         return None
+    if graphs is not None:
+        return graphs.times.__getitem__
 
     def predicted(are_windows: bool) -> StepTimes:
         found = {}

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from vllm.config import set_current_vllm_config
@@ -29,12 +29,7 @@ from vllm.diffusion.core.errors import CheckpointError, ServerConfigError
 from vllm.diffusion.engine.worker.disk_transfer import tensors_in
 from vllm.diffusion.engine.worker.renewal import rest, wake
 from vllm.diffusion.models.weights import stored_weights
-from vllm.distributed.parallel_state import (
-    get_pcp_group,
-    get_pp_group,
-    get_tp_group,
-    get_world_group,
-)
+from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.logger import init_logger
 from vllm.v1.worker.worker_base import WorkerBase
@@ -130,6 +125,13 @@ class WeightWorker(WorkerBase):
         """Meet the trainer, as the engine of `weight_transfer_config` does."""
         transfer = self._transfer_engine()
         transfer.init_transfer_engine(transfer.parse_init_info(init_info))
+        group = getattr(transfer, "model_update_group", None)
+        if group is not None and group.disabled:  # whose broadcasts would say and do nothing
+            version = ".".join(map(str, torch.cuda.nccl.version()))
+            raise RefusedCallError(
+                f"weight_transfer_config: given NCCL {version}; wanted one that vLLM's transfers "
+                "can use, 2.29.7 or later"
+            )
 
     @_by_all_ranks()
     def shutdown_weight_transfer_engine(self) -> None:
@@ -248,13 +250,12 @@ class WeightWorker(WorkerBase):
 
     def agreed(self, failure: Exception | None) -> Exception | None:
         """Return the failure of any rank, on all of them; None if there is none."""
-        agreement = self.model_runner.agreement
-        if agreement is None or agreement.reach(failure) is None:
-            return failure
-        own = None if failure is None else str(failure)
-        told: list[str | None] = [None] * self.parallel_config.world_size
-        dist.all_gather_object(told, own, group=get_world_group().cpu_group)
-        return failure or RuntimeError(next(text for text in told if text is not None))
+        if (agreement := self.model_runner.agreement) is not None:
+            with suppress(Exception):  # this rank's: here the others hear of it in any case
+                agreement.reach(failure)
+        told = self.ranks.every.told(None if failure is None else str(failure))
+        others = [text for text in told if text is not None]
+        return RuntimeError(others[0]) if failure is None and others else failure
 
     def give_up(self, what: str, failure: Exception) -> None:
         """End an update that has failed; no step is taken before another one has ended."""
