@@ -243,7 +243,7 @@ def random_prompts(count: int, num_tokens: int, vocab_size: int, seed: int = 0) 
 
 
 def random_prompt(num_tokens: int, vocab_size: int, seed: int) -> list[int]:
-    """Draw ids of ordinary tokens; the special ones of released models are the first or the last."""
+    """Draw ids of ordinary tokens: the special ones of released models come first or last."""
     generator = torch.Generator().manual_seed(seed)
     bounds = vocab_size // 8, vocab_size // 2
     ids: list[int] = torch.randint(*bounds, (num_tokens,), generator=generator).tolist()
