@@ -60,8 +60,10 @@ PARTS = {
         "rollouts.py --family sdar --block-length 4",
     ),
     "families": (
-        f"{STEP} --families llada2 llada22 --requests 1 64 128",
-        f"{STEP} --families nemotron --requests 1 64 128",
+        *(
+            f"{STEP} --families {family} --requests 1 64 128"
+            for family in ("llada2", "llada22", "llada2", "nemotron")
+        ),
         "self_speculation.py --accepted 8",
     ),
     "portable": tuple(

@@ -342,8 +342,8 @@ def test_guesses_for_which_there_is_no_memory_are_not_weighed(
 
 @pytest.mark.gpu
 def test_a_gpu_guesses_without_being_asked(checkpoint: Callable[[str], Path]) -> None:
-    uncut = {"dllm": {"longest_pause_ms": 0}}
-    with running(checkpoint("mha"), dtype="bfloat16", additional_config=uncut) as engine:
+    eager = {"dllm": {"longest_pause_ms": 0, "weighs_guesses": False}}
+    with running(checkpoint("mha"), dtype="bfloat16", additional_config=eager) as engine:
         (quiet,) = engine.ask(Ask([1, 2, 3], {**ONE_BY_ONE, "num_speculative_states": 0}))
         (answer,) = engine.ask(Ask([1, 2, 3], ONE_BY_ONE))
     assert quiet.report["states_drafted"] == 0 < answer.report["states_drafted"]
