@@ -4,6 +4,8 @@
 
     benchmarks/parallel.py [--ways one tp2 dp2 sp2] [--output-dir results/parallel]
     benchmarks/parallel.py --ways one tp2 --long --clients --family llada-moe --quantization fp8
+    benchmarks/parallel.py --ways one --lengths --clients --attention-dtype model fp8 \
+        --quantization fp8
     benchmarks/parallel.py --model models/llada-tiny --ways one tp2 sp2 --long 1024   (on a CPU)
 
 Without --model the engines have random weights of the shape of LLaDA-8B, or of --family and --size.
@@ -16,7 +18,7 @@ one after the other, while the others have nothing to do; three minutes on two H
     clients    tokens a second of 32 clients, each with one request, for each replica: prompt 128,
                canvas 128 in blocks of 32, two tokens a forward; and of 64 with `cache: dual`
     long       seconds of the only step of a lone request of so many rows, its prompt all but a
-               block of 128 (`one`, `spN`)
+               block of 128 (`one`, `spN`), for each --attention-dtype
 
 Written: parallel.json and parallel.png.
 """
@@ -31,6 +33,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,14 +74,14 @@ class Row:
     ratio: float | None = None
 
 
-def settings_of(way: str) -> dict[str, Any]:
-    """Return the arguments of an engine."""
-    if way == "one":
-        return {}
+def settings_of(way: str, attention: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of an engine whose requests ask for these kinds of attention."""
+    dllm: dict[str, Any] = {"attention_dtype": "fp8"} if "fp8" in attention else {}
     if way.startswith("sp"):
-        return {"additional_config": {"dllm": {"sequence_parallel_size": int(way[2:])}}}
-    name = {"tp": "tensor_parallel_size", "dp": "data_parallel_size"}[way[:2]]
-    return {name: int(way[2:])}
+        dllm["sequence_parallel_size"] = int(way[2:])
+    sizes = {"tp": "tensor_parallel_size", "dp": "data_parallel_size"}
+    size = {sizes[way[:2]]: int(way[2:])} if way[:2] in sizes else {}
+    return size | {"additional_config": {"dllm": dllm}}
 
 
 class Client:
@@ -118,11 +121,11 @@ class Client:
         many, few = (statistics.median(column) for column in zip(*times, strict=True))
         return 1000 * (many - few) / (canvas - FEW_STEPS)
 
-    async def long_step_s(self, length: int) -> float:
-        """Measure one step of `length` rows."""
+    async def long_step_s(self, length: int, attention: str) -> float:
+        """Measure one step of `length` rows, whose attention has these numbers."""
         canvas = min(LONG_CANVAS, length // 2)
         blocks = {"algorithm": "semi_ar", "gen_length": canvas, "block_length": canvas}
-        await self.ask(length - canvas, {**blocks, "steps": 1})
+        await self.ask(length - canvas, {**blocks, "steps": 1, "attention_dtype": attention})
         return self.denoise_s
 
     async def tokens_per_s(self, num_clients: int, cache: str) -> float:
@@ -150,6 +153,7 @@ class Job:
         lengths: rows of the steps to measure.
         caches: caches that clients ask for.
         long: lengths of long steps; if not empty, nothing else is measured.
+        attention: numbers of their attention, one step each.
     """
 
     way: str
@@ -158,6 +162,7 @@ class Job:
     lengths: tuple[int, ...] = ()
     caches: tuple[str, ...] = ()
     long: tuple[int, ...] = ()
+    attention: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -169,7 +174,8 @@ class Job:
 
         from vllm import AsyncEngineArgs
 
-        settings = self.settings | settings_of(self.way) | {"enforce_eager": bool(self.long)}
+        settings = self.settings | settings_of(self.way, self.attention)
+        settings["enforce_eager"] = bool(self.long)
         engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(model=str(self.model), disable_log_stats=True, **settings)
         )
@@ -192,9 +198,12 @@ class Job:
         """Yield (measure, value, unit)."""
         client = Client(engine)
         if self.long:
-            await client.long_step_s(min(WARM_ROWS, *self.long))
-            for length in self.long:
-                yield f"one step of {length:,}", await client.long_step_s(length), "s"
+            for attention in self.attention:
+                await client.long_step_s(min(WARM_ROWS, *self.long), attention)
+            for length, attention in product(self.long, self.attention):
+                told = "" if attention == "model" else f", {attention} attention"
+                seconds = await client.long_step_s(length, attention)
+                yield f"one step of {length:,}{told}", seconds, "s"
             return
         is_replicated = self.way.startswith("dp")
         for length in () if is_replicated else self.lengths:
@@ -262,13 +271,14 @@ def jobs_of(asked: argparse.Namespace, model: Path) -> list[Job]:
     jobs = [
         Job(way, model, settings, tuple(asked.lengths), tuple(asked.clients))
         for way in asked.ways
-        if not way.startswith("sp")
+        if not way.startswith("sp") and (asked.lengths or asked.clients)
     ]
     if asked.model is None and asked.long:
         settings = settings | {"max_model_len": max(asked.long)}
     if asked.long:
         divided = [way for way in asked.ways if way == "one" or way.startswith("sp")]
-        jobs += [Job(way, model, settings, long=tuple(asked.long)) for way in divided]
+        long = {"long": tuple(asked.long), "attention": tuple(asked.attention_dtype)}
+        jobs += [Job(way, model, settings, **long) for way in divided]
     return jobs
 
 
@@ -310,9 +320,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.shape("llada", takes_model=True)
     parser.option("--quantization", None, "fp8, int4 or nf4")
     parser.option("--ways", WAYS, "one, tpN, spN, dpN")
-    parser.option("--lengths", LENGTHS, "rows of a step")
+    parser.option("--lengths", LENGTHS, "rows of a step; empty: none", nargs="*")
     parser.option("--long", LONG, "rows of a long step; empty: none", nargs="*")
     parser.option("--clients", list(CLIENTS), "caches; empty: none", nargs="*", choices=CLIENTS)
+    parser.option("--attention-dtype", ["model"], "of long steps", choices=("model", "fp8"))
     options = parser.parse_args(arguments)
     options.ways = sorted(options.ways, key=lambda way: way != "one")  # the others' measure
     return options

@@ -75,12 +75,12 @@ PARTS = {
         for setting in ("", "VLLM_DLLM_KERNELS=8.0 ")
     ),
     "attention": (
-        f"{STEP} --families llada --requests 1 --lengths 65536 204800 --steps 3"
-        " --quantization fp8 --no-plain --attention-dtype model fp8",
+        "parallel.py --ways one --lengths --clients --quantization fp8 --attention-dtype model fp8",
     ),
     "two-gpus": (
         "parallel.py",
-        "parallel.py --ways one sp2 --lengths 32 --clients --long 204800",
+        "parallel.py --ways one sp2 --lengths 32 --clients --long 204800 --quantization fp8"
+        " --attention-dtype model fp8",
     ),
     "four-gpus": (
         "parallel.py --ways one tp4 dp4 --long",
