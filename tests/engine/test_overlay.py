@@ -168,16 +168,14 @@ def test_server_wide_defaults_reach_the_served_model(tmp_path: Path) -> None:
     assert served.max_model_len == 64
 
 
-def test_a_gpu_guesses_unless_it_is_told_not_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm import platforms
+def test_a_gpu_guesses_unless_it_is_told_not_to(tmp_path: Path) -> None:
     from vllm.diffusion.config import served_model
 
     folder = make_checkpoint(tmp_path)
     told = {"dllm": {"num_speculative_states": 2}}
     configs = engine_config(folder), engine_config(folder, additional_config=told)
-    for is_cuda, wanted in (True, [7, 2]), (False, [None, 2]):
-        monkeypatch.setattr(type(platforms.current_platform), "is_cuda", lambda _, a=is_cuda: a)
+    for device, wanted in ("cuda", [7, 2]), ("cpu", [None, 2]):
+        for config in configs:
+            config.device_config.device_type = device
         found = [served_model(config).defaults.get("num_speculative_states") for config in configs]
         assert found == wanted

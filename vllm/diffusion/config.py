@@ -208,7 +208,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         dtype=str(model.dtype).removeprefix("torch."),
         unused_defaults=_unused_defaults(model),
         default_max_tokens=generation.get("max_new_tokens"),
-        defaults=_usual_on_a_gpu()
+        defaults=_usual_on(vllm_config.device_config.device_type)
         | check_settings(server_settings(vllm_config.additional_config), family),
         default_steps=envs.default_steps(),
         block_length=getattr(config, "block_length", None),
@@ -220,9 +220,9 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
     )
 
 
-def _usual_on_a_gpu() -> dict[str, Any]:
-    """Return the defaults of requests that differ from the table's where there is a GPU."""
-    return {"num_speculative_states": USUAL_GUESSES} if platforms.current_platform.is_cuda() else {}
+def _usual_on(device: str) -> dict[str, Any]:
+    """Return the defaults of requests that differ from the table's on a kind of device."""
+    return {"num_speculative_states": USUAL_GUESSES} if device == "cuda" else {}
 
 
 def _encode(model: ModelConfig, text: str) -> Sequence[int]:
