@@ -48,8 +48,8 @@ def route(
 
     By default the weights are the probabilities of the chosen experts, not normalised to sum 1.
     Among equals the lowest expert, or group of them, is chosen. On CUDA one kernel runs for few
-    rows and two for many, and PyTorch where rows choose by windows; launches depend on shapes
-    alone, and the result does not depend on the order in which blocks run.
+    rows and two for many, and PyTorch for windows of more than 16,384 scores; launches depend on
+    shapes alone, and the result does not depend on the order in which blocks run.
 
     Args:
         logits: [R, E] bf16, fp16 or fp32, E at most 1,024; rows may be strided.
@@ -67,7 +67,7 @@ def route(
     """
     _check_logits(logits)
     _check_choice("route", logits.shape[1], num_chosen, bias, logits, scoring)
-    if _kernels is None or not can_take(logits) or len(logits) == 0 or scoring.window:
+    if not _has_kernels(logits, logits.shape[1], scoring):
         return Routing(*reference.route(logits, num_chosen, bias, scoring, has_shared=has_shared))
     routing = _allocate(logits, logits.shape[1], num_chosen, logits.dtype, has_shared=has_shared)
     with guard(logits):
@@ -109,8 +109,8 @@ def route_rows(
     _check(op, "x", x, x, (-1, -1))
     _check(op, "gate", gate, x, (-1, x.shape[1]))
     _check_choice(op, len(gate), num_chosen, bias, x, scoring)
-    has_parts = in_parts and x.element_size() == 2 and x.numel() > 0 and not scoring.window
-    if _kernels is None or not can_take(x) or not has_parts:
+    has_parts = in_parts and x.element_size() == 2 and x.numel() > 0
+    if not has_parts or not _has_kernels(x, len(gate), scoring):
         logits = _router_logits(x, gate, scoring)
         return route(logits, num_chosen, bias, scoring, has_shared=has_shared)
     dtype = torch.float32 if scoring.in_fp32 else x.dtype
@@ -119,6 +119,16 @@ def route_rows(
         parts = _kernels.launch_score(x, gate)
         _kernels.launch_route(parts, num_chosen, bias, scoring, *routing)
     return routing
+
+
+def _has_kernels(rows: Tensor, num_experts: int, scoring: Scoring) -> bool:
+    """Whether kernels choose: not for no rows, or for a window that no program can hold."""
+    return (
+        _kernels is not None
+        and can_take(rows)
+        and len(rows) > 0
+        and _kernels.holds_window(num_experts, scoring.window)
+    )
 
 
 def _router_logits(x: Tensor, gate: Tensor, scoring: Scoring) -> Tensor:

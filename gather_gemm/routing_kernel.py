@@ -54,6 +54,47 @@ def score_kernel(
 
 
 @triton.jit
+def _sum_of_parts(
+    logits,
+    row_ids,
+    is_row,
+    num_rows,
+    num_experts,
+    logits_stride,
+    NUM_PARTS: tl.constexpr,
+    LINES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """Load logits [LINES, EXPERTS] fp32; -inf where there are none.
+
+    Loads are of pieces of rows that fill a warp, 16 bytes a thread: so Triton gives a row to one
+    warp, and no search for its best waits for others.
+    """
+    WIDTH: tl.constexpr = 128 if EXPERTS > 128 else EXPERTS
+    pieces = tl.arange(0, EXPERTS // WIDTH)[:, None, None]
+    columns = pieces * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    at = row_ids.to(tl.int64)[None, :, None] * logits_stride + columns
+    inside = is_row[None, :, None] & (columns < num_experts)
+    total = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
+    for part in tl.static_range(1, NUM_PARTS):
+        more = logits + part * num_rows * logits_stride + at  # parts are contiguous
+        total += tl.load(more, mask=inside, other=float("-inf"))
+    return tl.reshape(tl.permute(total, (1, 0, 2)), (LINES, EXPERTS))
+
+
+@triton.jit
+def _scores(logits, is_row, is_expert, IS_SIGMOID: tl.constexpr):
+    """Compute sigmoids, or each row's probabilities, [LINES, EXPERTS]."""
+    given = tl.where(is_row[:, None], logits, 0.0)
+    if IS_SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-given))
+    else:
+        powers = tl.where(is_expert[None, :], tl.exp(given - tl.max(given, axis=1)[:, None]), 0.0)
+        scores = powers / tl.sum(powers, axis=1)[:, None]
+    return scores
+
+
+@triton.jit
 def _at_least(ranks):
     """Replace NaN and -inf by the least number: their row still chooses the lowest experts."""
     return tl.where(ranks > -3.0e38, ranks, -3.0e38)
@@ -112,8 +153,35 @@ def _in_kept_groups(
 
 
 @triton.jit
+def _in_capacity(ranks, CAPACITY: tl.constexpr):
+    """Mark the CAPACITY experts [EXPERTS] whose best ranks in any row of a window are the largest.
+
+    Ties go to the lowest expert. The least of these ranks is found bit by bit, by how many experts
+    reach it; all warps do the same, as each holds all numbers and so waits for none.
+    """
+    best = tl.max(ranks, axis=0)
+    bits = best.to(tl.uint32, bitcast=True)
+    # whole numbers in the same order
+    keys = bits ^ tl.where(best < 0.0, 0xFFFFFFFF, 0x80000000)
+    least, bit = tl.full((), 0, dtype=tl.uint32), tl.full((), 0x80000000, dtype=tl.uint32)
+    for _ in range(32):
+        reached = tl.sum((keys >= (least | bit)).to(tl.int32), axis=0)
+        least = tl.where(reached >= CAPACITY, least | bit, least)
+        bit = bit >> 1
+    is_above, is_tied = keys > least, keys == least
+    num_left = CAPACITY - tl.sum(is_above.to(tl.int32), axis=0)
+    return is_above | (is_tied & (tl.cumsum(is_tied.to(tl.int32)) <= num_left))
+
+
+@triton.jit
+def _open_first(ranks, is_open):
+    """Rank closed experts below all others: a row with too few open ones takes the lowest."""
+    return tl.where(is_open, ranks, -3.2e38)  # less than `_at_least`, more than no expert
+
+
+@triton.jit
 def _choose(ranks, can_be_chosen, num_chosen, EXPERTS: tl.constexpr):
-    """Mark the num_chosen best of each row of ranks [ROWS, EXPERTS]; ties to the lowest expert."""
+    """Mark the num_chosen best of each row of ranks [LINES, EXPERTS]; ties to the lowest expert."""
     experts = tl.arange(0, EXPERTS)[None, :]
     is_open = can_be_chosen
     for _ in range(num_chosen):
@@ -138,6 +206,7 @@ def choose_kernel(
     scale,
     NUM_PARTS: tl.constexpr,
     ROWS: tl.constexpr,
+    LINES: tl.constexpr,  # the next power of two
     EXPERTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
@@ -145,39 +214,36 @@ def choose_kernel(
     NUM_GROUPS: tl.constexpr,
     NUM_KEPT: tl.constexpr,
     IS_EVEN: tl.constexpr,
+    CAPACITY: tl.constexpr,  # of a window, which are the rows of a program; or 0
     IS_WHOLE: tl.constexpr,
     NUM_SHARED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     begin_open(OVERLAPS)
     block = tl.program_id(0)
-    row_ids = block * ROWS + tl.arange(0, ROWS)
+    lines = tl.arange(0, LINES)
+    row_ids = block * ROWS + lines
     experts = tl.arange(0, EXPERTS)
-    is_row, is_expert = row_ids < num_rows, experts < num_experts
+    is_row, is_expert = (lines < ROWS) & (row_ids < num_rows), experts < num_experts
     inside = is_row[:, None] & is_expert[None, :]
-    at = row_ids.to(tl.int64)[:, None] * logits_stride + experts[None, :]
-    given = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
-    for part in tl.static_range(1, NUM_PARTS):
-        more = logits + part * num_rows * logits_stride + at  # parts are contiguous
-        given += tl.load(more, mask=inside, other=float("-inf"))
+    given = _sum_of_parts(
+        logits, row_ids, is_row, num_rows, num_experts, logits_stride, NUM_PARTS, LINES, EXPERTS
+    )
     given = given.to(weights.dtype.element_ty).to(tl.float32)
-    given = tl.where(is_row[:, None], given, 0.0)
-    if IS_SIGMOID:
-        scores = 1.0 / (1.0 + tl.exp(-given))
-    else:
-        powers = tl.where(is_expert[None, :], tl.exp(given - tl.max(given, axis=1)[:, None]), 0.0)
-        scores = powers / tl.sum(powers, axis=1)[:, None]
+    scores = _scores(given, is_row, is_expert, IS_SIGMOID)
     ranks = scores
     if HAS_BIAS:
         ranks += tl.load(bias + experts, mask=is_expert, other=0.0)[None, :]
     ranks = _at_least(ranks)
     if NUM_GROUPS > 1:
         is_open = _in_kept_groups(
-            ranks, is_expert, num_experts, NUM_GROUPS, NUM_KEPT, IS_EVEN, ROWS, EXPERTS
+            ranks, is_expert, num_experts, NUM_GROUPS, NUM_KEPT, IS_EVEN, LINES, EXPERTS
         )
-    else:
-        is_open = tl.broadcast_to(is_expert[None, :], ranks.shape)
-    is_chosen = _choose(ranks, is_open, num_chosen, EXPERTS) & is_row[:, None]
+        ranks = _open_first(ranks, is_open)
+    if CAPACITY > 0:
+        is_open = _in_capacity(tl.where(inside, ranks, float("-inf")), CAPACITY)
+        ranks = _open_first(ranks, is_open[None, :])
+    is_chosen = _choose(ranks, inside, num_chosen, EXPERTS)
     ones = is_chosen.to(tl.int32)
     slot = row_ids[:, None] * (num_chosen + NUM_SHARED) + tl.cumsum(ones, axis=1) - 1
     if IS_NORMALISED:
@@ -186,7 +252,7 @@ def choose_kernel(
     tl.store(weights + slot, scores.to(weights.dtype.element_ty), mask=is_chosen)
     if NUM_SHARED > 0:
         shared_slot = row_ids * (num_chosen + 1) + num_chosen
-        one = tl.full((ROWS,), 1.0, dtype=tl.float32)
+        one = tl.full((LINES,), 1.0, dtype=tl.float32)
         tl.store(weights + shared_slot, one.to(weights.dtype.element_ty), mask=is_row)
     if IS_WHOLE:
         totals = tl.sum(ones, axis=0)
@@ -295,8 +361,9 @@ def sum_kernel(
 _SCORE_EXPERTS, _SCORE_ROWS, _SCORE_DEPTH = 64, 16, 256
 # The most elements [rows, experts] of all rows, then those of a program of the choice, and its
 # warps. What fits into one program needs no kernel for the order; else a row is best chosen for
-# within a warp.
+# within a warp. A window is one program: its most elements, and those of a warp, by the registers.
 _CHOICES = ((512, (512, 4)), (None, (256, 1)))
+_MOST_OF_WINDOW, _WINDOW_OF_WARP = 16_384, 1024
 _SORT_TILE = (1024, 8)  # of the slots that a program sorts at once: 16 bytes of each line
 
 
@@ -343,13 +410,13 @@ def launch_route(
 
     If `weights` has one place more than are chosen, rows have one expert more (`has_shared`).
     `logits` is [R, E], or what `launch_score` gives. `block` holds the elements and the warps of a
-    program of the choice.
+    program of the choice; with windows only the warps count.
     """
     parts = logits if logits.dim() == 3 else logits[None]
     num_parts, num_rows, num_experts = parts.shape
     experts = triton.next_power_of_2(num_experts)
-    elements, num_warps = block or _choose_block(num_rows * experts)
-    rows = max(1, elements // experts)
+    elements, num_warps = block or _choose_block(num_rows, num_experts, scoring.window)
+    rows = scoring.window or max(1, elements // experts)
     num_blocks = triton.cdiv(num_rows, rows)
     is_whole = num_blocks == 1
     num_shared = weights.shape[1] - num_chosen
@@ -368,6 +435,7 @@ def launch_route(
         scoring.scale,
         NUM_PARTS=num_parts,
         ROWS=rows,
+        LINES=triton.next_power_of_2(rows),
         EXPERTS=experts,
         HAS_BIAS=bias is not None,
         IS_SIGMOID=scoring.is_sigmoid,
@@ -375,6 +443,7 @@ def launch_route(
         NUM_GROUPS=scoring.num_groups,
         NUM_KEPT=scoring.num_kept_groups,
         IS_EVEN=num_experts % scoring.num_groups == 0 and experts == num_experts,
+        CAPACITY=scoring.capacity if scoring.window else 0,
         IS_WHOLE=is_whole,
         NUM_SHARED=num_shared,
         OVERLAPS=overlaps(logits.device),
@@ -403,7 +472,20 @@ def _launch_sort(
     )
 
 
-def _choose_block(num_elements: int) -> tuple[int, int]:
+def _window_elements(num_experts: int, window: int) -> int:
+    return int(triton.next_power_of_2(window) * triton.next_power_of_2(num_experts))
+
+
+def holds_window(num_experts: int, window: int) -> bool:
+    """Whether a program of the choice can hold a window of rows; 0 is none."""
+    return _window_elements(num_experts, window) <= _MOST_OF_WINDOW
+
+
+def _choose_block(num_rows: int, num_experts: int, window: int) -> tuple[int, int]:
+    if window:
+        elements = _window_elements(num_experts, window)
+        return elements, max(1, elements // _WINDOW_OF_WARP)
+    num_elements = num_rows * triton.next_power_of_2(num_experts)
     return next(block for most, block in _CHOICES if most is None or num_elements <= most)
 
 

@@ -38,6 +38,16 @@ SCORINGS = [
     (6, 1, Scoring(True, 3, 1, is_normalised=True)),
     (5, 4, Scoring(True, scale=0.5)),
 ]
+# The same where rows choose by windows: as in LLaDA2.2; of no power of two; no more than a row
+# chooses, in fp32; groups of which some rows' are closed to the window; of one row; all experts.
+WINDOWED = [
+    (256, 8, Scoring(True, is_normalised=True, scale=2.5, in_fp32=True, window=32, capacity=48)),
+    (20, 3, Scoring(is_normalised=True, window=6, capacity=5)),
+    (16, 3, Scoring(True, in_fp32=True, window=4, capacity=3)),
+    (12, 3, Scoring(True, 4, 2, is_normalised=True, window=5, capacity=4)),
+    (6, 1, Scoring(window=1, capacity=2)),
+    (5, 2, Scoring(True, scale=0.5, window=3, capacity=5)),
+]
 # Depths: of a part of a tile, of a tile, of several and a part; of the compiled kernel.
 DEPTHS = [5, 256, 600, 1024]
 
@@ -171,6 +181,49 @@ def check_routing(logits, num_chosen, bias, scoring=SOFTMAX):
         torch.testing.assert_close(given.weights, wanted[0], equal_nan=True)
 
 
+def best_of(values, count):
+    """Places of the `count` largest; among equals the first."""
+    return sorted(range(len(values)), key=lambda place: (-values[place], place))[:count]
+
+
+def window_choice(ranks, num_chosen, scoring):
+    """Experts of each row of ranks, ascending, by plain loops: groups, then windows, then rows."""
+    rows = [[rank if rank > -3e38 else -3e38 for rank in row] for row in ranks]
+    size = len(rows[0]) // scoring.num_groups
+    for row in rows if scoring.num_groups > 1 else ():
+        pairs = [sorted(row[i : i + size])[-2:] for i in range(0, len(row), size)]
+        groups = best_of(torch.tensor(pairs).sum(dim=1).tolist(), scoring.num_kept_groups)
+        row[:] = [rank if e // size in groups else -math.inf for e, rank in enumerate(row)]
+    chosen = []
+    for start in range(0, len(rows), scoring.window):
+        members = rows[start : start + scoring.window]
+        kept = best_of([max(ranks) for ranks in zip(*members, strict=True)], scoring.capacity)
+        for row in members:
+            own = [rank if e in kept else -math.inf for e, rank in enumerate(row)]
+            chosen.append(sorted(best_of(own, num_chosen)))
+    return chosen
+
+
+def check_windows(logits, num_chosen, bias, scoring):
+    """Against the reference, and the choice against plain loops."""
+    check_routing(logits, num_chosen, bias, scoring)
+    given = route(logits, num_chosen, bias, scoring)
+    wide = logits.float()
+    scores = wide.sigmoid() if scoring.is_sigmoid else wide.softmax(dim=-1)
+    ranks = scores if bias is None else scores + bias
+    wanted = window_choice(ranks.tolist(), num_chosen, scoring)
+    assert experts_of(given, len(logits), num_chosen).tolist() == wanted
+
+
+def window_logits(generator, num_rows, num_experts, scoring):
+    """Few values, with a row of NaN, where scores are sigmoids; else any, as sums are rounded."""
+    if not scoring.is_sigmoid:
+        return torch.randn(num_rows, num_experts, generator=generator)
+    logits = awkward_logits(generator, num_rows, num_experts)
+    logits[num_rows // 3] = torch.nan
+    return logits
+
+
 def awkward_logits(generator, num_rows, num_experts):
     """Few values, so that many are equal; -inf here and there, and rows of zeros and of -inf."""
     logits = torch.randint(-3, 4, (num_rows, num_experts), generator=generator) / 2
@@ -200,11 +253,12 @@ def exact_rows(generator, num_rows, num_experts, depth, dtype):
     return x[:, :depth], gate[:, :depth] / 8
 
 
-def check_rows(x, gate, num_chosen, bias, scoring=SOFTMAX):
+def check_rows(x, gate, num_chosen, bias, scoring=SOFTMAX, *, in_parts=True):
     logits = x.float() @ gate.float().t()
     logits = logits if scoring.in_fp32 else logits.to(x.dtype)
     for has_shared in (False, True):
-        given = route_rows(x, gate, num_chosen, bias, scoring, has_shared=has_shared)
+        how = {"has_shared": has_shared, "in_parts": in_parts}
+        given = route_rows(x, gate, num_chosen, bias, scoring, **how)
         wanted = reference.route(logits, num_chosen, bias, scoring, has_shared=has_shared)
         assert torch.equal(given.slots, wanted[1]) and torch.equal(given.ends, wanted[2])
         torch.testing.assert_close(given.weights, wanted[0])

@@ -52,10 +52,12 @@ for number, sizes in enumerate(([1, 0, 1], [0, 9, 0, 3, 5, 1], [70, 0, 30])):
 """
 
 ROUTING = """
+from itertools import product
 import torch
 from gather_gemm import routing, routing_kernel
 from tests.native.support import (
-    DEPTHS, SCORINGS, SIZES, awkward_logits, check_routing, check_rows, check_sums, exact_rows
+    DEPTHS, SCORINGS, SIZES, WINDOWED, awkward_logits, check_routing, check_rows, check_sums,
+    check_windows, exact_rows, window_logits
 )
 routing.reference = None  # the kernels must not need it
 generator = torch.Generator().manual_seed(5)
@@ -83,6 +85,17 @@ for num_experts, num_chosen, scoring in SCORINGS:
     check_routing(torch.randn(9, num_experts, generator=generator), num_chosen, bias, scoring)
     x, gate = exact_rows(generator, 9, num_experts, 256, torch.float16)
     check_rows(x, gate, num_chosen, bias, scoring)
+for num_experts, num_chosen, scoring in WINDOWED:
+    bias = torch.randint(0, 3, (num_experts,), generator=generator) / 4
+    # many windows of many experts take the interpreter long
+    for num_rows in {1, scoring.window - 1, scoring.window, 2 * scoring.window + 1} - {0, 65}:
+        for given in (None, bias):
+            logits = window_logits(generator, num_rows, num_experts, scoring)
+            check_windows(logits, num_chosen, given, scoring)
+            check_windows(logits.half(), num_chosen, given, scoring)
+        for dtype, in_parts in product((torch.float32, torch.float16), (False, True)):
+            x, gate = exact_rows(generator, num_rows, num_experts, 300, dtype)
+            check_rows(x, gate, num_chosen, bias, scoring, in_parts=in_parts)
 for dtype in (torch.float32, torch.float16):
     for shape in ((1, 1, 1), (5, 3, 7), (3, 8, 1500)):
         check_sums(generator, shape, dtype, "cpu")

@@ -12,12 +12,15 @@ from tests.native.support import (
     DEPTHS,
     SCORINGS,
     SIZES,
+    WINDOWED,
     awkward_logits,
     check_routing,
     check_rows,
     check_sums,
+    check_windows,
     exact_rows,
     experts_of,
+    window_logits,
 )
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -239,6 +242,8 @@ def test_no_rows(device):
     assert routing.weights.shape == (0, 2) and routing.ends.tolist() == [0] * 6
     routing = route(torch.empty(0, 6, device=device), 2, has_shared=True)
     assert routing.weights.shape == (0, 3) and routing.ends.tolist() == [0] * 7
+    routing = route(torch.empty(0, 6, device=device), 2, None, Scoring(window=4, capacity=3))
+    assert routing.weights.shape == (0, 2) and routing.ends.tolist() == [0] * 6
     assert sum_terms(torch.empty(0, 2, 8, device=device)).shape == (0, 8)
 
 
@@ -282,24 +287,41 @@ def test_arguments_are_checked(call, message):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("num_rows", [1, 4, 5, 12, 35])
-def test_rows_of_a_window_choose_among_the_same_experts(generator, device, num_rows):
-    """Few values, so that many scores are equal: then the lowest expert is taken."""
-    window, capacity, num_chosen = 4, 5, 3
-    scoring = Scoring(True, scale=2.5, is_normalised=True, window=window, capacity=capacity)
-    logits = torch.randint(-2, 3, (num_rows, 16), generator=generator).float()
-    bias = torch.randint(0, 3, (16,), generator=generator) / 8
-    given = route(logits.to(device), num_chosen, bias.to(device), scoring)
-    chosen = experts_of(given, num_rows, num_chosen).tolist()
-    scores = logits.sigmoid()
-    for start in range(0, num_rows, window):
-        ranks = scores[start : start + window] + bias
-        best = ranks.amax(dim=0).tolist()
-        allowed = sorted(range(16), key=lambda e: (-best[e], e))[:capacity]
-        for row, own in enumerate(ranks.tolist(), start=start):
-            wanted = sorted(sorted(allowed, key=lambda e: (-own[e], e))[:num_chosen])
-            assert chosen[row] == wanted
-            weights = scores[row, wanted] / scores[row, wanted].sum() * 2.5
-            torch.testing.assert_close(given.weights[row].cpu(), weights)
-    with pytest.raises(ValueError, match="capacity of a window"):
-        route(logits.to(device), 6, None, scoring)
+@pytest.mark.parametrize("num_rows", [1, 2, 31, 32, 33, 300])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_experts", "num_chosen", "scoring"), WINDOWED, ids=str)
+def test_rows_of_a_window_choose_among_the_same_experts(
+    generator, device, num_rows, dtype, num_experts, num_chosen, scoring
+):
+    logits = window_logits(generator, num_rows, num_experts, scoring).to(device, dtype)
+    bias = (torch.randint(0, 3, (num_experts,), generator=generator) / 8).to(device)
+    for given in (None, bias):
+        check_windows(logits, num_chosen, given, scoring)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_rows", [1, 32, 100, 300])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize(("num_experts", "num_chosen", "scoring"), WINDOWED, ids=str)
+def test_logits_of_windows_may_come_in_parts(
+    generator, device, num_rows, dtype, in_parts, num_experts, num_chosen, scoring
+):
+    x, gate = exact_rows(generator, num_rows, num_experts, 600, dtype)
+    bias = torch.randn(num_experts, generator=generator).to(device)
+    for given in (None, bias):
+        tensors = x.to(device), gate.to(device)
+        check_rows(*tensors, num_chosen, given, scoring, in_parts=in_parts)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_window_that_no_program_holds(generator, device):
+    scoring = Scoring(True, window=600, capacity=9)
+    logits = window_logits(generator, 700, 40, scoring).to(device)
+    check_windows(logits, 3, None, scoring)
+
+
+def test_the_capacity_of_a_window_is_checked():
+    scoring = Scoring(window=4, capacity=5)
+    with pytest.raises(ValueError, match="capacity of a window must be from 6 to 16, got 5"):
+        route(torch.zeros(4, 16), 6, None, scoring)
