@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from . import reference
 from ._ops import _check, _check_exact
 from ._triton import can_take, guard, load_kernels
 from .scoring import SOFTMAX, Scoring
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 _kernels = load_kernels("routing_kernel")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -67,11 +70,12 @@ def route(
     """
     _check_logits(logits)
     _check_choice("route", logits.shape[1], num_chosen, bias, logits, scoring)
-    if not _has_kernels(logits, logits.shape[1], scoring):
+    kernels = _kernels_for(logits, logits.shape[1], scoring)
+    if kernels is None:
         return Routing(*reference.route(logits, num_chosen, bias, scoring, has_shared=has_shared))
     routing = _allocate(logits, logits.shape[1], num_chosen, logits.dtype, has_shared=has_shared)
     with guard(logits):
-        _kernels.launch_route(logits, num_chosen, bias, scoring, *routing)
+        kernels.launch_route(logits, num_chosen, bias, scoring, *routing)
     return routing
 
 
@@ -110,25 +114,23 @@ def route_rows(
     _check(op, "gate", gate, x, (-1, x.shape[1]))
     _check_choice(op, len(gate), num_chosen, bias, x, scoring)
     has_parts = in_parts and x.element_size() == 2 and x.numel() > 0
-    if not has_parts or not _has_kernels(x, len(gate), scoring):
+    kernels = _kernels_for(x, len(gate), scoring) if has_parts else None
+    if kernels is None:
         logits = _router_logits(x, gate, scoring)
         return route(logits, num_chosen, bias, scoring, has_shared=has_shared)
     dtype = torch.float32 if scoring.in_fp32 else x.dtype
     routing = _allocate(x, len(gate), num_chosen, dtype, has_shared=has_shared)
     with guard(x):
-        parts = _kernels.launch_score(x, gate)
-        _kernels.launch_route(parts, num_chosen, bias, scoring, *routing)
+        parts = kernels.launch_score(x, gate)
+        kernels.launch_route(parts, num_chosen, bias, scoring, *routing)
     return routing
 
 
-def _has_kernels(rows: Tensor, num_experts: int, scoring: Scoring) -> bool:
-    """Whether kernels choose: not for no rows, or for a window that no program can hold."""
-    return (
-        _kernels is not None
-        and can_take(rows)
-        and len(rows) > 0
-        and _kernels.holds_window(num_experts, scoring.window)
-    )
+def _kernels_for(rows: Tensor, num_experts: int, scoring: Scoring) -> ModuleType | None:
+    """Return the kernels, if they choose: not for no rows, or where no program holds a window."""
+    if _kernels is None or not can_take(rows) or len(rows) == 0:
+        return None
+    return _kernels if _kernels.holds_window(num_experts, scoring.window) else None
 
 
 def _router_logits(x: Tensor, gate: Tensor, scoring: Scoring) -> Tensor:

@@ -56,8 +56,7 @@ def score_kernel(
 @triton.jit
 def _sum_of_parts(
     logits,
-    row_ids,
-    is_row,
+    first_row,
     num_rows,
     num_experts,
     logits_stride,
@@ -67,19 +66,23 @@ def _sum_of_parts(
 ):
     """Load logits [LINES, EXPERTS] fp32; -inf where there are none.
 
-    Loads are of pieces of rows that fill a warp, 16 bytes a thread: so Triton gives a row to one
-    warp, and no search for its best waits for others.
+    Pieces of rows are loaded, the first ones of all rows first, that fill a warp with 16 bytes a
+    thread. So Triton gives all pieces of a row to one warp, and no search for its best waits for
+    other warps.
     """
     WIDTH: tl.constexpr = 128 if EXPERTS > 128 else EXPERTS
-    pieces = tl.arange(0, EXPERTS // WIDTH)[:, None, None]
-    columns = pieces * WIDTH + tl.arange(0, WIDTH)[None, None, :]
-    at = row_ids.to(tl.int64)[None, :, None] * logits_stride + columns
-    inside = is_row[None, :, None] & (columns < num_experts)
+    PIECES: tl.constexpr = EXPERTS // WIDTH
+    pieces = tl.arange(0, PIECES * LINES)
+    row_ids = first_row + pieces % LINES
+    columns = (pieces // LINES * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
+    at = row_ids.to(tl.int64)[:, None] * logits_stride + columns
+    inside = (row_ids < num_rows)[:, None] & (columns < num_experts)
     total = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
     for part in tl.static_range(1, NUM_PARTS):
         more = logits + part * num_rows * logits_stride + at  # parts are contiguous
         total += tl.load(more, mask=inside, other=float("-inf"))
-    return tl.reshape(tl.permute(total, (1, 0, 2)), (LINES, EXPERTS))
+    total = tl.permute(tl.reshape(total, (PIECES, LINES, WIDTH)), (1, 0, 2))
+    return tl.reshape(total, (LINES, EXPERTS))
 
 
 @triton.jit
@@ -161,8 +164,8 @@ def _in_capacity(ranks, CAPACITY: tl.constexpr):
     """
     best = tl.max(ranks, axis=0)
     bits = best.to(tl.uint32, bitcast=True)
-    # whole numbers in the same order
-    keys = bits ^ tl.where(best < 0.0, 0xFFFFFFFF, 0x80000000)
+    # whole numbers in the same order, and both zeros the same
+    keys = tl.where(best < 0.0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     least, bit = tl.full((), 0, dtype=tl.uint32), tl.full((), 0x80000000, dtype=tl.uint32)
     for _ in range(32):
         reached = tl.sum((keys >= (least | bit)).to(tl.int32), axis=0)
@@ -227,7 +230,7 @@ def choose_kernel(
     is_row, is_expert = (lines < ROWS) & (row_ids < num_rows), experts < num_experts
     inside = is_row[:, None] & is_expert[None, :]
     given = _sum_of_parts(
-        logits, row_ids, is_row, num_rows, num_experts, logits_stride, NUM_PARTS, LINES, EXPERTS
+        logits, block * ROWS, num_rows, num_experts, logits_stride, NUM_PARTS, LINES, EXPERTS
     )
     given = given.to(weights.dtype.element_ty).to(tl.float32)
     scores = _scores(given, is_row, is_expert, IS_SIGMOID)

@@ -9,8 +9,9 @@ All times are replays of CUDA graphs over the weights of several layers in turn,
 holds. "torch" is the same stage on `torch._grouped_mm` with gathered copies, as plain PyTorch
 writes it; "floor" is the bytes of the experts that the rows touch, at the bandwidth of a copy
 measured in the same run, or the arithmetic at the rate of a large matrix product, whichever is
-longer. "route" is the product with the router and the choice. "fp8" are the two products with
-matrices of fp8, the passes that make their rows fp8 included.
+longer. "route" is the product with the router and the choice, "windows" the same where windows of
+32 rows choose among 48 experts, as in LLaDA2.2. "fp8" are the two products with matrices of fp8,
+the passes that make their rows fp8 included.
 
 With --sweep the launches of each kernel that could be chosen are timed instead, and printed with
 the fastest first; the tiles that `gather_gemm` takes, and what `vllm.diffusion.ops` runs, are
@@ -33,7 +34,7 @@ from benchmarks.gpu_timing import KernelParser, compare, copy_bandwidth, matmul_
 from benchmarks.gpu_timing import random_rows as random
 from gather_gemm import route, sum_terms
 from gather_gemm.launch import GroupedConfig, choose_gated, choose_product
-from gather_gemm.scoring import Scoring
+from gather_gemm.scoring import SOFTMAX, Scoring
 from vllm.diffusion.ops import quantise_weight
 from vllm.diffusion.ops.experts import Matrices, gated_products, route_rows, weighted_terms
 from vllm_add_llada.cuda_kernels import fused_ops
@@ -51,7 +52,8 @@ NUM_LAYERS = 3
 NUM_ROUNDS = 4  # over the layers in one graph, so that its own launch does not count
 EPS = 1e-5
 NAMES = ("experts touched", "floor us", "stage us", "of floor", "torch stage us", "gated us")
-NAMES += ("weighted us", "route us", "sum us", "torch route us", "fp8 gated us", "fp8 weighted us")
+NAMES += ("weighted us", "route us", "windows us", "sum us", "torch route us")
+NAMES += ("fp8 gated us", "fp8 weighted us")
 COLUMNS = dict.fromkeys(("rows", *NAMES), ">15.4g")
 # Launches to be timed: columns, depth, warps and stages of a tile, of as many rows as are chosen
 # today and of half as many.
@@ -153,13 +155,14 @@ def measure(layers: list[Layer], repeats: int) -> list[float]:
         return times_us(layers, repeats, variants)
 
     us = time(stage=stage, torch=torch_stage)
-    us |= time(gated=gated, weighted=weighted, route=routed, sum=summed, torch_route=torch_routed)
+    us |= time(gated=gated, weighted=weighted, sum=summed)
+    us |= time(route=routed, windows=routed_in_windows, torch_route=torch_routed)
     us |= time(fp8_gated=gated_fp8, fp8_weighted=weighted_fp8)
     num_touched = sum(count_touched(layer) for layer in layers) / len(layers)
     floor = floor_us(layers[0], num_touched)
     return [
         *(len(layers[0].x), num_touched, floor, us["stage"], us["stage"] / floor, us["torch"]),
-        *(us["gated"], us["weighted"], us["route"], us["sum"], us["torch_route"]),
+        *(us["gated"], us["weighted"], us["route"], us["windows"], us["sum"], us["torch_route"]),
         *(us["fp8_gated"], us["fp8_weighted"]),
     ]
 
@@ -182,6 +185,7 @@ def sweep(layers: list[Layer], repeats: int) -> None:
         ("gated", gated_launches(layers[0])),
         ("weighted", weighted_launches(layers[0])),
         ("route", route_launches(layers[0])),
+        ("windows", window_launches()),
     ):
         print_sweep(kernel, layers, times_us(layers, repeats, variants))
 
@@ -279,6 +283,28 @@ def route_launches(first: Layer) -> dict[str, Callable[[Layer], object]]:
     return {**variants, "as chosen *": routed, "PyTorch's product, then the choice": plain}
 
 
+def window_launches() -> dict[str, Callable[[Layer], object]]:
+    """Return the launches of the product with the router and the choice by windows."""
+    from gather_gemm import routing_kernel
+
+    def launch(layer: Layer, num_warps: int, in_parts: bool) -> None:
+        x, gate = layer.x, layer.gate
+        logits = routing_kernel.launch_score(x, gate) if in_parts else x @ gate.t()
+        block, scoring = (0, num_warps), windowed(layer)
+        routing_kernel.launch_route(
+            logits, layer.num_chosen, None, scoring, *layer.routing, block=block
+        )
+
+    variants: dict[str, Callable[[Layer], object]] = {
+        f"{num_warps} warps{' after parts' * in_parts}": partial(
+            launch, num_warps=num_warps, in_parts=in_parts
+        )
+        for num_warps in (4, 8, 16)
+        for in_parts in (False, True)
+    }
+    return {**variants, "as chosen *": routed_in_windows}
+
+
 def print_sweep(kernel: str, layers: list[Layer], us: dict[str, float]) -> None:
     for name, time_us in sorted(us.items(), key=lambda item: item[1]):
         print(f"{kernel:>8} of {len(layers[0].x):>5} rows {time_us:>8.2f} us  {name}", flush=True)
@@ -314,6 +340,15 @@ def weighted_fp8(layer: Layer) -> Tensor:
 
 def routed(layer: Layer) -> Routing:
     return route_rows(layer.x, layer.gate, layer.num_chosen)
+
+
+def windowed(layer: Layer) -> Scoring:
+    """Return the rule of `routed` by LLaDA2.2's windows."""
+    return SOFTMAX._replace(window=32, capacity=min(48, len(layer.gate)))
+
+
+def routed_in_windows(layer: Layer) -> Routing:
+    return route_rows(layer.x, layer.gate, layer.num_chosen, None, windowed(layer))
 
 
 def summed(layer: Layer) -> None:

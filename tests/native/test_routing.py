@@ -181,19 +181,20 @@ def test_scores_of_any_numbers_are_rounded_once(generator, num_rows):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [32, 100])
-def test_a_graph_routes_whatever_rows_it_finds(generator, num_rows):
+@pytest.mark.parametrize("scoring", [SOFTMAX, Scoring(True, window=32, capacity=20)], ids=str)
+def test_a_graph_routes_whatever_rows_it_finds(generator, num_rows, scoring):
     x, gate = (matrix.cuda() for matrix in exact_rows(generator, num_rows, 64, 512, torch.bfloat16))
-    route_rows(x, gate, 8)
+    route_rows(x, gate, 8, scoring=scoring)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        given = route_rows(x, gate, 8)
+        given = route_rows(x, gate, 8, scoring=scoring)
     for _ in range(3):
         x.copy_(x.flip(0).roll(1, dims=1))
         for tensor in given:
             tensor.zero_()
         graph.replay()
         logits = (x.float() @ gate.float().t()).to(x.dtype)
-        weights, slots, ends = reference.route(logits, 8, None)
+        weights, slots, ends = reference.route(logits, 8, None, scoring)
         assert torch.equal(given.slots, slots) and torch.equal(given.ends, ends)
         torch.testing.assert_close(given.weights, weights)
 
