@@ -216,11 +216,13 @@ def check_windows(logits, num_chosen, bias, scoring):
 
 
 def window_logits(generator, num_rows, num_experts, scoring):
-    """Few values, with a row of NaN, where scores are sigmoids; else any, as sums are rounded."""
-    if not scoring.is_sigmoid:
-        return torch.randn(num_rows, num_experts, generator=generator)
-    logits = awkward_logits(generator, num_rows, num_experts)
-    logits[num_rows // 3] = torch.nan
+    """Few values, but any where sums decide, as their rounding may; a row of NaN among three."""
+    if scoring.is_sigmoid and scoring.num_groups == 1:
+        logits = awkward_logits(generator, num_rows, num_experts)
+    else:
+        logits = torch.randn(num_rows, num_experts, generator=generator)
+    if num_rows > 2:
+        logits[num_rows // 3] = torch.nan
     return logits
 
 
