@@ -113,7 +113,7 @@ def launch_linear(
     assert native is not None
     if tiling == PORTABLE:
         number = getattr(native, epilogue.name)
-        launch_portable(x, weight, out, bias, number, early=early, scales=scales)
+        launch_portable(x, weight, out, bias, number, early=early, ahead=ahead, scales=scales)
         return
     of_x, of_weight = (0, 0) if scales is None else (scales[0].data_ptr(), scales[1].data_ptr())
     launch(

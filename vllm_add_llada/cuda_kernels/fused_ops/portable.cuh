@@ -102,7 +102,6 @@ struct Work {
   int row_tiles;        // those of the same columns follow each other
   int num_units;        // steps of a group
   unsigned num_blocks;  // of a group
-  uint32_t pending;     // stages that may be under way while one is multiplied
 
   __device__ int begin(unsigned block) const {
     const unsigned group = block / num_blocks;
@@ -165,21 +164,6 @@ struct RowLines {
   }
   __device__ bool is_there(int i) const { return (there >> i & 1) != 0; }
 };
-
-__device__ inline void wait_for_stage(uint32_t pending) {
-  switch (pending) {
-    case 0:
-      return wait_for_copies<0>();
-    case 1:
-      return wait_for_copies<1>();
-    case 2:
-      return wait_for_copies<2>();
-    case 3:
-      return wait_for_copies<3>();
-    default:
-      return wait_for_copies<4>();
-  }
-}
 
 template <typename T, typename S>
 __device__ void write(const PortableParams& params, const Work& work, int tile,
@@ -357,10 +341,9 @@ inline bool takes_short_tiles(const PortableParams& params) {
          params.multiprocessors;
 }
 
-// Sizes of a kernel: threads, rows of a tile, bytes of the depth that a step has of each row of x,
-// shared memory of a stage and of all of them, and stages.
+// Sizes of a kernel: threads, rows of a tile, the depth of a step, and shared memory.
 struct Sizes {
-  int threads, rows, depth, stage_bytes, fixed_bytes, most_stages, blocks;
+  int threads, rows, depth, shared_bytes;
 };
 
 template <auto kKernel>
@@ -372,27 +355,19 @@ cudaError_t launch_portable_kernel(const PortableParams& params, const Sizes& si
   const int64_t row_tiles = (params.num_rows + sizes.rows - 1) / sizes.rows;
   const int64_t num_tiles = (columns + width - 1) / width * row_tiles;
   const int64_t num_steps = (params.depth + sizes.depth - 1) / sizes.depth;
-  // As many stages as let so many blocks have room on a multiprocessor, two at least.
-  const int wanted = std::min(sizes.blocks, params.most_blocks);
-  const int room = std::min(params.shared_bytes / wanted - 1024, kMostShared);
-  const int stages =
-      std::clamp((room - sizes.fixed_bytes) / sizes.stage_bytes, 2, sizes.most_stages);
-  const int shared_bytes = sizes.fixed_bytes + stages * sizes.stage_bytes;
   int residents = 0;
-  const cudaError_t error = find_residents<kKernel>(sizes.threads, shared_bytes, &residents);
+  const cudaError_t error = find_residents<kKernel>(sizes.threads, sizes.shared_bytes, &residents);
   if (error != cudaSuccess) return error;
   const int each =
-      std::min({residents, params.most_blocks, params.shared_bytes / (shared_bytes + 1024)});
+      std::min({residents, params.most_blocks, params.shared_bytes / (sizes.shared_bytes + 1024)});
   int64_t blocks = std::min<int64_t>(std::max(each, 1) * params.multiprocessors,
                                      std::max(num_tiles, num_tiles * num_steps / kLeastSteps));
   Work work{};
   work.num_steps = static_cast<int>(num_steps);
   work.row_tiles = static_cast<int>(row_tiles);
-  work.pending = stages - 2;
-  // A block has one part of one tile where that leaves few multiprocessors idle, or where they wait
-  // for memory alone, and need not have equally much to do.
+  // A block has one part of one tile where that leaves few multiprocessors idle.
   const int64_t whole = blocks - blocks % num_tiles;
-  const bool is_apart = num_tiles < blocks && (params.num_rows <= 64 || whole * 10 >= blocks * 9);
+  const bool is_apart = num_tiles < blocks && whole * 10 >= blocks * 9;
   if (is_apart) blocks = whole;
   const int64_t num_units = (is_apart ? 1 : num_tiles) * num_steps;
   work.num_units = static_cast<int>(num_units);
@@ -403,7 +378,7 @@ cudaError_t launch_portable_kernel(const PortableParams& params, const Sizes& si
     return cudaErrorInvalidValue;
   }
   const Launch launch{static_cast<unsigned>(blocks), static_cast<unsigned>(sizes.threads), stream,
-                      params.early, shared_bytes};
+                      params.early, sizes.shared_bytes};
   return launch_kernel(kKernel, launch, params, work);
 }
 

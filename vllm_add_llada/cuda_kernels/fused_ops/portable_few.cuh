@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Products of up to 64 rows: reading the weight is most of the time.
+// Products of up to 64 rows: reading the weight is most of the time. Every thread reads what it
+// multiplies itself, 16 bytes of a line at a time, into registers, so warps wait for each other
+// only where x comes to shared memory. Warps of the same columns share the depth of a step, and add
+// up their sums at the end of a tile.
 
 #pragma once
 
@@ -9,96 +12,207 @@
 namespace fused_ops {
 namespace {
 
-constexpr int kLineBytes = 128;  // of a row of x, and of a weight that is not packed, in a stage
+constexpr int kLineBytes = 128;  // of a row of x
+
+// Which 16 bytes of a row lie where those of another would: what eight lanes load at once is in
+// different banks, whether it is the same place of eight rows, or four places of two.
+__device__ constexpr int turn(int row) { return row % 2 * 4 + row / 2 % 4; }
 
 __device__ inline uint32_t line(int row, int chunk) {
-  return row * kLineBytes + ((chunk ^ row) & 7) * 16;  // rows apart in the banks
+  return row * kLineBytes + (chunk ^ turn(row)) * 16;
 }
 
-// How a weight is stored: what a stage of it is, how it comes there and is multiplied.
+// Loads 16 bytes that are read once, or leaves what was there.
+__device__ inline void load_once(uint4& words, const char* address, bool is_there) {
+  asm volatile(
+      "{\n.reg .pred there;\nsetp.ne.b32 there, %5, 0;\n"
+      "@there ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)
+      : "l"(__cvta_generic_to_global(address)), "r"(static_cast<int>(is_there)));
+}
+
+__device__ inline uint4 load_quad(uint32_t address) {
+  uint4 words;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "r"(address)
+               : "memory");
+  return words;
+}
+
+// Brings what the next kernel reads first to the cache: a line for each thread.
+__device__ inline void fetch_lines(const Ahead& ahead) {
+  const int64_t lines = ahead.bytes / kLineBytes;
+  for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < lines; i += gridDim.x * blockDim.x) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(
+        __cvta_generic_to_global(static_cast<const char*>(ahead.data) + i * kLineBytes)));
+  }
+}
+
+// What a thread reads of the weight: row lane / 4 of each eight of its warp's columns. Those that
+// are not there are some that are; nothing of them is written.
+struct ThreadRows {
+  int first;        // row
+  int eight, next;  // rows from it to the one 8 columns further, and 16 further
+
+  __device__ ThreadRows(const Columns& columns, int column) {
+    const int lane = threadIdx.x % 32;
+    first = columns.column(column) < columns.end ? columns.row(column + lane / 4) : lane / 4;
+    next = columns.half == 0 ? 16 : columns.half;
+    if (columns.column(column + 16) >= columns.end) next = 0;
+  }
+};
+
+// The sums of a warp for all rows, before they are added to those of other warps.
+template <typename S>
+using WarpSums = float[S::kMatrices][S::kRows / 8][4];
+
+// Bytes of shared memory in which sums of the warps of the same columns meet.
+template <typename S>
+constexpr int kMeetingBytes = S::kRowWarps == 1 ? 0 : S::kThreads * S::kRowWarps * 16;
+
+// Adds up the sums of the warps of the same columns, of which each keeps those of its rows.
+template <typename S>
+__device__ void share(const WarpSums<S>& all, typename S::Sums& sums, float4* memory) {
+  const int own = threadIdx.x / (32 * S::kColumnWarps),
+            column_thread = threadIdx.x % (32 * S::kColumnWarps);
+#pragma unroll
+  for (int matrix = 0; matrix < S::kMatrices; ++matrix) {
+#pragma unroll
+    for (int i = 0; i < S::kEights; ++i) {
+      float (&to)[4] = sums[matrix][i];
+      if constexpr (S::kRowWarps == 1) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) to[j] = all[matrix][i][j];
+      } else {
+        __syncthreads();
+#pragma unroll
+        for (int whose = 0; whose < S::kRowWarps; ++whose) {
+          const float (&quad)[4] = all[matrix][whose * S::kEights + i];
+          memory[whose * S::kThreads + threadIdx.x] =
+              make_float4(quad[0], quad[1], quad[2], quad[3]);
+        }
+        __syncthreads();
+        to[0] = to[1] = to[2] = to[3] = 0.0f;
+#pragma unroll
+        for (int from = 0; from < S::kRowWarps; ++from) {
+          const float4 quad =
+              memory[own * S::kThreads + from * 32 * S::kColumnWarps + column_thread];
+          to[0] += quad.x, to[1] += quad.y, to[2] += quad.z, to[3] += quad.w;
+        }
+      }
+    }
+  }
+}
+
+// What a stage has beside rows of x: nothing.
+template <typename S>
+struct NoScales {
+  static constexpr int kBytes = 0;
+  __device__ void begin(const PortableParams&, const Columns&, int) {}
+  __device__ void copy(const PortableParams&, uint32_t, char*, bool, bool) {}
+};
+
+// How a weight is stored, read and multiplied.
 //
-// static: Shape, Number (of the result), kDepth, kParts (lines of a row of x), kRowElementBytes,
-// kStageBytes, kStages (at most), kBlocks (of a multiprocessor that have enough registers)
-// void begin(params, work, tile, step): before the first copy, and at each further tile
-// void copy(params, target, memory): the weight of the next step, to an address of shared memory
-// void multiply(params, stage, memory, x, sums)
+// static: S (its warps of rows share the depth), Number (of the result), kDepth (of a step), kLines
+// (of a row of x, for each warp that shares the depth), kRowElementBytes, kBlocks (of a
+// multiprocessor that have enough registers), kStages, Scales (of a stage), place(lane) (in the
+// lines of x) void begin(params, columns, step): goes to a step of a tile void advance(), end():
+// goes to the next one, or to none void load(): what the first step multiplies void
+// multiply(params, x, scales, all): by a stage of x, at the lane's place; loads what the step gone
+// to multiplies. Without a branch, as loads stand between products.
 template <typename W>
 __global__ void __launch_bounds__(W::S::kThreads, W::kBlocks)
     portable_few(const PortableParams params, const Work work) {
   using S = typename W::S;
-  constexpr int kChunks = 8 * W::kParts;  // of a row of x
+  constexpr int kChunks = 8 * W::kLines * S::kRowWarps;  // of a row of x
   constexpr int kApart = S::kThreads / kChunks;
-  constexpr int kLines = S::kRows / kApart;
-  constexpr int kStageBytes = W::kStageBytes + S::kRows * kLineBytes * W::kParts;
+  constexpr int kCopies = S::kRows / kApart;
+  constexpr int kRowBytes = S::kRows * kChunks * 16;
+  constexpr int kStageBytes = kRowBytes + W::Scales::kBytes;
   extern __shared__ __align__(1024) char shared[];
   __shared__ int arrived;
-  const uint32_t ring = shared_place(shared);
-  const int num_stages = static_cast<int>(work.pending) + 2;
+  char* const memory = shared + kMeetingBytes<S>;
+  const uint32_t ring = shared_place(memory);
   const int begin = work.begin(blockIdx.x), count = work.begin(blockIdx.x + 1) - begin;
   int tile = begin / work.num_steps, step = begin - tile * work.num_steps;
   W weight;
-  weight.begin(params, work, tile, step);
-  RowLines<kApart, kLines> rows;
-  rows.begin(params, threadIdx.x / kChunks, params.x_stride * W::kRowElementBytes);
-  const int chunk = threadIdx.x % kChunks, row_bytes = params.depth * W::kRowElementBytes;
-  const uint32_t row_target =
-      W::kStageBytes + chunk / 8 * S::kRows * kLineBytes + line(threadIdx.x / kChunks, chunk % 8);
-  int weight_tile = tile, weight_step = step, row_step = step;
-  auto copy_rows = [&](int stage) {
-    const int byte = row_step * kLineBytes * W::kParts + chunk * 16;
-    const uint32_t target = ring + stage * kStageBytes + row_target;
+  weight.begin(params, columns_of(params, work, tile), step);
+  weight.load();
+  const int chunk = threadIdx.x % kChunks, row = threadIdx.x / kChunks;
+  const uint32_t target = ring + chunk / 8 * S::kRows * kLineBytes + line(row, chunk % 8);
+  const char* source =
+      static_cast<const char*>(params.x) + row * params.x_stride * W::kRowElementBytes + chunk * 16;
+  const int next_rows = kApart * static_cast<int>(params.x_stride) * W::kRowElementBytes;
+  const int row_bytes = params.depth * W::kRowElementBytes;
+  typename W::Scales scales;
+  scales.begin(params, columns_of(params, work, tile), step);
+  int copied_tile = tile, copied_step = step;
+  auto copy_stage = [&](int stage, bool is_more) {
+    const bool is_deep = is_more && (copied_step * kChunks + chunk) * 16 < row_bytes;
 #pragma unroll
-    for (int i = 0; i < kLines; ++i) {
-      copy_later<16>(target + i * kApart * kLineBytes, rows.first + i * rows.next + byte,
-                     rows.is_there(i) && byte < row_bytes);
+    for (int i = 0; i < kCopies; ++i) {
+      copy_later<16>(target + stage * kStageBytes + i * kApart * kLineBytes,
+                     source + copied_step * (kChunks * 16) + i * next_rows,
+                     is_deep && row + i * kApart < params.num_rows);
     }
-    if (++row_step == work.num_steps) row_step = 0;
-  };
-  auto copy_weight = [&](int stage) {
-    weight.copy(params, ring + stage * kStageBytes, shared + stage * kStageBytes);
-    if (++weight_step == work.num_steps) {
-      weight_step = 0;
-      weight.begin(params, work, ++weight_tile, 0);
+    const bool is_last = ++copied_step == work.num_steps;
+    scales.copy(params, ring + stage * kStageBytes + kRowBytes,
+                memory + stage * kStageBytes + kRowBytes, is_more, is_last);
+    if (is_last) {
+      copied_step = 0;
+      scales.begin(params, columns_of(params, work, ++copied_tile), 0);
     }
   };
-  for (int i = 0; i < num_stages - 1; ++i) {
-    if (i < count) copy_weight(i);
-  }
   wait_for_prerequisites();
   launch_dependents();
-  for (int i = 0; i < num_stages - 1; ++i) {
-    if (i < count) copy_rows(i);
+  for (int i = 0; i < W::kStages - 1; ++i) {
+    copy_stage(i, i < count);
     end_copies();
   }
-  typename S::Sums sums;
-  clear(sums);
-  int stage = 0, filled = num_stages - 1;
+  WarpSums<S> all;
+  clear(all);
+  const uint32_t own = ring +
+                       threadIdx.x / (32 * S::kColumnWarps) * W::kLines * S::kRows * kLineBytes +
+                       W::place(threadIdx.x % 32);
+  int stage = 0, filled = W::kStages - 1;
   for (int i = 0; i < count; ++i) {
-    wait_for_stage(work.pending);
+    wait_for_copies<W::kStages - 2>();
     __syncthreads();
-    if (i + num_stages - 1 < count) {
-      copy_weight(filled);
-      copy_rows(filled);
-    }
+    copy_stage(filled, i + W::kStages - 1 < count);
     end_copies();
-    const uint32_t base = ring + stage * kStageBytes;
-    weight.multiply(params, base, shared + stage * kStageBytes, base + W::kStageBytes, sums);
-    if (++stage == num_stages) stage = 0;
-    if (++filled == num_stages) filled = 0;
-    if (++step == work.num_steps || i + 1 == count) {
-      finish<typename W::Number, S>(params, work, tile, sums, &arrived);
-      step = 0;
-      ++tile;
+    const bool is_last = step + 1 == work.num_steps;
+    weight.advance();
+    if (i + 1 == count) {
+      weight.end();
+    } else if (is_last) {
+      weight.begin(params, columns_of(params, work, tile + 1), 0);
     }
+    weight.multiply(params, own + stage * kStageBytes, memory + stage * kStageBytes + kRowBytes,
+                    all);
+    if (++stage == W::kStages) stage = 0;
+    if (++filled == W::kStages) filled = 0;
+    if (is_last || i + 1 == count) {
+      if (i + 1 == count) fetch_lines(params.ahead);  // all of this weight is on its way
+      typename S::Sums sums;
+      share<S>(all, sums, reinterpret_cast<float4*>(shared));
+      finish<typename W::Number, S>(params, work, tile, sums, &arrived);
+      clear(all);
+      ++tile;
+      step = -1;
+    }
+    ++step;
   }
 }
 
 template <typename W>
 cudaError_t launch_few(const PortableParams& params, cudaStream_t stream) {
-  constexpr int kStageBytes = W::kStageBytes + W::S::kRows * kLineBytes * W::kParts;
-  constexpr Sizes kSizes{W::S::kThreads, W::S::kRows, W::kDepth, kStageBytes, 0,
-                         W::kStages,     W::kBlocks};
-  static_assert(2 * kStageBytes < kMostShared);
+  using S = typename W::S;
+  constexpr int kMeeting = kMeetingBytes<S>;
+  constexpr int kStageBytes = S::kRows * kLineBytes * W::kLines * S::kRowWarps + W::Scales::kBytes;
+  constexpr Sizes kSizes{S::kThreads, S::kRows, W::kDepth, kMeeting + W::kStages * kStageBytes};
+  static_assert(kSizes.shared_bytes <= kMostShared);
   return launch_portable_kernel<portable_few<W>>(params, kSizes, stream);
 }
 

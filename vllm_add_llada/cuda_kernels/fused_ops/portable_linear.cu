@@ -25,60 +25,71 @@ struct Kind<Operands::kFp8> {
   static constexpr int kBytes = 1;
 };
 
+// A thread multiplies 16 bytes of a row of the weight by the same ones of a row of x, in the order
+// in which they lie there: its part of the depth of two instructions.
 template <Operands kOperands, int kRows>
-struct PlainWeight {
-  using S = Shape<4, 1, kRows>;
+struct PlainFew {
+  // Where fp8 is multiplied as fp16, registers suffice for half as many threads.
+  using S = Shape<4, (kOperands == Operands::kFp8 && kRows > 32 ? 2 : 4), kRows>;
+  using Scales = NoScales<S>;
   using Number = typename Kind<kOperands>::Number;
   static constexpr int kRowElementBytes = Kind<kOperands>::kBytes;
-  static constexpr int kDepth = kLineBytes / kRowElementBytes;
-  static constexpr int kParts = 1;
-  static constexpr int kBlocks = 2;
-  static constexpr int kStageBytes = kTileColumns * kLineBytes;
-  static constexpr int kStages = 4;
-  static constexpr int kApart = S::kThreads / 8;
-  static constexpr int kLines = kTileColumns / kApart;
+  static constexpr int kStepBytes = S::kRowWarps * kLineBytes;  // of a row
+  static constexpr int kDepth = kStepBytes / kRowElementBytes;
+  static constexpr int kLines = 1;
+  static constexpr int kBlocks = 1;
+  static constexpr int kStages = kRows > 32 ? 2 : 3;
 
-  WeightLines<kApart, kLines> lines;
-  int byte;
+  const char* from;  // of what is loaded next
+  int eight, next;   // bytes to the other rows
+  int left;          // bytes of the depth from it on, also of no more
+  uint4 numbers[2][S::kMatrices * 2] = {};
 
-  __device__ void begin(const PortableParams& params, const Work& work, int tile, int step) {
-    lines.begin(params, columns_of(params, work, tile), threadIdx.x / 8,
-                params.weight_stride * kRowElementBytes);
-    byte = step * kLineBytes + threadIdx.x % 8 * 16;
+  static __device__ uint32_t place(int lane) { return line(lane / 4, lane % 4); }
+
+  __device__ void begin(const PortableParams& params, const Columns& columns, int step) {
+    const ThreadRows rows(columns, S::column());
+    const int64_t stride = params.weight_stride * kRowElementBytes;
+    const int byte = step * kStepBytes + threadIdx.x / (32 * S::kColumnWarps) * kLineBytes +
+                     threadIdx.x % 4 * 16;
+    from = static_cast<const char*>(params.weight) + rows.first * stride + byte;
+    eight = static_cast<int>(8 * stride), next = static_cast<int>(rows.next * stride);
+    left = params.depth * kRowElementBytes - byte;
   }
 
-  __device__ void copy(const PortableParams& params, uint32_t target, char*) {
-    const bool is_deep = byte < params.depth * kRowElementBytes;
-    target += line(threadIdx.x / 8, threadIdx.x % 8);
+  __device__ void advance() { from += kStepBytes, left -= kStepBytes; }
+  __device__ void end() { left = 0; }
+
+  __device__ void load(int half) {
 #pragma unroll
-    for (int i = 0; i < kLines; ++i) {
-      copy_later<16>(target + i * kApart * kLineBytes, lines.line(i) + byte,
-                     is_deep && lines.is_there(i));
+    for (int i = 0; i < S::kMatrices * 2; ++i) {
+      load_once(numbers[half][i], from + half * 64 + i % 2 * eight + i / 2 * next,
+                left > half * 64);
     }
-    byte += kLineBytes;
   }
 
-  __device__ void multiply(const PortableParams&, uint32_t stage, const char*, uint32_t x,
-                           typename S::Sums& sums) const {
-    const int lane = threadIdx.x % 32;
+  __device__ void load() {
+    load(0);
+    load(1);
+  }
+
+  __device__ void multiply(const PortableParams&, uint32_t x, const char*, WarpSums<S>& all) {
 #pragma unroll
-    for (int k = 0; k < kLineBytes / 32; ++k) {
-      uint32_t left[S::kMatrices][4];
+    for (int half = 0; half < 2; ++half) {
+      const uint4(&left)[S::kMatrices * 2] = numbers[half];
 #pragma unroll
-      for (int matrix = 0; matrix < S::kMatrices; ++matrix) {
-        load_matrices(stage + line(S::column() + matrix * 16 + lane % 16, k * 2 + lane / 16),
-                      left[matrix]);
-      }
+      for (int i = 0; i < kRows / 8; ++i) {
+        const uint4 right = load_quad((x ^ half * 64) + i * 8 * kLineBytes);
 #pragma unroll
-      for (int pair = 0; pair < S::kEights / 2; ++pair) {
-        uint32_t right[4];
-        load_matrices(x + line(pair * 16 + lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2), right);
-#pragma unroll
-        for (int matrix = 0; matrix < S::kMatrices; ++matrix) {
-          multiply_add<kOperands>(sums[matrix][pair * 2], left[matrix], right[0], right[1]);
-          multiply_add<kOperands>(sums[matrix][pair * 2 + 1], left[matrix], right[2], right[3]);
+        for (int m = 0; m < S::kMatrices; ++m) {
+          const uint4 &upper = left[m * 2], &lower = left[m * 2 + 1];
+          multiply_add<kOperands>(all[m][i], {upper.x, lower.x, upper.y, lower.y}, right.x,
+                                  right.y);
+          multiply_add<kOperands>(all[m][i], {upper.z, lower.z, upper.w, lower.w}, right.z,
+                                  right.w);
         }
       }
+      load(half);
     }
   }
 };
@@ -239,15 +250,15 @@ __global__ void __launch_bounds__(PlainMany<kOperands, kRows>::S::kThreads)
 template <Operands kOperands, int kRows>
 cudaError_t launch_many(const PortableParams& params, cudaStream_t stream) {
   using W = PlainMany<kOperands, kRows>;
-  constexpr Sizes kSizes{W::S::kThreads, kRows, W::kDepth, W::kStageBytes, 0, W::kStages, 1};
-  static_assert(W::kStages * W::kStageBytes <= kMostShared);
+  constexpr Sizes kSizes{W::S::kThreads, kRows, W::kDepth, W::kStages * W::kStageBytes};
+  static_assert(kSizes.shared_bytes <= kMostShared);
   return launch_portable_kernel<portable_many<kOperands, kRows>>(params, kSizes, stream);
 }
 
 template <Operands kOperands>
 cudaError_t launch_any(const PortableParams& params, cudaStream_t stream) {
-  if (params.num_rows <= 32) return launch_few<PlainWeight<kOperands, 32>>(params, stream);
-  if (params.num_rows <= 64) return launch_few<PlainWeight<kOperands, 64>>(params, stream);
+  if (params.num_rows <= 32) return launch_few<PlainFew<kOperands, 32>>(params, stream);
+  if (params.num_rows <= 64) return launch_few<PlainFew<kOperands, 64>>(params, stream);
   if (params.num_rows <= 128 || takes_short_tiles(params)) {
     return launch_many<kOperands, 128>(params, stream);
   }
@@ -262,7 +273,7 @@ cudaError_t find_fp8(bool* has) {
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess && device != known_device) {
     cudaFuncAttributes attributes{};
-    error = cudaFuncGetAttributes(&attributes, portable_few<PlainWeight<Operands::kFp8, 32>>);
+    error = cudaFuncGetAttributes(&attributes, portable_few<PlainFew<Operands::kFp8, 32>>);
     if (error == cudaSuccess) known = attributes.ptxVersion >= 89, known_device = device;
   }
   *has = known;

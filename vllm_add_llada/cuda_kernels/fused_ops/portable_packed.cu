@@ -52,32 +52,34 @@ struct PackedKind {
   static constexpr bool kIsTable = kIsTable_;
 };
 
-constexpr int kValueBytes = kTileColumns * kStrip / 2;
-constexpr int kScaleBytes = kTileColumns * kMostGroups * 4;
-constexpr int kPackedBytes = kValueBytes + kScaleBytes + kTileColumns * kMostGroups;  // of a strip
+// Scales and zero points of the strips of a stage, one strip for each of the warps that share the
+// depth: how they come to shared memory. Groups of a strip, where they are fewer, have one.
+template <typename S, bool kIsTable, int kGroups, int kStrips_>
+struct StripScales {
+  static constexpr int kScaleBytes = kTileColumns * kGroups * 4;  // of a strip
+  static constexpr int kStripBytes = kScaleBytes + kTileColumns * kMostGroups;
+  static constexpr int kBytes = kStrips_ * kStripBytes;
 
-// Strips of a tile, with their scales and zero points: how they come to shared memory.
-template <typename S, bool kIsTable>
-struct Strips {
-  static constexpr int kApart = S::kThreads / 4;
-  static constexpr int kLines = kTileColumns / kApart;
+  int strip;   // copied next
+  int64_t at;  // of this thread's row of the tile: its first group
+  bool is_there;
+  uint32_t zeros = 0;  // of the strip that is copied next
 
-  WeightLines<kApart, kLines> lines;
-  int strip;      // copied next
-  int64_t scale;  // of this thread's row of the tile: its first one
-  bool has_scale;
-  uint32_t zeros = 0;           // of the strip that is copied next
-  int groups, strips_of_group;  // of a strip, 0 where it has less than one; of a group
+  // Groups that begin in a strip, or 0 or 1 where it has one.
+  static __device__ int groups(const PortableParams& params) {
+    return kGroups == 1 ? 1 : kStrip / params.group;
+  }
 
   // The place of the strip's first group.
-  __device__ int64_t place() const {
-    return scale + (groups > 0 ? strip * groups : strip / strips_of_group);
+  __device__ int64_t place(const PortableParams& params) const {
+    if (groups(params) > 1) return at + strip * groups(params);
+    return at + (params.group == kStrip ? strip : strip / (params.group / kStrip));
   }
 
   __device__ void load_zeros(const PortableParams& params) {
-    if (kIsTable || !has_scale) return;
-    const uint8_t* source = params.zeros + place();
-    switch (groups) {
+    if (kIsTable || !is_there || strip * kStrip >= params.depth) return;
+    const uint8_t* source = params.zeros + place(params);
+    switch (groups(params)) {
       case 2:
         zeros = __ldg(reinterpret_cast<const uint16_t*>(source));
         break;
@@ -89,44 +91,81 @@ struct Strips {
     }
   }
 
-  __device__ void begin(const PortableParams& params, const Work& work, int tile, int step) {
-    const Columns columns = columns_of(params, work, tile);
-    lines.begin(params, columns, threadIdx.x / 4, params.weight_stride);
-    strip = step;
-    groups = kStrip / params.group;
-    strips_of_group = params.group / kStrip;
-    has_scale = threadIdx.x < kTileColumns && columns.column(threadIdx.x) < columns.end;
-    scale = columns.row(threadIdx.x) * params.scales_stride;
+  __device__ void begin(const PortableParams& params, const Columns& columns, int step) {
+    const int local = threadIdx.x % kTileColumns;
+    strip = step * kStrips_ + min(static_cast<int>(threadIdx.x) / kTileColumns, kStrips_ - 1);
+    is_there = threadIdx.x < kStrips_ * kTileColumns && columns.column(local) < columns.end;
+    at = columns.row(local) * params.scales_stride;
     load_zeros(params);
   }
 
   // `is_last`: of the tile.
+  __device__ void copy(const PortableParams& params, uint32_t target, char* memory, bool is_more,
+                       bool is_last) {
+    if (S::kThreads == kStrips_ * kTileColumns || threadIdx.x < kStrips_ * kTileColumns) {
+      const int local = threadIdx.x % kTileColumns, own = threadIdx.x / kTileColumns * kStripBytes;
+      const bool is_deep = is_more && is_there && strip * kStrip < params.depth;
+      const float* source = params.scales + place(params);
+      const uint32_t to = target + own + local * (kGroups * 4);
+      switch (groups(params)) {
+        case 2:
+          copy_later<8>(to, source, is_deep);
+          break;
+        case 4:
+          copy_later<16>(to, source, is_deep);
+          break;
+        default:
+          copy_later<4>(to, source, is_deep);
+      }
+      if (!kIsTable) reinterpret_cast<uint32_t*>(memory + own + kScaleBytes)[local] = zeros;
+    }
+    strip += kStrips_;
+    if (!is_last) load_zeros(params);
+  }
+
+  // Those of a group of each of a thread's rows.
+  template <typename Kind>
+  static __device__ void load_group(const char* strip, int group, float (&scale)[S::kMatrices * 2],
+                                    uint32_t (&zero)[S::kMatrices * 2]) {
+#pragma unroll
+    for (int i = 0; i < S::kMatrices * 2; ++i) {
+      const int local = S::column() + i * 8 + threadIdx.x % 32 / 4;
+      scale[i] = reinterpret_cast<const float*>(strip)[local * kGroups + group];
+      const auto* zeros = reinterpret_cast<const uint8_t*>(strip + kScaleBytes);
+      zero[i] =
+          kIsTable ? 0 : Kind::Numbers::kBase + zeros[local * kMostGroups + group] * 0x00010001u;
+    }
+  }
+};
+
+constexpr int kValueBytes = kTileColumns * kStrip / 2;
+
+// Strips of a tile, with their scales and zero points: how they come to shared memory.
+template <typename S, bool kIsTable>
+struct Strips {
+  using Scales = StripScales<S, kIsTable, kMostGroups, 1>;
+  static constexpr int kBytes = kValueBytes + Scales::kBytes;
+  static constexpr int kApart = S::kThreads / 4;
+  static constexpr int kLines = kTileColumns / kApart;
+
+  WeightLines<kApart, kLines> lines;
+  Scales scales;
+
+  __device__ void begin(const PortableParams& params, const Work& work, int tile, int step) {
+    const Columns columns = columns_of(params, work, tile);
+    lines.begin(params, columns, threadIdx.x / 4, params.weight_stride);
+    scales.begin(params, columns, step);
+  }
+
+  // `is_last`: of the tile.
   __device__ void copy(const PortableParams& params, uint32_t target, char* memory, bool is_last) {
-    const int byte = strip * (kStrip / 2) + threadIdx.x % 4 * 16;
+    const int byte = scales.strip * (kStrip / 2) + threadIdx.x % 4 * 16;
 #pragma unroll
     for (int i = 0; i < kLines; ++i) {
       copy_later<16>(target + (threadIdx.x + i * S::kThreads) * 16, lines.line(i) + byte,
                      lines.is_there(i));
     }
-    if (S::kThreads == kTileColumns || threadIdx.x < kTileColumns) {
-      const float* source = params.scales + place();
-      const uint32_t scale_target = target + kValueBytes + threadIdx.x * (kMostGroups * 4);
-      switch (groups) {
-        case 2:
-          copy_later<8>(scale_target, source, has_scale);
-          break;
-        case 4:
-          copy_later<16>(scale_target, source, has_scale);
-          break;
-        default:
-          copy_later<4>(scale_target, source, has_scale);
-      }
-      if (!kIsTable) {
-        reinterpret_cast<uint32_t*>(memory + kValueBytes + kScaleBytes)[threadIdx.x] = zeros;
-      }
-    }
-    ++strip;
-    if (!is_last) load_zeros(params);
+    scales.copy(params, target + kValueBytes, memory + kValueBytes, true, is_last);
   }
 };
 
@@ -151,19 +190,6 @@ __device__ void widen_words(const PortableParams& params, const uint4 (&numbers)
   }
 }
 
-// Scales and zero points of a group of a strip in shared memory, of each of a thread's rows.
-template <typename Kind, typename S>
-__device__ void load_group(const char* strip, int group, float (&scale)[S::kMatrices * 2],
-                           uint32_t (&zero)[S::kMatrices * 2]) {
-#pragma unroll
-  for (int i = 0; i < S::kMatrices * 2; ++i) {
-    const int place = (S::column() + i * 8 + threadIdx.x % 32 / 4) * kMostGroups + group;
-    scale[i] = reinterpret_cast<const float*>(strip + kValueBytes)[place];
-    const auto* zeros = reinterpret_cast<const uint8_t*>(strip + kValueBytes + kScaleBytes);
-    zero[i] = Kind::kIsTable ? 0 : Kind::Numbers::kBase + zeros[place] * 0x00010001u;
-  }
-}
-
 template <typename S>
 __device__ void load_numbers(const char* strip, uint4 (&numbers)[S::kMatrices * 2]) {
 #pragma unroll
@@ -173,81 +199,98 @@ __device__ void load_numbers(const char* strip, uint4 (&numbers)[S::kMatrices * 
   }
 }
 
-// Up to 64 rows products of a group of numbers are summed alone and then multiplied by its scale,
-// in fp32.
-template <typename Kind, bool kIsWide, int kRows>
+// A number is multiplied by its scale and rounded, as `unpack` does.
+template <typename Kind, int kMatrices>
+__device__ void scale_words(const float (&scale)[kMatrices * 2],
+                            uint32_t (&left)[2][kMatrices][4]) {
+#pragma unroll
+  for (int i = 0; i < kMatrices * 8; ++i) {
+    uint32_t& pair = left[i % 2][i / 8][i / 2 % 4];
+    pair = Kind::Numbers::scaled(pair, scale[i / 8 * 2 + i / 2 % 2]);
+  }
+}
+
+// Up to 64 rows. `kGroups`: of a strip, at most.
+template <typename Kind, int kGroups, int kRows>
 struct PackedFew {
-  using S = Shape<4, 1, kRows>;
+  using S = Shape<4, (kRows > 32 ? 1 : 2), kRows>;
+  using Scales = StripScales<S, Kind::kIsTable, kGroups, S::kRowWarps>;
   using Number = typename Kind::Number;
   static constexpr int kRowElementBytes = 2;  // of x
-  static constexpr int kDepth = kStrip;
-  static constexpr int kParts = 2;
-  static constexpr int kBlocks = kRows > 32 ? 2 : 3;
-  static constexpr int kStageBytes = kPackedBytes;
-  static constexpr int kStages = 4;
+  static constexpr int kDepth = S::kRowWarps * kStrip;
+  static constexpr int kLines = 2;
+  static constexpr int kBlocks = S::kRowWarps == 1 ? 3 : 2;
+  static constexpr int kStages = 2;
+  using Numbers = uint4[S::kMatrices * 2];
 
-  Strips<S, Kind::kIsTable> strips;
-  int num_steps;
+  const char* from;  // of the strip that is loaded next
+  int eight, next;   // bytes to the other rows
+  int left;          // of the depth, from it on, also of no more
+  Numbers numbers = {};
 
-  __device__ void begin(const PortableParams& params, const Work& work, int tile, int step) {
-    num_steps = work.num_steps;
-    strips.begin(params, work, tile, step);
+  static __device__ uint32_t place(int lane) {
+    return line(lane / 16 * 8 + lane % 8, lane / 8 % 2);
   }
 
-  __device__ void copy(const PortableParams& params, uint32_t target, char* memory) {
-    strips.copy(params, target, memory, strips.strip + 1 == num_steps);
+  __device__ void begin(const PortableParams& params, const Columns& columns, int step) {
+    const ThreadRows rows(columns, S::column());
+    const int strip = step * S::kRowWarps + threadIdx.x / (32 * S::kColumnWarps);
+    from = static_cast<const char*>(params.weight) + rows.first * params.weight_stride +
+           strip * (kStrip / 2) + threadIdx.x % 4 * 16;
+    eight = static_cast<int>(8 * params.weight_stride);
+    next = static_cast<int>(rows.next * params.weight_stride);
+    left = params.depth - strip * kStrip;
   }
 
-  __device__ void multiply(const PortableParams& params, uint32_t, const char* stage, uint32_t x,
-                           typename S::Sums& sums) const {
-    const int lane = threadIdx.x % 32;
-    uint4 numbers[S::kMatrices * 2];
-    load_numbers<S>(stage, numbers);
-    const int words_of_group = kIsWide ? 4 : params.group / 32;
+  __device__ void advance() { from += S::kRowWarps * (kStrip / 2), left -= S::kRowWarps * kStrip; }
+  __device__ void end() { left = 0; }
+
+  __device__ void load(Numbers& to) const {
+#pragma unroll
+    for (int i = 0; i < S::kMatrices * 2; ++i) {
+      load_once(to[i], from + i % 2 * eight + i / 2 * next, left > 0);
+    }
+  }
+
+  __device__ void load() { load(numbers); }
+
+  __device__ void multiply(const PortableParams& params, uint32_t x, const char* scales,
+                           WarpSums<S>& all) {
+    const char* strip = scales + threadIdx.x / (32 * S::kColumnWarps) * Scales::kStripBytes;
+    const int words_of_group = kGroups == 1 ? 4 : params.group / 32;
     float scale[S::kMatrices * 2];
     uint32_t zero[S::kMatrices * 2];
-    typename S::Sums part;
+    Numbers following = {};
+    load(following);
 #pragma unroll
     for (int word = 0; word < 4; ++word) {
-      if (word % words_of_group == 0) {
-        load_group<Kind, S>(stage, kIsWide ? 0 : word / words_of_group, scale, zero);
-        clear(part);
+      if (word == 0 || (kGroups > 1 && word % words_of_group == 0)) {
+        Scales::template load_group<Kind>(strip, word / words_of_group, scale, zero);
       }
       uint32_t left[2][S::kMatrices][4];
       widen_words<Kind, S::kMatrices>(params, numbers, word, zero, left);
+      scale_words<Kind, S::kMatrices>(scale, left);
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        const uint32_t lines = x + word / 2 * kRows * kLineBytes;
-        const int chunk = word % 2 * 4 + k * 2 + lane / 8 % 2;
+        const uint32_t lines = (x ^ (word % 2 * 4 + k * 2) * 16) + word / 2 * kRows * kLineBytes;
 #pragma unroll
-        for (int pair = 0; pair < S::kEights / 2; ++pair) {
+        for (int pair = 0; pair < kRows / 16; ++pair) {
           uint32_t right[4];
-          load_matrices(lines + line(pair * 16 + lane / 16 * 8 + lane % 8, chunk), right);
+          load_matrices(lines + pair * 16 * kLineBytes, right);
 #pragma unroll
-          for (int i = 0; i < S::kMatrices; ++i) {
-            multiply_add<Kind::kOperands>(part[i][pair * 2], left[k][i], right[0], right[1]);
-            multiply_add<Kind::kOperands>(part[i][pair * 2 + 1], left[k][i], right[2], right[3]);
-          }
-        }
-      }
-      if ((word + 1) % words_of_group == 0) {
-#pragma unroll
-        for (int matrix = 0; matrix < S::kMatrices; ++matrix) {
-#pragma unroll
-          for (int eight = 0; eight < S::kEights; ++eight) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              sums[matrix][eight][i] += part[matrix][eight][i] * scale[matrix * 2 + i / 2];
-            }
+          for (int m = 0; m < S::kMatrices; ++m) {
+            multiply_add<Kind::kOperands>(all[m][pair * 2], left[k][m], right[0], right[1]);
+            multiply_add<Kind::kOperands>(all[m][pair * 2 + 1], left[k][m], right[2], right[3]);
           }
         }
       }
     }
+#pragma unroll
+    for (int i = 0; i < S::kMatrices * 2; ++i) numbers[i] = following[i];
   }
 };
 
-// Of more rows sums take all registers, and a number meets many of them: there it is multiplied by
-// its scale and rounded, as `unpack` does. Strips have a ring of their own, as x takes a stage for
+// Of more rows strips pass through shared memory, in a ring of their own, as x takes a stage for
 // half of one.
 constexpr int kStrips = 3;
 
@@ -255,6 +298,7 @@ template <typename Kind, int kRows>
 struct PackedMany {
   using S = Shape<4, 2, kRows>;
   static constexpr int kStageBytes = kRows * kLineBytes;
+  static constexpr int kStripBytes = kStrips * Strips<S, Kind::kIsTable>::kBytes;
 };
 
 template <typename Kind, int kRows>
@@ -265,15 +309,16 @@ __global__ void __launch_bounds__(PackedMany<Kind, kRows>::S::kThreads)
   constexpr int kApart = S::kThreads / 8, kLines = kRows / kApart;
   extern __shared__ __align__(1024) char shared[];
   __shared__ int arrived;
-  const uint32_t ring = shared_place(shared) + kStrips * kPackedBytes;
+  using OfTile = Strips<S, Kind::kIsTable>;
+  const uint32_t ring = shared_place(shared) + kStrips * OfTile::kBytes;
   const int begin = work.begin(blockIdx.x), count = work.begin(blockIdx.x + 1) - begin;
   int tile = begin / work.num_steps, step = begin - tile * work.num_steps;
-  Strips<S, Kind::kIsTable> strips;
+  OfTile strips;
   strips.begin(params, work, tile, step);
   int strip_tile = tile, strip_slot = 0;
   auto copy_strip = [&] {
-    char* memory = shared + strip_slot * kPackedBytes;
-    const bool is_last = strips.strip + 1 == work.num_steps;
+    char* memory = shared + strip_slot * OfTile::kBytes;
+    const bool is_last = strips.scales.strip + 1 == work.num_steps;
     strips.copy(params, shared_place(memory), memory, is_last);
     if (is_last) strips.begin(params, work, ++strip_tile, 0);
     if (++strip_slot == kStrips) strip_slot = 0;
@@ -323,20 +368,17 @@ __global__ void __launch_bounds__(PackedMany<Kind, kRows>::S::kThreads)
       if (half == 0) {
         if (i + 2 < count) copy_strip();
         end_copies();
-        load_numbers<S>(shared + slot * kPackedBytes, numbers);
+        load_numbers<S>(shared + slot * OfTile::kBytes, numbers);
       }
 #pragma unroll
       for (int some = 0; some < 2; ++some) {
         const int word = half * 2 + some;
         float scale[S::kMatrices * 2];
         uint32_t zero[S::kMatrices * 2], left[2][S::kMatrices][4];
-        load_group<Kind, S>(shared + slot * kPackedBytes, word >> shift, scale, zero);
+        OfTile::Scales::template load_group<Kind>(shared + slot * OfTile::kBytes + kValueBytes,
+                                                  word >> shift, scale, zero);
         widen_words<Kind, S::kMatrices>(params, numbers, word, zero, left);
-#pragma unroll
-        for (int j = 0; j < S::kMatrices * 8; ++j) {
-          uint32_t& pair = left[j % 2][j / 8][j / 2 % 4];
-          pair = Kind::Numbers::scaled(pair, scale[j / 8 * 2 + j / 2 % 2]);
-        }
+        scale_words<Kind, S::kMatrices>(scale, left);
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
           const int chunk = some * 4 + k * 2 + lane / 8 % 2;
@@ -367,9 +409,8 @@ __global__ void __launch_bounds__(PackedMany<Kind, kRows>::S::kThreads)
 template <typename Kind, int kRows>
 cudaError_t launch_many(const PortableParams& params, cudaStream_t stream) {
   using W = PackedMany<Kind, kRows>;
-  constexpr Sizes kSizes{W::S::kThreads,         kRows, kStrip, W::kStageBytes,
-                         kStrips * kPackedBytes, 2,     1};
-  static_assert(kStrips * kPackedBytes + 2 * W::kStageBytes <= kMostShared);
+  constexpr Sizes kSizes{W::S::kThreads, kRows, kStrip, W::kStripBytes + 2 * W::kStageBytes};
+  static_assert(kSizes.shared_bytes <= kMostShared);
   return launch_portable_kernel<portable_packed_many<Kind, kRows>>(params, kSizes, stream);
 }
 
@@ -380,9 +421,9 @@ cudaError_t launch_any(const PortableParams& params, cudaStream_t stream) {
                ? launch_many<Kind, 256>(params, stream)
                : launch_many<Kind, 128>(params, stream);
   }
-  return dispatch_value<true, false>(params.group >= kStrip, [&](auto is_wide) {
-    if (params.num_rows > 32) return launch_few<PackedFew<Kind, is_wide, 64>>(params, stream);
-    return launch_few<PackedFew<Kind, is_wide, 32>>(params, stream);
+  return dispatch_value<1, kMostGroups>(params.group >= kStrip ? 1 : kMostGroups, [&](auto groups) {
+    if (params.num_rows > 32) return launch_few<PackedFew<Kind, groups, 64>>(params, stream);
+    return launch_few<PackedFew<Kind, groups, 32>>(params, stream);
   });
 }
 
