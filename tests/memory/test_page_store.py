@@ -107,10 +107,63 @@ def test_growth_takes_what_there_is_where_twice_as_much_is_not() -> None:
     assert store.reserved_bytes == 6 * PAGE_BYTES
     mark(store, second, 2)
     with pytest.raises(PoolExhaustedError, match="kept keys and values: wanted"):
-        pages.allocate("c", PAGE_SIZE)
+        pages.allocate("c", 6 * PAGE_SIZE)
     assert (store.num_bytes, store.generation) == (6 * PAGE_BYTES, 2)
     assert_marked(store, first, 1)
     assert_marked(store, second, 2)
+
+
+def test_pages_go_through_host_memory_where_the_pool_cannot_hold_them_twice() -> None:
+    pages, store = pages_of(num_pages=11)
+    first = pages.allocate("a", 5 * PAGE_SIZE)
+    mark(store, first, 1)
+    second = pages.allocate("b", 6 * PAGE_SIZE)
+    assert store.reserved_bytes == 11 * PAGE_BYTES
+    mark(store, second, 2)
+    assert_marked(store, first, 1)
+    pages.release("a")
+    pages.trim()
+    assert store.reserved_bytes == 6 * PAGE_BYTES
+    assert_marked(store, second, 2)
+
+
+def test_pages_stay_where_a_paused_step_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages, store = pages_of(num_pages=11)
+    first = pages.allocate("a", 6 * PAGE_SIZE)
+    mark(store, first, 1)
+    pool = store._pool
+    pool.begin_frame()
+    with pytest.raises(PoolExhaustedError):
+        pages.allocate("b", 5 * PAGE_SIZE)
+    pool.end_frame()
+    assert_marked(store, first, 1)
+    pages.allocate("b", 5 * PAGE_SIZE)
+    assert_marked(store, first, 1)
+
+
+def test_pages_come_back_where_the_device_has_no_room_for_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another process may have taken what the pool counts with."""
+    pages, store = pages_of(num_pages=11)
+    pages.allocate("gone", PAGE_SIZE)
+    first = pages.allocate("a", 3 * PAGE_SIZE)
+    mark(store, first, 1)
+    pages.release("gone")
+    held, new_rows = store.num_pages, store._new_rows
+
+    def at_most_what_there_was(count: int) -> torch.Tensor:
+        if count > held:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return new_rows(count)
+
+    monkeypatch.setattr(store, "_new_rows", at_most_what_there_was)
+    with pytest.raises(torch.OutOfMemoryError):
+        pages.allocate("b", 5 * PAGE_SIZE)
+    assert store.num_bytes == 3 * PAGE_BYTES
+    assert_marked(store, first, 1)
+    pages.allocate("b", PAGE_SIZE)
+    assert_marked(store, first, 1)
 
 
 @pytest.mark.parametrize("within", [True, False])
@@ -198,12 +251,18 @@ actions = st.lists(
 )
 
 
-@given(actions=actions)
+@given(actions=actions, room=st.sampled_from([8, 20, 1000]))
 @settings(max_examples=60, deadline=None)
-def test_contents_survive_whatever_comes_and_goes(actions: list[tuple[str, int]]) -> None:
-    (pages, store), running, most = pages_of(), dict[str, tuple[KeptSequence, int]](), 0
+def test_contents_survive_whatever_comes_and_goes(
+    actions: list[tuple[str, int]], room: int
+) -> None:
+    (pages, store), running, most = pages_of(room), dict[str, tuple[KeptSequence, int]](), 0
     for number, (action, amount) in enumerate(actions):
-        if action == "allocate":
+        fits = store.num_pages - len(store.free) + num_pages(amount) <= room
+        if action == "allocate" and not fits:
+            with pytest.raises(PoolExhaustedError):
+                pages.allocate(str(number), amount)
+        elif action == "allocate":
             kept = pages.allocate(str(number), amount)
             mark(store, kept, number)
             running[str(number)] = kept, number

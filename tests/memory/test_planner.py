@@ -559,7 +559,8 @@ def test_every_step_of_admitted_requests_has_a_plan(
     asked: list[Demand], pool: int, row_budget: int, data: st.DataObject
 ) -> None:
     """Whoever is admitted, and whatever forwards meet: the step fits beside what all keep."""
-    admission, running = admission_of(TINY, pool, row_budget), []
+    host_bytes = data.draw(st.sampled_from([0, pool]))
+    admission, running = admission_of(TINY, pool, row_budget, host_bytes=host_bytes), []
     for new in asked:
         if admission.obstacle(running, new) is None:
             running.append(new)
@@ -599,6 +600,38 @@ def test_kept_keys_and_values_of_several_have_half_of_the_budget() -> None:
     admission.check(demand(longest, keeps_cache=True))
     with pytest.raises(ActivationBudgetError):
         admission.check(demand(longest + PAGE_SIZE, keeps_cache=True))
+
+
+# What a card of 12 GiB leaves beside LLaDA-8B in int4: two requests keep 4 GiB of it.
+SMALL_CARD = int(4.7 * GIB)
+
+
+@pytest.mark.parametrize("row_budget", [256, 2048, 4096, 8192])
+@pytest.mark.parametrize("graph_bytes", [0, 300 << 20])
+def test_several_keep_more_than_half_where_no_step_is_slower(
+    row_budget: int, graph_bytes: int
+) -> None:
+    pool = SMALL_CARD - graph_bytes
+    admission = admission_of(LLADA_8B, pool, row_budget, host_bytes=pool, is_split=True)
+    kept, other = demand(4096, keeps_cache=True, window=32), demand(64)
+    assert 2 * admission.kept_bytes([kept, kept]) > pool
+    assert admission.obstacle([kept], kept) is None
+    assert admission.obstacle([kept, kept], kept) == "memory"
+    assert admission.obstacle([kept, kept], other) is None
+    long = demand(65_536)  # which would have to lie in host memory beside the two
+    assert admission.obstacle([kept], long, long={long}) is None
+    assert admission.obstacle([kept, kept], long, long={long}) == "memory"
+    assert admission.obstacle([kept, long], kept, long={long}) == "memory"
+
+
+def test_several_keep_half_where_host_memory_cannot_hold_what_they_keep() -> None:
+    kept = demand(4096, keeps_cache=True, window=32)
+    for host_bytes in (0, 4 * GIB - 1):
+        admission = admission_of(LLADA_8B, SMALL_CARD, 4096, host_bytes=host_bytes)
+        assert admission.obstacle([kept], kept) == "memory"
+    admission = admission_of(LLADA_8B, SMALL_CARD, 4096, host_bytes=4 * GIB)
+    assert admission.obstacle([kept], kept) is None
+    assert admission.obstacle([kept], replace(kept, host_layers=8)) == "memory"
 
 
 def test_a_copy_of_kept_keys_is_counted_where_one_is_made() -> None:

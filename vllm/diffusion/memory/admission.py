@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.memory.shapes import Demand
 
 MAX_KNOWN_PLACES = 4_096
+AS_FAST = 0.95  # of the time of a step: what takes no less is about as fast
 FEW_CHUNKS = 64  # of a stage: with this many a step is hardly slower than with fewer
 
 Obstacle = Literal["rows", "memory"]
@@ -47,7 +48,8 @@ class Admission:
         In most steps all of them fit together. When larger forwards of several requests meet, they
         are spread over steps (`engine/scheduler/turns.py`), so no shared step is beyond the row
         budget. A lone request may have any number of rows, and one that alone keeps keys and
-        values any number of positions.
+        values any number of positions. What several keep may take more than half of the budget
+        where that slows down no step, and host memory holds it: it goes there while pages move.
 
         Args:
             running: the requests that run.
@@ -58,12 +60,23 @@ class Admission:
         sharing = [demand for demand in together if demand not in long]
         if len(sharing) > 1 and sum(d.shared_rows for d in sharing) > self.row_budget:
             return "rows"
-        keeping = [d.cached_positions for d in together if d.cached_positions]
-        if len(keeping) > 1 and sum(keeping) > self.planner.cached_positions:
-            return "memory"
-        kept_bytes = self.kept_bytes(together)
+        keeping = [demand for demand in together if demand.cached_positions]
+        kept_bytes, fits = self.kept_bytes(together), self.fits
+        positions = sum(demand.cached_positions for demand in keeping)
+        if len(keeping) > 1 and positions > self.planner.cached_positions:
+            fits = self._is_as_fast
+            if kept_bytes > self.planner.host_bytes or any(d.host_layers for d in keeping):
+                return "memory"
         steps = self._largest_steps(together, sharing)
-        return None if all(self.fits(step, kept_bytes) for step in steps) else "memory"
+        return None if all(fits(step, kept_bytes) for step in steps) else "memory"
+
+    def _is_as_fast(self, step: StepShape, kept_bytes: int) -> bool:
+        """Whether the step takes about as long beside these bytes as beside half of the budget."""
+        try:
+            least = self.planner.plan(step, self.budget_bytes // 2).predicted_seconds
+            return AS_FAST * self.planner.plan(step, kept_bytes).predicted_seconds <= least
+        except ActivationBudgetError:
+            return False
 
     def fits(self, step: StepShape, kept_bytes: int = 0) -> bool:
         """Whether the step has a plan."""

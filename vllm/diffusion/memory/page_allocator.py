@@ -271,7 +271,8 @@ class PageAllocator:
             return
         self._holders.subtract(kept.pages.tolist())
         self.store.free += [p for p in kept.pages[::-1].tolist() if not self._holders[p]]
-        if not self._sequences and self._is_large:
+        is_large = 2 * self.store.reserved_bytes > self._pool.budget_bytes
+        if not self._sequences and (is_large or self.store.host_layers):
             self.store.begin_anew(host_layers=0)
 
     @property
@@ -290,14 +291,8 @@ class PageAllocator:
     @property
     def unused_bytes(self) -> int:
         """Bytes of the buffer that `trim` gives back."""
-        cannot_move = self._is_fixed or (self._is_large and bool(self._sequences))
+        cannot_move = self._is_fixed or self.store.host_layers > 0
         return 0 if cannot_move else len(self.store.free) * self.store.page_bytes
-
-    @property
-    def _is_large(self) -> bool:
-        """Whether the pages leave no room to move them, and so serve one request alone."""
-        store = self.store
-        return store.host_layers > 0 or 2 * store.reserved_bytes > self._pool.budget_bytes
 
     def _provide(self, wanted: int) -> None:
         """Have `wanted` free pages; the buffer at least doubles, so that it moves rarely."""
@@ -308,20 +303,32 @@ class PageAllocator:
         if self.store.num_pages and not self._sequences:
             self._move_to(0)  # nothing to move: what there was goes first
         if doubled > needed and 2 * doubled * self.store.page_bytes <= self._pool.budget_bytes:
-            try:
+            with suppress(PoolExhaustedError, torch.OutOfMemoryError):
                 self._move_to(doubled)
                 return
-            except (PoolExhaustedError, torch.OutOfMemoryError):
-                pass
         self._move_to(needed)
 
     def _move_to(self, count: int) -> None:
-        """Move the pages in use to the front of another buffer, of `count` pages."""
+        """Move the pages in use to the front of another buffer, of `count` pages.
+
+        Where the pool has room for it, but not beside the buffer that there is, they go through
+        host memory; not while a step is paused, as it refers to that buffer.
+        """
         pages = [kept.pages for kept in self._sequences.values()]
         used = list(dict.fromkeys(np.concatenate(pages).tolist())) if pages else []
         moved = np.zeros(self.store.num_pages, dtype=np.int64)
         moved[used] = np.arange(len(used))
-        self.store.resize(count, used)
+        through_host = False
+        try:
+            self.store.resize(count, used)
+        except (PoolExhaustedError, torch.OutOfMemoryError):
+            more = count * self.store.page_bytes - self.store.reserved_bytes
+            has_room = self._pool.used_bytes + more <= self._pool.budget_bytes
+            if not (used and has_room) or self._pool.has_frame:
+                raise
+            through_host = True
+        if through_host:  # not above, where the error refers to the buffer that has to go
+            self.store.resize(count, used, through_host=True)
         for kept in self._sequences.values():
             kept.pages = moved[kept.pages]
             kept.slots = _slots(kept.pages, kept.length)

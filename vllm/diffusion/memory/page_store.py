@@ -10,6 +10,7 @@ import torch
 from vllm.diffusion.core.pages import PAGE_ROWS, PAGE_SIZE
 from vllm.diffusion.core.spans import PageTable
 from vllm.diffusion.core.stages import NUM_STREAM_BUFFERS, device_layers
+from vllm.diffusion.memory.activation_pool import PoolExhaustedError
 from vllm.diffusion.memory.host import HostLayers
 
 if TYPE_CHECKING:
@@ -138,16 +139,33 @@ class PageStore:
 
     # ---- another buffer ----
 
-    def resize(self, count: int, used: Sequence[int] = ()) -> None:
+    def resize(self, count: int, used: Sequence[int] = (), *, through_host: bool = False) -> None:
         """Replace the buffer by one of `count` pages, of which the first are copies of `used`.
 
+        Args:
+            count: pages.
+            used: numbers of the pages that stay.
+            through_host: they wait in host memory, so that the pool never holds both buffers.
+
         Raises:
-            PoolExhaustedError: the pool has no room for both; nothing has changed.
+            PoolExhaustedError: the pool has no room; all pages are as before.
+            torch.OutOfMemoryError: the device has none; likewise.
         """
-        rows = self._new_rows(count)
-        targets, sources = self._by_page(rows, count), self._by_page(self._rows, self.num_pages)
-        for target, source in enumerate(used):
-            targets[:, target].copy_(sources[:, source])
+        pages = self._by_page(self._rows, self.num_pages)
+        kept = [pages[:, number] for number in used]
+        if through_host:
+            kept = [page.cpu() for page in kept]
+            del pages  # or the buffer would not be freed
+            self._rows = self._new_rows(0)
+        try:
+            rows = self._new_rows(count)
+        except (PoolExhaustedError, torch.OutOfMemoryError):
+            if through_host:  # back to where they were
+                self._rows = self._new_rows(self.num_pages)
+                self._fill(self._rows, self.num_pages, used, kept)
+                self.generation += 1
+            raise
+        self._fill(rows, count, range(len(used)), kept)
         self.free = list(range(len(used), count))[::-1]
         self.num_pages, self.most_entries, self._rows = count, ENTRIES_PER_PAGE * count, rows
         self.reserved_bytes = count * self.page_bytes
@@ -182,6 +200,14 @@ class PageStore:
             first = self._num_layers - self.host_layers
             places = [self._rows_of(first + index) for index in range(NUM_STREAM_BUFFERS)]
             self._host = HostLayers(range(first, self._num_layers), places)
+
+    def _fill(
+        self, rows: torch.Tensor, count: int, numbers: Iterable[int], contents: list[torch.Tensor]
+    ) -> None:
+        """Write contents to pages of these numbers in a buffer of `count` pages."""
+        pages = self._by_page(rows, count)
+        for number, content in zip(numbers, contents, strict=True):
+            pages[:, number].copy_(content)
 
     def _by_page(self, rows: torch.Tensor, count: int) -> torch.Tensor:
         """View of a buffer of `count` pages: [layers, pages, rows of a page, KV, hd]."""

@@ -143,7 +143,7 @@ class Planner:
 
     @property
     def cached_positions(self) -> int:
-        """Positions that several requests may keep: whole pages in half of the budget.
+        """Positions that several requests may keep whatever their steps: pages of half the budget.
 
         Pages may have to move to where there is room for more of them.
         """
