@@ -56,7 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             planning_budget(pool),
             row_budget=demand.shared_rows * options.requests,
             uses_host=envs.use_host_residual() and not options.no_host,
-            host_bytes=0 if options.no_host else pool,  # hosts have as much memory as their cards
             is_split=envs.use_vmm(),
         )
         admission = Admission(planner)

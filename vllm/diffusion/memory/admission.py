@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from vllm.diffusion.core.errors import ActivationBudgetError
+from vllm.diffusion.core.pages import part_layers
 from vllm.diffusion.core.stages import device_layers
 from vllm.diffusion.memory.shapes import StepShape
 
@@ -49,7 +50,7 @@ class Admission:
         are spread over steps (`engine/scheduler/turns.py`), so no shared step is beyond the row
         budget. A lone request may have any number of rows, and one that alone keeps keys and
         values any number of positions. What several keep may take more than half of the budget
-        where that slows down no step, and host memory holds it: it goes there while pages move.
+        where that slows down no step, and pages can still move.
 
         Args:
             running: the requests that run.
@@ -60,13 +61,15 @@ class Admission:
         sharing = [demand for demand in together if demand not in long]
         if len(sharing) > 1 and sum(d.shared_rows for d in sharing) > self.row_budget:
             return "rows"
-        keeping = [demand for demand in together if demand.cached_positions]
         kept_bytes, fits = self.kept_bytes(together), self.fits
-        positions = sum(demand.cached_positions for demand in keeping)
-        if len(keeping) > 1 and positions > self.planner.cached_positions:
-            fits = self._is_as_fast
-            if kept_bytes > self.planner.host_bytes or any(d.host_layers for d in keeping):
+        keeping = [demand for demand in together if demand.cached_positions]
+        positions = [demand.cached_positions for demand in keeping]
+        if len(keeping) > 1 and sum(positions) > self.planner.cached_positions:
+            most_moved = (sum(positions) - min(positions)) * self._shape.key_value_bytes
+            room = self.budget_bytes - most_moved * part_layers(self._shape.num_layers)
+            if kept_bytes > room or any(demand.host_layers for demand in keeping):
                 return "memory"
+            fits = self._is_as_fast
         steps = self._largest_steps(together, sharing)
         return None if all(fits(step, kept_bytes) for step in steps) else "memory"
 

@@ -284,51 +284,47 @@ class PageAllocator:
 
     def trim(self) -> None:
         """Give back the memory of unused pages; the others move together."""
-        if self.unused_bytes:
-            self._move_to(self.store.num_pages - len(self.store.free))
+        if not self.unused_bytes:
+            return
+        self._move_to_front()
+        try:
+            self.store.resize(self.store.num_pages - len(self.store.free))
+        finally:
             self.renew_table()
 
     @property
     def unused_bytes(self) -> int:
-        """Bytes of the buffer that `trim` gives back."""
+        """Bytes that `trim` gives back."""
         cannot_move = self._is_fixed or self.store.host_layers > 0
-        return 0 if cannot_move else len(self.store.free) * self.store.page_bytes
+        return 0 if cannot_move else self.store.reserved_bytes - self.store.num_bytes
 
     def _provide(self, wanted: int) -> None:
-        """Have `wanted` free pages; the buffer at least doubles, so that it moves rarely."""
-        missing = wanted - len(self.store.free)
+        """Have `wanted` free pages; the store at least doubles, so that pages move rarely."""
+        store, missing = self.store, wanted - len(self.store.free)
         if missing <= 0:
             return
-        needed, doubled = self.store.num_pages + missing, 2 * self.store.num_pages
-        if self.store.num_pages and not self._sequences:
-            self._move_to(0)  # nothing to move: what there was goes first
-        if doubled > needed and 2 * doubled * self.store.page_bytes <= self._pool.budget_bytes:
+        needed, doubled = store.num_pages + missing, 2 * store.num_pages
+        if not self._sequences:
+            store.resize(0)  # nothing to move: what there was goes first
+        may_double = doubled > needed and 2 * doubled * store.page_bytes <= self._pool.budget_bytes
+        for count in (doubled, needed) if may_double else (needed,):
             with suppress(PoolExhaustedError, torch.OutOfMemoryError):
-                self._move_to(doubled)
+                store.resize(count)
                 return
-        self._move_to(needed)
+        self.trim()  # free pages need not be there twice
+        store.resize(store.num_pages - len(store.free) + wanted)
 
-    def _move_to(self, count: int) -> None:
-        """Move the pages in use to the front of another buffer, of `count` pages.
-
-        Where the pool has room for it, but not beside the buffer that there is, they go through
-        host memory; not while a step is paused, as it refers to that buffer.
-        """
-        pages = [kept.pages for kept in self._sequences.values()]
-        used = list(dict.fromkeys(np.concatenate(pages).tolist())) if pages else []
-        moved = np.zeros(self.store.num_pages, dtype=np.int64)
-        moved[used] = np.arange(len(used))
-        through_host = False
-        try:
-            self.store.resize(count, used)
-        except (PoolExhaustedError, torch.OutOfMemoryError):
-            more = count * self.store.page_bytes - self.store.reserved_bytes
-            has_room = self._pool.used_bytes + more <= self._pool.budget_bytes
-            if not (used and has_room) or self._pool.has_frame:
-                raise
-            through_host = True
-        if through_host:  # not above, where the error refers to the buffer that has to go
-            self.store.resize(count, used, through_host=True)
+    def _move_to_front(self) -> None:
+        """Move the last pages that somebody has to free ones, so that all of these are the last."""
+        store = self.store
+        count = store.num_pages - len(store.free)
+        sources = [page for page in +self._holders if page >= count]
+        targets = [page for page in store.free if page < count]
+        store.copy(sources, targets)
+        store.free = list(range(count, store.num_pages))[::-1]
+        store.generation += 1
+        moved = np.arange(store.num_pages)
+        moved[sources] = targets
         for kept in self._sequences.values():
             kept.pages = moved[kept.pages]
             kept.slots = _slots(kept.pages, kept.length)
