@@ -143,7 +143,9 @@ def test_pages_stay_where_memory_ends_while_they_move(monkeypatch: pytest.Monkey
     pages.release("gone")
     keep = store._pool.keep
 
-    def keep_all_but_the_last(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def keep_all_but_the_last(
+        name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
         if name.startswith("part 2"):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return keep(name, shape, dtype)

@@ -17,7 +17,7 @@ from vllm.diffusion.core.stages import device_layers
 from vllm.diffusion.memory.shapes import StepShape
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from vllm.diffusion.memory.planner import Planner
     from vllm.diffusion.memory.shapes import Demand
@@ -50,7 +50,7 @@ class Admission:
         are spread over steps (`engine/scheduler/turns.py`), so no shared step is beyond the row
         budget. A lone request may have any number of rows, and one that alone keeps keys and
         values any number of positions. What several keep may take more than half of the budget
-        where that slows down no step, and pages can still move.
+        where that makes no step slower and pages can still move.
 
         Args:
             running: the requests that run.
@@ -61,17 +61,26 @@ class Admission:
         sharing = [demand for demand in together if demand not in long]
         if len(sharing) > 1 and sum(d.shared_rows for d in sharing) > self.row_budget:
             return "rows"
-        kept_bytes, fits = self.kept_bytes(together), self.fits
+        fits: Callable[[StepShape, int], bool] = self.fits
         keeping = [demand for demand in together if demand.cached_positions]
-        positions = [demand.cached_positions for demand in keeping]
-        if len(keeping) > 1 and sum(positions) > self.planner.cached_positions:
-            most_moved = (sum(positions) - min(positions)) * self._shape.key_value_bytes
-            room = self.budget_bytes - most_moved * part_layers(self._shape.num_layers)
-            if kept_bytes > room or any(demand.host_layers for demand in keeping):
+        num_kept = sum(demand.cached_positions for demand in keeping)
+        if len(keeping) > 1 and num_kept > self.planner.cached_positions:
+            if not self._can_move(keeping):
                 return "memory"
             fits = self._is_as_fast
+        kept_bytes = self.kept_bytes(together)
         steps = self._largest_steps(together, sharing)
         return None if all(fits(step, kept_bytes) for step in steps) else "memory"
+
+    def _can_move(self, keeping: Sequence[Demand]) -> bool:
+        """Whether pages of all but the least of these requests can move beside those of all."""
+        if any(demand.host_layers for demand in keeping):
+            return False
+        least = min(keeping, key=lambda demand: demand.cached_positions)
+        kept_bytes, least_bytes = self.kept_bytes(keeping), self.kept_bytes([least])
+        layers = self._shape.num_layers
+        twice = (kept_bytes - least_bytes) * part_layers(layers) // layers
+        return kept_bytes + twice <= self.budget_bytes
 
     def _is_as_fast(self, step: StepShape, kept_bytes: int) -> bool:
         """Whether the step takes about as long beside these bytes as beside half of the budget."""

@@ -315,7 +315,7 @@ class PageAllocator:
         store.resize(store.num_pages - len(store.free) + wanted)
 
     def _move_to_front(self) -> None:
-        """Move the last pages that somebody has to free ones, so that all of these are the last."""
+        """Let free pages be the last ones: pages behind those that stay move to free ones."""
         store = self.store
         count = store.num_pages - len(store.free)
         sources = [page for page in +self._holders if page >= count]

@@ -26,9 +26,9 @@ class PageStore:
     """Keys and values of all requests that keep them, in equal pages.
 
     A page holds PAGE_SIZE consecutive positions of one sequence, in all layers. The pages of one
-    layer lie side by side, in each of them the keys, then the values: a row is one
-    position's keys or values of one layer. Every few layers, a part, have a buffer. A sequence's pages lie anywhere; a table on the
-    device names them, so that one launch can attend to the keys of many requests.
+    layer lie side by side, in each of them the keys, then the values: a row is one position's keys
+    or values of one layer. Every few layers, a part, have a buffer. A sequence's pages lie anywhere;
+    a table on the device names them, so that one launch can attend to the keys of many requests.
 
     ```
     layer      0                          | 1                          | ...
@@ -139,12 +139,13 @@ class PageStore:
     # ---- other buffers ----
 
     def resize(self, count: int) -> None:
-        """Replace the buffers by those of `count` pages; the first pages stay as they are.
+        """Replace the buffers by those of `count` pages; the first pages keep number and contents.
 
         One buffer is replaced after the other, so that the pool never holds all pages twice.
 
         Raises:
-            PoolExhaustedError: the pool has no room; all pages stay, in larger buffers perhaps.
+            PoolExhaustedError: the pool has no room; pages stay, in some larger buffers perhaps.
+            torch.OutOfMemoryError: the device has none; likewise.
         """
         more = count * self.page_bytes - self.reserved_bytes
         self._pool.check_room("kept keys and values", more)
@@ -195,7 +196,7 @@ class PageStore:
         self._parts = [self._part(number, size, 0) for number, size in enumerate(sizes)]
 
     def _resized(self, number: int, part: torch.Tensor, count: int) -> torch.Tensor:
-        """Return a larger or smaller copy of a part: as many of its first pages as it has."""
+        """Return a part of `count` pages, with the first ones of another."""
         resized = self._part(number, len(part), count)
         stay = min(count, part.shape[1])
         resized[:, :stay].copy_(part[:, :stay])
@@ -203,7 +204,7 @@ class PageStore:
         return resized
 
     def _part(self, number: int, num_layers: int, count: int) -> torch.Tensor:
-        """Allocate a part: [layers, pages, rows of a page, KV, hd]."""
+        """Allocate a part, [layers, pages, rows of a page, KV, hd], in place of another."""
         shape = (num_layers, count, PAGE_ROWS, *self._row_shape)
         with torch.inference_mode(mode=False):  # written to within steps and between them
             part = self._pool.keep(f"part {number} of kept keys and values", shape, self._dtype)
