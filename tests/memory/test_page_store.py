@@ -268,10 +268,9 @@ def test_contents_survive_whatever_comes_and_goes(
             name = sorted(running)[amount % len(running)]
             del running[name]
             pages.release(name)
-        elif action == "trim":
-            if room > 2 * most:
-                pages.trim()
-                assert store.reserved_bytes == store.num_bytes
+        elif action == "trim" and room > 2 * most:
+            pages.trim()
+            assert store.reserved_bytes == store.num_bytes
         for kept, value in running.values():
             assert_marked(store, kept, value)
         taken = [page for kept, _ in running.values() for page in kept.pages.tolist()]

@@ -13,7 +13,7 @@ from vllm.diffusion.core.stages import NUM_STREAM_BUFFERS, device_layers
 from vllm.diffusion.memory.host import HostLayers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from vllm.diffusion.memory.activation_pool import ActivationPool
     from vllm.diffusion.ops import Array
@@ -27,8 +27,9 @@ class PageStore:
 
     A page holds PAGE_SIZE consecutive positions of one sequence, in all layers. The pages of one
     layer lie side by side, in each of them the keys, then the values: a row is one position's keys
-    or values of one layer. Every few layers, a part, have a buffer. A sequence's pages lie anywhere;
-    a table on the device names them, so that one launch can attend to the keys of many requests.
+    or values of one layer. Every few layers, a part, have a buffer. A sequence's pages lie
+    anywhere; a table on the device names them, so that one launch can attend to the keys of many
+    requests.
 
     ```
     layer      0                          | 1                          | ...
