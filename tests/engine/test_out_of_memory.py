@@ -11,14 +11,19 @@ import torch
 from tests.checkpoints import random_prompt
 from tests.engine.harness import (
     BLOCKS,
+    Answer,
     Ask,
     Engine,
     as_request,
     assert_decoded,
     clear_case,
+    finish,
     record_plans,
     record_steps,
     running,
+    start,
+    step,
+    tokens,
 )
 from tests.reference.models import LLaDAReference
 from vllm.diffusion.api.validator import RequestRefused, validator_of
@@ -272,14 +277,46 @@ def test_requests_that_do_not_fit_together_wait(
     assert {len(step) for step in steps} == {1, 2}
 
 
+@pytest.mark.parametrize(("count", "share"), [(2, 0.55), (3, 0.62)])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_together_requests_keep_more_than_half_of_the_pool(
+    ahead: bool,
+    count: int,
+    share: float,
+    engine: Engine,
+    shape: ModelShape,
+    checkpoint: Callable[[str], Path],
+    model: LLaDAReference,
+    set_pool: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They run at once and answer as alone; of three, the pool cannot hold those of two twice."""
+    asks = [as_request(clear_case(model, 224, **BLOCKS)[0], **CACHED) for _ in range(count)]
+    alone = [engine.ask(ask)[0] for ask in asks]
+    kept_bytes = count * 256 * shape.cache_bytes
+    set_pool(int(kept_bytes / share))
+    with running(checkpoint("mha"), max_num_batched_tokens=256) as small:
+        monkeypatch.setattr(small.loop, "runs_ahead", ahead)
+        steps, answers = record_steps(small, monkeypatch), dict[str, Answer]()
+        for name, one in zip("abc", asks, strict=False):
+            start(small, name, one)
+            for _ in range(5):
+                answers |= step(small)
+        assert not answers
+        assert small.runner.caches.num_bytes == kept_bytes > small.runner.pool.budget_bytes / 2
+        answers = finish(small)
+    assert tokens([answers[name] for name in "abc"[:count]]) == tokens(alone)
+    assert max(map(len, steps)) == count
+
+
 def test_kept_keys_and_values_are_counted_and_given_back(
     shape: ModelShape,
     checkpoint: Callable[[str], Path],
     set_pool: Callable[[int], None],
 ) -> None:
-    """Caches have half of the pool; afterwards a long step may have all of it."""
+    """Two of them do not fit together; afterwards a long step may have all of the pool."""
     row = shape.cache_bytes
-    set_pool(2 * 200 * row)  # three pages of 64
+    set_pool(2 * 200 * row)  # six pages of 64, and steps take more than two of them
     with running(checkpoint("mha")) as small:
         ask = Ask(random_prompt(100), {**CACHED, "ignore_eos": True})
         first, second = small.ask(ask, ask)  # 132 positions each: one after the other

@@ -344,6 +344,38 @@ def test_a_step_whose_keys_were_moved_begins_anew(
     assert engine.is_idle()
 
 
+def test_a_paused_step_makes_room_for_who_starts(
+    slow: tuple[Engine, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins anew where pages find no room beside it, and nobody ends with an error."""
+    engine, _ = slow
+    cached = {**SHORT, "cache": "dual"}
+    asks = [Ask(random_prompt(200, 1), SHORT), Ask(random_prompt(60, 2), cached)]
+    wanted, runner = tokens(engine.ask(*asks)), engine.runner
+    engine.cut_steps(2 * Admission(runner.planner).seconds_of(Demand(216, 16), 216) / 30)
+    forwards_begun = record(
+        monkeypatch, SlicedStep, "begin", lambda *call: call[2].canvases[0].num_forwards
+    )
+    allocate = runner.pages.allocate
+
+    def allocate_alone(*arguments: Any) -> Any:
+        if runner.pool.has_frame:
+            raise PoolExhaustedError("kept keys and values", 10, 5)
+        return allocate(*arguments)
+
+    monkeypatch.setattr(runner.pages, "allocate", allocate_alone)
+    names = [start(engine, "long", asks[0])]
+    monkeypatch.setattr(Slicing, "long", lambda _, running, *__: [n for n in names if n in running])
+    for _ in range(3):
+        step(engine)
+    assert runner.pool.has_frame
+    start(engine, "kept", asks[1])
+    answers = finish(engine)
+    assert forwards_begun.count(0) == 2
+    assert tokens([answers["long"], answers["kept"]]) == wanted
+    assert engine.is_idle()
+
+
 # ---- on a GPU ----
 
 

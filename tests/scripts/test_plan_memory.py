@@ -43,7 +43,7 @@ def llada_8b(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("card", "quantization", "tokens", "requests", "cache", "fits"),
     [
         *((12, "int4", 4096, 8, "none", True), (12, "int4", 2048, 2, "dual", True)),
-        *((12, "int4", 4096, 1, "dual", True), (12, "int4", 4096, 2, "dual", False)),
+        *((12, "int4", 4096, 2, "dual", True), (12, "int4", 4096, 3, "dual", False)),
         *((24, None, 8192, 1, "dual", True), (24, "int4", 65536, 1, "none", True)),
     ],
 )

@@ -159,11 +159,15 @@ class ActivationPool:
             PoolExhaustedError: the budget has no room for both; nothing has changed.
         """
         num_bytes = math.prod(shape) * dtype.itemsize
-        self._look_elsewhere()
-        self._check_room(name, self._end + num_bytes)
+        self.check_room(name, num_bytes)
         kept = self._keep(name, num_bytes).view(dtype).view(shape)
         self._look_elsewhere()
         return kept
+
+    def check_room(self, name: str, num_bytes: int) -> None:
+        """Raise PoolExhaustedError if the budget has no room to keep so many bytes more."""
+        self._look_elsewhere()
+        self._check_room(name, self._end + num_bytes)
 
     def _grow(self, end: int) -> None:
         self._end = end

@@ -12,16 +12,18 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from vllm.diffusion.core.errors import ActivationBudgetError
+from vllm.diffusion.core.pages import part_layers
 from vllm.diffusion.core.stages import device_layers
 from vllm.diffusion.memory.shapes import StepShape
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from vllm.diffusion.memory.planner import Planner
     from vllm.diffusion.memory.shapes import Demand
 
 MAX_KNOWN_PLACES = 4_096
+AS_FAST = 0.95  # of the time of a step: what takes no less is about as fast
 FEW_CHUNKS = 64  # of a stage: with this many a step is hardly slower than with fewer
 
 Obstacle = Literal["rows", "memory"]
@@ -47,7 +49,8 @@ class Admission:
         In most steps all of them fit together. When larger forwards of several requests meet, they
         are spread over steps (`engine/scheduler/turns.py`), so no shared step is beyond the row
         budget. A lone request may have any number of rows, and one that alone keeps keys and
-        values any number of positions.
+        values any number of positions. What several keep may take more than half of the budget
+        where that makes no step slower and pages can still move.
 
         Args:
             running: the requests that run.
@@ -58,12 +61,34 @@ class Admission:
         sharing = [demand for demand in together if demand not in long]
         if len(sharing) > 1 and sum(d.shared_rows for d in sharing) > self.row_budget:
             return "rows"
-        keeping = [d.cached_positions for d in together if d.cached_positions]
-        if len(keeping) > 1 and sum(keeping) > self.planner.cached_positions:
-            return "memory"
+        fits: Callable[[StepShape, int], bool] = self.fits
+        keeping = [demand for demand in together if demand.cached_positions]
+        num_kept = sum(demand.cached_positions for demand in keeping)
+        if len(keeping) > 1 and num_kept > self.planner.cached_positions:
+            if not self._can_move(keeping):
+                return "memory"
+            fits = self._is_as_fast
         kept_bytes = self.kept_bytes(together)
         steps = self._largest_steps(together, sharing)
-        return None if all(self.fits(step, kept_bytes) for step in steps) else "memory"
+        return None if all(fits(step, kept_bytes) for step in steps) else "memory"
+
+    def _can_move(self, keeping: Sequence[Demand]) -> bool:
+        """Whether pages of all but the least of these requests can move beside those of all."""
+        if any(demand.host_layers for demand in keeping):
+            return False
+        least = min(keeping, key=lambda demand: demand.cached_positions)
+        kept_bytes, least_bytes = self.kept_bytes(keeping), self.kept_bytes([least])
+        layers = self._shape.num_layers
+        twice = (kept_bytes - least_bytes) * part_layers(layers) // layers
+        return kept_bytes + twice <= self.budget_bytes
+
+    def _is_as_fast(self, step: StepShape, kept_bytes: int) -> bool:
+        """Whether the step takes about as long beside these bytes as beside half of the budget."""
+        try:
+            least = self.planner.plan(step, self.budget_bytes // 2).predicted_seconds
+            return AS_FAST * self.planner.plan(step, kept_bytes).predicted_seconds <= least
+        except ActivationBudgetError:
+            return False
 
     def fits(self, step: StepShape, kept_bytes: int = 0) -> bool:
         """Whether the step has a plan."""

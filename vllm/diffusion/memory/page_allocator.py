@@ -271,7 +271,8 @@ class PageAllocator:
             return
         self._holders.subtract(kept.pages.tolist())
         self.store.free += [p for p in kept.pages[::-1].tolist() if not self._holders[p]]
-        if not self._sequences and self._is_large:
+        is_large = 2 * self.store.reserved_bytes > self._pool.budget_bytes
+        if not self._sequences and (is_large or self.store.host_layers):
             self.store.begin_anew(host_layers=0)
 
     @property
@@ -283,45 +284,47 @@ class PageAllocator:
 
     def trim(self) -> None:
         """Give back the memory of unused pages; the others move together."""
-        if self.unused_bytes:
-            self._move_to(self.store.num_pages - len(self.store.free))
+        if not self.unused_bytes:
+            return
+        self._move_to_front()
+        try:
+            self.store.resize(self.store.num_pages - len(self.store.free))
+        finally:
             self.renew_table()
 
     @property
     def unused_bytes(self) -> int:
-        """Bytes of the buffer that `trim` gives back."""
-        cannot_move = self._is_fixed or (self._is_large and bool(self._sequences))
-        return 0 if cannot_move else len(self.store.free) * self.store.page_bytes
-
-    @property
-    def _is_large(self) -> bool:
-        """Whether the pages leave no room to move them, and so serve one request alone."""
-        store = self.store
-        return store.host_layers > 0 or 2 * store.reserved_bytes > self._pool.budget_bytes
+        """Bytes that `trim` gives back."""
+        cannot_move = self._is_fixed or self.store.host_layers > 0
+        return 0 if cannot_move else self.store.reserved_bytes - self.store.num_bytes
 
     def _provide(self, wanted: int) -> None:
-        """Have `wanted` free pages; the buffer at least doubles, so that it moves rarely."""
-        missing = wanted - len(self.store.free)
+        """Have `wanted` free pages; the store at least doubles, so that pages move rarely."""
+        store, missing = self.store, wanted - len(self.store.free)
         if missing <= 0:
             return
-        needed, doubled = self.store.num_pages + missing, 2 * self.store.num_pages
-        if self.store.num_pages and not self._sequences:
-            self._move_to(0)  # nothing to move: what there was goes first
-        if doubled > needed and 2 * doubled * self.store.page_bytes <= self._pool.budget_bytes:
-            try:
-                self._move_to(doubled)
+        needed, doubled = store.num_pages + missing, 2 * store.num_pages
+        if not self._sequences:
+            store.resize(0)  # nothing to move: what there was goes first
+        may_double = doubled > needed and 2 * doubled * store.page_bytes <= self._pool.budget_bytes
+        for count in (doubled, needed) if may_double else (needed,):
+            with suppress(PoolExhaustedError, torch.OutOfMemoryError):
+                store.resize(count)
                 return
-            except (PoolExhaustedError, torch.OutOfMemoryError):
-                pass
-        self._move_to(needed)
+        self.trim()  # free pages need not be there twice
+        store.resize(store.num_pages - len(store.free) + wanted)
 
-    def _move_to(self, count: int) -> None:
-        """Move the pages in use to the front of another buffer, of `count` pages."""
-        pages = [kept.pages for kept in self._sequences.values()]
-        used = list(dict.fromkeys(np.concatenate(pages).tolist())) if pages else []
-        moved = np.zeros(self.store.num_pages, dtype=np.int64)
-        moved[used] = np.arange(len(used))
-        self.store.resize(count, used)
+    def _move_to_front(self) -> None:
+        """Let free pages be the last ones: pages behind those that stay move to free ones."""
+        store = self.store
+        count = store.num_pages - len(store.free)
+        sources = [page for page in +self._holders if page >= count]
+        targets = [page for page in store.free if page < count]
+        store.copy(sources, targets)
+        store.free = list(range(count, store.num_pages))[::-1]
+        store.generation += 1
+        moved = np.arange(store.num_pages)
+        moved[sources] = targets
         for kept in self._sequences.values():
             kept.pages = moved[kept.pages]
             kept.slots = _slots(kept.pages, kept.length)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm.diffusion.core.pages import PAGE_ROWS, PAGE_SIZE
+from vllm.diffusion.core.pages import PAGE_ROWS, PAGE_SIZE, part_layers
 from vllm.diffusion.core.spans import PageTable
 from vllm.diffusion.core.stages import NUM_STREAM_BUFFERS, device_layers
 from vllm.diffusion.memory.host import HostLayers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from vllm.diffusion.memory.activation_pool import ActivationPool
     from vllm.diffusion.ops import Array
@@ -23,12 +23,13 @@ ENTRIES_PER_PAGE = 16  # of the table: a request's guesses read most of its page
 
 
 class PageStore:
-    """Keys and values of all requests that keep them, in one buffer of equal pages.
+    """Keys and values of all requests that keep them, in equal pages.
 
     A page holds PAGE_SIZE consecutive positions of one sequence, in all layers. The pages of one
-    layer lie side by side, in each of them the keys, then the values: a row of the buffer is one
-    position's keys or values of one layer. A sequence's pages lie anywhere; a table on the
-    device names them, so that one launch can attend to the keys of many requests.
+    layer lie side by side, in each of them the keys, then the values: a row is one position's keys
+    or values of one layer. Every few layers, a part, have a buffer. A sequence's pages lie
+    anywhere; a table on the device names them, so that one launch can attend to the keys of many
+    requests.
 
     ```
     layer      0                          | 1                          | ...
@@ -44,9 +45,9 @@ class PageStore:
         pool: source of the memory.
 
     Attributes:
-        device: where the buffer lies.
-        num_pages: pages of the buffer.
-        reserved_bytes: bytes of the buffer.
+        device: where the buffers lie.
+        num_pages: pages of every buffer.
+        reserved_bytes: bytes of the buffers.
         free: pages that nobody has; the next to be given is the last.
         host_layers: layers whose keys and values lie in host memory.
         generation: number of times that the pages or their table have moved; addresses and slots of
@@ -70,8 +71,8 @@ class PageStore:
         self._row_bytes = num_kv_heads * head_dim * dtype.itemsize
         self.num_pages, self.reserved_bytes, self.most_entries, self.generation = 0, 0, 0, 0
         self.free: list[int] = []
-        self._rows = self._new_rows(0)
-        self.device = self._rows.device
+        self._begin()
+        self.device = self._parts[0].device
         self.table = PageTable(torch.empty(0, dtype=torch.int32, device=self.device), PAGE_SIZE)
 
     # ---- what a step reads and writes ----
@@ -81,7 +82,8 @@ class PageStore:
 
         Only rows named by slots or by the table belong to the layer.
         """
-        return self._rows_of(layer)[: max(self.num_pages * PAGE_ROWS - PAGE_SIZE, 0)]
+        rows = self._rows_of(layer)
+        return rows[: max(len(rows) - PAGE_SIZE, 0)]
 
     def values(self, layer: int) -> torch.Tensor:
         """Rows of a layer's values, [N, KV, hd]; else as `keys`."""
@@ -112,8 +114,7 @@ class PageStore:
         beyond = layer - (self._num_layers - self.host_layers)
         if beyond >= 0:
             layer -= beyond - beyond % NUM_STREAM_BUFFERS
-        count = self.num_pages * PAGE_ROWS
-        return self._rows[layer * count : (layer + 1) * count]
+        return self._rows[layer]
 
     # ---- sizes ----
 
@@ -136,22 +137,26 @@ class PageStore:
     def _device_layers(self) -> int:
         return device_layers(self._num_layers, self.host_layers)
 
-    # ---- another buffer ----
+    # ---- other buffers ----
 
-    def resize(self, count: int, used: Sequence[int] = ()) -> None:
-        """Replace the buffer by one of `count` pages, of which the first are copies of `used`.
+    def resize(self, count: int) -> None:
+        """Replace the buffers by those of `count` pages; the first pages keep number and contents.
+
+        One buffer is replaced after the other, so that the pool never holds all pages twice.
 
         Raises:
-            PoolExhaustedError: the pool has no room for both; nothing has changed.
+            PoolExhaustedError: the pool has no room; pages stay, in some larger buffers perhaps.
+            torch.OutOfMemoryError: the device has none; likewise.
         """
-        rows = self._new_rows(count)
-        targets, sources = self._by_page(rows, count), self._by_page(self._rows, self.num_pages)
-        for target, source in enumerate(used):
-            targets[:, target].copy_(sources[:, source])
-        self.free = list(range(len(used), count))[::-1]
-        self.num_pages, self.most_entries, self._rows = count, ENTRIES_PER_PAGE * count, rows
-        self.reserved_bytes = count * self.page_bytes
-        self.generation += 1
+        more = count * self.page_bytes - self.reserved_bytes
+        self._pool.check_room("kept keys and values", more)
+        for number, part in enumerate(self._parts):
+            if part.shape[1] != count:
+                self._parts[number] = self._resized(number, part, count)
+                self.generation += 1
+        added = range(self.num_pages, count)
+        self.free = [*reversed(added), *(page for page in self.free if page < count)]
+        self.num_pages, self.most_entries = count, ENTRIES_PER_PAGE * count
 
     def take_entries(self, count: int) -> None:
         """Let the table have at least `count` entries; more than before make its address stale."""
@@ -161,9 +166,9 @@ class PageStore:
 
     def copy(self, sources: Iterable[int], targets: Iterable[int]) -> None:
         """Copy pages to as many other ones, in all layers."""
-        pages = self._by_page(self._rows, self.num_pages)
         for source, target in zip(sources, targets, strict=True):
-            pages[:, target].copy_(pages[:, source])
+            for part in self._parts:
+                part[:, target].copy_(part[:, source])
 
     def begin_anew(self, host_layers: int) -> None:
         """Begin again without pages; so many layers of later ones are to lie in host memory."""
@@ -171,6 +176,7 @@ class PageStore:
             self._host.close()
         self.resize(0)
         self._host, self.host_layers = None, host_layers
+        self._begin()
 
     def take_host_memory(self) -> None:
         """Take host memory for the layers that are to lie there, if that is not done.
@@ -183,12 +189,26 @@ class PageStore:
             places = [self._rows_of(first + index) for index in range(NUM_STREAM_BUFFERS)]
             self._host = HostLayers(range(first, self._num_layers), places)
 
-    def _by_page(self, rows: torch.Tensor, count: int) -> torch.Tensor:
-        """View of a buffer of `count` pages: [layers, pages, rows of a page, KV, hd]."""
-        return rows.view(self._device_layers, count, PAGE_ROWS, *self._row_shape)
+    def _begin(self) -> None:
+        """Make the buffers of the layers on the device, without pages."""
+        layers, most = self._device_layers, part_layers(self._num_layers)
+        self._rows: list[torch.Tensor] = []  # by layer
+        sizes = [min(most, layers - first) for first in range(0, layers, most)]
+        self._parts = [self._part(number, size, 0) for number, size in enumerate(sizes)]
 
-    def _new_rows(self, count: int) -> torch.Tensor:
-        """Allocate the rows of `count` pages."""
-        shape = (self._device_layers * count * PAGE_ROWS, *self._row_shape)
+    def _resized(self, number: int, part: torch.Tensor, count: int) -> torch.Tensor:
+        """Return a part of `count` pages, with the first ones of another."""
+        resized = self._part(number, len(part), count)
+        stay = min(count, part.shape[1])
+        resized[:, :stay].copy_(part[:, :stay])
+        self.reserved_bytes += resized.nbytes - part.nbytes
+        return resized
+
+    def _part(self, number: int, num_layers: int, count: int) -> torch.Tensor:
+        """Allocate a part, [layers, pages, rows of a page, KV, hd], in place of another."""
+        shape = (num_layers, count, PAGE_ROWS, *self._row_shape)
         with torch.inference_mode(mode=False):  # written to within steps and between them
-            return self._pool.keep("kept keys and values", shape, self._dtype)
+            part = self._pool.keep(f"part {number} of kept keys and values", shape, self._dtype)
+            first = number * part_layers(self._num_layers)
+            self._rows[first : first + num_layers] = part.flatten(1, 2).unbind()
+        return part

@@ -143,9 +143,9 @@ class Planner:
 
     @property
     def cached_positions(self) -> int:
-        """Positions that several requests may keep: whole pages in half of the budget.
+        """Positions that several requests may keep in any case: whole pages in half of the budget.
 
-        Pages may have to move to where there is room for more of them.
+        Steps are planned in the other half; `Admission` says who may keep more.
         """
         page_bytes = PAGE_SIZE * self.shape.cache_bytes
         return self.budget_bytes // 2 // page_bytes * PAGE_SIZE

@@ -162,6 +162,7 @@ class StepLoop:
             error = self._start(new)
             if isinstance(error, OUT_OF_MEMORY):
                 self._runner.drop_guesses()
+                self._runner.drop_slices()
                 self._runner.pool.trim()  # what steps have left behind
                 error = self._start(new)
             if error is not None:
