@@ -347,4 +347,4 @@ def test_a_gpu_guesses_without_being_asked(checkpoint: Callable[[str], Path]) ->
         (quiet,) = engine.ask(Ask([1, 2, 3], {**ONE_BY_ONE, "num_speculative_states": 0}))
         (answer,) = engine.ask(Ask([1, 2, 3], ONE_BY_ONE))
     assert quiet.report["states_drafted"] == 0 < answer.report["states_drafted"]
-    assert quiet.num_steps == answer.num_steps == 32
+    assert quiet.token_ids == answer.token_ids and quiet.num_steps == answer.num_steps
