@@ -199,7 +199,8 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
     ids = _special_ids(model, generation, family)
     vocab_size = config.architecture.num_embeddings
     encode = None if model.skip_tokenizer_init else partial(_encode, model)
-    settings = settings_of(vllm_config)
+    settings, is_on_gpu = settings_of(vllm_config), vllm_config.device_config.device_type == "cuda"
+    usual = {"num_speculative_states": USUAL_GUESSES} if is_on_gpu else {}
     return ServedModel(
         family=family,
         ids=ids,
@@ -208,8 +209,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         dtype=str(model.dtype).removeprefix("torch."),
         unused_defaults=_unused_defaults(model),
         default_max_tokens=generation.get("max_new_tokens"),
-        defaults=_usual_on(vllm_config.device_config.device_type)
-        | check_settings(server_settings(vllm_config.additional_config), family),
+        defaults=usual | check_settings(server_settings(vllm_config.additional_config), family),
         default_steps=envs.default_steps(),
         block_length=getattr(config, "block_length", None),
         block_unit=max(config.architecture.scoring.window, 1),
@@ -218,11 +218,6 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         guides=None if encode is None else _guides(model, ids, vocab_size, encode),
         encode=encode,
     )
-
-
-def _usual_on(device: str) -> dict[str, Any]:
-    """Return the defaults of requests that differ from the table's on a kind of device."""
-    return {"num_speculative_states": USUAL_GUESSES} if device == "cuda" else {}
 
 
 def _encode(model: ModelConfig, text: str) -> Sequence[int]:

@@ -111,8 +111,7 @@ class ActivationPool:
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor [shape], contiguous, at a multiple of 512 bytes.
 
-        A second take of `name` in this scope, or one inside it, reuses the memory if it is large
-        enough.
+        A second take of `name` in this or an inner scope reuses the memory if it is large enough.
 
         Raises:
             PoolExhaustedError: the budget or the card has no room; the pool is as before.

@@ -6,6 +6,7 @@ Nothing here computes with torch, or imports upstream.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from dataclasses import replace
 from functools import lru_cache
@@ -84,19 +85,19 @@ class Admission:
 
     def _is_as_fast(self, step: StepShape, kept_bytes: int) -> bool:
         """Whether the step takes about as long beside these bytes as beside half of the budget."""
-        try:
-            least = self.planner.plan(step, self.budget_bytes // 2).predicted_seconds
-            return AS_FAST * self.planner.plan(step, kept_bytes).predicted_seconds <= least
-        except ActivationBudgetError:
-            return False
+        beside_half = self._seconds(step, self.budget_bytes // 2)
+        return AS_FAST * self._seconds(step, kept_bytes) < beside_half
 
     def fits(self, step: StepShape, kept_bytes: int = 0) -> bool:
         """Whether the step has a plan."""
+        return self._seconds(step, kept_bytes) < math.inf
+
+    def _seconds(self, step: StepShape, kept_bytes: int) -> float:
+        """Return what the step is planned to take; infinity where it has no plan."""
         try:
-            self.planner.plan(step, kept_bytes)
+            return self.planner.plan(step, kept_bytes).predicted_seconds
         except ActivationBudgetError:
-            return False
-        return True
+            return math.inf
 
     def kept_bytes(self, demands: Iterable[Demand]) -> int:
         """Bytes of the device that requests keep between steps."""

@@ -143,12 +143,8 @@ class Planner:
 
     @property
     def cached_positions(self) -> int:
-        """Positions that several requests may keep in any case: whole pages in half of the budget.
-
-        Steps are planned in the other half; `Admission` says who may keep more.
-        """
-        page_bytes = PAGE_SIZE * self.shape.cache_bytes
-        return self.budget_bytes // 2 // page_bytes * PAGE_SIZE
+        """Positions that several requests may keep in any case: whole pages in half of the budget."""
+        return self.budget_bytes // 2 // (PAGE_SIZE * self.shape.cache_bytes) * PAGE_SIZE
 
 
 def _rounded_up(step: StepShape) -> StepShape:

@@ -194,8 +194,7 @@ class StepBatch:
     ) -> StepInputs[Array]:
         """Return the inputs of some rows, where the attend stage runs in these chunks.
 
-        A chunk is made of ranges of rows of the batch, in the order in which they follow one
-        another.
+        A chunk is made of ranges of rows of the batch, in their order.
         """
         layouts = tuple([self.layouts(*chunk) for chunk in attend_chunks])
         own = self.token_ids[rows], self.positions[rows]

@@ -192,8 +192,7 @@ class Canvas:
     def begin(self) -> ForwardTarget:
         """Return the target of the next forward, after the fill that the rule wants before it.
 
-        Repeated calls return an equal target until it is committed: a failed forward may be
-        repeated.
+        Calls return an equal target until it is committed: a failed forward may be repeated.
         """
         return self._is_for(self._prepare()) if self._work is None else self._work
 
