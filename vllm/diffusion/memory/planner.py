@@ -143,7 +143,7 @@ class Planner:
 
     @property
     def cached_positions(self) -> int:
-        """Positions that several requests may keep in any case: whole pages in half of the budget."""
+        """Positions that several requests may keep anyhow: whole pages in half of the budget."""
         return self.budget_bytes // 2 // (PAGE_SIZE * self.shape.cache_bytes) * PAGE_SIZE
 
 
