@@ -22,7 +22,8 @@ __device__ inline uint32_t line(int row, int chunk) {
   return row * kLineBytes + (chunk ^ turn(row)) * 16;
 }
 
-// Loads 16 bytes that are read once, or leaves what was there.
+// Loads 16 bytes that are read once, or leaves what was there: behind the depth it meets zeros of
+// x.
 __device__ inline void load_once(uint4& words, const char* address, bool is_there) {
   asm volatile(
       "{\n.reg .pred there;\nsetp.ne.b32 there, %5, 0;\n"
@@ -52,8 +53,8 @@ __device__ inline void fetch_lines(const Ahead& ahead) {
 // What a thread reads of the weight: row lane / 4 of each eight of its warp's columns. Those that
 // are not there are some that are; nothing of them is written.
 struct ThreadRows {
-  int first;        // row
-  int eight, next;  // rows from it to the one 8 columns further, and 16 further
+  int first;  // row
+  int next;   // rows from it to the one 16 columns further
 
   __device__ ThreadRows(const Columns& columns, int column) {
     const int lane = threadIdx.x % 32;
@@ -113,15 +114,24 @@ struct NoScales {
   __device__ void copy(const PortableParams&, uint32_t, char*, bool, bool) {}
 };
 
-// How a weight is stored, read and multiplied.
+// How a weight is stored, read and multiplied:
 //
-// static: S (its warps of rows share the depth), Number (of the result), kDepth (of a step), kLines
-// (of a row of x, for each warp that shares the depth), kRowElementBytes, kBlocks (of a
-// multiprocessor that have enough registers), kStages, Scales (of a stage), place(lane) (in the
-// lines of x) void begin(params, columns, step): goes to a step of a tile void advance(), end():
-// goes to the next one, or to none void load(): what the first step multiplies void
-// multiply(params, x, scales, all): by a stage of x, at the lane's place; loads what the step gone
-// to multiplies. Without a branch, as loads stand between products.
+//   S                     whose warps of rows share the depth
+//   Number                of the result
+//   Scales                beside a stage of x
+//   kDepth                of a step
+//   kLines                of a row of x in a step, for each warp that shares the depth
+//   kRowElementBytes      of x
+//   kStrideBytes          of what the stride of the weight counts
+//   kBlocks               of a multiprocessor that have enough registers
+//   kStages               of x
+//   place(lane)           where a lane begins in the lines of x
+//   begin(params, columns, step), advance(), end()
+//                         go to a step of a tile, to the next one, to none
+//   load()                what the first step multiplies
+//   multiply(params, x, scales, all)
+//                         by a stage, and load what the step gone to multiplies; without a branch,
+//                         as loads stand between products
 template <typename W>
 __global__ void __launch_bounds__(W::S::kThreads, W::kBlocks)
     portable_few(const PortableParams params, const Work work) {
@@ -213,6 +223,8 @@ cudaError_t launch_few(const PortableParams& params, cudaStream_t stream) {
   constexpr int kStageBytes = S::kRows * kLineBytes * W::kLines * S::kRowWarps + W::Scales::kBytes;
   constexpr Sizes kSizes{S::kThreads, S::kRows, W::kDepth, kMeeting + W::kStages * kStageBytes};
   static_assert(kSizes.shared_bytes <= kMostShared);
+  const int64_t most_rows = params.epilogue == Epilogue::kSiluMul ? params.num_columns / 2 : 16;
+  if (most_rows * params.weight_stride * W::kStrideBytes > INT32_MAX) return cudaErrorInvalidValue;
   return launch_portable_kernel<portable_few<W>>(params, kSizes, stream);
 }
 

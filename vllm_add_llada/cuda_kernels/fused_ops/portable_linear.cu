@@ -34,6 +34,7 @@ struct PlainFew {
   using Scales = NoScales<S>;
   using Number = typename Kind<kOperands>::Number;
   static constexpr int kRowElementBytes = Kind<kOperands>::kBytes;
+  static constexpr int kStrideBytes = kRowElementBytes;
   static constexpr int kStepBytes = S::kRowWarps * kLineBytes;  // of a row
   static constexpr int kDepth = kStepBytes / kRowElementBytes;
   static constexpr int kLines = 1;

@@ -216,7 +216,7 @@ struct PackedFew {
   using S = Shape<4, (kRows > 32 ? 1 : 2), kRows>;
   using Scales = StripScales<S, Kind::kIsTable, kGroups, S::kRowWarps>;
   using Number = typename Kind::Number;
-  static constexpr int kRowElementBytes = 2;  // of x
+  static constexpr int kRowElementBytes = 2, kStrideBytes = 1;
   static constexpr int kDepth = S::kRowWarps * kStrip;
   static constexpr int kLines = 2;
   static constexpr int kBlocks = S::kRowWarps == 1 ? 3 : 2;
