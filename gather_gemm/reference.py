@@ -91,13 +91,12 @@ def _with_shared(weights: Tensor, slots: Tensor, ends: Tensor) -> tuple[Tensor, 
 
 def _kept_groups(ranks: Tensor, scoring: Scoring) -> Tensor:
     """Mark, [R, E] bool, the experts of the groups whose two best ranks have the largest sums."""
-    num_rows, num_experts = ranks.shape
-    groups = ranks.view(num_rows, scoring.num_groups, -1)
+    groups = ranks.unflatten(1, (scoring.num_groups, -1))
     sums = groups.topk(2, dim=-1).values.sum(dim=-1)
     sums = torch.where(sums > _LEAST, sums, _LEAST)
     kept = torch.zeros_like(sums, dtype=torch.bool)
     kept.scatter_(1, _best(sums, scoring.num_kept_groups), True)
-    return kept.repeat_interleave(num_experts // scoring.num_groups, dim=1)
+    return kept.repeat_interleave(groups.shape[2], dim=1)
 
 
 def _kept_in_windows(ranks: Tensor, scoring: Scoring) -> Tensor:

@@ -243,8 +243,9 @@ def test_no_rows(device):
     assert routing.weights.shape == (0, 2) and routing.ends.tolist() == [0] * 6
     routing = route(torch.empty(0, 6, device=device), 2, has_shared=True)
     assert routing.weights.shape == (0, 3) and routing.ends.tolist() == [0] * 7
-    routing = route(torch.empty(0, 6, device=device), 2, None, Scoring(window=4, capacity=3))
-    assert routing.weights.shape == (0, 2) and routing.ends.tolist() == [0] * 6
+    for scoring in Scoring(window=4, capacity=3), Scoring(num_groups=3, num_kept_groups=2):
+        routing = route(torch.empty(0, 6, device=device), 2, None, scoring)
+        assert routing.weights.shape == (0, 2) and routing.ends.tolist() == [0] * 6
     assert sum_terms(torch.empty(0, 2, 8, device=device)).shape == (0, 8)
 
 
