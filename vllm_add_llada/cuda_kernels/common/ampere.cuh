@@ -47,6 +47,15 @@ __device__ inline void load_matrices(uint32_t address, uint32_t (&words)[4]) {
                : "memory");
 }
 
+__device__ inline uint4 load_vector(uint32_t source) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(source)
+               : "memory");
+  return value;
+}
+
 // A matrix [8, 8] of 16-bit numbers as it lies in the lanes of a warp, transposed.
 __device__ inline uint32_t transposed(uint32_t pair) {
   uint32_t result;

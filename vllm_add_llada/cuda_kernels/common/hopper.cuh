@@ -173,15 +173,6 @@ DEFINE_MULTIPLY(multiply_transposed, 64, "128", "1", "%64", "%65", "%66", "%67",
 #undef DEFINE_MULTIPLY
 // clang-format on
 
-__device__ inline uint4 load_vector(uint32_t source) {
-  uint4 value;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "r"(source)
-               : "memory");
-  return value;
-}
-
 // Comes before the products of a stage that threads have written, by copies of their own.
 __device__ inline void see_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

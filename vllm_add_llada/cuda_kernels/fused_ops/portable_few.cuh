@@ -32,21 +32,11 @@ __device__ inline void load_once(uint4& words, const char* address, bool is_ther
       : "l"(__cvta_generic_to_global(address)), "r"(static_cast<int>(is_there)));
 }
 
-__device__ inline uint4 load_quad(uint32_t address) {
-  uint4 words;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-               : "r"(address)
-               : "memory");
-  return words;
-}
-
 // Brings what the next kernel reads first to the cache: a line for each thread.
 __device__ inline void fetch_lines(const Ahead& ahead) {
   const int64_t lines = ahead.bytes / kLineBytes;
   for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < lines; i += gridDim.x * blockDim.x) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(
-        __cvta_generic_to_global(static_cast<const char*>(ahead.data) + i * kLineBytes)));
+    fetch(static_cast<const char*>(ahead.data) + i * kLineBytes);
   }
 }
 

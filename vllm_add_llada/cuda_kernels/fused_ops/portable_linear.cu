@@ -80,7 +80,7 @@ struct PlainFew {
       const uint4(&left)[S::kMatrices * 2] = numbers[half];
 #pragma unroll
       for (int i = 0; i < kRows / 8; ++i) {
-        const uint4 right = load_quad((x ^ half * 64) + i * 8 * kLineBytes);
+        const uint4 right = load_vector((x ^ half * 64) + i * 8 * kLineBytes);
 #pragma unroll
         for (int m = 0; m < S::kMatrices; ++m) {
           const uint4 &upper = left[m * 2], &lower = left[m * 2 + 1];

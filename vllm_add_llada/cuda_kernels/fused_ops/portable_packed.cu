@@ -43,7 +43,7 @@ struct BFloat16Numbers {
   }
 };
 
-// How 4-bit numbers are multiplied: `kIsWide` where a strip has one group.
+// How 4-bit numbers are multiplied.
 template <typename Numbers_, Operands kOperands_, typename Number_, bool kIsTable_>
 struct PackedKind {
   using Numbers = Numbers_;
