@@ -104,6 +104,12 @@ struct NoScales {
   __device__ void copy(const PortableParams&, uint32_t, char*, bool, bool) {}
 };
 
+template <typename W>
+constexpr int kRowBytes = W::S::kRows * kLineBytes * W::kLines * W::S::kRowWarps;  // of a stage
+
+template <typename W>
+constexpr int kStageBytes = kRowBytes<W> + W::Scales::kBytes;
+
 // How a weight is stored, read and multiplied:
 //
 //   S                     whose warps of rows share the depth
@@ -129,8 +135,6 @@ __global__ void __launch_bounds__(W::S::kThreads, W::kBlocks)
   constexpr int kChunks = 8 * W::kLines * S::kRowWarps;  // of a row of x
   constexpr int kApart = S::kThreads / kChunks;
   constexpr int kCopies = S::kRows / kApart;
-  constexpr int kRowBytes = S::kRows * kChunks * 16;
-  constexpr int kStageBytes = kRowBytes + W::Scales::kBytes;
   extern __shared__ __align__(1024) char shared[];
   __shared__ int arrived;
   char* const memory = shared + kMeetingBytes<S>;
@@ -153,13 +157,13 @@ __global__ void __launch_bounds__(W::S::kThreads, W::kBlocks)
     const bool is_deep = is_more && (copied_step * kChunks + chunk) * 16 < row_bytes;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
-      copy_later<16>(target + stage * kStageBytes + i * kApart * kLineBytes,
+      copy_later<16>(target + stage * kStageBytes<W> + i * kApart * kLineBytes,
                      source + copied_step * (kChunks * 16) + i * next_rows,
                      is_deep && row + i * kApart < params.num_rows);
     }
     const bool is_last = ++copied_step == work.num_steps;
-    scales.copy(params, ring + stage * kStageBytes + kRowBytes,
-                memory + stage * kStageBytes + kRowBytes, is_more, is_last);
+    scales.copy(params, ring + stage * kStageBytes<W> + kRowBytes<W>,
+                memory + stage * kStageBytes<W> + kRowBytes<W>, is_more, is_last);
     if (is_last) {
       copied_step = 0;
       scales.begin(params, columns_of(params, work, ++copied_tile), 0);
@@ -189,8 +193,8 @@ __global__ void __launch_bounds__(W::S::kThreads, W::kBlocks)
     } else if (is_last) {
       weight.begin(params, columns_of(params, work, tile + 1), 0);
     }
-    weight.multiply(params, own + stage * kStageBytes, memory + stage * kStageBytes + kRowBytes,
-                    all);
+    weight.multiply(params, own + stage * kStageBytes<W>,
+                    memory + stage * kStageBytes<W> + kRowBytes<W>, all);
     if (++stage == W::kStages) stage = 0;
     if (++filled == W::kStages) filled = 0;
     if (is_last || i + 1 == count) {
@@ -209,9 +213,8 @@ __global__ void __launch_bounds__(W::S::kThreads, W::kBlocks)
 template <typename W>
 cudaError_t launch_few(const PortableParams& params, cudaStream_t stream) {
   using S = typename W::S;
-  constexpr int kMeeting = kMeetingBytes<S>;
-  constexpr int kStageBytes = S::kRows * kLineBytes * W::kLines * S::kRowWarps + W::Scales::kBytes;
-  constexpr Sizes kSizes{S::kThreads, S::kRows, W::kDepth, kMeeting + W::kStages * kStageBytes};
+  constexpr int kShared = kMeetingBytes<S> + W::kStages * kStageBytes<W>;
+  constexpr Sizes kSizes{S::kThreads, S::kRows, W::kDepth, kShared};
   static_assert(kSizes.shared_bytes <= kMostShared);
   const int64_t most_rows = params.epilogue == Epilogue::kSiluMul ? params.num_columns / 2 : 16;
   if (most_rows * params.weight_stride * W::kStrideBytes > INT32_MAX) return cudaErrorInvalidValue;
