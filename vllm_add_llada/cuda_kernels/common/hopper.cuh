@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "vllm_add_llada/cuda_kernels/common/ampere.cuh"
 #include "vllm_add_llada/cuda_kernels/common/barriers.cuh"
 #include "vllm_add_llada/cuda_kernels/common/launch.cuh"
 

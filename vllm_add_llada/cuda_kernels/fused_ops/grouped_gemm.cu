@@ -20,7 +20,6 @@
 
 #include "epilogue.cuh"
 #include "grouped_gemm.h"
-#include "vllm_add_llada/cuda_kernels/common/ampere.cuh"
 #include "vllm_add_llada/cuda_kernels/common/ring.cuh"
 
 namespace fused_ops {
