@@ -75,9 +75,9 @@ def fused_linear(
         epilogue: operation on the product before it is written. For SILU_MUL both halves, silu and
             the result are rounded as they would be one by one.
         early: let the kernel start to read the weight while the one before it in the stream ends:
-            only where that kernel does not write the weight.
+            only where that kernel does not write the weight. Not with `PORTABLE`.
         ahead: contiguous; data that the next kernel reads first, which this one brings to the cache
-            once all of the weight is on its way. Not by tiles of rows.
+            once all of the weight is on its way. Not by tiles of rows, nor with `PORTABLE`.
 
     Returns:
         `out`, or a new tensor.
@@ -113,7 +113,7 @@ def launch_linear(
     assert native is not None
     if tiling == PORTABLE:
         number = getattr(native, epilogue.name)
-        launch_portable(x, weight, out, bias, number, early=early, ahead=ahead, scales=scales)
+        launch_portable(x, weight, out, bias, number, scales=scales)
         return
     of_x, of_weight = (0, 0) if scales is None else (scales[0].data_ptr(), scales[1].data_ptr())
     launch(

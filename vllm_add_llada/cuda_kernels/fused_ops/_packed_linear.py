@@ -107,7 +107,7 @@ def fused_linear_packed(
     _check(x, weight, out, bias, epilogue, look_up, has_kernel=has_kernel(x, weight))
     if is_portable:
         number = getattr(native, epilogue.name)
-        launch_portable(x, weight, out, bias, number, early=early, ahead=ahead, look_up=look_up)
+        launch_portable(x, weight, out, bias, number, look_up=look_up)
         return
     _launch_packed(x, weight, out, tiling, look_up or (0,) * 8, bias, epilogue, early, ahead)
 

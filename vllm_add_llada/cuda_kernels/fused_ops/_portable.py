@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ._packed import Packed
-from ._support import ahead_of, capability_of, launch, native, takes_pairs
+from ._support import capability_of, launch, native, takes_pairs
 
 _COLUMNS = 16  # of the weight, a multiple
 _STRIP = 128
@@ -76,8 +76,6 @@ def launch_portable(
     bias: Tensor | None,
     epilogue: int,
     *,
-    early: bool,
-    ahead: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
     look_up: tuple[int, ...] = (),
 ) -> None:
@@ -117,8 +115,6 @@ def launch_portable(
         most_blocks=_BLOCKS,
         shared_bytes=_shared_bytes(x.device.index),
         epilogue=epilogue,
-        early=early,
-        ahead=ahead_of(ahead),
     )
 
 

@@ -160,7 +160,7 @@ void bind_products(Module& module) {
                     FIELD(parts_bytes), FIELD(num_counts), FIELD(x_stride), FIELD(weight_stride),
                     FIELD(scales_stride), FIELD(out_stride), FIELD(num_rows), FIELD(num_columns),
                     FIELD(depth), FIELD(group), FIELD(multiprocessors), FIELD(most_blocks),
-                    FIELD(shared_bytes), FIELD(epilogue), FIELD(early), FIELD(ahead));
+                    FIELD(shared_bytes), FIELD(epilogue));
   }
   {
     using P = UnpackParams;

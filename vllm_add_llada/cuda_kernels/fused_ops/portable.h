@@ -29,8 +29,6 @@ struct PortableParams {
   int most_blocks;   // on a multiprocessor
   int shared_bytes;  // of a multiprocessor
   Epilogue epilogue;
-  bool early;
-  Ahead ahead;  // of up to 64 rows
 };
 
 // cudaErrorInvalidValue where sizes or types have no kernel, or the workspace is too small.

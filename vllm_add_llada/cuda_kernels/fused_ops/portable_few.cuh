@@ -32,14 +32,6 @@ __device__ inline void load_once(uint4& words, const char* address, bool is_ther
       : "l"(__cvta_generic_to_global(address)), "r"(static_cast<int>(is_there)));
 }
 
-// Brings what the next kernel reads first to the cache: a line for each thread.
-__device__ inline void fetch_lines(const Ahead& ahead) {
-  const int64_t lines = ahead.bytes / kLineBytes;
-  for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < lines; i += gridDim.x * blockDim.x) {
-    fetch(static_cast<const char*>(ahead.data) + i * kLineBytes);
-  }
-}
-
 // What a thread reads of the weight: row lane / 4 of each eight of its warp's columns. Those that
 // are not there are some that are; nothing of them is written.
 struct ThreadRows {
@@ -169,7 +161,6 @@ __global__ void __launch_bounds__(W::S::kThreads, W::kBlocks)
       scales.begin(params, columns_of(params, work, ++copied_tile), 0);
     }
   };
-  wait_for_prerequisites();
   launch_dependents();
   for (int i = 0; i < W::kStages - 1; ++i) {
     copy_stage(i, i < count);
@@ -198,7 +189,6 @@ __global__ void __launch_bounds__(W::S::kThreads, W::kBlocks)
     if (++stage == W::kStages) stage = 0;
     if (++filled == W::kStages) filled = 0;
     if (is_last || i + 1 == count) {
-      if (i + 1 == count) fetch_lines(params.ahead);  // all of this weight is on its way
       typename S::Sums sums;
       share<S>(all, sums, reinterpret_cast<float4*>(shared));
       finish<typename W::Number, S>(params, work, tile, sums, &arrived);
@@ -214,11 +204,10 @@ template <typename W>
 cudaError_t launch_few(const PortableParams& params, cudaStream_t stream) {
   using S = typename W::S;
   constexpr int kShared = kMeetingBytes<S> + W::kStages * kStageBytes<W>;
-  constexpr Sizes kSizes{S::kThreads, S::kRows, W::kDepth, kShared};
-  static_assert(kSizes.shared_bytes <= kMostShared);
+  static_assert(kShared <= kMostShared);
   const int64_t most_rows = params.epilogue == Epilogue::kSiluMul ? params.num_columns / 2 : 16;
   if (most_rows * params.weight_stride * W::kStrideBytes > INT32_MAX) return cudaErrorInvalidValue;
-  return launch_portable_kernel<portable_few<W>>(params, kSizes, stream);
+  return launch_portable_kernel<S, portable_few<W>>(params, W::kDepth, kShared, stream);
 }
 
 }  // namespace
