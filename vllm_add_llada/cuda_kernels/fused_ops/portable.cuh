@@ -57,7 +57,8 @@ struct Sixteen<__half> {
   }
 };
 
-// How the warps of a block share a tile: each has `kWarpColumns` of its columns (rows of the weight).
+// How the warps of a block share a tile: each has `kWarpColumns` of its columns (rows of the
+// weight).
 template <int kColumnWarps_, int kRowWarps_, int kRows_, int kWarpColumns_ = 32>
 struct Shape {
   static constexpr int kColumnWarps = kColumnWarps_, kRowWarps = kRowWarps_, kRows = kRows_;

@@ -252,8 +252,8 @@ cudaError_t launch_many(const PortableParams& params, cudaStream_t stream) {
   using W = PlainMany<kOperands, kRows>;
   constexpr int kShared = W::kStages * W::kStageBytes;
   static_assert(kShared <= kMostShared && W::S::kColumns == kManyColumns);
-  return launch_portable_kernel<typename W::S, portable_many<kOperands, kRows>>(
-      params, W::kDepth, kShared, stream);
+  return launch_portable_kernel<typename W::S, portable_many<kOperands, kRows>>(params, W::kDepth,
+                                                                                kShared, stream);
 }
 
 template <Operands kOperands>

@@ -411,8 +411,8 @@ cudaError_t launch_many(const PortableParams& params, cudaStream_t stream) {
   using W = PackedMany<Kind, kRows>;
   constexpr int kShared = W::kStripBytes + 2 * W::kStageBytes;
   static_assert(kShared <= kMostShared && W::S::kColumns == kManyColumns);
-  return launch_portable_kernel<typename W::S, portable_packed_many<Kind, kRows>>(
-      params, kStrip, kShared, stream);
+  return launch_portable_kernel<typename W::S, portable_packed_many<Kind, kRows>>(params, kStrip,
+                                                                                  kShared, stream);
 }
 
 template <typename Kind>
