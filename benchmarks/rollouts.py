@@ -4,11 +4,12 @@
 
     benchmarks/rollouts.py [--family llada] [--quantization fp8] [--prompts 16] [--answers 16]
         [--gen-length 256] [--block-length 32] [--updates 10] [--output-dir results/rollouts]
+    benchmarks/rollouts.py --backend nccl                          (the server on the second GPU)
     benchmarks/rollouts.py --model models/llada-tiny --dtype float32      (on a CPU)
 
 The server, as a trainer uses it, over HTTP, with random weights of the released shape, which this
-process holds, too, and sends: on a GPU by handles of the same card (`ipc`), else by a folder
-(`disk`).
+process holds, too, and sends: on a GPU by handles of the same card (`ipc`) or to another card
+(`nccl`), else by a folder (`disk`).
 
     rollouts      tokens a second of so many prompts with so many answers each, all at once, two
                   tokens a step, at temperature 1, with kept keys and values (`cache: dual`; exact
@@ -48,12 +49,13 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from benchmarks import harness, windows
 from benchmarks.context_length.memory import GpuMemory
 from benchmarks.harness import BenchmarkError, Table, positive
 from benchmarks.plain_model import load_model
-from benchmarks.server_process import metric, model_server, session
+from benchmarks.server_process import free_port, metric, model_server, session
 from benchmarks.shapes import Shape
 
 if TYPE_CHECKING:
@@ -96,6 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with harness.checkpoint_of(options) as folder, tempfile.TemporaryDirectory() as updates:
         trainer, gpu = Trainer(folder, Path(updates), options), GpuMemory(None)
         log = options.output_dir / "server.log"
+        if trainer.backend == "nccl":
+            os.environ["CUDA_VISIBLE_DEVICES"] = "1"  # of the server; the trainer has its own
         with model_server(folder, log, *arguments_of(trainer, options)) as url, session() as http:
             trainer.meet(url)
             server = Server(url, http, asked_of(folder, options), options)
@@ -114,6 +118,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.option("--answers", 16, "of each prompt", type=positive)
     parser.option("--gen-length", 256, "tokens of an answer", type=positive)
     parser.option("--block-length", 32, type=positive)
+    backends = ("ipc", "nccl", "disk")
+    parser.option("--backend", None, "default: ipc on a GPU, else disk", choices=backends)
     parser.option("--rounds", 2, "of each kind of rollouts", type=positive)
     parser.option("--updates", 10, "beside answers under way; half as many alone", type=positive)
     return parser.parse_args(arguments)
@@ -128,7 +134,7 @@ def arguments_of(trainer: Trainer, options: argparse.Namespace) -> list[str]:
     if trainer.backend == "disk":
         own = {"dllm": {"weight_update_root": str(trainer.updates)}}
         found += ["--additional-config", json.dumps(own)]
-    else:
+    elif trainer.backend == "ipc":
         found += ["--gpu-memory-utilization", "0.6"]  # the rest is the trainer's
     if options.model is None:
         found += ["--load-format", "dummy"]
@@ -148,7 +154,8 @@ class Trainer(WeightSource):
 
     def __init__(self, folder: Path, updates: Path, options: argparse.Namespace) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.backend, self.updates = {"cuda": "ipc", "cpu": "disk"}[device], updates
+        self.backend = options.backend or {"cuda": "ipc", "cpu": "disk"}[device]
+        self.updates = updates
         model = load_model(
             folder, device, getattr(torch, options.dtype), has_weights=options.model is not None
         )
@@ -167,23 +174,25 @@ class Trainer(WeightSource):
         """Say to a server how weights will come."""
         client = HTTPVLLMWeightSyncClient(url)
         self._client = client
-        if self.backend == "ipc":
-            self._sender = WeightTransferTrainerFactory.trainer_init(
-                IPCTrainerInitInfo(rank=0), client=client, source=self
-            )
-        else:
+        if self.backend == "disk":
             client.init_weight_transfer_engine({})
             save_file({name: weight.contiguous() for name, weight in self}, self._file)
+            return
+        info: Any = IPCTrainerInitInfo(rank=0)
+        if self.backend == "nccl":
+            where = {"master_address": "127.0.0.1", "master_port": free_port()}
+            info = NCCLTrainerInitInfo(rank=0, world_size=2, **where)
+        self._sender = WeightTransferTrainerFactory.trainer_init(info, client=client, source=self)
 
     def send(self) -> float:
         """Update the server's weights; return the seconds from the start to the end."""
         started = time.perf_counter()
-        if self.backend == "ipc":
-            self._sender.send_weights()
-        else:
+        if self.backend == "disk":
             self._client.start_weight_update()
             self._client.update_weights({"path": str(self._file)})
             self._client.finish_weight_update()
+        else:
+            self._sender.send_weights()
         return time.perf_counter() - started
 
 
