@@ -269,13 +269,16 @@ __device__ bool gather(const PortableParams& params, const Work& work, int tile,
     const float (&quad)[4] = sums[i / S::kEights][i % S::kEights];
     __stcg(own + i * S::kThreads, make_float4(quad[0], quad[1], quad[2], quad[3]));
   }
-  __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) *shared = atomicAdd(params.counts + tile, 1);
+  if (threadIdx.x == 0) {  // for all threads, which the barriers bind to it
+    __threadfence();
+    const int earlier = atomicAdd(params.counts + tile, 1);
+    __threadfence();
+    if (earlier == last - first) params.counts[tile] = 0;
+    *shared = earlier;
+  }
   __syncthreads();
   if (*shared != last - first) return false;
-  __threadfence();
-  if (threadIdx.x == 0) params.counts[tile] = 0;
   clear(sums);
   // Of so many quads at once so many parts.
   constexpr int kSome = kQuads < 8 ? kQuads : 8;
