@@ -218,28 +218,29 @@ class Recorder(CanvasGuest):
 
     def _record(self) -> Trajectory:
         start, params = self._prompt_length, self._params
-        steps, first_eligible = self._steps[start:], self._first_eligible[start:]
-        begun: list[range] = []
-        block_steps, end = steps.copy(), 0
-        for block in self._blocks.ranges:
-            own = slice(block.start, block.stop)
-            known = first_eligible[own][first_eligible[own] > 0]
-            committed = steps[own][steps[own] > 0]
-            if not (known.size or committed.size):
-                continue
-            first = int((known if known.size else committed).min())
-            counted = np.maximum(steps[own] - first + 1, 1)
-            block_steps[own] = np.where(steps[own] > 0, counted, steps[own])
-            end = block.stop
-        begun = [block for block in self._blocks.ranges if block.start < end]
+        never = np.iinfo(np.int32).max
+        blocks = self._blocks.ranges or [range(1)]  # a rule that sizes them may have none yet
+        starts, stops = ([getattr(b, name) for b in blocks] for name in ("start", "stop"))
+        own = slice(start, start + stops[-1])
+        steps, seen = self._steps[own], self._first_eligible[own]
+        # Of a block the first step that had candidates there, or that committed.
+        first, committed = (
+            np.minimum.reduceat(np.where(found > 0, found, never), starts)
+            for found in (seen, steps)
+        )
+        first = np.where(first < never, first, committed)
+        (begun,) = (first < never).nonzero()
+        end = stops[begun[-1]] if begun.size else 0
+        in_block = steps - np.repeat(first, np.diff([*starts, stops[-1]])) + 1
+        block_steps = np.where(steps > 0, np.maximum(in_block, 1), steps)[:end]
         canvas = slice(start, start + end)
         return Trajectory(
             prompt_length=start,
             block_length=params.block_length,
-            block_starts=[block.start for block in begun],
+            block_starts=[at for at in starts if at < end],
             token_ids=self._tokens[canvas].astype(np.int32),
             commit_steps=self._steps[canvas].copy(),
-            block_steps=block_steps[:end],
+            block_steps=block_steps,
             logprobs=self._logprobs[canvas].copy(),
             entropies=self._entropies[canvas].copy() if params.return_entropy else None,
             filled=self._is_filled[canvas].nonzero()[0].tolist(),
