@@ -18,7 +18,8 @@ one after the other, while the others have nothing to do; three minutes on two H
     clients    tokens a second of 32 clients, each with one request, for each replica: prompt 128,
                canvas 128 in blocks of 32, two tokens a forward; and of 64 with `cache: dual`
     long       seconds of the only step of a lone request of so many rows, its prompt all but a
-               block of 128 (`one`, `spN`), for each --attention-dtype
+               block of 128 (`one`, `spN`), for each --attention-dtype, and GiB of activations of a
+               rank. It is cut as --longest-pause-ms says; 0: not at all
 
 Written: parallel.json and parallel.png.
 """
@@ -60,7 +61,7 @@ LONG_CANVAS, WARM_ROWS = 128, 8192
 LONG = (65_536, 204_800)
 FEW_STEPS, ROUNDS = 4, 3
 CLIENTS = {"none": 32, "dual": 64}  # by cache
-COLUMNS = {"way": "<4", "measure": "<34", "value": ">9.2f", "unit": "<9", "over one": ">8.2f"}
+COLUMNS = {"way": "<4", "measure": "<42", "value": ">9.2f", "unit": "<9", "over one": ">8.2f"}
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,12 @@ class Row:
     ratio: float | None = None
 
 
-def settings_of(way: str, attention: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of an engine whose requests ask for these kinds of attention."""
-    dllm: dict[str, Any] = {"attention_dtype": "fp8"} if "fp8" in attention else {}
+def settings_of(job: Job) -> dict[str, Any]:
+    """Return the arguments of the engine of a job."""
+    way = job.way
+    dllm: dict[str, Any] = {"attention_dtype": "fp8"} if "fp8" in job.attention else {}
+    if job.longest_pause_ms is not None:
+        dllm["longest_pause_ms"] = job.longest_pause_ms
     if way.startswith("sp"):
         dllm["sequence_parallel_size"] = int(way[2:])
     sizes = {"tp": "tensor_parallel_size", "dp": "data_parallel_size"}
@@ -89,7 +93,9 @@ class Client:
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._number = engine, 0
-        self.denoise_s = 0.0  # of the request that was answered last
+        # Of the request that was answered last.
+        self.denoise_s: float = 0.0
+        self.peak_bytes: int = 0
         self._ids = engine.model_config.get_vocab_size() // 2  # ordinary ones
 
     async def ask(self, prompt_length: int, extra: dict[str, Any]) -> int:
@@ -102,7 +108,8 @@ class Client:
             {"prompt_token_ids": prompt}, sampling, str(number)
         ):
             last = output
-        self.denoise_s = harness.report_of(last)["denoise_ms"] / 1000
+        report = harness.report_of(last)
+        self.denoise_s, self.peak_bytes = report["denoise_ms"] / 1000, report["peak_bytes"]
         return len(last.outputs[0].token_ids)
 
     async def step_ms(self, length: int) -> float:
@@ -154,6 +161,7 @@ class Job:
         caches: caches that clients ask for.
         long: lengths of long steps; if not empty, nothing else is measured.
         attention: numbers of their attention, one step each.
+        longest_pause_ms: the engine's; None for its default.
     """
 
     way: str
@@ -163,6 +171,7 @@ class Job:
     caches: tuple[str, ...] = ()
     long: tuple[int, ...] = ()
     attention: tuple[str, ...] = ()
+    longest_pause_ms: float | None = None
 
     @property
     def name(self) -> str:
@@ -174,7 +183,7 @@ class Job:
 
         from vllm import AsyncEngineArgs
 
-        settings = self.settings | settings_of(self.way, self.attention)
+        settings = self.settings | settings_of(self)
         settings["enforce_eager"] = bool(self.long)
         engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(model=str(self.model), disable_log_stats=True, **settings)
@@ -204,6 +213,7 @@ class Job:
                 told = "" if attention == "model" else f", {attention} attention"
                 seconds = await client.long_step_s(length, attention)
                 yield f"one step of {length:,}{told}", seconds, "s"
+                yield f"activations of {length:,}{told}", client.peak_bytes / (1 << 30), "GiB"
             return
         is_replicated = self.way.startswith("dp")
         for length in () if is_replicated else self.lengths:
@@ -277,7 +287,11 @@ def jobs_of(asked: argparse.Namespace, model: Path) -> list[Job]:
         settings = settings | {"max_model_len": max(asked.long)}
     if asked.long:
         divided = [way for way in asked.ways if way == "one" or way.startswith("sp")]
-        long = {"long": tuple(asked.long), "attention": tuple(asked.attention_dtype)}
+        long = {
+            "long": tuple(asked.long),
+            "attention": tuple(asked.attention_dtype),
+            "longest_pause_ms": asked.longest_pause_ms,
+        }
         jobs += [Job(way, model, settings, **long) for way in divided]
     return jobs
 
@@ -303,7 +317,7 @@ def paint(rows: Sequence[Row], names: Sequence[str], axis: Any) -> None:
         speeds = {
             row.measure: 1 / row.ratio if row.unit in ("ms", "s") else row.ratio
             for row in rows
-            if row.way == way and row.ratio
+            if row.way == way and row.ratio and row.unit != "GiB"
         }
         places = [names.index(name) + 0.8 * number / len(ways) for name in speeds]
         axis.bar(places, list(speeds.values()), width=0.8 / len(ways), label=way)
@@ -324,6 +338,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.option("--long", LONG, "rows of a long step; empty: none", nargs="*")
     parser.option("--clients", list(CLIENTS), "caches; empty: none", nargs="*", choices=CLIENTS)
     parser.option("--attention-dtype", ["model"], "of long steps", choices=("model", "fp8"))
+    parser.option("--longest-pause-ms", None, "of long steps (default: the engine's)", type=float)
     options = parser.parse_args(arguments)
     options.ways = sorted(options.ways, key=lambda way: way != "one")  # the others' measure
     return options
@@ -336,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with harness.checkpoint_of(options) as model:
         rows = run_all(jobs_of(options, model))
     harness.write("parallel", options, rows)
-    names = list(dict.fromkeys(row.measure for row in rows))
+    names = list(dict.fromkeys(row.measure for row in rows if row.unit != "GiB"))
     size = (1.6 * len(names) + 2, 4)
     harness.draw(options.output_dir / "parallel.png", partial(paint, rows, names), size=size)
 

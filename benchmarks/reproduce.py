@@ -81,6 +81,7 @@ PARTS = {
         "parallel.py",
         "parallel.py --ways one sp2 --lengths 32 --clients --long 204800 --quantization fp8"
         " --attention-dtype model fp8",
+        "rollouts.py --family llada --backend nccl --rounds 1",
     ),
     "four-gpus": (
         "parallel.py --ways one tp4 dp4 --long",
