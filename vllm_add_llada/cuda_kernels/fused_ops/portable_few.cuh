@@ -22,14 +22,14 @@ __device__ inline uint32_t line(int row, int chunk) {
   return row * kLineBytes + (chunk ^ turn(row)) * 16;
 }
 
-// Loads 16 bytes that are read once, or leaves what was there: behind the depth it meets zeros of
-// x.
-__device__ inline void load_once(uint4& words, const char* address, bool is_there) {
-  asm volatile(
-      "{\n.reg .pred there;\nsetp.ne.b32 there, %5, 0;\n"
-      "@there ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-      : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)
-      : "l"(__cvta_generic_to_global(address)), "r"(static_cast<int>(is_there)));
+// Loads 16 bytes that are read once, of the weight. Behind the depth any of it will do: it meets
+// zeros of x.
+__device__ inline uint4 load_once(const char* address) {
+  uint4 words;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(__cvta_generic_to_global(address)));
+  return words;
 }
 
 // What a thread reads of the weight: row lane / 4 of each eight of its warp's columns. Those that
@@ -116,7 +116,7 @@ constexpr int kStageBytes = kRowBytes<W> + W::Scales::kBytes;
 //   place(lane)           where a lane begins in the lines of x
 //   begin(params, columns, step), advance(), end()
 //                         go to a step of a tile, to the next one, to none
-//   load()                what the first step multiplies
+//   load(params)          what the first step multiplies
 //   multiply(params, x, scales, all)
 //                         by a stage, and load what the step gone to multiplies; without a branch,
 //                         as loads stand between products
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(W::S::kThreads, W::kBlocks)
   int tile = begin / work.num_steps, step = begin - tile * work.num_steps;
   W weight;
   weight.begin(params, columns_of(params, work, tile), step);
-  weight.load();
+  weight.load(params);
   const int chunk = threadIdx.x % kChunks, row = threadIdx.x / kChunks;
   const uint32_t target = ring + chunk / 8 * S::kRows * kLineBytes + line(row, chunk % 8);
   const char* source =

@@ -61,36 +61,50 @@ struct PlainFew {
   __device__ void advance() { from += kStepBytes, left -= kStepBytes; }
   __device__ void end() { left = 0; }
 
-  __device__ void load(int half) {
+  __device__ void load(const PortableParams& params, int half) {
+    const char* first =
+        left > half * 64 ? from + half * 64 : static_cast<const char*>(params.weight);
 #pragma unroll
     for (int i = 0; i < S::kMatrices * 2; ++i) {
-      load_once(numbers[half][i], from + half * 64 + i % 2 * eight + i / 2 * next,
-                left > half * 64);
+      numbers[half][i] = load_once(first + i % 2 * eight + i / 2 * next);
     }
   }
 
-  __device__ void load() {
-    load(0);
-    load(1);
+  __device__ void load(const PortableParams& params) {
+    load(params, 0);
+    load(params, 1);
   }
 
-  __device__ void multiply(const PortableParams&, uint32_t x, const char*, WarpSums<S>& all) {
+  // An instruction's operand has registers that follow each other, where those of a load are of one
+  // row. Plain moves the compiler would repeat in front of every instruction, for want of
+  // registers; what an operation gives, here with a zero that it does not know, it keeps.
+  __device__ void multiply(const PortableParams& params, uint32_t x, const char*,
+                           WarpSums<S>& all) {
+    const uint32_t zero = params.num_rows >> 31;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint4(&left)[S::kMatrices * 2] = numbers[half];
+      uint32_t left[2][S::kMatrices][4];
+#pragma unroll
+      for (int m = 0; m < S::kMatrices; ++m) {
+        const uint4 &upper = numbers[half][m * 2], &lower = numbers[half][m * 2 + 1];
+        left[0][m][0] = upper.x ^ zero, left[0][m][1] = lower.x ^ zero;
+        left[0][m][2] = upper.y ^ zero, left[0][m][3] = lower.y ^ zero;
+        left[1][m][0] = upper.z ^ zero, left[1][m][1] = lower.z ^ zero;
+        left[1][m][2] = upper.w ^ zero, left[1][m][3] = lower.w ^ zero;
+      }
 #pragma unroll
       for (int i = 0; i < kRows / 8; ++i) {
         const uint4 right = load_vector((x ^ half * 64) + i * 8 * kLineBytes);
 #pragma unroll
         for (int m = 0; m < S::kMatrices; ++m) {
-          const uint4 &upper = left[m * 2], &lower = left[m * 2 + 1];
-          multiply_add<kOperands>(all[m][i], {upper.x, lower.x, upper.y, lower.y}, right.x,
-                                  right.y);
-          multiply_add<kOperands>(all[m][i], {upper.z, lower.z, upper.w, lower.w}, right.z,
-                                  right.w);
+          multiply_add<kOperands>(all[m][i], left[0][m], right.x, right.y);
+        }
+#pragma unroll
+        for (int m = 0; m < S::kMatrices; ++m) {
+          multiply_add<kOperands>(all[m][i], left[1][m], right.z, right.w);
         }
       }
-      load(half);
+      load(params, half);
     }
   }
 };

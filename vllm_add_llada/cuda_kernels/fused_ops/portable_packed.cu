@@ -246,14 +246,15 @@ struct PackedFew {
   __device__ void advance() { from += S::kRowWarps * (kStrip / 2), left -= S::kRowWarps * kStrip; }
   __device__ void end() { left = 0; }
 
-  __device__ void load(Numbers& to) const {
+  __device__ void load(const PortableParams& params, Numbers& to) const {
+    const char* first = left > 0 ? from : static_cast<const char*>(params.weight);
 #pragma unroll
     for (int i = 0; i < S::kMatrices * 2; ++i) {
-      load_once(to[i], from + i % 2 * eight + i / 2 * next, left > 0);
+      to[i] = load_once(first + i % 2 * eight + i / 2 * next);
     }
   }
 
-  __device__ void load() { load(numbers); }
+  __device__ void load(const PortableParams& params) { load(params, numbers); }
 
   __device__ void multiply(const PortableParams& params, uint32_t x, const char* scales,
                            WarpSums<S>& all) {
@@ -261,8 +262,8 @@ struct PackedFew {
     const int words_of_group = kGroups == 1 ? 4 : params.group / 32;
     float scale[S::kMatrices * 2];
     uint32_t zero[S::kMatrices * 2];
-    Numbers following = {};
-    load(following);
+    Numbers following;
+    load(params, following);
 #pragma unroll
     for (int word = 0; word < 4; ++word) {
       if (word == 0 || (kGroups > 1 && word % words_of_group == 0)) {
