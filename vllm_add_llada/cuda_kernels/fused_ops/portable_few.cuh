@@ -35,14 +35,14 @@ __device__ inline uint4 load_once(const char* address) {
 // What a thread reads of the weight: row lane / 4 of each eight of its warp's columns. Those that
 // are not there are some that are; nothing of them is written.
 struct ThreadRows {
-  int first;  // row
-  int next;   // rows from it to the one 16 columns further
+  int first;        // row
+  int eight, next;  // rows from it to those 8 and 16 columns further
 
   __device__ ThreadRows(const Columns& columns, int column) {
     const int lane = threadIdx.x % 32;
     first = columns.column(column) < columns.end ? columns.row(column + lane / 4) : lane / 4;
-    next = columns.half == 0 ? 16 : columns.half;
-    if (columns.column(column + 16) >= columns.end) next = 0;
+    eight = columns.column(column + 8) < columns.end ? 8 : 0;
+    next = columns.column(column + 16) >= columns.end ? 0 : columns.half == 0 ? 16 : columns.half;
   }
 };
 

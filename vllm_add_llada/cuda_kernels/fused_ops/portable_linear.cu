@@ -54,7 +54,7 @@ struct PlainFew {
     const int byte = step * kStepBytes + threadIdx.x / (32 * S::kColumnWarps) * kLineBytes +
                      threadIdx.x % 4 * 16;
     from = static_cast<const char*>(params.weight) + rows.first * stride + byte;
-    eight = static_cast<int>(8 * stride), next = static_cast<int>(rows.next * stride);
+    eight = static_cast<int>(rows.eight * stride), next = static_cast<int>(rows.next * stride);
     left = params.depth * kRowElementBytes - byte;
   }
 

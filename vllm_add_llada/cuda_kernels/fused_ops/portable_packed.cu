@@ -238,7 +238,7 @@ struct PackedFew {
     const int strip = step * S::kRowWarps + threadIdx.x / (32 * S::kColumnWarps);
     from = static_cast<const char*>(params.weight) + rows.first * params.weight_stride +
            strip * (kStrip / 2) + threadIdx.x % 4 * 16;
-    eight = static_cast<int>(8 * params.weight_stride);
+    eight = static_cast<int>(rows.eight * params.weight_stride);
     next = static_cast<int>(rows.next * params.weight_stride);
     left = params.depth - strip * kStrip;
   }
