@@ -26,16 +26,11 @@ __device__ inline void wait_for_prerequisites() {
 #endif
 }
 
-// Brings a line to the second-level cache.
-__device__ inline void fetch(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(address)));
-}
-
 // For what a kernel reads first: weights come from memory while it waits. It need not be written
 // yet, as all kernels see the same second-level cache.
 __device__ inline void prefetch(const void* address) {
 #if __CUDA_ARCH__ >= 900
-  fetch(address);
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(address)));
 #endif
 }
 

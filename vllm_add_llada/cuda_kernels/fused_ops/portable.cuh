@@ -10,8 +10,8 @@
 // Stages of the weight and of x pass through a ring in shared memory that never drains, from tile
 // to tile. The weight is the left operand of the tensor cores.
 //
-// None starts before the kernel in front of it ends: a block has all registers of a multiprocessor,
-// and would begin late wherever a block of that kernel still has some.
+// No product starts before the kernel in front of it ends: a block has all registers of a
+// multiprocessor, and would begin late wherever a block of that kernel still has some.
 
 #pragma once
 
@@ -28,6 +28,7 @@ namespace {
 
 using namespace native;
 
+constexpr int kTileColumns = 128;       // rows of the weight
 constexpr int kGateColumns = 32;        // of a gated product 16 gates and their 16 ups in each
 constexpr int kLeastSteps = 4;          // of a block: fewer mostly start, and add up parts
 constexpr int kMostShared = 98 * 1024;  // of a block, on any card, beside what is static
@@ -57,14 +58,12 @@ struct Sixteen<__half> {
   }
 };
 
-// How the warps of a block share a tile: each has `kWarpColumns` of its columns (rows of the
-// weight).
-template <int kColumnWarps_, int kRowWarps_, int kRows_, int kWarpColumns_ = 32>
+// How the warps of a block share a tile: each has `kMatrices` times 16 of its columns.
+template <int kColumnWarps_, int kRowWarps_, int kRows_>
 struct Shape {
   static constexpr int kColumnWarps = kColumnWarps_, kRowWarps = kRowWarps_, kRows = kRows_;
   static constexpr int kThreads = 32 * kColumnWarps * kRowWarps;
-  static constexpr int kWarpColumns = kWarpColumns_, kWarpRows = kRows / kRowWarps;
-  static constexpr int kColumns = kColumnWarps * kWarpColumns;
+  static constexpr int kWarpColumns = kTileColumns / kColumnWarps, kWarpRows = kRows / kRowWarps;
   static constexpr int kMatrices = kWarpColumns / 16, kEights = kWarpRows / 8;
   // Of a thread: of weight rows lane / 4 and 8 further of each 16 of the warp's, and of every eight
   // rows of x lane % 4 * 2 and the next.
@@ -102,7 +101,6 @@ struct Columns {
 // The runs of steps of the blocks. Tiles come in groups, each shared by equally many blocks.
 struct Work {
   int num_steps;        // of a tile
-  int width;            // columns of the result that it has
   int row_tiles;        // those of the same columns follow each other
   int num_units;        // steps of a group
   unsigned num_blocks;  // of a group
@@ -121,8 +119,9 @@ struct Work {
 
 __device__ inline Columns columns_of(const PortableParams& params, const Work& work, int tile) {
   const bool is_gated = params.epilogue == Epilogue::kSiluMul;
+  const int width = is_gated ? kTileColumns / 2 : kTileColumns;
   const int half = is_gated ? params.num_columns / 2 : 0;
-  return {tile / work.row_tiles * work.width, half, is_gated ? half : params.num_columns};
+  return {tile / work.row_tiles * width, half, is_gated ? half : params.num_columns};
 }
 
 // A thread's lines of the weight: every `kApart`th of a tile's rows, `kLines` of them.
@@ -272,13 +271,13 @@ __device__ bool gather(const PortableParams& params, const Work& work, int tile,
   __syncthreads();
   if (threadIdx.x == 0) {  // for all threads, which the barriers bind to it
     __threadfence();
-    const int earlier = atomicAdd(params.counts + tile, 1);
+    const bool is_last = atomicAdd(params.counts + tile, 1) == last - first;
     __threadfence();
-    if (earlier == last - first) params.counts[tile] = 0;
-    *shared = earlier;
+    if (is_last) params.counts[tile] = 0;
+    *shared = is_last;
   }
   __syncthreads();
-  if (*shared != last - first) return false;
+  if (*shared == 0) return false;
   clear(sums);
   // Of so many quads at once so many parts.
   constexpr int kSome = kQuads < 8 ? kQuads : 8;
@@ -338,12 +337,10 @@ cudaError_t find_residents(int threads, int shared_bytes, int* found) {
   return error;
 }
 
-constexpr int kManyColumns = 128;  // of a tile of more than 64 rows
-
 // Whether tiles of 256 rows would be cut into three parts or more: their sums take longer to add up
 // than two tiles of 128 rows take to read the weight twice, the second time from the cache.
 inline bool takes_short_tiles(const PortableParams& params) {
-  const int tiles = (params.num_columns + kManyColumns - 1) / kManyColumns;
+  const int tiles = (params.num_columns + kTileColumns - 1) / kTileColumns;
   return tiles * ((params.num_rows + 255) / 256) * 3 <= params.multiprocessors;
 }
 
@@ -352,7 +349,7 @@ template <typename S, auto kKernel>
 cudaError_t launch_portable_kernel(const PortableParams& params, int depth, int shared_bytes,
                                    cudaStream_t stream) {
   const bool is_gated = params.epilogue == Epilogue::kSiluMul;
-  const int width = is_gated ? S::kColumns / 2 : S::kColumns;
+  const int width = is_gated ? kTileColumns / 2 : kTileColumns;
   const int columns = params.num_columns / (is_gated ? 2 : 1);
   const int64_t row_tiles = (params.num_rows + S::kRows - 1) / S::kRows;
   const int64_t num_tiles = (columns + width - 1) / width * row_tiles;
@@ -366,7 +363,6 @@ cudaError_t launch_portable_kernel(const PortableParams& params, int depth, int 
                                      std::max(num_tiles, num_tiles * num_steps / kLeastSteps));
   Work work{};
   work.num_steps = static_cast<int>(num_steps);
-  work.width = width;
   work.row_tiles = static_cast<int>(row_tiles);
   // A block has one part of one tile where that leaves few multiprocessors idle.
   const int64_t whole = blocks - blocks % num_tiles;
@@ -377,7 +373,7 @@ cudaError_t launch_portable_kernel(const PortableParams& params, int depth, int 
   work.num_blocks = static_cast<unsigned>(is_apart ? blocks / num_tiles : blocks);
   if (num_tiles > params.num_counts || (num_units + 1) * blocks > INT32_MAX ||
       num_tiles * num_steps > INT32_MAX ||
-      blocks * 2 * S::kColumns * S::kRows * 4 > params.parts_bytes) {
+      blocks * 2 * kTileColumns * S::kRows * 4 > params.parts_bytes) {
     return cudaErrorInvalidValue;
   }
   const Launch launch{static_cast<unsigned>(blocks), S::kThreads, stream, /*overlaps=*/false,

@@ -120,10 +120,10 @@ __device__ inline uint32_t short_line(int row, int chunk) {
 
 template <Operands kOperands, int kRows>
 struct PlainMany {
-  using S = Shape<2, 4, kRows, 64>;
+  using S = Shape<2, 4, kRows>;
   static constexpr int kElementBytes = Kind<kOperands>::kBytes;
   static constexpr int kDepth = kShortBytes / kElementBytes;
-  static constexpr int kWeightBytes = S::kColumns * kShortBytes;
+  static constexpr int kWeightBytes = kTileColumns * kShortBytes;
   static constexpr int kStageBytes = kWeightBytes + kRows * kShortBytes;
   static constexpr int kStages = kRows > 128 ? 4 : 6;
   static constexpr int kApart = S::kThreads / 4;
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(PlainMany<kOperands, kRows>::S::kThreads)
     portable_many(const PortableParams params, const Work work) {
   using W = PlainMany<kOperands, kRows>;
   using S = typename W::S;
-  constexpr int kWeightLines = S::kColumns / W::kApart, kRowLines = kRows / W::kApart;
+  constexpr int kWeightLines = kTileColumns / W::kApart, kRowLines = kRows / W::kApart;
   extern __shared__ __align__(1024) char shared[];
   __shared__ int arrived;
   const uint32_t ring = shared_place(shared);
@@ -265,7 +265,7 @@ template <Operands kOperands, int kRows>
 cudaError_t launch_many(const PortableParams& params, cudaStream_t stream) {
   using W = PlainMany<kOperands, kRows>;
   constexpr int kShared = W::kStages * W::kStageBytes;
-  static_assert(kShared <= kMostShared && W::S::kColumns == kManyColumns);
+  static_assert(kShared <= kMostShared);
   return launch_portable_kernel<typename W::S, portable_many<kOperands, kRows>>(params, W::kDepth,
                                                                                 kShared, stream);
 }

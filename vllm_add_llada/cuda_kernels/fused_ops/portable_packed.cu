@@ -56,8 +56,8 @@ struct PackedKind {
 // depth: how they come to shared memory. Groups of a strip, where they are fewer, have one.
 template <typename S, bool kIsTable, int kGroups, int kStrips_>
 struct StripScales {
-  static constexpr int kScaleBytes = S::kColumns * kGroups * 4;  // of a strip
-  static constexpr int kStripBytes = kScaleBytes + S::kColumns * kMostGroups;
+  static constexpr int kScaleBytes = kTileColumns * kGroups * 4;  // of a strip
+  static constexpr int kStripBytes = kScaleBytes + kTileColumns * kMostGroups;
   static constexpr int kBytes = kStrips_ * kStripBytes;
 
   int strip;   // copied next
@@ -92,9 +92,9 @@ struct StripScales {
   }
 
   __device__ void begin(const PortableParams& params, const Columns& columns, int step) {
-    const int local = threadIdx.x % S::kColumns;
-    strip = step * kStrips_ + min(static_cast<int>(threadIdx.x) / S::kColumns, kStrips_ - 1);
-    is_there = threadIdx.x < kStrips_ * S::kColumns && columns.column(local) < columns.end;
+    const int local = threadIdx.x % kTileColumns;
+    strip = step * kStrips_ + min(static_cast<int>(threadIdx.x) / kTileColumns, kStrips_ - 1);
+    is_there = threadIdx.x < kStrips_ * kTileColumns && columns.column(local) < columns.end;
     at = columns.row(local) * params.scales_stride;
     load_zeros(params);
   }
@@ -102,8 +102,8 @@ struct StripScales {
   // `is_last`: of the tile.
   __device__ void copy(const PortableParams& params, uint32_t target, char* memory, bool is_more,
                        bool is_last) {
-    if (S::kThreads == kStrips_ * S::kColumns || threadIdx.x < kStrips_ * S::kColumns) {
-      const int local = threadIdx.x % S::kColumns, own = threadIdx.x / S::kColumns * kStripBytes;
+    if (S::kThreads == kStrips_ * kTileColumns || threadIdx.x < kStrips_ * kTileColumns) {
+      const int local = threadIdx.x % kTileColumns, own = threadIdx.x / kTileColumns * kStripBytes;
       const bool is_deep = is_more && is_there && strip * kStrip < params.depth;
       const float* source = params.scales + place(params);
       const uint32_t to = target + own + local * (kGroups * 4);
@@ -138,16 +138,15 @@ struct StripScales {
   }
 };
 
-template <typename S>
-constexpr int kValueBytes = S::kColumns * kStrip / 2;
+constexpr int kValueBytes = kTileColumns * kStrip / 2;
 
 // Strips of a tile, with their scales and zero points: how they come to shared memory.
 template <typename S, bool kIsTable>
 struct Strips {
   using Scales = StripScales<S, kIsTable, kMostGroups, 1>;
-  static constexpr int kBytes = kValueBytes<S> + Scales::kBytes;
+  static constexpr int kBytes = kValueBytes + Scales::kBytes;
   static constexpr int kApart = S::kThreads / 4;
-  static constexpr int kLines = S::kColumns / kApart;
+  static constexpr int kLines = kTileColumns / kApart;
 
   WeightLines<kApart, kLines> lines;
   Scales scales;
@@ -166,7 +165,7 @@ struct Strips {
       copy_later<16>(target + (threadIdx.x + i * S::kThreads) * 16, lines.line(i) + byte,
                      lines.is_there(i));
     }
-    scales.copy(params, target + kValueBytes<S>, memory + kValueBytes<S>, true, is_last);
+    scales.copy(params, target + kValueBytes, memory + kValueBytes, true, is_last);
   }
 };
 
@@ -376,7 +375,7 @@ __global__ void __launch_bounds__(PackedMany<Kind, kRows>::S::kThreads)
         const int word = half * 2 + some;
         float scale[S::kMatrices * 2];
         uint32_t zero[S::kMatrices * 2], left[2][S::kMatrices][4];
-        OfTile::Scales::template load_group<Kind>(shared + slot * OfTile::kBytes + kValueBytes<S>,
+        OfTile::Scales::template load_group<Kind>(shared + slot * OfTile::kBytes + kValueBytes,
                                                   word >> shift, scale, zero);
         widen_words<Kind, S::kMatrices>(params, numbers, word, zero, left);
         scale_words<Kind, S::kMatrices>(scale, left);
@@ -411,7 +410,7 @@ template <typename Kind, int kRows>
 cudaError_t launch_many(const PortableParams& params, cudaStream_t stream) {
   using W = PackedMany<Kind, kRows>;
   constexpr int kShared = W::kStripBytes + 2 * W::kStageBytes;
-  static_assert(kShared <= kMostShared && W::S::kColumns == kManyColumns);
+  static_assert(kShared <= kMostShared);
   return launch_portable_kernel<typename W::S, portable_packed_many<Kind, kRows>>(params, kStrip,
                                                                                   kShared, stream);
 }
