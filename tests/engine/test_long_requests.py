@@ -41,11 +41,14 @@ class Device:
     Args:
         factor: seconds that the device takes for one that is predicted.
         lag: engine steps after which the scheduler hears what a slice took, as from a GPU.
+
+    Attributes:
+        waits_s: seconds that the next slice takes besides.
     """
 
     def __init__(self, factor: float = 1.0, lag: int = 0, **settings: float) -> None:
         self.slicing = Slicing(Settings(**settings))
-        self.now = self.long_s = 0.0
+        self.now = self.long_s = self.waits_s = 0.0
         self.slices: list[str] = []
         self.paused: PausedStep | None = None
         self._factor, self._unheard = factor, [None] * lag
@@ -59,7 +62,7 @@ class Device:
         worked = self.paused = None
         if asked is not None:
             seconds = min(asked.seconds, self._left[asked.req_id])
-            taken = self._factor * seconds
+            taken, self.waits_s = self._factor * seconds + self.waits_s, 0.0
             self.now, self.long_s = self.now + taken, self.long_s + taken
             self.slices.append(asked.req_id)
             worked = SliceTiming(seconds, taken, 1)
@@ -102,6 +105,21 @@ def test_slices_are_half_a_pause_once_the_pace_is_known(factor: float) -> None:
     before = device.now
     device.step([request("a", 1000)])
     assert device.now - before == pytest.approx(0.04, rel=0.1)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("num_slices", [0, 1, 100])
+def test_a_slice_that_waited_for_a_kernel_makes_no_other_shorter(num_slices: int, lag: int) -> None:
+    device, long = Device(lag=lag, longest_pause_ms=80.0), [request("a", 1000)]
+    for _ in range(num_slices):
+        device.step(long)
+    device.waits_s = 5.0
+    for _ in range(2):
+        device.step(long)
+    for _ in range(10):
+        before = device.now
+        device.step(long)
+        assert device.now - before == pytest.approx(0.04)
 
 
 def test_a_newcomer_runs_before_the_next_slice_of_who_was_alone() -> None:

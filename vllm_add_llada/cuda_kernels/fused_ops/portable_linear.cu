@@ -77,10 +77,11 @@ struct PlainFew {
 
   // An instruction's operand has registers that follow each other, where those of a load are of one
   // row. Plain moves the compiler would repeat in front of every instruction, for want of
-  // registers; what an operation gives, here with a zero that it does not know, it keeps.
+  // registers; what an operation gives, here with a zero that it does not know, it keeps. With the
+  // sums of 64 rows there are too few registers to keep it, and the moves cost less.
   __device__ void multiply(const PortableParams& params, uint32_t x, const char*,
                            WarpSums<S>& all) {
-    const uint32_t zero = params.num_rows >> 31;
+    const uint32_t zero = kRows > 32 ? 0 : params.num_rows >> 31;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t left[2][S::kMatrices][4];

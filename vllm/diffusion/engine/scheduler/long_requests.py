@@ -14,6 +14,9 @@ took, from which the ratio to the predictions is learned.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections import deque
+from itertools import accumulate
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -34,20 +37,27 @@ if TYPE_CHECKING:
 class Pace:
     """Ratio of the seconds that the device takes to those that the planner predicts.
 
+    It is the median over the last slices, each of the weight of its work: a slice may wait until a
+    kernel is compiled, and the steps planned after it must not be cut to pieces for that.
+
+    Args:
+        guess_s: predicted seconds that the guess, 1, weighs as much as.
+
     Attributes:
         factor: the ratio, rounded to two digits so that plans for given seconds are found again.
     """
 
-    REMEMBERED = 0.98  # of what was seen, with every new slice
+    REMEMBERED = 64  # reports of slices
 
-    def __init__(self) -> None:
-        self._predicted_s = self._taken_s = 1e-3  # a guess that the first slices outweigh
+    def __init__(self, guess_s: float) -> None:
+        self._seen = deque([(1.0, guess_s)], maxlen=self.REMEMBERED)  # ratios, predicted seconds
         self.factor = 1.0
 
     def learn(self, worked: SliceTiming) -> None:
-        self._predicted_s = self.REMEMBERED * self._predicted_s + worked.seconds
-        self._taken_s = self.REMEMBERED * self._taken_s + worked.taken_s
-        self.factor = float(f"{self._taken_s / self._predicted_s:.1e}")
+        self._seen.append((worked.taken_s / worked.seconds, worked.seconds))
+        ratios, weights = zip(*sorted(self._seen), strict=True)
+        sums = list(accumulate(weights))
+        self.factor = float(f"{ratios[bisect_left(sums, sums[-1] / 2)]:.1e}")
 
 
 class Slicing:
@@ -64,7 +74,7 @@ class Slicing:
 
     def __init__(self, settings: Settings) -> None:
         self._share, self.longest_pause_s = settings.long_share, settings.longest_pause_s
-        self.pace = Pace()
+        self.pace = Pace(self.longest_pause_s)
         self.is_idle = True
         self._paused: PausedStep | None = None
         self._is_shared = False  # both kinds took part in the step that runs
