@@ -255,15 +255,12 @@ def measure_rollouts(server: Server, trainer: Trainer, _: GpuMemory, table: Tabl
             count = sum(len(ids) for answer in found for ids in answer["token_ids"])
         return count / (time.perf_counter() - started)
 
-    rate({})
-    rates: dict[str, list[float]] = {name: [] for name in KINDS}
-    for _ in range(options.rounds):
-        for name, more in KINDS.items():
-            rates[name].append(rate(more))
-    plain = statistics.mean(rates["plain"])
-    for name, found in rates.items():
-        mean = statistics.mean(found)
-        table.add(Row(f"rollouts, {name}", mean, "tokens/s", mean / plain))
+    for more in KINDS.values():
+        rate(more)  # compiles what it needs
+    rounds = [[rate(more) for more in KINDS.values()] for _ in range(options.rounds)]
+    plain, *_ = medians = [statistics.median(found) for found in zip(*rounds, strict=True)]
+    for name, median in zip(KINDS, medians, strict=True):
+        table.add(Row(f"rollouts, {name}", median, "tokens/s", median / plain))
 
 
 @contextmanager
@@ -297,15 +294,17 @@ def measure_load(server: Server, trainer: Trainer, gpu: GpuMemory, table: Table)
     """Measure updates while the server answers."""
     clients = min(32, server.options.prompts * server.options.answers)
     with under_way(server, trainer, clients, return_trajectory=True) as answers:
-        took, before = [trainer.send()], gpu.used_by([])
-        took += [trainer.send() for _ in range(server.options.updates - 1)]
+        half = server.options.updates // 2
+        took = [trainer.send() for _ in range(server.options.updates - half)]
+        before = gpu.used_by([])  # everything that is allocated once is
+        took += [trainer.send() for _ in range(half)]
         after = gpu.used_by([])
     table.add(Row(f"update beside {clients} clients", statistics.median(took), "s"))
     told = [answer["trajectory"][0] for answer in answers]
     mixed = [t for t in told if len(t["weight_steps"]) > 1]
     table.add(Row("answers of several weights", len(mixed), f"of {len(told)}"))
     if before is not None and after is not None:
-        table.add(Row(f"growth in {len(took) - 1} updates", (after - before) / MIB, "MiB"))
+        table.add(Row(f"growth in the last {half} updates", (after - before) / MIB, "MiB"))
 
 
 def measure_pause(server: Server, trainer: Trainer, _: GpuMemory, table: Table) -> None:
