@@ -2,8 +2,8 @@
 """Settings of every test run: the environment of in-process engines, and which tests can run here.
 
 Tests marked `gpu`, `multi_gpu` or `model` skip themselves where what they need is missing. With
-`--require-gpu` they do not, and a run in which no GPU test ran fails: a job on a GPU machine must
-not pass by skipping everything.
+`--require-gpu` those of one GPU do not, and a run in which no GPU test ran fails: a job on a GPU
+machine must not pass by skipping everything.
 """
 
 from __future__ import annotations
@@ -92,11 +92,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         markers = {marker.name for marker in item.iter_markers()}
         if "model" in markers and not any(os.environ.get(name) for name in MODEL_VARIABLES):
             item.add_marker(pytest.mark.skip(reason=f"needs one of {', '.join(MODEL_VARIABLES)}"))
-        if not skip_gpu_tests or markers.isdisjoint(GPU_MARKERS):
+        several = item.get_closest_marker("multi_gpu")
+        is_required = several is None and not skip_gpu_tests
+        if is_required or markers.isdisjoint(GPU_MARKERS):
             continue
         if num_gpus is None:
             num_gpus = count_gpus()
-        wanted = 2 if "multi_gpu" in markers else 1
+        wanted = 1 if several is None else several.args[0]
         if num_gpus < wanted:
             item.add_marker(pytest.mark.skip(reason=f"needs {wanted} CUDA device(s)"))
 
@@ -105,6 +107,14 @@ def pytest_collection_finish() -> None:
     """The garbage collector need not look at all that was imported, again and again."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(
+    params=[pytest.param(count, marks=pytest.mark.multi_gpu(count)) for count in (2, 4)]
+)
+def num_gpus(request: pytest.FixtureRequest) -> int:
+    """A number of GPUs, a rank on each."""
+    return int(request.param)
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums and gathers of two GPUs that read each other: bits, graphs, and a rank that fails."""
+"""Sums and gathers of GPUs that read each other: bits, graphs, and a rank that fails."""
 
 import os
 import sys
@@ -25,13 +25,13 @@ def numbers(*shape: int, rank: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, generator=generator).to(dtype).cuda()
 
 
-def check_sums(ranks: CardCollectives, rank: int, dtype: torch.dtype) -> None:
+def check_sums(ranks: CardCollectives, rank: int, size: int, dtype: torch.dtype) -> None:
     """In one part and in several, and in a graph after sums outside of it, odd and even."""
     scratch = FreshBuffers(torch.device("cuda"))
     for rows in (1, 7, 64, 300):
-        parts = [numbers(rows, 264, rank=other, dtype=dtype) for other in range(2)]
+        parts = [numbers(rows, 264, rank=other, dtype=dtype) for other in range(size)]
         mine, x = parts[rank], numbers(rows, 264, rank=9, dtype=dtype)
-        wanted = (parts[0].float() + parts[1].float() + x.float()).to(dtype)
+        wanted = sum([*(part.float() for part in parts[1:]), x.float()], parts[0].float()).to(dtype)
 
         def write(some: slice, out: Tensor, mine: Tensor = mine) -> None:
             out.copy_(mine[some])
@@ -54,8 +54,8 @@ def check_sums(ranks: CardCollectives, rank: int, dtype: torch.dtype) -> None:
             assert torch.equal(static, wanted)
 
 
-def check_failure(ranks: CardCollectives, board: HostBoard, rank: int) -> None:
-    """The second rank leaves the first one waiting in kernels; then both go on."""
+def check_failure(ranks: CardCollectives, board: HostBoard, rank: int, size: int) -> None:
+    """The others leave the first rank waiting in kernels; then all go on."""
     agreement = Agreement(ranks, board=board)
     x = torch.ones(64, 256, device="cuda")
     for _ in range(3):
@@ -68,13 +68,13 @@ def check_failure(ranks: CardCollectives, board: HostBoard, rank: int) -> None:
             error = ValueError("this rank broke")
         found = agreement.reach(error)
         assert isinstance(found, ValueError if rank else RankError)
-        assert ranks.sum(torch.ones(8, device="cuda")).tolist() == [2.0] * 8
+        assert ranks.sum(torch.ones(8, device="cuda")).tolist() == [size] * 8
         assert agreement.reach(None) is None
-        assert agreement.most(rank + 5) == 6
+        assert agreement.most(rank + 5) == size + 4
 
 
 def run_rank() -> None:
-    rank = int(os.environ["LOCAL_RANK"])
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     distributed.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
@@ -83,18 +83,17 @@ def run_rank() -> None:
     assert board is not None
     ranks = CardCollectives(group, board, device, BUFFER_BYTES)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        check_sums(ranks, rank, dtype)
+        check_sums(ranks, rank, size, dtype)
     large = numbers(300, 264, rank=rank, dtype=torch.float32)  # by the process group
     assert torch.equal(ranks.gather(large)[rank], large)
     few = torch.full((3,), float(rank + 1), device=device)  # no whole vector
-    assert ranks.sum(few).tolist() == [3.0] * 3
-    check_failure(ranks, board, rank)
+    assert ranks.sum(few).tolist() == [sum(range(1, size + 1))] * 3
+    check_failure(ranks, board, rank, size)
     distributed.destroy_process_group()
 
 
-@pytest.mark.multi_gpu
-def test_two_gpus_sum_and_go_on_after_a_failure() -> None:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def test_gpus_sum_and_go_on_after_a_failure(num_gpus: int) -> None:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus)]
     environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     output_of(sys.executable, *command, __file__, env=environment)

@@ -144,13 +144,12 @@ def test_ranks_take_the_same_turns(tmp_path: Path) -> None:
             engine.llm.collective_rpc(run_ahead)
 
 
-@pytest.mark.multi_gpu
-def test_two_gpus_equal_the_reference(tmp_path: Path) -> None:
-    """Their kernels sum; a rank that fails leaves the other one waiting in them."""
+def test_gpus_equal_the_reference(num_gpus: int, tmp_path: Path) -> None:
+    """Their kernels sum; a rank that fails leaves the others waiting in them."""
     folder = make_checkpoint(tmp_path, seed=10, n_kv_heads=2, embedding_size=300)
     model = load_reference(folder)
     asks, wanted = clear_cases(model, REQUESTS)
-    with running(folder, tensor_parallel_size=2) as engine:
+    with running(folder, tensor_parallel_size=num_gpus) as engine:
         assert_decoded(engine.ask(*asks), wanted)
         engine.llm.collective_rpc(fail_once, args=("other",))
         broken = engine.ask(*asks)
@@ -178,34 +177,29 @@ def scores(folder: Path, **settings: Any) -> torch.Tensor:
         return torch.tensor(answer.report["scores"]["logprobs"])
 
 
-@pytest.mark.multi_gpu
 @pytest.mark.parametrize(
     ("family", "quantization"),
     [("llada", None), ("llada", "int4"), ("moe", None), ("moe", "fp8")],
 )
-def test_two_gpus_score_as_well_as_one(
-    family: str, quantization: str | None, tmp_path: Path
+def test_gpus_score_as_well_as_one(
+    family: str, quantization: str | None, num_gpus: int, tmp_path: Path
 ) -> None:
     """In bf16 and quantised, ranks their own columns: as near to plain weights as one GPU is."""
     folder = make_checkpoint(tmp_path, family=family, seed=9, gain=1.0, **WIDE[family])
     plain = scores(folder)
     one = plain if quantization is None else scores(folder, quantization=quantization)
-    two = scores(folder, quantization=quantization, tensor_parallel_size=2)
+    several = scores(folder, quantization=quantization, tensor_parallel_size=num_gpus)
     error = (one - plain).norm() if quantization else 0.02 * plain.norm()
-    assert 0 < (two - plain).norm() < 1.5 * error
+    assert 0 < (several - plain).norm() < 1.5 * error
 
 
 # ---- rows divided over processes ----
 
-DIVIDING: dict[str, Any] = {
-    "additional_config": {
-        "dllm": {
-            "longest_pause_ms": 0,
-            "sequence_parallel_size": 2,
-            "sequence_parallel_min_tokens": 100,
-        }
-    }
-}
+
+def dividing(size: int) -> dict[str, Any]:
+    """Settings of an engine whose long steps so many ranks divide."""
+    divided = {"sequence_parallel_size": size, "sequence_parallel_min_tokens": 100}
+    return {"additional_config": {"dllm": {"longest_pause_ms": 0, **divided}}}
 
 
 def processes_equal_one(folder: Path, ranks: dict[str, Any], *errors: str) -> None:
@@ -216,9 +210,9 @@ def processes_equal_one(folder: Path, ranks: dict[str, Any], *errors: str) -> No
     one rank cannot take, none has.
     """
     root = folder.parent / f"{folder.name}-others"
-    num_ranks = 2 * ranks.get("tensor_parallel_size", 1)
-    others = [make_checkpoint(root / str(rank), seed=64) for rank in range(num_ranks)]
     dllm = {**ranks["additional_config"]["dllm"], "weight_update_root": str(root)}
+    num_ranks = dllm["sequence_parallel_size"] * ranks.get("tensor_parallel_size", 1)
+    others = [make_checkpoint(root / str(rank), seed=64) for rank in range(num_ranks)]
     ranks = {**ranks, "additional_config": {"dllm": dllm}}
     ranks["weight_transfer_config"] = {"backend": "disk"}
     long = Ask(random_prompt(150, 1), {**SHORT, "cfg_scale": 1.0})
@@ -260,11 +254,10 @@ def test_divided_rows_equal_one_process(
     tensor_size: int, checkpoint: Callable[[str], Path]
 ) -> None:
     """Two of them, and four that have halves of the weights besides."""
-    ranks = {**DIVIDING, "tensor_parallel_size": tensor_size}
+    ranks = {**dividing(2), "tensor_parallel_size": tensor_size}
     processes_equal_one(checkpoint("mha"), ranks, "other", "memory")
 
 
-@pytest.mark.multi_gpu
-def test_rows_divided_over_two_gpus_equal_one(checkpoint: Callable[[str], Path]) -> None:
+def test_rows_divided_over_gpus_equal_one(num_gpus: int, checkpoint: Callable[[str], Path]) -> None:
     """With graphs of the steps that are not divided, which others follow at once."""
-    processes_equal_one(checkpoint("mha"), DIVIDING)
+    processes_equal_one(checkpoint("mha"), dividing(num_gpus))

@@ -104,7 +104,7 @@ def nccl_server(model_dir: Path, log: Path, *, packed: bool) -> tuple[ServerProc
     return server_of(model_dir, log, "nccl", CUDA_VISIBLE_DEVICES="1"), info
 
 
-@pytest.mark.multi_gpu
+@pytest.mark.multi_gpu(2)
 @pytest.mark.parametrize("packed", [False, True], ids=["tensors", "packed"])
 def test_a_trainer_on_another_card(model_dir: Path, tmp_path: Path, packed: bool) -> None:
     if not nccl_is_usable():
@@ -113,7 +113,7 @@ def test_a_trainer_on_another_card(model_dir: Path, tmp_path: Path, packed: bool
     transferred(server, model_dir, info)
 
 
-@pytest.mark.multi_gpu
+@pytest.mark.multi_gpu(2)
 def test_an_nccl_that_cannot_be_used_is_refused(model_dir: Path, tmp_path: Path) -> None:
     """Its broadcasts would bring nothing, and say nothing."""
     if nccl_is_usable():
