@@ -5,7 +5,6 @@ import os
 import sys
 from typing import cast
 
-import pytest
 import torch
 from torch import Tensor, distributed
 
