@@ -1,28 +1,27 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a small LLaDA that finds a needle in a long context, for quantisation_quality.py.
+"""Trains a small LLaDA that finds needles in a long context, for quantisation_quality.py.
 
     benchmarks/needle_model.py FOLDER [--lengths 512 2048 8192] [--steps 3000] [--device cuda]
     benchmarks/quantisation_quality.py --models FOLDER --facts FOLDER/facts-2048.jsonl \
         --attention model fp8 --quantization fp8 --gen-length 3 --block-length 3
 
-A context is a list of statements, each a name and three words; the question is the name of one of
-them, the answer its words. In training every statement stands twice in a row, in any order, and of
-one of the two the words are masked. Rows become longer, to the longest of --lengths. Takes a minute
-or two on a large GPU. The checkpoint is in the format of LLaDA, with heads 128 wide;
-facts-N.jsonl hold questions of N tokens.
+A context is words without meaning, and among them one of each of many kinds: the needles. The
+question names three kinds, the answer is the words of these kinds that stand in the context. In
+training several questions follow a context, with their answers masked. Rows become longer, to the
+longest of --lengths. Takes a minute or two on a large GPU. The checkpoint is in the format of
+LLaDA, with heads 128 wide; facts-N.jsonl hold questions of N tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import time
-from itertools import islice, product
+from itertools import chain, islice, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
@@ -31,6 +30,7 @@ import torch
 from tiny_model.checkpoint import generation_config, write_json, write_weights
 from tiny_model.family import TokenIds, load_family
 from tiny_model.tokenizer import train_tokenizer, write_tokenizer
+from torch import Tensor
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
@@ -38,10 +38,9 @@ if TYPE_CHECKING:
 
     from tiny_model.family import Network
     from tokenizers import Tokenizer
-    from torch import Tensor
 
-NUM_WORDS = 3  # of a statement, behind its name
-STATEMENT = 1 + NUM_WORDS
+ASKED = 3  # kinds in a question
+SHORTEST, ROOM = 32, 32  # tokens of the first rows, and of a row for each question behind it
 TEMPLATE = "{{ messages[0]['content'] }}"
 LEARNT = 0.1  # loss with which rows become longer before their share of the steps is over
 
@@ -51,9 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(options.seed)
-    names, words = vocabulary(options.names, options.words)
+    kinds, needles, others = vocabulary(options.kinds, options.needles, options.others)
     family = load_family("llada")
-    tokenizer = train_tokenizer([f" {word}" for word in (*names, *words)], family.special_tokens)
+    words = [*kinds, *chain.from_iterable(needles), *others]
+    tokenizer = train_tokenizer([f" {word}" for word in words], family.special_tokens)
     write_tokenizer(options.folder, tokenizer, family.special_tokens, TEMPLATE)
     ids = tokenizer.get_vocab()
     special = family.special_tokens
@@ -69,14 +69,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "max_sequence_length": 2 * max(options.lengths),
     }
     network: Any = family.network(config).to(options.device)
-    places = [torch.tensor(ids_of(tokenizer, some)) for some in (names, words)]
-    train(network, places[0], places[1], tokens.mask, options)
+    found = torch.tensor(ids_of(tokenizer, words))
+    parts = found.split((options.kinds, options.kinds * options.needles, options.others))
+    drawn = Drawn(parts[0], parts[1].view(options.kinds, -1), parts[2])
+    train(network, drawn, tokens.mask, options)
     write_weights(options.folder, {k: v.cpu() for k, v in network.state_dict().items()})
     write_json(options.folder / "config.json", config)
     write_json(options.folder / "generation_config.json", generation_config(family, tokens))
     for length in options.lengths:
-        facts = questions(random.Random(length), names, words, length, options.questions)
-        lines = [json.dumps(dict(zip(("question", "answer"), fact, strict=True))) for fact in facts]
+        torch.manual_seed(length)
+        rows, masked = drawn.rows(options.questions, length, num_questions=1)
+        told = dict(zip(found.tolist(), words, strict=True))
+        lines = [
+            json.dumps(fact(row, is_answer, told))
+            for row, is_answer in zip(rows, masked, strict=True)
+        ]
         (options.folder / f"facts-{length}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
     return 0
 
@@ -91,20 +98,23 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--heads", type=int, default=2, help="128 wide")
     parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--names", type=int, default=2048)
-    parser.add_argument("--words", type=int, default=128)
+    parser.add_argument("--kinds", type=int, default=64)
+    parser.add_argument("--needles", type=int, default=16, help="of each kind")
+    parser.add_argument("--others", type=int, default=256, help="words without meaning")
     parser.add_argument("--questions", type=int, default=100, help="of each length")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 
 
-def vocabulary(num_names: int, num_words: int) -> tuple[list[str], list[str]]:
-    """Make so many names and words, of syllables; names have an x in front."""
+def vocabulary(
+    num_kinds: int, num_needles: int, num_others: int
+) -> tuple[list[str], list[list[str]], list[str]]:
+    """Make names of kinds, so many words of each, and others, all of syllables."""
     syllables = ["".join(pair) for pair in product("bdfgklmnprstvz", "aeiou")]
     made = ("".join(pair) for pair in product(syllables, repeat=2))
-    words = list(islice(made, num_words))
-    return [f"x{word}" for word in islice(made, num_names)], words
+    kinds = [f"x{word}" for word in islice(made, num_kinds)]
+    return kinds, [list(islice(made, num_needles)) for _ in kinds], list(islice(made, num_others))
 
 
 def ids_of(tokenizer: Tokenizer, words: Sequence[str]) -> list[int]:
@@ -114,73 +124,76 @@ def ids_of(tokenizer: Tokenizer, words: Sequence[str]) -> list[int]:
     return [ids[0] for ids in found]
 
 
-def draw(names: Tensor, words: Tensor, num_rows: int, length: int) -> tuple[Tensor, Tensor]:
-    """Draw rows [B, T] int64 of statements that stand twice, and what is masked [B, T] bool."""
-    count = length // STATEMENT // 2
-    chosen = torch.rand(num_rows, len(names)).argsort(1)[:, :count]
-    values = words[torch.randint(len(words), (num_rows, count, NUM_WORDS))]
-    once = torch.cat((names[chosen][..., None], values), dim=2)
-    rows = torch.cat((once, once), dim=1)
-    masked = torch.zeros(num_rows, 2 * count, STATEMENT, dtype=torch.bool)
-    masked[:, count:, 1:] = torch.rand(num_rows, count, NUM_WORDS) < torch.rand(num_rows, 1, 1)
-    order = torch.rand(num_rows, 2 * count).argsort(1)[..., None].expand(-1, -1, STATEMENT)
-    return rows.gather(1, order).flatten(1), masked.gather(1, order).flatten(1)
+class Drawn(NamedTuple):
+    """Tokens that rows are drawn from.
+
+    Attributes:
+        kinds: [K] int64, names of the kinds.
+        needles: [K, N] int64, words of each kind.
+        others: [M] int64, words without meaning.
+    """
+
+    kinds: Tensor
+    needles: Tensor
+    others: Tensor
+
+    def rows(self, num_rows: int, length: int, num_questions: int) -> tuple[Tensor, Tensor]:
+        """Draw rows [B, T] int64, and which of their tokens answer a question [B, T] bool."""
+        width = length - 2 * ASKED * num_questions
+        count = max(min(len(self.kinds), width // 2), ASKED * num_questions)
+        chosen = torch.rand(num_rows, len(self.kinds)).argsort(1)[:, :count]
+        found = self.needles[chosen, torch.randint(self.needles.shape[1], (num_rows, count))]
+        context = self.others[torch.randint(len(self.others), (num_rows, width))]
+        context.scatter_(1, torch.rand(num_rows, width).argsort(1)[:, :count], found)
+        asked = [
+            part[:, : ASKED * num_questions].view(num_rows, num_questions, ASKED)
+            for part in (self.kinds[chosen], found)
+        ]
+        masked = torch.zeros(num_rows, length, dtype=torch.bool)
+        masked[:, width:].view(num_rows, num_questions, 2 * ASKED)[..., ASKED:] = True
+        return torch.cat((context, torch.cat(asked, dim=2).flatten(1)), dim=1), masked
 
 
-def train(
-    network: Network, names: Tensor, words: Tensor, mask: int, options: argparse.Namespace
-) -> None:
+def fact(row: Tensor, is_answer: Tensor, told: dict[int, str]) -> dict[str, str]:
+    """Return a row with one question as text."""
+    question, answer = (
+        " ".join(map(told.get, row[part].tolist())) for part in (~is_answer, is_answer)
+    )
+    return {"question": f" {question}", "answer": answer}
+
+
+def train(network: Network, drawn: Drawn, mask: int, options: argparse.Namespace) -> None:
     """Train in place, on rows of more and more tokens."""
     module: Any = network
-    device, longest = torch.device(options.device), max(options.lengths)
-    stages = [min(128, longest), *sorted({min(512, longest), min(2048, longest), longest})]
-    total, layers = options.steps, list(module.model.layers.parameters())
-    matrices = [p for p in layers if p.dim() == 2]
-    others = [p for p in module.parameters() if all(p is not matrix for matrix in matrices)]
-    optimizers = [
-        torch.optim.Muon(matrices, 10 * options.learning_rate, weight_decay=0.0),
-        torch.optim.AdamW(others, options.learning_rate, (0.9, 0.98), weight_decay=0.0),
-    ]
-    rates = [
-        torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, optimizer.param_groups[0]["lr"], total + 1, cycle_momentum=False
-        )
-        for optimizer in optimizers
-    ]
+    device, longest, total = torch.device(options.device), max(options.lengths), options.steps
+    lengths = [SHORTEST << i for i in range(longest) if SHORTEST << i < longest] + [longest]
+    optimizer = torch.optim.AdamW(
+        module.parameters(), options.learning_rate, (0.9, 0.98), weight_decay=0.0
+    )
+    rate = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, options.learning_rate, total + 1, cycle_momentum=False
+    )
     started, stage, smoothed = time.monotonic(), 0, 10.0
     for step in range(total):
-        if smoothed < LEARNT or step >= (stage + 1) * total // len(stages):
-            stage, smoothed = min(stage + 1, len(stages) - 1), 10.0
-        length = min(stages[stage], 2 * STATEMENT * len(names))
-        rows, masked = draw(names, words, max(options.tokens_per_batch // length, 1), length)
-        rows, masked = rows.to(device), masked.to(device)
+        if smoothed < LEARNT or step >= (stage + 1) * total // len(lengths):
+            stage, smoothed = min(stage + 1, len(lengths) - 1), 10.0
+        length = lengths[stage]
+        num_questions = min(max(length // ROOM, 1), len(drawn.kinds) // ASKED)
+        num_rows = max(options.tokens_per_batch // length, 1)
+        rows, masked = (x.to(device) for x in drawn.rows(num_rows, length, num_questions))
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             hidden = network.hidden(rows.masked_fill(masked, mask))[masked]
             loss = F.cross_entropy(network.logits(hidden).float(), rows[masked])
         module.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        for each in (*optimizers, *rates):
-            each.step()
-        if step % 20 == 0:  # what the device has computed is waited for now and then only
+        optimizer.step()
+        rate.step()
+        if step % 10 == 0:  # what the device has computed is waited for now and then only
             smoothed = 0.5 * smoothed + 0.5 * loss.item()
         if step % max(total // 20, 1) == 0 or step == total - 1:
             passed = time.monotonic() - started
             sys.stderr.write(f"{step}: {length} tokens, loss {loss.item():.4f}, {passed:.0f} s\n")
-
-
-def questions(
-    draws: random.Random, names: list[str], words: list[str], length: int, count: int
-) -> list[tuple[str, str]]:
-    """Draw contexts with a question, of `length` tokens with the answer, and their answers."""
-    found = []
-    for _ in range(count):
-        chosen = draws.sample(names, min(length // STATEMENT - 1, len(names)))
-        values = [" ".join(draws.choices(words, k=NUM_WORDS)) for _ in chosen]
-        needle = draws.randrange(len(chosen))
-        context = "".join(f" {name} {told}" for name, told in zip(chosen, values, strict=True))
-        found.append((f"{context} {chosen[needle]}", values[needle]))
-    return found
 
 
 if __name__ == "__main__":

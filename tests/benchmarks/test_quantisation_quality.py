@@ -40,16 +40,21 @@ def test_a_run_tells_plain_from_quantised_weights(tmp_path: Path) -> None:
     assert all(1 <= row["tokens_per_forward"] <= 8 for row in rows)
 
 
-def test_a_needle_is_asked_for_by_its_name(tmp_path: Path) -> None:
+def test_needles_are_asked_for_by_their_kinds(tmp_path: Path) -> None:
     arguments = [str(tmp_path), "--lengths", "64", "--steps", "2", "--tokens-per-batch", "128"]
-    arguments += ["--heads", "1", "--layers", "1", "--names", "32", "--words", "9"]
-    assert needle_model.main([*arguments, "--questions", "3", "--device", "cpu"]) == 0
+    arguments += ["--heads", "1", "--layers", "1", "--kinds", "8", "--needles", "4"]
+    arguments += ["--others", "16", "--questions", "30", "--device", "cpu"]
+    assert needle_model.main(arguments) == 0
     reader = load_tokenizer(tmp_path)
     facts = [json.loads(line) for line in (tmp_path / "facts-64.jsonl").read_text().splitlines()]
-    assert len(facts) == 3
+    assert len(facts) == 30
+    kind_of: dict[str, str] = {}
     for fact in facts:
-        context, _, name = fact["question"].rpartition(" ")
-        assert f" {name} {fact['answer']}" in context
+        *context, first, second, third = fact["question"].split()
+        answers = fact["answer"].split()
+        for kind, needle in zip((first, second, third), answers, strict=True):
+            assert context.count(needle) == 1
+            assert kind_of.setdefault(needle, kind) == kind
         told = [{"role": "user", "content": fact["question"]}]
         assert reader.apply_chat_template(told, tokenize=False) == fact["question"]
         assert len(reader(fact["question"])["input_ids"]) == 61
