@@ -54,6 +54,8 @@ class Pace:
         self.factor = 1.0
 
     def learn(self, worked: SliceTiming) -> None:
+        if not worked.seconds:  # of a plan that predicts nothing
+            return
         self._seen.append((worked.taken_s / worked.seconds, worked.seconds))
         ratios, weights = zip(*sorted(self._seen), strict=True)
         sums = list(accumulate(weights))
