@@ -19,7 +19,7 @@ import argparse
 import json
 import sys
 import time
-from itertools import chain, islice, product
+from itertools import count, islice, product, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,7 +30,6 @@ import torch
 from tiny_model.checkpoint import generation_config, write_json, write_weights
 from tiny_model.family import TokenIds, load_family
 from tiny_model.tokenizer import train_tokenizer, write_tokenizer
-from torch import Tensor
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 
     from tiny_model.family import Network
     from tokenizers import Tokenizer
+    from torch import Tensor
 
 ASKED = 3  # kinds in a question
 SHORTEST, ROOM = 32, 32  # tokens of the first rows, and of a row for each question behind it
@@ -50,9 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(options.seed)
-    kinds, needles, others = vocabulary(options.kinds, options.needles, options.others)
+    sizes = options.kinds, options.kinds * options.needles, options.others
+    words = vocabulary(*sizes)
     family = load_family("llada")
-    words = [*kinds, *chain.from_iterable(needles), *others]
     tokenizer = train_tokenizer([f" {word}" for word in words], family.special_tokens)
     write_tokenizer(options.folder, tokenizer, family.special_tokens, TEMPLATE)
     ids = tokenizer.get_vocab()
@@ -69,9 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "max_sequence_length": 2 * max(options.lengths),
     }
     network: Any = family.network(config).to(options.device)
-    found = torch.tensor(ids_of(tokenizer, words))
-    parts = found.split((options.kinds, options.kinds * options.needles, options.others))
-    drawn = Drawn(parts[0], parts[1].view(options.kinds, -1), parts[2])
+    kinds, needles, others = torch.tensor(ids_of(tokenizer, words)).split(sizes)
+    drawn = Drawn(kinds, needles.view(len(kinds), -1), others)
     train(network, drawn, tokens.mask, options)
     write_weights(options.folder, {k: v.cpu() for k, v in network.state_dict().items()})
     write_json(options.folder / "config.json", config)
@@ -79,9 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for length in options.lengths:
         torch.manual_seed(length)
         rows, masked = drawn.rows(options.questions, length, num_questions=1)
-        told = dict(zip(found.tolist(), words, strict=True))
         lines = [
-            json.dumps(fact(row, is_answer, told))
+            json.dumps(fact(tokenizer, row, is_answer))
             for row, is_answer in zip(rows, masked, strict=True)
         ]
         (options.folder / f"facts-{length}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
@@ -107,14 +105,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def vocabulary(
-    num_kinds: int, num_needles: int, num_others: int
-) -> tuple[list[str], list[list[str]], list[str]]:
-    """Make names of kinds, so many words of each, and others, all of syllables."""
+def vocabulary(num_kinds: int, num_needles: int, num_others: int) -> list[str]:
+    """Make names of kinds, which begin with an x, then needles and others, all of syllables."""
     syllables = ["".join(pair) for pair in product("bdfgklmnprstvz", "aeiou")]
     made = ("".join(pair) for pair in product(syllables, repeat=2))
     kinds = [f"x{word}" for word in islice(made, num_kinds)]
-    return kinds, [list(islice(made, num_needles)) for _ in kinds], list(islice(made, num_others))
+    return [*kinds, *islice(made, num_needles + num_others)]
 
 
 def ids_of(tokenizer: Tokenizer, words: Sequence[str]) -> list[int]:
@@ -140,11 +136,11 @@ class Drawn(NamedTuple):
     def rows(self, num_rows: int, length: int, num_questions: int) -> tuple[Tensor, Tensor]:
         """Draw rows [B, T] int64, and which of their tokens answer a question [B, T] bool."""
         width = length - 2 * ASKED * num_questions
-        count = max(min(len(self.kinds), width // 2), ASKED * num_questions)
-        chosen = torch.rand(num_rows, len(self.kinds)).argsort(1)[:, :count]
-        found = self.needles[chosen, torch.randint(self.needles.shape[1], (num_rows, count))]
+        num_found = max(min(len(self.kinds), width // 2), ASKED * num_questions)
+        chosen = torch.rand(num_rows, len(self.kinds)).argsort(1)[:, :num_found]
+        found = self.needles[chosen, torch.randint(self.needles.shape[1], chosen.shape)]
         context = self.others[torch.randint(len(self.others), (num_rows, width))]
-        context.scatter_(1, torch.rand(num_rows, width).argsort(1)[:, :count], found)
+        context.scatter_(1, torch.rand(num_rows, width).argsort(1)[:, :num_found], found)
         asked = [
             part[:, : ASKED * num_questions].view(num_rows, num_questions, ASKED)
             for part in (self.kinds[chosen], found)
@@ -154,19 +150,18 @@ class Drawn(NamedTuple):
         return torch.cat((context, torch.cat(asked, dim=2).flatten(1)), dim=1), masked
 
 
-def fact(row: Tensor, is_answer: Tensor, told: dict[int, str]) -> dict[str, str]:
+def fact(tokenizer: Tokenizer, row: Tensor, is_answer: Tensor) -> dict[str, str]:
     """Return a row with one question as text."""
-    question, answer = (
-        " ".join(map(told.get, row[part].tolist())) for part in (~is_answer, is_answer)
-    )
-    return {"question": f" {question}", "answer": answer}
+    question, answer = (tokenizer.decode(row[part].tolist()) for part in (~is_answer, is_answer))
+    return {"question": question, "answer": answer.strip()}
 
 
 def train(network: Network, drawn: Drawn, mask: int, options: argparse.Namespace) -> None:
     """Train in place, on rows of more and more tokens."""
     module: Any = network
     device, longest, total = torch.device(options.device), max(options.lengths), options.steps
-    lengths = [SHORTEST << i for i in range(longest) if SHORTEST << i < longest] + [longest]
+    doubled = (SHORTEST << i for i in count())
+    lengths = [*takewhile(lambda length: length < longest, doubled), longest]
     optimizer = torch.optim.AdamW(
         module.parameters(), options.learning_rate, (0.9, 0.98), weight_decay=0.0
     )

@@ -13,11 +13,12 @@ process holds, too, and sends: on a GPU by handles of the same card (`ipc`) or t
 
     rollouts      tokens a second of so many prompts with so many answers each, all at once, two
                   tokens a step, at temperature 1, with kept keys and values (`cache: dual`; exact
-                  ones of block-causal families): plain, with trajectories, with entropies, in turns
+                  ones of block-causal families): plain, with trajectories, with entropies, in turns;
+                  medians
     update        seconds from its start to its end while the server is paused, median
     under load    the same with answers under way, none paused; answers that
-                  ran under several weights, and say so; growth of memory in use. A lost one ends
-                  the run
+                  ran under several weights, and say so; growth of memory in use in the second half
+                  of the updates. A lost one ends the run
     pause         steps that end between the call and its answer, with 64 requests under way; ms
     sleep, wake   seconds at level 1, and what stays in use meanwhile
 

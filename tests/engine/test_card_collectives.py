@@ -3,6 +3,7 @@
 
 import os
 import sys
+from functools import reduce
 from typing import cast
 
 import torch
@@ -30,7 +31,7 @@ def check_sums(ranks: CardCollectives, rank: int, size: int, dtype: torch.dtype)
     for rows in (1, 7, 64, 300):
         parts = [numbers(rows, 264, rank=other, dtype=dtype) for other in range(size)]
         mine, x = parts[rank], numbers(rows, 264, rank=9, dtype=dtype)
-        wanted = sum([*(part.float() for part in parts[1:]), x.float()], parts[0].float()).to(dtype)
+        wanted = reduce(torch.add, [part.float() for part in (*parts, x)]).to(dtype)
 
         def write(some: slice, out: Tensor, mine: Tensor = mine) -> None:
             out.copy_(mine[some])
