@@ -13,8 +13,8 @@ process holds, too, and sends: on a GPU by handles of the same card (`ipc`) or t
 
     rollouts      tokens a second of so many prompts with so many answers each, all at once, two
                   tokens a step, at temperature 1, with kept keys and values (`cache: dual`; exact
-                  ones of block-causal families): plain, with trajectories, with entropies, in turns;
-                  medians
+                  ones of block-causal families): plain, with trajectories, with entropies, in
+                  turns; medians
     update        seconds from its start to its end while the server is paused, median
     under load    the same with answers under way, none paused; answers that
                   ran under several weights, and say so; growth of memory in use in the second half
