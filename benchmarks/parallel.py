@@ -15,8 +15,9 @@ one after the other, while the others have nothing to do; three minutes on two H
 
     step       milliseconds from step to step of a lone request of so many rows, no cache (`one`,
                `tpN`); of block-causal families of a block of 32 behind so many
-    clients    tokens a second of 32 clients, each with one request, for each replica: prompt 128,
-               canvas 128 in blocks of 32, two tokens a forward; and of 64 with `cache: dual`
+    clients    tokens a second of so many clients of that cache (CACHE:NUMBER), each with one
+               request, for each replica: prompt 128, canvas 128 in blocks of 32, two tokens a
+               forward
     long       seconds of the only step of a lone request of so many rows, its prompt all but a
                block of 128 (`one`, `spN`), for each --attention-dtype, and GiB of activations of a
                rank. It is cut as --longest-pause-ms says; 0: not at all
@@ -36,12 +37,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
-from benchmarks.harness import Table
+from benchmarks.harness import BenchmarkError, Table
 
 harness.prepare(
     VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # weights are drawn in the workers
@@ -60,8 +61,16 @@ PROMPT, CANVAS = 128, 128
 LONG_CANVAS, WARM_ROWS = 128, 8192
 LONG = (65_536, 204_800)
 FEW_STEPS, ROUNDS = 4, 3
-CLIENTS = {"none": 32, "dual": 64}  # by cache
+CLIENTS = ["none:32", "dual:64"]
+CACHES = ("none", "dual")
 COLUMNS = {"way": "<4", "measure": "<42", "value": ">9.2f", "unit": "<9", "over one": ">8.2f"}
+
+
+class Clients(NamedTuple):
+    """Number of clients of a replica, and the cache that they ask for."""
+
+    cache: str
+    number: int
 
 
 @dataclass(frozen=True)
@@ -158,7 +167,7 @@ class Job:
         model: checkpoint.
         settings: settings of the engine; weights are drawn if it loads dummies.
         lengths: rows of the steps to measure.
-        caches: caches that clients ask for.
+        clients: those whose tokens per second to measure.
         long: lengths of long steps; if not empty, nothing else is measured.
         attention: numbers of their attention, one step each.
         longest_pause_ms: the engine's; None for its default.
@@ -168,7 +177,7 @@ class Job:
     model: Path
     settings: dict[str, Any]
     lengths: tuple[int, ...] = ()
-    caches: tuple[str, ...] = ()
+    clients: tuple[Clients, ...] = ()
     long: tuple[int, ...] = ()
     attention: tuple[str, ...] = ()
     longest_pause_ms: float | None = None
@@ -219,8 +228,7 @@ class Job:
         for length in () if is_replicated else self.lengths:
             yield f"step, T = {length:,}", await client.step_ms(length), "ms"
         replicas = int(self.way[2:]) if is_replicated else 1
-        for cache in self.caches:
-            number = CLIENTS[cache]
+        for cache, number in self.clients:
             value = await client.tokens_per_s(number * replicas, cache)
             yield f"{number} clients a replica, cache {cache}", value, "tokens/s"
 
@@ -328,6 +336,15 @@ def paint(rows: Sequence[Row], names: Sequence[str], axis: Any) -> None:
         axis.legend()
 
 
+def clients_of(text: str) -> Clients:
+    """Parse CACHE:NUMBER."""
+    cache, _, number = text.partition(":")
+    if cache not in CACHES or not number.isdecimal() or int(number) < 1:
+        wanted = f"{' or '.join(CACHES)}, a colon, a number from 1"
+        raise BenchmarkError(f"--clients: given {text!r}; wanted {wanted}")
+    return Clients(cache, int(number))
+
+
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = harness.Parser("parallel", __doc__)
@@ -336,10 +353,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.option("--ways", WAYS, "one, tpN, spN, dpN")
     parser.option("--lengths", LENGTHS, "rows of a step; empty: none", nargs="*")
     parser.option("--long", LONG, "rows of a long step; empty: none", nargs="*")
-    parser.option("--clients", list(CLIENTS), "caches; empty: none", nargs="*", choices=CLIENTS)
+    about = "CACHE:NUMBER, of each replica; empty: none"
+    parser.option("--clients", CLIENTS, about, nargs="*")
     parser.option("--attention-dtype", ["model"], "of long steps", choices=("model", "fp8"))
     parser.option("--longest-pause-ms", None, "of long steps (default: the engine's)", type=float)
     options = parser.parse_args(arguments)
+    options.clients = [clients_of(text) for text in options.clients]
     options.ways = sorted(options.ways, key=lambda way: way != "one")  # the others' measure
     return options
 
