@@ -228,6 +228,17 @@ def test_pages_that_were_provided_do_not_move_as_requests_come() -> None:
     assert store.reserved_bytes == 0
 
 
+def test_pages_of_many_move_a_few_times_while_requests_come_one_by_one() -> None:
+    pages, store = pages_of(num_pages=400)
+    sizes = []
+    for number in range(300):  # beyond half of the pool, where the store cannot double
+        pages.allocate(str(number), PAGE_SIZE)
+        sizes.append(store.num_pages)
+    assert len(set(sizes)) < 15
+    assert all(size <= max(2, number * 2) for number, size in enumerate(sizes, 1))
+    assert all(size <= 5 * number // 4 for number, size in enumerate(sizes, 1) if number > 256)
+
+
 def test_what_one_request_alone_kept_is_given_back_with_it() -> None:
     pages, store = pages_of(num_pages=10)
     pages.allocate("small", 1)

@@ -299,15 +299,16 @@ class PageAllocator:
         return 0 if cannot_move else self.store.reserved_bytes - self.store.num_bytes
 
     def _provide(self, wanted: int) -> None:
-        """Have `wanted` free pages; the store at least doubles, so that pages move rarely."""
+        """Have `wanted` free pages; the store grows by more than that, so that pages move rarely."""
         store, missing = self.store, wanted - len(self.store.free)
         if missing <= 0:
             return
         needed, doubled = store.num_pages + missing, 2 * store.num_pages
         if not self._sequences:
             store.resize(0)  # nothing to move: what there was goes first
-        may_double = doubled > needed and 2 * doubled * store.page_bytes <= self._pool.budget_bytes
-        for count in (doubled, needed) if may_double else (needed,):
+        may_double = 2 * doubled * store.page_bytes <= self._pool.budget_bytes
+        larger = doubled if may_double else store.num_pages * 5 // 4
+        for count in (larger, needed) if larger > needed else (needed,):
             with suppress(PoolExhaustedError, torch.OutOfMemoryError):
                 store.resize(count)
                 return
