@@ -24,7 +24,7 @@ def tiling(num_rows: int, columns: int, depth: int, *, gated: bool = False) -> T
     ("columns", "depth", "gated"),
     [
         *((12288, 256, False), (4096, 384, False), (6144, 128, False), (2048, 256, False)),
-        *((24576, 256, True), (3584, 18944, False)),
+        *((24576, 256, True), (12288, 256, True), (3584, 18944, False)),
     ],
 )
 def test_tilings_give_each_multiprocessor_one_block(columns: int, depth: int, gated: bool) -> None:
@@ -42,6 +42,7 @@ def test_few_rows_are_ours_as_far_as_they_are_faster() -> None:
     assert tiling(32, 4096, 4096 + 64) is None  # not in two halves of whole steps
     assert tiling(32, 24576, 4096) is None  # cuBLAS is as fast, but for what follows it
     assert tiling(32, 24576, 4096, gated=True) == Tiling(192)
+    assert tiling(32, 12288, 4096, gated=True) == Tiling(96)
 
 
 def test_tilings_of_many_rows_leave_little_of_the_card_idle() -> None:

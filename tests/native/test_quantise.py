@@ -200,6 +200,7 @@ def test_few_rows_against_float64(generator, num_rows, tiling, num_columns, dept
 # Few rows in the tile for them; any number of rows and columns in those of many.
 GATED = [
     *((Tiling(192), rows, 24576) for rows in (1, 16, 33, 64)),
+    *((Tiling(96), rows, 12288) for rows in (1, 16, 33, 64)),
     *(
         (Tiling(192, rows=tile), rows, columns)
         for tile in (128, 256)

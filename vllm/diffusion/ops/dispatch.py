@@ -33,7 +33,7 @@ _SKINNY = (
     _Skinny(Tiling(96, split=2), max_rows=128),
     _Skinny(Tiling(32, split=2), max_rows=64),
 )
-_SKINNY_GATED = (_Skinny(Tiling(192), max_rows=128),)
+_SKINNY_GATED = (_Skinny(Tiling(192), max_rows=128), _Skinny(Tiling(96), max_rows=64))
 _SKINNY_FP8 = (
     _Skinny(Tiling(96), max_rows=64),
     _Skinny(Tiling(96), min_rows=129, max_rows=256),
@@ -41,7 +41,7 @@ _SKINNY_FP8 = (
     _Skinny(Tiling(96, split=2), max_rows=64),
     _Skinny(Tiling(32, split=2), max_rows=64),
 )
-_SKINNY_GATED_FP8 = (_Skinny(Tiling(192), max_rows=64),)
+_SKINNY_GATED_FP8 = (_Skinny(Tiling(192), max_rows=64), _Skinny(Tiling(96), max_rows=64))
 _PACKED_FEW = ((192, 0), (64, 0))  # columns and rows of a tile
 _PACKED_FEW_ROWS = 64
 # Of more rows, with the microseconds that a tile takes for 4,096 of the depth.

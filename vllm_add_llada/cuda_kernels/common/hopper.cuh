@@ -107,8 +107,8 @@ __device__ inline uint64_t matrix_descriptor(uint32_t address) {
 #define NAMES_4 "%0, %1, %2, %3"
 #define NAMES_8 NAMES_4 ", %4, %5, %6, %7"
 #define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define NAMES_32 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23" \
-                          ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_24 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define NAMES_32 NAMES_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_48 NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39" \
                           ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define NAMES_64 NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55" \
@@ -124,6 +124,7 @@ __device__ inline uint64_t matrix_descriptor(uint32_t address) {
 #define SUMS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SUMS_8(i) SUMS_4(i), SUMS_4(i + 4)
 #define SUMS_16(i) SUMS_8(i), SUMS_8(i + 8)
+#define SUMS_24(i) SUMS_16(i), SUMS_8(i + 16)
 #define SUMS_32(i) SUMS_16(i), SUMS_16(i + 16)
 #define SUMS_48(i) SUMS_32(i), SUMS_16(i + 32)
 #define SUMS_64(i) SUMS_32(i), SUMS_32(i + 32)
@@ -145,6 +146,7 @@ __device__ inline uint64_t matrix_descriptor(uint32_t address) {
 DEFINE_MULTIPLY(4, "8", "%4", "%5", "%6")
 DEFINE_MULTIPLY(8, "16", "%8", "%9", "%10")
 DEFINE_MULTIPLY(16, "32", "%16", "%17", "%18")
+DEFINE_MULTIPLY(24, "48", "%24", "%25", "%26")
 DEFINE_MULTIPLY(32, "64", "%32", "%33", "%34")
 DEFINE_MULTIPLY(48, "96", "%48", "%49", "%50")
 DEFINE_MULTIPLY(64, "128", "%64", "%65", "%66")

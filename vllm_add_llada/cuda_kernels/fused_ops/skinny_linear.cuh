@@ -415,9 +415,9 @@ cudaError_t launch_skinny(const LinearParams& params, cudaStream_t stream) {
   const int columns_and_split = params.tiling.columns * 10 + params.tiling.split;
   if (params.num_rows < 1) return cudaErrorInvalidValue;
   if (params.epilogue == Epilogue::kSiluMul) {
-    return columns_and_split == 1921
-               ? launch_groups<kIsFp8, 192, 1, Epilogue::kSiluMul>(params, stream)
-               : cudaErrorInvalidValue;
+    return dispatch_value<961, 1921>(columns_and_split, [&](auto tiling) {
+      return launch_groups<kIsFp8, tiling / 10, 1, Epilogue::kSiluMul>(params, stream);
+    });
   }
   return dispatch_value<322, 642, 961, 962>(columns_and_split, [&](auto tiling) {
     constexpr int kColumns = tiling / 10, kSplit = tiling % 10;
