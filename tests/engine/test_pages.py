@@ -141,6 +141,19 @@ def test_pages_that_move_for_a_plan_are_found_by_its_step(
     assert tokens([answer]) == [(wanted.ids, wanted.num_forwards)]
 
 
+def test_pages_move_once_for_all_that_start_together(engine: Engine) -> None:
+    pages, store = engine.runner.pages, engine.runner.caches
+
+    def moves(*lengths: int) -> int:
+        assert engine.is_idle()
+        pages.trim()
+        generation = store.generation
+        engine.ask(*(as_request(random_prompt(n), **BLOCKS, cache="dual") for n in lengths))
+        return int(store.generation - generation)
+
+    assert moves(150, 70, 90, 180) == moves(20) > 0
+
+
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 def test_steps_take_no_more_than_planned(
     engine: Engine, cache: str, monkeypatch: pytest.MonkeyPatch

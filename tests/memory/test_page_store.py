@@ -321,7 +321,8 @@ def test_a_request_may_read_what_another_one_keeps() -> None:
     pages, store = pages_of(num_pages=40)
     length, offset = 2 * PAGE_SIZE + 30, 3 * PAGE_SIZE
     shared = [range(PAGE_SIZE + 9), range(offset, offset + PAGE_SIZE + 9)]
-    first = pages.allocate("a", offset + length, spare=4 * PAGE_SIZE)
+    pages.provide(10 * PAGE_SIZE)
+    first = pages.allocate("a", offset + length)
     mark(store, first, 1)
     generation = store.generation
     second = pages.share("b", "a", offset + length, shared)

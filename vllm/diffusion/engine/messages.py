@@ -27,8 +27,8 @@ class NewCanvas:
 
     `host_layers` is the number of layers whose kept keys and values lie in host memory. `prompt_of`
     names a running request that has computed what its first forward begins with
-    (`prompt_groups.py`); `spare_positions` of kept keys and values are for requests that will read
-    its own.
+    (`prompt_groups.py`). `kept_positions` are of the pages that it takes, with those of requests
+    that will read its prompt.
     """
 
     req_id: str
@@ -36,7 +36,7 @@ class NewCanvas:
     params: DiffusionParams
     host_layers: int = 0
     prompt_of: str | None = None
-    spare_positions: int = 0
+    kept_positions: int = 0
 
 
 @dataclass(frozen=True)

@@ -69,16 +69,13 @@ class PageAllocator:
         self._scratch: dict[str, list[int]] = {}  # pages beside the assigned ones, by place
         self._is_fixed = False
 
-    def allocate(
-        self, req_id: str, length: int, host_layers: int = 0, spare: int = 0
-    ) -> KeptSequence:
+    def allocate(self, req_id: str, length: int, host_layers: int = 0) -> KeptSequence:
         """Give a request uninitialised pages for `length` positions, replacing those it had.
 
         Args:
             req_id: the request.
             length: positions.
             host_layers: number of layers whose pages lie in host memory; equal for all requests.
-            spare: positions of free pages to provide besides, for `share`.
 
         Raises:
             PoolExhaustedError: the pool has no room for them.
@@ -93,7 +90,7 @@ class PageAllocator:
                 )
             self.store.begin_anew(host_layers)
         wanted = num_pages(length)
-        self._provide(wanted + num_pages(spare))
+        self._provide(wanted)
         self.store.take_host_memory()
         pages = np.array([self.store.free.pop() for _ in range(wanted)], dtype=np.int64)
         kept = self._hold(req_id, length, pages)
@@ -299,7 +296,7 @@ class PageAllocator:
         return 0 if cannot_move else self.store.reserved_bytes - self.store.num_bytes
 
     def _provide(self, wanted: int) -> None:
-        """Have `wanted` free pages; the store grows by more than that, so that pages move rarely."""
+        """Have `wanted` free pages; the store grows by more, so that pages move rarely."""
         store, missing = self.store, wanted - len(self.store.free)
         if missing <= 0:
             return

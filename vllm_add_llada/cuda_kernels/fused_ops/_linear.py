@@ -25,10 +25,10 @@ class Tiling:
     """Tile of one block of the kernel, or of a cluster of blocks that share the depth.
 
     Kernels exist: for at most 64 rows with 96 columns, or 32 split in two, for at most 128 rows
-    with 96 split in two, for at most 192 rows with 64 split in two; for SILU_MUL with 96 columns for
-    at most 64 rows, with 192 for at most 128, or in tiles of 128 or 256 rows. For fp8: 64 columns
-    for at most 256 rows, 96 not split also for 129 to 256, 96 split in two and 192 for 64, and
-    tiles of 128 or 256 rows.
+    with 96 split in two, for at most 192 rows with 64 split in two; for SILU_MUL with 96 columns
+    for at most 64 rows, with 192 for at most 128, or in tiles of 128 or 256 rows. For fp8: 64
+    columns for at most 256 rows, 96 not split also for 129 to 256, 96 split in two and 192 for 64,
+    and tiles of 128 or 256 rows.
     """
 
     columns: int  # rows of the weight; of a gated product half of them from each part

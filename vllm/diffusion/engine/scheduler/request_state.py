@@ -150,7 +150,7 @@ class RequestState:
             self.params,
             host_layers=self.demand.host_layers,
             prompt_of=self.prompt_of,
-            spare_positions=self.demand.spare,
+            kept_positions=self.demand.cached_positions,
         )
 
     def advance(self, result: StepResult, usage: StepUsage | None) -> list[int]:

@@ -237,9 +237,7 @@ class DiffusionModelRunner:
                 self.pages.share(new.req_id, owner, length, canvas.window.frozen_positions)
             )
         elif new.params.cache not in ("none", "exact"):  # exact ones get pages by `assign`
-            canvas.window.cache = self.pages.allocate(
-                new.req_id, length, layers, new.spare_positions
-            )
+            canvas.window.cache = self.pages.allocate(new.req_id, length, layers)
         if layers and self._log is not None:
             self._log.host_layers(new.req_id, self.caches)
         if self._firsts is None and shares_first_forward(new.params):

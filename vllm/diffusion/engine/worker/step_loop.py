@@ -22,7 +22,7 @@ from vllm.diffusion.engine.worker.run_ahead import next_behind
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from vllm.diffusion.engine.messages import DiffusionSchedulerOutput, NewCanvas
     from vllm.diffusion.engine.scheduler.turns import StepLimits
@@ -150,7 +150,7 @@ class StepLoop:
             running = self._runner.canvases.keys()
             self._under_way = [s for s in self._under_way if not running.isdisjoint(s.req_ids)]
 
-    def _start_all(self, admitted: Iterable[NewCanvas]) -> dict[str, StepResult]:
+    def _start_all(self, admitted: Sequence[NewCanvas]) -> dict[str, StepResult]:
         """Take in requests.
 
         Returns:
@@ -158,6 +158,8 @@ class StepLoop:
             those whose first step needs nothing but what another request has computed.
         """
         results = {}
+        if kept := sum(new.kept_positions for new in admitted if not new.host_layers):
+            self._runner.pages.provide(kept)  # so that those of others move once
         for new in admitted:
             error = self._start(new)
             if isinstance(error, OUT_OF_MEMORY):
