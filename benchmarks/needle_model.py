@@ -102,7 +102,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=100, help="of each length")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.kinds < ASKED:
+        parser.error(f"--kinds: given {options.kinds}; wanted at least {ASKED}")
+    if min(options.lengths) < 4 * ASKED:
+        parser.error(f"--lengths: given {min(options.lengths)}; wanted at least {4 * ASKED}")
+    return options
 
 
 def vocabulary(num_kinds: int, num_needles: int, num_others: int) -> list[str]:
