@@ -27,6 +27,7 @@ TILE_ROWS = 128  # of a product: chunks are whole tiles where they can be
 QUERY_TILE = 128
 FP8_ATTENTION_SPEED = 1.55  # of cuDNN on an H200 with long sequences, relative to 16 bits
 EXPERTS_SHARE = 0.65  # of the rate of large products that those of experts reach
+PACKED_SHARE = 0.65  # of the memory's rate that products reach that unpack 4-bit weights
 
 
 class Rates(NamedTuple):
@@ -248,6 +249,8 @@ class Costs:
             return 0.0
         shape, rates, stored = self._shape, self._rates, weights if stored is None else stored
         number_bytes, speed = shape.weight_bytes, shape.speed
+        if number_bytes < 1:
+            number_bytes /= PACKED_SHARE
         if is_head:  # which stays plain unless it is asked for
             number_bytes, speed = shape.element_bytes, 1.0
         reading = work.num_chunks * stored * number_bytes / rates.memory_bytes
