@@ -229,7 +229,7 @@ def _distributions(
         logits = free + (asked["cfg_scale"] + 1) * (logits - free)
     edits = {name: asked[name] for name, neutral in _EDITS.items() if asked[name] != neutral}
     if edits:
-        start, stops = trajectory["prompt_length"], asked["end_ids"]
+        start, stops = trajectory["prompt_length"], asked["end_ids"] or asked["stop_ids"]
         end = start + asked["max_tokens" if asked["suffix_ids"] else "gen_length"]
         edits |= {"ignore_eos": asked["ignore_eos"]}
         for step in sorted({commit[0] for commit in commits}):

@@ -109,10 +109,12 @@ class Server:
         folder.mkdir()
         save_file(weights, folder / "model.safetensors")
         self.post("/pause", mode="keep")
-        self.post("/start_weight_update")
-        self.post("/update_weights", {"update_info": {"path": version}})
-        self.post("/finish_weight_update", {"weight_version": version})
-        self.post("/resume")
+        try:
+            self.post("/start_weight_update")
+            self.post("/update_weights", {"update_info": {"path": version}})
+            self.post("/finish_weight_update", {"weight_version": version})
+        finally:
+            self.post("/resume")
         if self._newest is not None:
             shutil.rmtree(self._newest)
         self._newest = folder
@@ -258,14 +260,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--curve", type=Path, default=Path("rl_tiny.png"))
     asked = parser.parse_args()
+    if not asked.updates.is_dir():
+        parser.error(f"--updates: given {asked.updates}; wanted a folder that is there")
     rng = random.Random(asked.seed)
     server = Server(asked.server, asked.updates)
     trainer = Trainer(asked.model, asked.learning_rate)
     new, known = questions_of(asked.model)
     known = rng.sample(known, 128)
+    server.update(trainer.network.state_dict(), "step-0")
     print(f"knows {share_right(server, known):.3f} of what it was taught")
 
-    server.update(trainer.network.state_dict(), "step-0")
     rewards: list[float] = []
     started = time.monotonic()
     for iteration in range(asked.iterations):

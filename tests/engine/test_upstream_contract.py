@@ -14,6 +14,7 @@ import torch
 from tests.checkpoints import random_prompt
 from tests.engine.harness import Ask, Engine, logged, record
 from tests.programs import ROOT, run_python
+from vllm.diffusion.core.errors import ServerConfigError
 
 
 def test_the_scheduler_implements_the_whole_interface() -> None:
@@ -78,8 +79,16 @@ def test_the_worker_has_what_trainers_call() -> None:
 
 def test_an_engine_tells_its_scheduler_the_label_of_the_weights(engine: Engine) -> None:
     engine.llm.update_weight_version("a label")
-    assert engine.scheduler.weight_version == "a label" == engine.llm.get_weight_version()
+    assert engine.llm.get_weight_version() == "a label"
+    assert list(engine.scheduler.labels.values()) == ["a label"]
     engine.llm.update_weight_version("default")
+
+
+def test_a_sleep_that_is_refused_pauses_nothing(engine: Engine) -> None:
+    for level, wanted in ((1, "--enable-sleep-mode"), (7, "0, 1 or 2")):
+        with pytest.raises(ServerConfigError, match=f"sleep: given level {level}; wanted {wanted}"):
+            engine.llm.sleep(level)
+        assert not engine.core.is_scheduler_paused()
 
 
 def test_the_engine_core_passes_the_scheduler_what_it_takes() -> None:

@@ -221,6 +221,23 @@ def test_a_request_goes_on_as_if_the_model_had_changed_at_that_step(
     assert found["weight_version"] is None
 
 
+def test_a_label_is_of_all_answers_of_its_weights(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Steps may be taken between the end of an update and the label, which comes after it."""
+    other(tmp_path / "new", "mha")
+    ask = Ask(random_prompt(20), {"gen_length": 16, "ignore_eos": True, **TRACED})
+    with running(checkpoint("mha"), **updatable(tmp_path)) as engine:
+        update(engine, "new")
+        start(engine, "a", ask)
+        for _ in range(3):
+            engine.llm.llm_engine.step()
+        engine.llm.update_weight_version("b")
+        started, later = finish(engine)["a"], engine.ask(ask)[0]
+    labels = [answer.report["trajectory"]["weight_version"] for answer in (started, later)]
+    assert labels == ["b", "b"]
+
+
 @pytest.mark.parametrize("cache", ["exact", "none"])
 def test_blocks_go_on_with_the_changed_model(
     cache: str, checkpoint: Callable[[str], Path], tmp_path: Path

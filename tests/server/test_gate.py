@@ -46,6 +46,9 @@ class Engine:
     def propagate_error(self, error: Exception) -> None:
         self.errors.append(error)
 
+    async def collective_rpc(self, method: str, **named: Any) -> None:
+        raise NotImplementedError(method)
+
     async def abort(self, request_ids: list[str], internal: bool) -> None:
         self.aborted += request_ids
 

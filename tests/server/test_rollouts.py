@@ -188,6 +188,34 @@ def test_an_update_is_told_checked_and_undone(
     assert trained.ask(**SHORT)["token_ids"] == answer["token_ids"]
 
 
+@pytest.mark.slow
+def test_replicas_fail_together_in_an_update(
+    model_dir: Path, updates: Path, tmp_path: Path
+) -> None:
+    """One that could load its part answers nothing either, before another update has ended."""
+    command = [*SERVER, "--model", str(model_dir), "--data-parallel-size", "2"]
+    settings = {"dllm": {"weight_update_root": str(updates)}}
+    command += ["--weight-transfer-config", '{"backend": "disk"}']
+    command += ["--additional-config", json.dumps(settings)]
+    write_weights(model_dir, updates / "whole")
+    server = ServerProcess(command, tmp_path / "server.log", VLLM_SERVER_DEV_MODE="1")
+    with healthy(server), server.client() as http, ThreadPoolExecutor(4) as pool:
+        client = Client(http)
+        short = [{"prompt": "Hi", "gen_length": 8, "timeout_s": 1.0}] * 4
+        for update_info in ([{"path": "whole"}, {"path": "missing"}], [{"path": "whole"}]):
+            post(client, "/start_weight_update")
+            for route, body in (
+                ("/update_weights", {"update_info": update_info}),
+                ("/finish_weight_update", {"weight_version": "half"}),
+            ):
+                last = {"Connection": "close"}
+                assert http.post(route, json=body, headers=last).status_code == 500
+            found = pool.map(lambda body: http.post(GENERATE, json=body), short)
+            assert [response.status_code for response in found] == [504] * 4
+        update(client, "whole", "whole")
+        assert client.ask(**SHORT)["token_ids"]
+
+
 @pytest.mark.parametrize("level", ["1", "2"])
 def test_memory_is_lent_over_http(
     trained: Client, model_dir: Path, updates: Path, level: str

@@ -41,6 +41,7 @@ _ANSWER_S = 1.0  # a probe's patience with an engine that is inside a step
 _FLUSH_S = 2.0  # for the last errors to reach their clients
 _WAKE_S = 0.5  # between polls of an engine that is ending
 _status = 0
+_UPDATING = ("start_weight_update", "update_weights", "finish_weight_update", "reload_weights")
 _END_S = 4.0  # until a server that lost an engine ends, whatever holds it up
 
 
@@ -61,7 +62,8 @@ class Lifecycle:
     """State of one server process; must be made while its event loop runs.
 
     Args:
-        engine: the engine's client; its `shutdown` drains from now on.
+        engine: the engine's client; its `shutdown` drains from now on, and an update of the weights
+            that fails on one replica stops the others, too.
         end: tells the HTTP server to end.
         engines: processes of engines on this host, title by process id.
     """
@@ -81,6 +83,7 @@ class Lifecycle:
         self._question: asyncio.Task[bool] | None = None
         self._was_paused = False
         self._engine.shutdown = self._shut_down
+        self._call_all, self._engine.collective_rpc = engine.collective_rpc, self._call_workers
         self._tell_requests = self._engine.output_processor.propagate_error
         self._engine.output_processor.propagate_error = self._tell_of_an_error
         self._is_lost = False
@@ -125,6 +128,16 @@ class Lifecycle:
             question, self._question = self._question, None
             self._was_paused = question.exception() is None and question.result()
         return self._was_paused
+
+    async def _call_workers(self, method: str, *args: Any, **named: Any) -> Any:
+        """Call a method of all workers; of an update that fails on one replica, on all."""
+        try:
+            return await self._call_all(method, *args, **named)
+        except Exception as error:
+            if method in _UPDATING:
+                with suppress(Exception):  # of an engine that is gone, too
+                    await self._call_all("fail_with_others", args=(str(error),))
+            raise
 
     def _shut_down(self, timeout: float | None = None) -> None:
         """Drain and stop; upstream calls it in a thread on a signal, and again at the very end."""

@@ -18,6 +18,8 @@ from vllm.diffusion.request.params import DRAWN_SEED_BITS
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vllm.diffusion.engine.messages import StepResult, StepUsage
     from vllm.diffusion.memory import Demand
     from vllm.diffusion.request.params import DiffusionParams
@@ -62,7 +64,7 @@ class RequestState:
         num_pages: pages that it has, where the scheduler hands them out.
         prompt_of: the request that has computed what its first forward begins with.
         largest: usage of its step with the highest peak.
-        weight_version: label of the weights that compute it; None if it was another one before.
+        labels: of the weights, by the number of changes before them.
     """
 
     request: Request
@@ -82,7 +84,7 @@ class RequestState:
     num_committed: int = 0
     prompt_of: str | None = None
     largest: StepUsage | None = None
-    weight_version: str | None = "default"
+    labels: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.next_rows = self.demand.first_rows

@@ -26,7 +26,7 @@ from vllm.diffusion.engine.messages import (
     StepUsage,
 )
 from vllm.diffusion.engine.planning import make_planner
-from vllm.diffusion.engine.scheduler import outputs, weight_versions
+from vllm.diffusion.engine.scheduler import outputs, trainer_calls
 from vllm.diffusion.engine.scheduler.likelihood_calls import LikelihoodCalls
 from vllm.diffusion.engine.scheduler.long_requests import Slicing
 from vllm.diffusion.engine.scheduler.observer import Observer
@@ -90,8 +90,8 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         self._heard_at = 0.0  # time.monotonic() of the newest results
         self._finished_req_ids: set[str] = set()
         self._generation = 0  # of the weights, as workers have said
-        self._weight_version = weight_versions.DEFAULT
-        weight_versions.follow()
+        self.labels = {0: trainer_calls.DEFAULT}  # of the weights, by the number of changes before
+        trainer_calls.follow()
         # Guests.
         self._observer = Observer() if log_stats else None
         settings = settings_of(vllm_config)
@@ -217,7 +217,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
                 self._refuse(item.request, str(error), reason="memory")
                 continue
             self._running[item.req_id] = item
-            item.weight_version = self._weight_version
+            item.labels = self.labels
             admitted.append(item.start())
             if slicing is not None:
                 slicing.started(item, admission)

@@ -49,7 +49,7 @@ def trajectory_of(item: RequestState, found: Trajectory) -> dict[str, Any]:
         "finish_reason": "stop" if reason is None else str(reason),
         "num_steps": found.num_steps,
         "seed": params.seed,
-        "weight_version": item.weight_version if len(found.weight_steps) < 2 else None,
+        "weight_version": _label(item, found),
         "weight_steps": [list(span) for span in found.weight_steps],
         "parameters": parameters_of(params),
         "replayable": params.cache in ("none", "exact") and params.algorithm != "credit",
@@ -69,6 +69,14 @@ def parameters_of(params: DiffusionParams) -> dict[str, Any]:
         "forbidden_ids": list(params.never_ids),
         "suffix_ids": list(params.suffix_ids),
     }
+
+
+def _label(item: RequestState, found: Trajectory) -> str | None:
+    """Return the label of the weights that computed all steps; it stays until another is given."""
+    if len(found.weight_steps) > 1:
+        return None
+    generations = [generation for generation, _ in found.weight_steps] or list(item.labels)
+    return item.labels[max(g for g in item.labels if g <= generations[-1])]
 
 
 def _commits(found: Commits, steps: str = "steps") -> dict[str, Any]:

@@ -28,7 +28,6 @@ class CanvasSchedulerInterface(SchedulerInterface):
     _waiting: WaitingLine
     _outbox: Outbox
     _finished_req_ids: set[str]
-    _weight_version: str
 
     connector = None
     ec_connector = None
@@ -83,15 +82,3 @@ class CanvasSchedulerInterface(SchedulerInterface):
         if self.paging is None:
             return True
         return self.paging.reset(self._running.values() if reset_running_requests else ())
-
-    @property
-    def weight_version(self) -> str:
-        """Label of the weights, which upstream's engine is given."""
-        return self._weight_version
-
-    @weight_version.setter
-    def weight_version(self, label: str) -> None:
-        if label != self._weight_version:
-            for item in self._running.values():
-                item.weight_version = None
-        self._weight_version = label

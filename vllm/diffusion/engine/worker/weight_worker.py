@@ -25,7 +25,7 @@ from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.diffusion import ops
 from vllm.diffusion.config import TRANSFERS, settings_of
-from vllm.diffusion.core.errors import CheckpointError, ServerConfigError
+from vllm.diffusion.core.errors import CheckpointError
 from vllm.diffusion.engine.worker.disk_transfer import tensors_in
 from vllm.diffusion.engine.worker.renewal import rest, wake
 from vllm.diffusion.models.weights import stored_weights
@@ -79,6 +79,8 @@ def _by_all_ranks(what: str | None = None) -> Callable[[Call], Call]:
                 failure = error
             is_refused = isinstance(failure, RefusedCallError)
             failure = self.agreed(failure)
+            if what is not None:
+                self._did_last = failure is None
             if failure is None:
                 return
             if what is not None and not is_refused:
@@ -115,6 +117,7 @@ class WeightWorker(WorkerBase):
     weights: WeightMemory
     _transfer: WeightTransferEngine[Any, Any] | None = None
     _is_updating = False
+    _did_last = False  # whether the last call of an update was carried out
     _fixed_pages: tuple[int, int] | None = None  # of keys and values, while their memory is lent
     _reasons: Mapping[str, str] = MappingProxyType({})  # why no step is taken, by who says so
 
@@ -170,13 +173,13 @@ class WeightWorker(WorkerBase):
         self._check_turn("update_weights", is_updating=True)
         if isinstance(update_info, list):
             parallel = self.parallel_config
-            own = parallel.data_parallel_index * parallel.world_size + self.rank
-            if own >= len(update_info):
+            first = parallel.data_parallel_index * parallel.world_size
+            if len(update_info) < first + parallel.world_size:  # on all ranks alike
                 raise RefusedCallError(
                     f"update_info: given a list of {len(update_info)}; wanted one entry for each "
-                    f"rank, {own} too"
+                    f"rank, {first + parallel.world_size - 1} too"
                 )
-            update_info = update_info[own]
+            update_info = update_info[first + self.rank]
         self._transfer_engine().update_weights(update_info)
 
     @_by_all_ranks("the update could not end")
@@ -189,8 +192,12 @@ class WeightWorker(WorkerBase):
         self._end_update(must_be_complete=settings_of(self.vllm_config).weight_update_complete)
 
     @_by_all_ranks("the weights are partly new")
-    def reload_weights(self, weights_path: str | None = None, **_: Any) -> None:
+    def reload_weights(self, weights_path: str | None = None, **unknown: Any) -> None:
         """Load a whole checkpoint in place: that of a folder, or the served one."""
+        if unknown:
+            raise RefusedCallError(
+                f"reload_weights: given {', '.join(unknown)}; wanted weights_path or nothing"
+            )
         self._check_turn("reload_weights", is_updating=False)
         model = self.model_runner.model
         _check_can_change(model)
@@ -198,6 +205,13 @@ class WeightWorker(WorkerBase):
         model.begin_update()
         model.load_weights(tensors_in(Path(weights_path or self.model_config.model)))
         self._end_update(must_be_complete=True)
+
+    @_by_all_ranks()
+    def fail_with_others(self, reason: str) -> None:
+        """Take no step, if the last call of an update was carried out here and failed elsewhere."""
+        if self._did_last:
+            self._did_last = False
+            self.give_up("an update failed on another replica", RuntimeError(reason))
 
     @_by_all_ranks()
     def reset_weights(self) -> None:
@@ -265,6 +279,10 @@ class WeightWorker(WorkerBase):
         self._hold("update", f"{what}: {failure}")
         logger.error("%s: %s; no step is taken before an update has ended", what, failure)
 
+    def weight_generation(self) -> int:
+        """Return how often the weights have changed."""
+        return self.model_runner.model.weight_generation
+
     # ---- memory that is lent ----
 
     @_by_all_ranks()
@@ -273,12 +291,7 @@ class WeightWorker(WorkerBase):
 
         Level 1 keeps the contents of the weights on the host; level 2 does not, so that an update
         must bring all of them before the next step.
-
-        Raises:
-            ServerConfigError: the server was not started for it.
         """
-        if not self.model_config.enable_sleep_mode:
-            raise ServerConfigError(f"sleep: given level {level}; wanted --enable-sleep-mode, or 0")
         self._rest()
         if "weights" in self._reasons:
             return

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What trainers ask of upstream's engine, and its scheduler or workers have a say in."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from vllm.diffusion.core.errors import ServerConfigError
+from vllm.v1.engine.core import EngineCore
+
+DEFAULT = "default"  # upstream's label of weights, before anybody has given one
+LEVELS = range(3)  # of sleep
+
+
+def follow() -> None:
+    """Let engines refuse a sleep before they pause, and schedulers of ours know labels."""
+    set_version, sleep = EngineCore.set_weight_version, EngineCore.sleep
+    if hasattr(set_version, "__wrapped__"):
+        return
+
+    @functools.wraps(set_version)
+    def set_and_tell(engine: Any, weight_version: str) -> None:
+        set_version(engine, weight_version)
+        if hasattr(engine.scheduler, "labels"):
+            (generation, *_) = engine.model_executor.collective_rpc("weight_generation")
+            engine.scheduler.labels[generation] = weight_version
+
+    @functools.wraps(sleep)
+    def check_and_sleep(engine: Any, level: int = 1, mode: Any = "abort") -> Any:
+        if level not in LEVELS:
+            raise ServerConfigError(f"sleep: given level {level}; wanted 0, 1 or 2")
+        if level and not engine.vllm_config.model_config.enable_sleep_mode:
+            raise ServerConfigError(f"sleep: given level {level}; wanted --enable-sleep-mode, or 0")
+        return sleep(engine, level, mode)
+
+    EngineCore.set_weight_version, EngineCore.sleep = set_and_tell, check_and_sleep
