@@ -133,6 +133,7 @@ def test_who_is_taken(
     monkeypatch.setenv("MOSAIC_TEST_VALUE", "at the start")
     started: list[bool] = []
     monkeypatch.setattr(early.SpawnProcess, "start", lambda process: started.append(True))
+    monkeypatch.setattr(early.SpawnProcess, "_sentinel", 8, raising=False)
     monkeypatch.setattr(threading, "Thread", mock.Mock())  # imports beside whatever test runs next
     process = early.EngineContext().Process(target=job, name="EngineCore", args=(1,))
     process.start()

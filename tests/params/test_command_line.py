@@ -39,6 +39,9 @@ def test_nothing_said_changes_nothing() -> None:
 def test_additional_settings_are_an_object() -> None:
     with pytest.raises(ServerConfigError, match=r"^--additional-config: given '\{bad'; wanted a J"):
         settings("--no-page", additional="{bad")
+    for name in ("dlm", "DLLM", "dllms"):
+        with pytest.raises(ServerConfigError, match=f"given '{name}'; did you mean 'dllm'"):
+            settings(additional={name: {"threshold": 0.7}})
 
 
 def test_ranks_that_divide_rows_are_a_setting() -> None:

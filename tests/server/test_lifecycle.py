@@ -2,8 +2,10 @@
 """Starting and stopping: the ways to start a server, SIGTERM, and starts that must fail."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -345,6 +347,23 @@ def test_a_start_that_fails_ends_with_one_line(
     if name == "port in use":
         assert f"port {client.http.base_url.port} " in log
         assert client.ask()["text"] == [ANSWER]  # the older server is not disturbed
+
+
+@pytest.mark.slow
+def test_an_engine_that_ends_while_it_starts_takes_the_server_along(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """As where a signal reaches the whole process group, and upstream waits for a ready engine."""
+    # A process group of its own, and the engine as a user's server starts it.
+    command = ["env", "-u", "VLLM_WORKER_MULTIPROC_METHOD", *SERVER, "--model", str(model_dir)]
+    server = ServerProcess(command, tmp_path / "server.log")
+    try:
+        server.wait_for_line("Chunked prefill is enabled.*")
+        time.sleep(0.3)
+        os.killpg(server.pid, signal.SIGTERM)
+        assert server.wait() in (1, 130, 143)
+    finally:
+        server.kill()
 
 
 def test_the_script_names_the_variable_of_a_missing_model(tmp_path: Path) -> None:

@@ -60,3 +60,7 @@ def test_priorities_out_of_range_are_refused(client: Client) -> None:
     for route in (GENERATE, CHAT, COMPLETIONS):
         error = refusal(client.http.post(route, json=body_for(route, priority="urgent")))
         assert "priority" in error["message"]
+        for header in ("abc", "1.5", "", "9" * 30):
+            sent = {"X-Vllm-Priority": header}
+            error = refusal(client.http.post(route, json=body_for(route), headers=sent))
+            assert f"X-Vllm-Priority: given '{header}'; wanted an integer" in error["message"]

@@ -17,7 +17,7 @@ from vllm.diffusion.guided.language import Ends
 from vllm.diffusion.guided.vocabulary import vocabulary_of
 from vllm.diffusion.process import log_filter
 from vllm.diffusion.request import families
-from vllm.diffusion.request.fields import server_defaults
+from vllm.diffusion.request.fields import near_miss, server_defaults
 from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 
@@ -253,8 +253,11 @@ def server_settings(additional_config: Any) -> dict[str, Any]:
     """Return the `dllm` part of upstream's `additional_config`, unchecked.
 
     Raises:
-        ServerConfigError: it is no JSON object.
+        ServerConfigError: it is no JSON object, or its name is misspelt.
     """
+    for name in additional_config if isinstance(additional_config, dict) else ():
+        if name != "dllm" and near_miss(name, ("dllm",)):
+            raise ServerConfigError(f"additional_config: given {name!r}; did you mean 'dllm'?")
     settings = additional_config.get("dllm", {}) if isinstance(additional_config, dict) else {}
     if not isinstance(settings, dict):
         raise ServerConfigError(f"additional_config.dllm: given {settings!r}; wanted a JSON object")

@@ -6,7 +6,6 @@ The body's diffusion parameters are the table `fields.FIELDS` (see `schema`).
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -85,7 +84,7 @@ def check_model(name: str | None, served: Sequence[str]) -> None:
 
 def set_priority(body: Any, headers: Mapping[str, str]) -> None:
     """Take the priority of upstream's header, which overrides the body's, as on OpenAI's routes."""
-    with suppress(ValueError, KeyError):
+    if PRIORITY_HEADER in headers:
         body.priority = int(headers[PRIORITY_HEADER])
 
 

@@ -15,11 +15,12 @@ import gc
 import importlib
 import logging
 import multiprocessing
+import multiprocessing.connection
 import os
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -46,6 +47,8 @@ class _Waiting(NamedTuple):
     environment: dict[str, str | None]
 
 
+_GRACE_S = 3.0  # in which upstream says why an engine did not start
+is_served = threading.Event()  # from when on the server hears of an engine's end by itself
 _waiting: list[_Waiting] = []  # one, until it is taken
 _started_at: list[float] = []  # time.time() of every engine's start in this process
 
@@ -60,12 +63,13 @@ class EngineProcess(SpawnProcess):
         threading.Thread(target=_import, args=(_ROUTES,), daemon=True).start()
         if waiting is None:
             super().start()
-            return
-        waiting.process.name = self.name
-        self._popen = waiting.process._popen
-        self._sentinel = self._popen.sentinel
-        job = (self._target, self._args, self._kwargs)  # type: ignore[attr-defined]
-        waiting.connection.send((dict(os.environ), self.name, *job))
+        else:
+            waiting.process.name = self.name
+            self._popen = waiting.process._popen
+            self._sentinel = self._popen.sentinel
+            job = (self._target, self._args, self._kwargs)  # type: ignore[attr-defined]
+            waiting.connection.send((dict(os.environ), self.name, *job))
+        threading.Thread(target=_end_with, args=(self.sentinel,), daemon=True).start()
 
 
 class EngineContext(SpawnContext):
@@ -149,6 +153,15 @@ def without_collecting() -> Iterator[None]:
     finally:
         if is_collecting:
             gc.enable()
+
+
+def _end_with(engine: int) -> None:
+    """End a server whose engine ends before it serves; upstream may wait for it for minutes."""
+    multiprocessing.connection.wait([engine])
+    if not is_served.wait(_GRACE_S):
+        with suppress(OSError):
+            os.write(2, b"error: the engine ended before the server was ready\n")
+        os._exit(1)
 
 
 def _import(names: tuple[str, ...]) -> None:

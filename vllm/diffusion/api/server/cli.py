@@ -152,7 +152,11 @@ def one_line(error: Exception, args: Namespace) -> str:
         return f"port {args.port} of {args.host} is in use; --port takes another"
     if isinstance(error, ValidationError):  # upstream's settings: the first fault tells most
         fault = error.errors()[0]
-        return " ".join(str(fault["msg"]).removeprefix("Value error, ").split())
+        message = " ".join(str(fault["msg"]).removeprefix("Value error, ").split())
+        if fault["type"] == "value_error" or not fault["loc"]:
+            return message
+        flag = str(fault["loc"][-1]).replace("_", "-")
+        return f"--{flag}: given {fault['input']!r}; {message[0].lower()}{message[1:]}"
     told = str(error.args[0]) if isinstance(error, KeyError) else str(error)
     text = " ".join(told.split()) or type(error).__name__
     is_of_the_hub = isinstance(error, (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError))

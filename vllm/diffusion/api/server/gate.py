@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 import uuid
 from http import HTTPStatus
@@ -18,6 +19,7 @@ from vllm.diffusion.api.documentation.offline_docs import OPEN_PATHS as _DOCUMEN
 from vllm.diffusion.api.page.site import OPEN_PATHS as _PAGE_PATHS
 from vllm.diffusion.api.prometheus import count_refusal
 from vllm.diffusion.core import envs
+from vllm.entrypoints.generate.base.serving import PRIORITY_HEADER
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.logger import init_logger
@@ -34,6 +36,7 @@ logger = init_logger(__name__)
 
 REQUEST_ID = "X-Request-Id"
 _MAX_ID_LENGTH = 128
+_INTEGER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
 _CLOSED_BY_CLIENT = 499  # what web servers log where no answer could be sent
 # Probes, metrics, and the files of pages: no key needed, and answered while the server shuts down.
 _OPEN_PATHS = frozenset(
@@ -61,7 +64,7 @@ class Refusal(NamedTuple):
 
 
 class Gate:
-    """ASGI middleware: API key, shutdown and body size, in this order.
+    """ASGI middleware: API key, shutdown, priority and body size, in this order.
 
     Args:
         lifecycle: decides when no requests are taken any more.
@@ -99,6 +102,10 @@ class Gate:
         leaving = self._lifecycle.refusal
         if leaving is not None and scope["method"] not in ("GET", "HEAD"):
             return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "draining", leaving)
+        priority = headers.get(PRIORITY_HEADER, "0")
+        if not _INTEGER.fullmatch(priority):  # which upstream's routes would pass over
+            message = f"{PRIORITY_HEADER}: given {priority!r}; wanted an integer"
+            return Refusal(HTTPStatus.BAD_REQUEST, "priority", message)
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._max_body_bytes:
             return self._too_large()
