@@ -21,6 +21,7 @@ ODD_FIELDS: list[dict[str, Any]] = [
     *({"temperature": value} for value in ("hot", -1)),
     *({"max_output_tokens": value} for value in (0, -5, 10**9, "x")),
     *({"tools": value} for value in (5, [{}])),
+    {"tools": [{"type": "function", "name": "f", "parameters": {}}], "tool_choice": "required"},
     *({name: 5} for name in ("text", "reasoning", "metadata", "instructions", "vllm_xargs")),
     *({"vllm_xargs": value} for value in ({"steps": 0}, {"stepz": 1}, {"dllm_decision": 5})),
     *({"previous_response_id": "x"}, {"background": True}, {"model": "other"}),
