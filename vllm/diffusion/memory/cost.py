@@ -249,10 +249,10 @@ class Costs:
             return 0.0
         shape, rates, stored = self._shape, self._rates, weights if stored is None else stored
         number_bytes, speed = shape.weight_bytes, shape.speed
-        if number_bytes < 1:
-            number_bytes /= PACKED_SHARE
         if is_head:  # which stays plain unless it is asked for
             number_bytes, speed = shape.element_bytes, 1.0
+        elif number_bytes < 1:
+            number_bytes /= PACKED_SHARE
         reading = work.num_chunks * stored * number_bytes / rates.memory_bytes
         launching = work.num_chunks * num_launches * rates.launch_seconds
         computing = 2.0 * work.rows * weights / (speed * rates.product_flops)

@@ -15,12 +15,11 @@ import gc
 import importlib
 import logging
 import multiprocessing
-import multiprocessing.connection
 import os
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,8 +46,6 @@ class _Waiting(NamedTuple):
     environment: dict[str, str | None]
 
 
-_GRACE_S = 3.0  # in which upstream says why an engine did not start
-is_served = threading.Event()  # from when on the server hears of an engine's end by itself
 _waiting: list[_Waiting] = []  # one, until it is taken
 _started_at: list[float] = []  # time.time() of every engine's start in this process
 
@@ -57,6 +54,8 @@ class EngineProcess(SpawnProcess):
     """Process that takes over the waiting one, if there is one."""
 
     def start(self) -> None:
+        from vllm.diffusion.process import watchdog
+
         waiting = _take()
         _started_at.append(time.time())
         # Beside the engine's start, for which the server waits.
@@ -69,7 +68,7 @@ class EngineProcess(SpawnProcess):
             self._sentinel = self._popen.sentinel
             job = (self._target, self._args, self._kwargs)  # type: ignore[attr-defined]
             waiting.connection.send((dict(os.environ), self.name, *job))
-        threading.Thread(target=_end_with, args=(self.sentinel,), daemon=True).start()
+        watchdog.follow_engine(self.sentinel)
 
 
 class EngineContext(SpawnContext):
@@ -153,15 +152,6 @@ def without_collecting() -> Iterator[None]:
     finally:
         if is_collecting:
             gc.enable()
-
-
-def _end_with(engine: int) -> None:
-    """End a server whose engine ends before it serves; upstream may wait for it for minutes."""
-    multiprocessing.connection.wait([engine])
-    if not is_served.wait(_GRACE_S):
-        with suppress(OSError):
-            os.write(2, b"error: the engine ended before the server was ready\n")
-        os._exit(1)
 
 
 def _import(names: tuple[str, ...]) -> None:

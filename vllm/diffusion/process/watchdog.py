@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _GRACE_S = 1.0  # for an orderly end, in which one rank is the first
+_START_GRACE_S = 3.0  # in which upstream says why an engine did not start
+is_served = threading.Event()  # from when on a server hears of an engine's end by its lifecycle
 
 # Names of the processes that upstream starts and in which it loads plugins.
 _PROCESS_NAMES = ("EngineCore", "VllmWorker-", "ApiServer_")
@@ -57,6 +59,14 @@ def follow_ranks(pids: Sequence[int]) -> None:
         threading.Thread(target=_end_with_ranks, args=(ends,), name="ranks", daemon=True).start()
 
 
+def follow_engine(sentinel: int) -> None:
+    """In a server that starts, end this process when its engine ends before `is_served`.
+
+    Upstream may wait for that one for minutes.
+    """
+    threading.Thread(target=_end_with_engine, args=(sentinel,), name="engine", daemon=True).start()
+
+
 def engine_processes() -> dict[int, str]:
     """Return the engines on this host of the server that this process serves: title by process id.
 
@@ -76,9 +86,13 @@ def engine_processes() -> dict[int, str]:
 def _end_with_ranks(ends: list[int]) -> None:
     multiprocessing.connection.wait(ends)
     time.sleep(_GRACE_S)
-    with contextlib.suppress(OSError):
-        os.write(2, f"process {os.getpid()} ends: another rank is gone\n".encode())
-    os._exit(1)
+    _end(f"process {os.getpid()} ends: another rank is gone")
+
+
+def _end_with_engine(sentinel: int) -> None:
+    multiprocessing.connection.wait([sentinel])
+    if not is_served.wait(_START_GRACE_S):
+        _end("error: the engine ended before the server was ready")
 
 
 def _end_with(parent_pid: int | None, sentinel: int) -> None:
@@ -91,7 +105,11 @@ def _end_with(parent_pid: int | None, sentinel: int) -> None:
     with contextlib.suppress(AttributeError, OSError):
         ends.append(os.pidfd_open(parent_pid))  # type: ignore[arg-type]
     multiprocessing.connection.wait(ends)
-    message = f"process {os.getpid()} ends: process {parent_pid}, which started it, is gone\n"
+    _end(f"process {os.getpid()} ends: process {parent_pid}, which started it, is gone")
+
+
+def _end(message: str) -> None:
+    """Write a line to stderr, which may be gone, and end this process at once."""
     with contextlib.suppress(OSError):
-        os.write(2, message.encode())
+        os.write(2, f"{message}\n".encode())
     os._exit(1)

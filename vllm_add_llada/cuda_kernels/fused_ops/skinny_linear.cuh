@@ -390,8 +390,9 @@ cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
 
 // Numbers of groups of four warps, for 64 rows each, for which there are kernels: those of tilings
 // that are the fastest for so many rows.
-template <bool kIsFp8, int kColumns, int kSplit>
+template <bool kIsFp8, int kColumns, int kSplit, Epilogue kEpilogue>
 constexpr bool has_groups(int groups) {
+  if (kEpilogue == Epilogue::kSiluMul && kColumns == 96) return groups == 1;
   if (kColumns == 64) return groups <= (kIsFp8 ? 4 : 3);
   if (kColumns == 192) return groups <= (kIsFp8 ? 1 : 2);
   if (kColumns == 96 && kSplit == 2 && !kIsFp8) return groups <= 2;
@@ -402,7 +403,7 @@ template <bool kIsFp8, int kColumns, int kSplit, Epilogue kEpilogue>
 cudaError_t launch_groups(const LinearParams& params, cudaStream_t stream) {
   const int groups = (params.num_rows + kGroupRows - 1) / kGroupRows;
   return dispatch_value<1, 2, 3, 4>(groups, [&](auto count) {
-    if constexpr (has_groups<kIsFp8, kColumns, kSplit>(count)) {
+    if constexpr (has_groups<kIsFp8, kColumns, kSplit, kEpilogue>(count)) {
       return launch<kIsFp8, kColumns, kSplit, count, kEpilogue>(params, stream);
     } else {
       return cudaErrorInvalidValue;

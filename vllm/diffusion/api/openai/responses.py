@@ -63,8 +63,8 @@ class DiffusionServingResponses(Diffusion, OpenAIServingResponses):
     async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
         try:
             if request.tool_choice not in ("auto", "none"):
-                chat = "wanted auto or none here; /v1/chat/completions calls functions"
-                raise InvalidParameterError("tool_choice", request.tool_choice, chat)
+                wanted = "wanted auto or none here; /v1/chat/completions calls functions"
+                raise InvalidParameterError("tool_choice", request.tool_choice, wanted)
             request.vllm_xargs = extra_args(request, self.template_of(request))
             refuse_canvas(request.vllm_xargs.get("stream_canvas"))
         except InvalidParameterError as error:

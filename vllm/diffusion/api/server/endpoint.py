@@ -60,7 +60,7 @@ from vllm.diffusion.api.server.welcome import log_welcome, warn_of_arguments_wit
 from vllm.diffusion.api.validator import RequestRefused, is_installed, validator_of
 from vllm.diffusion.config import served_model, settings_of
 from vllm.diffusion.core.errors import InvalidParameterError
-from vllm.diffusion.process import prestart, watchdog
+from vllm.diffusion.process import watchdog
 from vllm.entrypoints.anthropic.protocol import (
     AnthropicCountTokensRequest,
     AnthropicCountTokensResponse,
@@ -338,7 +338,7 @@ class DiffusionEndpoint:
             has_page=has_page,
             engine_ready_at=self._engine_ready_at,
         )
-        prestart.is_served.set()  # the lifecycle watches the engine; nothing here asks it any more
+        watchdog.is_served.set()  # the lifecycle watches the engine; nothing here asks it any more
         state.diffusion_generate = GenerateHandler(
             engine_client,
             validator,

@@ -10,7 +10,6 @@ from vllm.diffusion.core.errors import ServerConfigError
 from vllm.v1.engine.core import EngineCore
 
 DEFAULT = "default"  # upstream's label of weights, before anybody has given one
-LEVELS = range(3)  # of sleep
 
 
 def follow() -> None:
@@ -28,7 +27,7 @@ def follow() -> None:
 
     @functools.wraps(sleep)
     def check_and_sleep(engine: Any, level: int = 1, mode: Any = "abort") -> Any:
-        if level not in LEVELS:
+        if level not in range(3):
             raise ServerConfigError(f"sleep: given level {level}; wanted 0, 1 or 2")
         if level and not engine.vllm_config.model_config.enable_sleep_mode:
             raise ServerConfigError(f"sleep: given level {level}; wanted --enable-sleep-mode, or 0")

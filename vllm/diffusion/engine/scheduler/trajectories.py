@@ -73,10 +73,8 @@ def parameters_of(params: DiffusionParams) -> dict[str, Any]:
 
 def _label(item: RequestState, found: Trajectory) -> str | None:
     """Return the label of the weights that computed all steps; it stays until another is given."""
-    if len(found.weight_steps) > 1:
-        return None
-    generations = [generation for generation, _ in found.weight_steps] or list(item.labels)
-    return item.labels[max(g for g in item.labels if g <= generations[-1])]
+    (generation, _), *others = found.weight_steps
+    return None if others else item.labels[max(g for g in item.labels if g <= generation)]
 
 
 def _commits(found: Commits, steps: str = "steps") -> dict[str, Any]:
