@@ -82,14 +82,18 @@ def workload(engine: Engine) -> Iterator[list[Ask]]:
         ]
 
 
-@pytest.mark.parametrize(("family", "budget"), [("llada", 2048), ("llada2", 300)])
+@pytest.mark.parametrize(
+    ("family", "budget", "longest"),
+    [("llada", 2048, 200), ("llada2", 300, 200), ("sdar", 1024, 388)],
+)
 def test_every_bucket_that_a_step_can_need_has_been_run(
-    family: str, budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, budget: int, longest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those between the longest request and what several have together."""
     monkeypatch.setenv("VLLM_ACTIVATION_POOL_SIZE_BYTES", str(1 << 30))
     folder = make_checkpoint(tmp_path, family=family, seed=3)
-    with running(folder, max_model_len=200) as engine:
+    wide = {"max_position_embeddings": longest}
+    with running(folder, max_model_len=longest, hf_overrides=wide) as engine:
         model = served_model(engine.llm.llm_engine.vllm_config)
         batches = record(monkeypatch, engine.runner, "launch", lambda step, _: step.batch)
         warm_up(engine.runner, model, row_budget=budget, shows_progress=False)
@@ -101,7 +105,7 @@ def test_every_bucket_that_a_step_can_need_has_been_run(
                 find(buckets, rows, number, is_cached=is_cached)
                 for rows in range(1, budget + 1)
                 for number in (1, 2, 16, 64)
-                if rows <= 200 * number
+                if rows <= longest * number
             }
             assert needed <= run
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from math import ceil
+from math import ceil, gcd
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # Positions of a request that are sampled, at most: the last layer and the logits are computed for
 # these alone, and products of other row counts are other kernels.
 _CANVAS = 256
-_BLOCK = 64  # of longer sequences, where blocks must tile them
+_BLOCK = 64  # of longer sequences, or less where blocks must tile them
 
 
 def warm_up(
@@ -128,7 +128,9 @@ def _steps(
             shared = min(room, row_budget)
             number = max(2, ceil(shared / model.max_model_len))
             if shared > below:  # a lone request, too, with guidance or guesses
-                lengths = [shared // number] * number
+                unit = model.block_unit
+                units = shared // unit
+                lengths = [unit * ((units + i) // number) for i in range(number)]
                 yield [_request(model, f"warm-up-{i}", n, cache) for i, n in enumerate(lengths)]
 
 
@@ -166,9 +168,10 @@ def _request(
     asked: dict[str, object] = {"algorithm": "semi_ar", "block_length": canvas, "steps": canvas}
     if model.family.is_block_causal:  # then the last block is the one that is decoded
         length = max(length - length % model.block_unit, model.block_unit)
-        block_length = length if length <= _CANVAS else max(_BLOCK, model.block_unit)
-        length -= length % block_length
-        canvas = min(num_sampled, block_length - 1)
+        units, block_length = length // model.block_unit, length
+        if length > _CANVAS:
+            block_length = gcd(units, max(_BLOCK // model.block_unit, 1)) * model.block_unit
+        canvas = min(num_sampled, max(block_length - 1, 1))
         asked = {"block_length": block_length}
     if model.family.has_causal_context:  # a block behind one token, or a prompt that is read
         canvas = length - 1 if 2 < length <= num_sampled else 1
