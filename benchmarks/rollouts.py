@@ -11,10 +11,10 @@ The server, as a trainer uses it, over HTTP, with random weights of the released
 process holds, too, and sends: on a GPU by handles of the same card (`ipc`) or to another card
 (`nccl`), else by a folder (`disk`).
 
-    rollouts      tokens a second of so many prompts with so many answers each, all at once, two
-                  tokens a step, at temperature 1, with kept keys and values (`cache: dual`; exact
-                  ones of block-causal families): plain, with trajectories, with entropies, in
-                  turns; medians
+    rollouts      tokens a second of so many prompts with so many answers each, all at once, until
+                  the last one has come, two tokens a step, at temperature 1, with kept keys and
+                  values (`cache: dual`; exact ones of block-causal families): plain, with
+                  trajectories, with entropies, in turns; medians
     update        seconds from its start to its end while the server is paused, median
     under load    the same with answers under way, none paused; answers that
                   ran under several weights, and say so; growth of memory in use in the second half
@@ -219,12 +219,15 @@ class Server:
         self._told(self._http.post(f"{self.url}{route}", timeout=ANSWER_S))
         return time.perf_counter() - started
 
-    def answers(self, prompt: Sequence[int], n: int = 1, **more: Any) -> dict[str, Any]:
-        """Return what /generate says."""
+    def generate(self, prompt: Sequence[int], n: int = 1, **more: Any) -> requests.Response:
+        """Return the answer of /generate, all of it, as bytes."""
         body = {**self._asked, "prompt": list(prompt), "n": n, **more}
         with session() as http:
-            response = http.post(f"{self.url}/generate", json=body, timeout=ANSWER_S)
-        found: dict[str, Any] = self._told(response).json()
+            return self._told(http.post(f"{self.url}/generate", json=body, timeout=ANSWER_S))
+
+    def answers(self, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
+        """Return what /generate says."""
+        found: dict[str, Any] = self.generate(prompt, **more).json()
         return found
 
     @staticmethod
@@ -252,9 +255,9 @@ def measure_rollouts(server: Server, trainer: Trainer, _: GpuMemory, table: Tabl
     def rate(more: dict[str, Any]) -> float:
         started = time.perf_counter()
         with ThreadPoolExecutor(len(prompts)) as pool:
-            found = pool.map(lambda p: server.answers(p, options.answers, seed=0, **more), prompts)
-            count = sum(len(ids) for answer in found for ids in answer["token_ids"])
-        return count / (time.perf_counter() - started)
+            found = pool.map(lambda p: server.generate(p, options.answers, seed=0, **more), prompts)
+        took = time.perf_counter() - started
+        return sum(len(ids) for a in found for ids in a.json()["token_ids"]) / took
 
     for more in KINDS.values():
         rate(more)  # compiles what it needs

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from vllm.diffusion.request.algorithms import algorithms_of
 from vllm.diffusion.request.edits import Edits
@@ -88,4 +89,7 @@ def _commits(found: Commits, steps: str = "steps") -> dict[str, Any]:
 
 def _numbers(found: Array) -> list[float | None]:
     """Return numbers [N] as JSON, null for NaN and for probabilities of zero."""
-    return [x if math.isfinite(x) else None for x in found.tolist()]
+    listed: list[float | None] = found.tolist()
+    for index in (~np.isfinite(found)).nonzero()[0]:
+        listed[index] = None
+    return listed

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
+MOST_NOTED = 32  # commits; with more the end of many answers at once would keep the device waiting
+
 
 class Blocks:
     """Blocks of a canvas, as its rule fills them.
@@ -44,17 +46,20 @@ class Blocks:
         if record.blocks == "none" and not params.has_causal_context:
             width = self._end
         first = width - prompt_length % width if is_grid else width
-        self._bounds = [0, *range(first, self._end, width), self._end]
+        self._bounds = np.array([0, *range(first, self._end, width), self._end])
 
     @property
-    def ranges(self) -> list[range]:
-        """Canvas positions of the blocks, in order; of those that have one so far."""
-        if self._rule.sized_blocks is not None:
-            return [
-                range(start - self._prompt_length, end - self._prompt_length)
-                for start, end in self._rule.sized_blocks
-            ]
-        return [range(a, b) for a, b in zip(self._bounds, self._bounds[1:], strict=False)]
+    def bounds(self) -> Array:
+        """Canvas positions [B + 1] where blocks begin, in order, and where the last one ends.
+
+        They are of the blocks that there are so far, of one position before there is any.
+        """
+        sized = self._rule.sized_blocks
+        if sized is None:
+            return self._bounds
+        start = self._prompt_length
+        sized = sized or ((start, start + 1),)
+        return np.array([*(begin for begin, _ in sized), sized[-1][1]]) - start
 
 
 class _Noted(NamedTuple):
@@ -77,8 +82,8 @@ class _Noted(NamedTuple):
 class Recorder(CanvasGuest):
     """Record of which step committed which token, and how probable it was.
 
-    While a step commits, the device may wait: then commits are only noted, and looked at when the
-    answer is complete.
+    While a step commits, the device may wait: then commits are only noted, and looked at many at a
+    time.
 
     Args:
         params: the request's parameters, with `return_trajectory`.
@@ -157,6 +162,8 @@ class Recorder(CanvasGuest):
             return
         rows = logprobs[self._rows].copy()  # the step's buffer is used again
         self._noted.append(_Noted(self._step, eligible, rows, commit.positions, commit.tokens))
+        if len(self._noted) >= MOST_NOTED:
+            self._catch_up()
 
     def _catch_up(self) -> None:
         """Look at what has been noted: at commits all at once, as far as no fill comes between."""
@@ -219,8 +226,8 @@ class Recorder(CanvasGuest):
     def _record(self) -> Trajectory:
         start, params = self._prompt_length, self._params
         never = np.iinfo(np.int32).max
-        blocks = self._blocks.ranges or [range(1)]  # a rule that sizes them may have none yet
-        starts, stops = ([getattr(b, name) for b in blocks] for name in ("start", "stop"))
+        bounds = self._blocks.bounds
+        starts, stops = bounds[:-1], bounds[1:]
         own = slice(start, start + stops[-1])
         steps, seen = self._steps[own], self._first_eligible[own]
         # Of a block the first step that had candidates there, or that committed.
@@ -230,14 +237,14 @@ class Recorder(CanvasGuest):
         )
         first = np.where(first < never, first, committed)
         (begun,) = (first < never).nonzero()
-        end = stops[begun[-1]] if begun.size else 0
-        in_block = steps - np.repeat(first, np.diff([*starts, stops[-1]])) + 1
+        end = int(stops[begun[-1]]) if begun.size else 0
+        in_block = steps - np.repeat(first, stops - starts) + 1
         block_steps = np.where(steps > 0, np.maximum(in_block, 1), steps)[:end]
         canvas = slice(start, start + end)
         return Trajectory(
             prompt_length=start,
             block_length=params.block_length,
-            block_starts=[at for at in starts if at < end],
+            block_starts=starts[starts < end].tolist(),
             token_ids=self._tokens[canvas].astype(np.int32),
             commit_steps=self._steps[canvas].copy(),
             block_steps=block_steps,
@@ -278,8 +285,9 @@ class WholeBlocks(CanvasGuest):
         self._prompt_length, self._mask_id = prompt_length, params.mask_id
 
     def may_end(self, tokens: Array, end: int) -> bool:
-        block = next((b for b in self._blocks.ranges if end - 1 in b), None)
-        if block is None:
+        bounds = self._blocks.bounds
+        behind = int(np.searchsorted(bounds, end - 1, side="right"))  # the bound behind the token
+        if behind == len(bounds):
             return True
-        own = tokens[self._prompt_length + block.start : self._prompt_length + block.stop]
+        own = tokens[self._prompt_length + bounds[behind - 1] : self._prompt_length + bounds[behind]]
         return not (own == self._mask_id).any()
