@@ -54,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = vocabulary(*sizes)
     family = load_family("llada")
     tokenizer = train_tokenizer([f" {word}" for word in words], family.special_tokens)
-    write_tokenizer(options.folder, tokenizer, family.special_tokens, TEMPLATE)
+    special_tokens, longest = family.special_tokens, max(options.lengths)
+    write_tokenizer(options.folder, tokenizer, special_tokens, TEMPLATE, max_length=longest)
     ids = tokenizer.get_vocab()
     special = family.special_tokens
     tokens = TokenIds(

@@ -50,9 +50,16 @@ def train_tokenizer(texts: Iterable[str], special_tokens: SpecialTokens) -> Toke
 
 
 def write_tokenizer(
-    directory: Path, tokenizer: Tokenizer, special_tokens: SpecialTokens, chat_template: str
+    directory: Path,
+    tokenizer: Tokenizer,
+    special_tokens: SpecialTokens,
+    chat_template: str,
+    max_length: int = 4096,
 ) -> None:
-    """Writes the three files that `AutoTokenizer.from_pretrained` reads."""
+    """Writes the three files that `AutoTokenizer.from_pretrained` reads.
+
+    Texts of more than `max_length` tokens make transformers warn.
+    """
     named = {
         "bos_token": special_tokens.bos,
         "eos_token": special_tokens.eos,
@@ -68,7 +75,7 @@ def write_tokenizer(
         "chat_template": chat_template,
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
-        "model_max_length": 4096,
+        "model_max_length": max_length,
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     tokenizer.save(str(directory / "tokenizer.json"))

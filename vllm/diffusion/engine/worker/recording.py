@@ -285,9 +285,8 @@ class WholeBlocks(CanvasGuest):
         self._prompt_length, self._mask_id = prompt_length, params.mask_id
 
     def may_end(self, tokens: Array, end: int) -> bool:
-        bounds = self._blocks.bounds
-        behind = int(np.searchsorted(bounds, end - 1, side="right"))  # the bound behind the token
+        bounds = self._prompt_length + self._blocks.bounds
+        behind = np.searchsorted(bounds, self._prompt_length + end, side="left")
         if behind == len(bounds):
             return True
-        own = tokens[self._prompt_length + bounds[behind - 1] : self._prompt_length + bounds[behind]]
-        return not (own == self._mask_id).any()
+        return not (tokens[bounds[behind - 1] : bounds[behind]] == self._mask_id).any()
