@@ -90,6 +90,22 @@ def is_paused(client: Client) -> bool:
     return found
 
 
+def test_an_answer_is_as_long_as_its_stop_string_leaves_it(trained: Client) -> None:
+    """Also where the step that wrote it had written more behind it, whole and as a stream."""
+    asked = {"prompt": PUZZLE, "gen_length": 32, "steps": 2, "block_length": 32, "ignore_eos": True}
+    stop = trained.generate(**asked)["text"][0][4:7]
+    asked |= {"stop": [stop], "return_trajectory": True}
+    found = trained.generate(**asked)
+    (told,) = found["trajectory"]
+    assert told["finish_reason"] == "stop"
+    assert told["stop_length"] == len(found["token_ids"][0]) < 32
+    asked |= {"model": MODEL_NAME, "max_tokens": asked.pop("gen_length"), "stream": True}
+    streamed = trained.http.post("/v1/completions", json=asked).text
+    (last,) = [line for line in streamed.splitlines() if '"trajectories"' in line]
+    (again,) = json.loads(last.removeprefix("data: "))["diffusion"]["trajectories"]
+    assert again["stop_length"] == told["stop_length"]
+
+
 def test_a_pause_keeps_requests_and_they_go_on(trained: Client) -> None:
     """The one that runs, and one that arrives meanwhile."""
     slow = {"prompt": PUZZLE, **SLOW}

@@ -113,13 +113,19 @@ async def answers(
         RequestTimedOut: the answer is wanted as a whole, and was not complete in time.
     """
     is_whole = sampling.output_kind == RequestOutputKind.FINAL_ONLY
-    is_complete = False
+    is_complete, length = False, 0
     try:
         async with aclosing(engine.generate(engine_input, sampling, *args, **options)) as outputs:
             async for output in outputs:
-                reason = output.outputs[0].finish_reason
+                completion = output.outputs[0]
+                reason = completion.finish_reason
                 is_complete = reason is not None
                 found = told(output).get(0, {})
+                grows = sampling.output_kind == RequestOutputKind.DELTA
+                length = length * grows + len(completion.token_ids)
+                if "trajectory" in found and isinstance(completion.stop_reason, str):
+                    # The engine knows no stop strings.
+                    found["trajectory"] |= {"stop_length": length, "finish_reason": "stop"}
                 if reason == "error":
                     raise GenerationError(found.get("error", "the engine failed"))
                 late = timeout_in(found)
