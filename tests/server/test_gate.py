@@ -26,7 +26,7 @@ class Engine:
     """What `Lifecycle` uses of upstream's client."""
 
     def __init__(self) -> None:
-        self.errored = self.paused = False
+        self.errored = self.paused = self.holds_steps = False
         self.answers = asyncio.Event()
         self.answers.set()
         self.stopped: list[float | None] = []
@@ -46,7 +46,9 @@ class Engine:
     def propagate_error(self, error: Exception) -> None:
         self.errors.append(error)
 
-    async def collective_rpc(self, method: str, **named: Any) -> None:
+    async def collective_rpc(self, method: str, **named: Any) -> list[bool]:
+        if method == "holds_steps":
+            return [False, self.holds_steps]
         raise NotImplementedError(method)
 
     async def abort(self, request_ids: list[str], internal: bool) -> None:
@@ -213,6 +215,8 @@ async def test_states(site: Site) -> None:
     assert await site.lifecycle.state() == "paused"
     site.engine.paused = False
     assert await site.lifecycle.state() == "ready"
+    site.engine.holds_steps = True
+    assert await site.lifecycle.state() == "paused"
     site.engine.errored = True
     assert await site.lifecycle.state() == "dead"
     site.engine.shutdown(timeout=60)

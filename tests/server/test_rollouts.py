@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.programs import ROOT, output_of
-from tests.server.client import GENERATE, PUZZLE, ROUTES, Client, body_for
+from tests.server.client import GENERATE, PUZZLE, ROUTES, Client, body_for, refusal
 from tests.server.process import (
     MODEL_NAME,
     PATIENCE_S,
@@ -104,6 +104,27 @@ def test_an_answer_is_as_long_as_its_stop_string_leaves_it(trained: Client) -> N
     (last,) = [line for line in streamed.splitlines() if '"trajectories"' in line]
     (again,) = json.loads(last.removeprefix("data: "))["diffusion"]["trajectories"]
     assert again["stop_length"] == told["stop_length"]
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (("/abort_requests", {"ids": ["a"]}, {}), "ids: given ['a']; unknown parameter; known:"),
+        (("/abort_requests", {"request_id": "a"}, {}), "did you mean request_ids?"),
+        (("/pause", None, {"mod": "keep"}), "mod: given 'keep'; unknown parameter; did you mean"),
+        (("/finish_weight_update", {"weights_version": "1"}, {}), "did you mean weight_version?"),
+        (("/wake_up", None, {"tags": "weigths"}), "tags: given 'weigths'; wanted one of kv_cache"),
+    ],
+)
+def test_a_misspelt_field_does_nothing(trained: Client, call: Any, told: str) -> None:
+    """Not what its absence does: end all requests, wait, give no label, wake nothing."""
+    route, body, query = call
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(trained.generate, prompt=PUZZLE, **SLOW)
+        trained.wait_for_num_requests(1)
+        response = trained.http.post(route, json=body, params=query, timeout=PATIENCE_S)
+        assert told in refusal(response)["message"]
+        assert running.result(PATIENCE_S)["finish_reason"] == ["length"]
 
 
 def test_a_pause_keeps_requests_and_they_go_on(trained: Client) -> None:
@@ -200,7 +221,9 @@ def test_an_update_is_told_checked_and_undone(
         body = {"update_info": {"path": path}}
         last = {"Connection": "close"}  # as the server does behind an error of this kind
         assert message in trained.http.post("/update_weights", json=body, headers=last).text
+    assert trained.http.get("/ready").json() == {"status": "paused"}
     update(trained, "own", "default")
+    assert trained.http.get("/ready").json() == {"status": "ready"}
     assert trained.ask(**SHORT)["token_ids"] == answer["token_ids"]
 
 

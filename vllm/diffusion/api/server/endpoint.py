@@ -55,7 +55,7 @@ from vllm.diffusion.api.page import site as page
 from vllm.diffusion.api.page.options import page_options
 from vllm.diffusion.api.page.site import Status
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse, set_priority
-from vllm.diffusion.api.server import gate, refusals
+from vllm.diffusion.api.server import gate, refusals, trainer_routes
 from vllm.diffusion.api.server.lifecycle import Lifecycle
 from vllm.diffusion.api.server.welcome import log_welcome, warn_of_arguments_without_effect
 from vllm.diffusion.api.validator import RequestRefused, is_installed, validator_of
@@ -314,6 +314,7 @@ class DiffusionEndpoint:
             engines=watchdog.engine_processes(),
         )
         refusals.install(self._app)
+        trainer_routes.install(self._app)
         gate.install(self._app, state.diffusion_lifecycle, args)
         documentation.install(self._app, has_keys=bool(gate.keys_of(args)))
         capacities = await engine_client.collective_rpc("capacity")

@@ -122,12 +122,16 @@ class Lifecycle:
     async def _is_paused(self) -> bool:
         """Ask the engine; while it is inside a long step, return its last answer."""
         if self._question is None:
-            self._question = asyncio.ensure_future(self._engine.is_paused())
+            self._question = asyncio.ensure_future(self._takes_no_step())
         done, _ = await asyncio.wait([self._question], timeout=_ANSWER_S)
         if done:
             question, self._question = self._question, None
             self._was_paused = question.exception() is None and question.result()
         return self._was_paused
+
+    async def _takes_no_step(self) -> bool:
+        """Ask for a pause, and for what keeps the workers from steps, as an update that failed."""
+        return await self._engine.is_paused() or any(await self._call_all("holds_steps"))
 
     async def _call_workers(self, method: str, *args: Any, **named: Any) -> Any:
         """Call a method of all workers; of an update that fails on one replica, on all."""

@@ -279,6 +279,10 @@ class WeightWorker(WorkerBase):
         self._hold("update", f"{what}: {failure}")
         logger.error("%s: %s; no step is taken before an update has ended", what, failure)
 
+    def holds_steps(self) -> bool:
+        """Return whether requests wait: while weights change or sleep, and after a failure."""
+        return bool(self._reasons)
+
     def weight_generation(self) -> int:
         """Return how often the weights have changed."""
         return self.model_runner.model.weight_generation

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of what trainers send to upstream's routes.
+
+Upstream passes over what it does not know, and a misspelt field does what its absence does: end
+every request, give no label, wake nothing.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Depends, Request
+from fastapi.dependencies.utils import get_parameterless_sub_dependant
+from fastapi.routing import APIRoute
+
+from vllm.diffusion.api.validator import RequestRefused
+from vllm.diffusion.core.errors import InvalidParameterError
+from vllm.diffusion.request.fields import near_miss, unknown
+from vllm.entrypoints.rl.online.api_router import router as online
+from vllm.entrypoints.serve.dev.sleep.api_router import router as sleeping
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+_ABORT = "/abort_requests"
+_READ = {_ABORT: {"request_ids"}, "/wake_up": {"tags"}}  # by upstream from the request itself
+_TAGS = ("kv_cache", "scheduling", "weights")
+
+
+def install(app: FastAPI) -> None:
+    """Check queries and bodies of the routes, where the server has them."""
+    endpoints = {getattr(route, "endpoint", None) for route in (*online.routes, *sleeping.routes)}
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.endpoint in endpoints:
+            check = get_parameterless_sub_dependant(depends=Depends(_check), path=route.path)
+            route.dependant.dependencies.insert(0, check)
+
+
+async def _check(raw_request: Request) -> None:
+    """Refuse what is almost a field, any other field of an abort, and what nothing is tagged with.
+
+    Raises:
+        RequestRefused: HTTP 400, naming the field.
+    """
+    route = raw_request.scope["route"]
+    found = route.dependant
+    known = {p.alias for p in (*found.query_params, *found.body_params)}
+    known |= _READ.get(route.path, set())
+    given: dict[str, Any] = dict(raw_request.query_params)
+    with suppress(ValueError):  # upstream's check of JSON follows
+        body = await raw_request.json() if await raw_request.body() else None
+        given |= body if isinstance(body, dict) else {}
+    for name, value in given.items():
+        if name not in known and (route.path == _ABORT or near_miss(name, known)):
+            raise RequestRefused(unknown(name, value, known))
+    for tag in raw_request.query_params.getlist("tags"):
+        if "tags" in known and tag not in _TAGS:
+            wanted = f"wanted one of {', '.join(_TAGS)}"
+            raise RequestRefused(InvalidParameterError("tags", tag, wanted))
