@@ -367,6 +367,8 @@ MESSAGE_FAULTS: list[tuple[Any, str, str]] = [
     ({"role": "user", "content": 5}, "[0].content", "given 5"),
     ({"role": "user", "content": [5]}, "[0].content[0]", "an object with a type"),
     ({"role": "user", "content": [{"type": "text"}]}, "[0].content[0].text", "a string"),
+    ({"role": "user", "content": [{"type": "image_url"}]}, "[0].content[0].type", "wanted text"),
+    ({"role": "user", "content": [{"type": "txt", "text": "hi"}]}, "[0].content[0].type", "'txt'"),
 ]
 
 

@@ -113,7 +113,7 @@ def test_an_answer_is_as_long_as_its_stop_string_leaves_it(trained: Client) -> N
         (("/abort_requests", {"request_id": "a"}, {}), "did you mean request_ids?"),
         (("/pause", None, {"mod": "keep"}), "mod: given 'keep'; unknown parameter; did you mean"),
         (("/finish_weight_update", {"weights_version": "1"}, {}), "did you mean weight_version?"),
-        (("/wake_up", None, {"tags": "weigths"}), "tags: given 'weigths'; wanted one of kv_cache"),
+        (("/wake_up", None, {"tags": "weight"}), "tags: given 'weight'; wanted one of kv_cache"),
     ],
 )
 def test_a_misspelt_field_does_nothing(trained: Client, call: Any, told: str) -> None:

@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# Of a message's content: text, and what chat templates write of tools.
+PARTS = frozenset(
+    {
+        *("text", "input_text", "output_text", "refusal", "thinking", "redacted_thinking"),
+        *("tool_use", "tool_result", "tool_reference", "tool_addition", "tool_removal"),
+    }
+)
 MOST_LEFT_OUT = 64  # fields of a request; each is compared with all parameters
 PROMPT = "a string, token ids, or a list of either, none of them empty"
 
@@ -166,6 +173,8 @@ def _check_part(part: Any, field: str) -> None:
         return
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise InvalidParameterError(field, part, "wanted an object with a type")
+    if part["type"] not in PARTS:
+        raise InvalidParameterError(f"{field}.type", part["type"], "wanted text and no more")
     if part["type"].endswith("text") and not isinstance(part.get("text"), str):
         raise InvalidParameterError(f"{field}.text", part.get("text"), "wanted a string")
 
