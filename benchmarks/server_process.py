@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import socket
 import subprocess
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 GUARD = ROOT / "benchmarks" / "process_guard.py"
+PORTS = range(20_000, 28_000)  # below those that Linux gives to connections
 START_S, STOP_S = 600.0, 60.0
 POLL_S = 0.2
 TAIL_LINES = 5
@@ -177,10 +179,12 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """Return a port that nothing listens on, of those that no connection gets by itself.
+
+    A server takes seconds to start, and may find another port taken by then.
+    """
+    ports = random.SystemRandom().sample(PORTS, len(PORTS))
+    return next(port for port in ports if is_free(port))
 
 
 def is_free(port: int) -> bool:

@@ -77,7 +77,9 @@ class CountingValidator(Validator):
 
 
 def output(text: str, finish_reason: str | None, found: dict[str, Any] | None) -> Any:
-    completion = SimpleNamespace(index=0, text=text, finish_reason=finish_reason)
+    completion = SimpleNamespace(
+        index=0, text=text, token_ids=[], finish_reason=finish_reason, stop_reason=None
+    )
     carried = None if found is None else {"dllm": found}
     return SimpleNamespace(outputs=[completion], kv_transfer_params=carried)
 
