@@ -294,6 +294,7 @@ class DiffusionEndpoint:
         app.include_router(router)
         if is_installed():  # other models keep upstream's routes
             app.include_router(openai_router)
+            trainer_routes.attach(app)
             register()
 
     async def init_state(
@@ -314,7 +315,6 @@ class DiffusionEndpoint:
             engines=watchdog.engine_processes(),
         )
         refusals.install(self._app)
-        trainer_routes.install(self._app)
         gate.install(self._app, state.diffusion_lifecycle, args)
         documentation.install(self._app, has_keys=bool(gate.keys_of(args)))
         capacities = await engine_client.collective_rpc("capacity")

@@ -11,9 +11,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Depends, Request
-from fastapi.dependencies.utils import get_parameterless_sub_dependant
-from fastapi.routing import APIRoute
 
+from vllm import envs as upstream_envs
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.request.fields import near_miss, unknown
@@ -28,13 +27,11 @@ _READ = {_ABORT: {"request_ids"}, "/wake_up": {"tags"}}  # by upstream from the 
 _TAGS = ("kv_cache", "scheduling", "weights")
 
 
-def install(app: FastAPI) -> None:
-    """Check queries and bodies of the routes, where the server has them."""
-    endpoints = {getattr(route, "endpoint", None) for route in (*online.routes, *sleeping.routes)}
-    for route in app.routes:
-        if isinstance(route, APIRoute) and route.endpoint in endpoints:
-            check = get_parameterless_sub_dependant(depends=Depends(_check), path=route.path)
-            route.dependant.dependencies.insert(0, check)
+def attach(app: FastAPI) -> None:
+    """Put upstream's routes, where it will have them, before its own, with a check in front."""
+    if upstream_envs.VLLM_SERVER_DEV_MODE:
+        for router in (online, sleeping):
+            app.include_router(router, dependencies=[Depends(_check)], include_in_schema=False)
 
 
 async def _check(raw_request: Request) -> None:
@@ -43,16 +40,14 @@ async def _check(raw_request: Request) -> None:
     Raises:
         RequestRefused: HTTP 400, naming the field.
     """
-    route = raw_request.scope["route"]
-    found = route.dependant
-    known = {p.alias for p in (*found.query_params, *found.body_params)}
-    known |= _READ.get(route.path, set())
+    path, found = raw_request.scope["route"].path, raw_request.scope["route"].dependant
+    known = {p.alias for p in (*found.query_params, *found.body_params)} | _READ.get(path, set())
     given: dict[str, Any] = dict(raw_request.query_params)
     with suppress(ValueError):  # upstream's check of JSON follows
         body = await raw_request.json() if await raw_request.body() else None
         given |= body if isinstance(body, dict) else {}
     for name, value in given.items():
-        if name not in known and (route.path == _ABORT or near_miss(name, known)):
+        if name not in known and (path == _ABORT or near_miss(name, known)):
             raise RequestRefused(unknown(name, value, known))
     for tag in raw_request.query_params.getlist("tags"):
         if "tags" in known and tag not in _TAGS:
