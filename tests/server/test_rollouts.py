@@ -119,6 +119,7 @@ def test_an_answer_is_as_long_as_its_stop_string_leaves_it(trained: Client) -> N
 def test_a_misspelt_field_does_nothing(trained: Client, call: Any, told: str) -> None:
     """Not what its absence does: end all requests, wait, give no label, wake nothing."""
     route, body, query = call
+    assert route in trained.http.get("/openapi.json").json()["paths"]
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(trained.generate, prompt=PUZZLE, **SLOW)
         trained.wait_for_num_requests(1)

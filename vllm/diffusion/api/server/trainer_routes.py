@@ -31,7 +31,7 @@ def attach(app: FastAPI) -> None:
     """Put upstream's routes, where it will have them, before its own, with a check in front."""
     if upstream_envs.VLLM_SERVER_DEV_MODE:
         for router in (online, sleeping):
-            app.include_router(router, dependencies=[Depends(_check)], include_in_schema=False)
+            app.include_router(router, dependencies=[Depends(_check)])
 
 
 async def _check(raw_request: Request) -> None:
