@@ -224,6 +224,11 @@ async def test_states(site: Site) -> None:
     assert lifecycle.take_status() == 1
 
 
+@on_site()
+async def test_probes_that_come_together_have_one_answer(site: Site) -> None:
+    assert await asyncio.gather(*(site.lifecycle.state() for _ in range(3))) == ["ready"] * 3
+
+
 def test_an_engine_inside_a_long_step_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.diffusion.api.server.lifecycle._ANSWER_S", 0.01)
 

@@ -123,9 +123,10 @@ class Lifecycle:
         """Ask the engine; while it is inside a long step, return its last answer."""
         if self._question is None:
             self._question = asyncio.ensure_future(self._takes_no_step())
-        done, _ = await asyncio.wait([self._question], timeout=_ANSWER_S)
+        question = self._question  # of several probes that wait, the first one to wake drops it
+        done, _ = await asyncio.wait([question], timeout=_ANSWER_S)
         if done:
-            question, self._question = self._question, None
+            self._question = None if self._question is question else self._question
             self._was_paused = question.exception() is None and question.result()
         return self._was_paused
 
