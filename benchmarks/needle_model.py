@@ -54,10 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = vocabulary(*sizes)
     family = load_family("llada")
     tokenizer = train_tokenizer([f" {word}" for word in words], family.special_tokens)
-    special_tokens, longest = family.special_tokens, max(options.lengths)
-    write_tokenizer(options.folder, tokenizer, special_tokens, TEMPLATE, max_length=longest)
+    special, longest = family.special_tokens, max(options.lengths)
+    write_tokenizer(options.folder, tokenizer, special, TEMPLATE, max_length=longest)
     ids = tokenizer.get_vocab()
-    special = family.special_tokens
     tokens = TokenIds(
         len(ids), ids[special.bos or ""], ids[special.eos], ids[special.mask], ids[special.eot]
     )

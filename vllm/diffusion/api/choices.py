@@ -113,6 +113,7 @@ async def answers(
         RequestTimedOut: the answer is wanted as a whole, and was not complete in time.
     """
     is_whole = sampling.output_kind == RequestOutputKind.FINAL_ONLY
+    is_delta = sampling.output_kind == RequestOutputKind.DELTA
     is_complete, length = False, 0
     try:
         async with aclosing(engine.generate(engine_input, sampling, *args, **options)) as outputs:
@@ -121,8 +122,7 @@ async def answers(
                 reason = completion.finish_reason
                 is_complete = reason is not None
                 found = told(output).get(0, {})
-                grows = sampling.output_kind == RequestOutputKind.DELTA
-                length = length * grows + len(completion.token_ids)
+                length = (length if is_delta else 0) + len(completion.token_ids)
                 if "trajectory" in found and isinstance(completion.stop_reason, str):
                     # The engine knows no stop strings.
                     found["trajectory"] |= {"stop_length": length, "finish_reason": "stop"}

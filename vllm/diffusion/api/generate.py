@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -152,7 +151,7 @@ class GenerateHandler:
                     finals[index] = output
             done = [output for output in finals if output is not None]
             response = self._response(request_id, choices, done)
-            yield event(json.dumps(response.content()))
+            yield event(response.encode().decode())
         except VLLMError as error:
             if isinstance(error, RequestTimedOut):
                 raise

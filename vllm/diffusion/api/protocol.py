@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from vllm.diffusion.api.bodies import PROMPT, check_messages
@@ -179,10 +180,14 @@ class GenerateResponse(BaseModel):
     usage: Usage
     diffusion: DiffusionReport
 
-    def content(self) -> dict[str, Any]:
-        """Return the answer as JSON, without fields that were not asked for."""
+    def encode(self) -> bytes:
+        """Return the answer as JSON, without fields that were not asked for.
+
+        A trajectory has thousands of numbers, which json.dumps writes slowly while all wait.
+        """
         unused = {name for name in ("logprobs", "trajectory") if getattr(self, name) is None}
-        return {**self.model_dump(exclude=unused), "diffusion": self.diffusion.content()}
+        content = {**self.model_dump(exclude=unused), "diffusion": self.diffusion.content()}
+        return msgspec.json.encode(content)
 
 
 class GenerateChunk(BaseModel):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
@@ -134,8 +133,7 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response: 
         events = await handler.stream(choices, request_id)
         return StreamingResponse(events, media_type="text/event-stream")
     answer = await handler.answer(body, request_id)
-    # A trajectory has thousands of numbers, which json.dumps writes slowly while all wait.
-    return Response(msgspec.json.encode(answer.content()), media_type="application/json")
+    return Response(answer.encode(), media_type="application/json")
 
 
 @openai_router.post(

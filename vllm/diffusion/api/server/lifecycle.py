@@ -80,7 +80,7 @@ class Lifecycle:
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._question: asyncio.Task[bool] | None = None
+        self._question: asyncio.Task[None] | None = None
         self._was_paused = False
         self._engine.shutdown = self._shut_down
         self._call_all, self._engine.collective_rpc = engine.collective_rpc, self._call_workers
@@ -121,18 +121,18 @@ class Lifecycle:
 
     async def _is_paused(self) -> bool:
         """Ask the engine; while it is inside a long step, return its last answer."""
-        if self._question is None:
-            self._question = asyncio.ensure_future(self._takes_no_step())
-        question = self._question  # of several probes that wait, the first one to wake drops it
-        done, _ = await asyncio.wait([question], timeout=_ANSWER_S)
-        if done:
-            self._question = None if self._question is question else self._question
-            self._was_paused = question.exception() is None and question.result()
+        if self._question is None or self._question.done():
+            self._question = asyncio.ensure_future(self._ask())
+        await asyncio.wait([self._question], timeout=_ANSWER_S)
         return self._was_paused
 
-    async def _takes_no_step(self) -> bool:
+    async def _ask(self) -> None:
         """Ask for a pause, and for what keeps the workers from steps, as an update that failed."""
-        return await self._engine.is_paused() or any(await self._call_all("holds_steps"))
+        try:
+            paused = await self._engine.is_paused() or any(await self._call_all("holds_steps"))
+        except Exception:
+            paused = False
+        self._was_paused = paused
 
     async def _call_workers(self, method: str, *args: Any, **named: Any) -> Any:
         """Call a method of all workers; of an update that fails on one replica, on all."""

@@ -40,8 +40,9 @@ async def _check(raw_request: Request) -> None:
     Raises:
         RequestRefused: HTTP 400, naming the field.
     """
-    path, found = raw_request.scope["route"].path, raw_request.scope["route"].dependant
-    known = {p.alias for p in (*found.query_params, *found.body_params)} | _READ.get(path, set())
+    route = raw_request.scope["route"]
+    path, fields = route.path, (*route.dependant.query_params, *route.dependant.body_params)
+    known = {field.alias for field in fields} | _READ.get(path, set())
     given: dict[str, Any] = dict(raw_request.query_params)
     with suppress(ValueError):  # upstream's check of JSON follows
         body = await raw_request.json() if await raw_request.body() else None
@@ -49,7 +50,7 @@ async def _check(raw_request: Request) -> None:
     for name, value in given.items():
         if name not in known and (path == _ABORT or near_miss(name, known)):
             raise RequestRefused(unknown(name, value, known))
-    for tag in raw_request.query_params.getlist("tags"):
-        if "tags" in known and tag not in _TAGS:
+    for tag in raw_request.query_params.getlist("tags") if "tags" in known else ():
+        if tag not in _TAGS:
             wanted = f"wanted one of {', '.join(_TAGS)}"
             raise RequestRefused(InvalidParameterError("tags", tag, wanted))

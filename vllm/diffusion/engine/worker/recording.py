@@ -38,15 +38,15 @@ class Blocks:
         self, params: DiffusionParams, prompt_length: int, length: int, rule: DecodingRule
     ) -> None:
         self._rule, self._prompt_length = rule, prompt_length
-        self._end, width = length - prompt_length, params.block_length
+        end, width = length - prompt_length, params.block_length
         if params.has_causal_context:  # whose row has room for a whole block behind the answer
-            self._end = params.num_blocks * width
+            end = params.num_blocks * width
         is_grid = params.is_block_causal and not params.has_causal_context
         record = algorithms_of(is_block_causal=params.is_block_causal)[params.algorithm]
         if record.blocks == "none" and not params.has_causal_context:
-            width = self._end
+            width = end
         first = width - prompt_length % width if is_grid else width
-        self._bounds = np.array([0, *range(first, self._end, width), self._end])
+        self._bounds = np.array([0, *range(first, end, width), end])
 
     @property
     def bounds(self) -> Array:
@@ -285,8 +285,8 @@ class WholeBlocks(CanvasGuest):
         self._prompt_length, self._mask_id = prompt_length, params.mask_id
 
     def may_end(self, tokens: Array, end: int) -> bool:
-        bounds = self._prompt_length + self._blocks.bounds
-        behind = np.searchsorted(bounds, self._prompt_length + end, side="left")
+        bounds, canvas = self._blocks.bounds, tokens[self._prompt_length :]
+        behind = np.searchsorted(bounds, end)  # the first bound that does not stand before the end
         if behind == len(bounds):
             return True
-        return not (tokens[bounds[behind - 1] : bounds[behind]] == self._mask_id).any()
+        return not (canvas[bounds[behind - 1] : bounds[behind]] == self._mask_id).any()

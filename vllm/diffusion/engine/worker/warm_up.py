@@ -167,10 +167,11 @@ def _request(
     canvas = min(num_sampled, length - 1)
     asked: dict[str, object] = {"algorithm": "semi_ar", "block_length": canvas, "steps": canvas}
     if model.family.is_block_causal:  # then the last block is the one that is decoded
-        length = max(length - length % model.block_unit, model.block_unit)
-        units, block_length = length // model.block_unit, length
+        unit = model.block_unit
+        units = max(length // unit, 1)
+        length = block_length = unit * units
         if length > _CANVAS:
-            block_length = gcd(units, max(_BLOCK // model.block_unit, 1)) * model.block_unit
+            block_length = unit * gcd(units, max(_BLOCK // unit, 1))
         canvas = min(num_sampled, max(block_length - 1, 1))
         asked = {"block_length": block_length}
     if model.family.has_causal_context:  # a block behind one token, or a prompt that is read
