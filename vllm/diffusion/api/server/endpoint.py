@@ -55,7 +55,13 @@ from vllm.diffusion.api.page import site as page
 from vllm.diffusion.api.page.options import page_options
 from vllm.diffusion.api.page.site import Status
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse, set_priority
-from vllm.diffusion.api.server import gate, invocations, refusals, trainer_routes
+from vllm.diffusion.api.server import (
+    connections,
+    gate,
+    invocations,
+    refusals,
+    trainer_routes,
+)
 from vllm.diffusion.api.server.body_validation import stop_at_first_fault
 from vllm.diffusion.api.server.lifecycle import Lifecycle
 from vllm.diffusion.api.server.welcome import log_welcome, warn_of_arguments_without_effect
@@ -214,13 +220,18 @@ async def invoke(raw_request: Request) -> Response:
 
 @router.get(
     "/ready",
-    responses={503: {"description": "draining, paused or dead; `status` says which"}},
+    responses={503: {"description": "draining, paused, unresponsive or dead; `status` says which"}},
 )
 async def ready(raw_request: Request) -> JSONResponse:
     """Whether a new request would be worked on."""
     lifecycle: Lifecycle | None = raw_request.app.state.diffusion_lifecycle
-    state = "ready" if lifecycle is None else await lifecycle.state()
-    return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+    if lifecycle is None:
+        return JSONResponse({"status": "ready"})
+    state = await lifecycle.state()
+    content: dict[str, Any] = {"status": state}
+    if state == "unresponsive":
+        content["engine_silent_s"] = round(lifecycle.silent_s, 1)
+    return JSONResponse(content, 200 if state == "ready" else 503)
 
 
 @openai_router.get("/version")
@@ -343,6 +354,7 @@ class DiffusionEndpoint:
         )
         refusals.install(self._app)
         stop_at_first_fault(self._app)
+        connections.install(args)
         gate.install(self._app, state.diffusion_lifecycle, args)
         documentation.install(self._app, has_keys=bool(gate.keys_of(args)))
         capacities = await engine_client.collective_rpc("capacity")
