@@ -55,6 +55,16 @@ _LEFT_OUT: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Arguments of transformers' `apply_chat_template`, and what it makes of other fields of a body.
+_TEMPLATE_ARGUMENTS = frozenset(
+    {
+        *("add_generation_prompt", "chat_template", "continue_final_message", "conversation"),
+        *("documents", "max_length", "messages", "padding", "return_assistant_tokens_mask"),
+        *("return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
+    }
+)
+
+
 def check_body(body: Any) -> None:
     """Refuse a body of OpenAI's routes for what can be seen of single fields.
 
@@ -119,6 +129,20 @@ def left_out(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
             wanted = f"wanted at most {MOST_LEFT_OUT} fields that do not act"
             raise InvalidParameterError(name, value, wanted)
     return names
+
+
+def check_template_kwargs(given: Any, field: str = "chat_template_kwargs") -> None:
+    """Refuse arguments of the tokenizer among the variables of a chat template.
+
+    Upstream passes both to one function, where `max_length` beside `padding` fills the memory.
+
+    Raises:
+        InvalidParameterError: naming the first of them.
+    """
+    for name in given if isinstance(given, dict) else ():
+        if name in _TEMPLATE_ARGUMENTS:
+            wanted = "wanted none: only variables that the chat template reads"
+            raise InvalidParameterError(f"{field}.{name}", given[name], wanted)
 
 
 def check_messages(messages: Any, field: str = "messages") -> None:

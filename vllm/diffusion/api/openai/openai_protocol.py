@@ -160,7 +160,9 @@ def extra_args(request: Any, template: str) -> dict[str, Any]:
         request.seed = extra.pop("seed") % 2**SEED_BITS
     if any(word in template for word in _THINKING):
         ignored = [name for name in ignored if name not in _EFFORT]
-    extra[IGNORED] = [*ignored, *elsewhere]
+    variables = getattr(request, "chat_template_kwargs", None) or {}
+    unread = [f"chat_template_kwargs.{name}" for name in variables if name not in template]
+    extra[IGNORED] = [*ignored, *unread, *elsewhere]
     return extra
 
 

@@ -65,6 +65,7 @@ class Diffusion:
     engine_client: Any
     enable_prompt_tokens_details: bool
     model_config: Any
+    online_renderer: Any
     renderer: Any
 
     async def prepare(self, request: Any) -> bool:
@@ -77,6 +78,7 @@ class Diffusion:
             RequestRefused: HTTP 400, naming the field.
         """
         try:
+            self.refuse_template(request)
             prepare(request, self.model_config, self.template_of(request))
             given = request.vllm_xargs.get(SPEC)
             spec = None if given is None else unpacked(given)
@@ -84,6 +86,17 @@ class Diffusion:
             raise RequestRefused(error) from None
         await self.validator.compile(spec)
         return spec is not None and spec.kind == "tools"
+
+    def refuse_template(self, request: Any) -> None:
+        """Refuse a request's own chat template, unless the server trusts those.
+
+        Raises:
+            InvalidParameterError: naming it.
+        """
+        given = getattr(request, "chat_template", None)
+        if given is not None and not self.online_renderer.trust_request_chat_template:
+            wanted = "wanted none, or a server with --trust-request-chat-template"
+            raise InvalidParameterError("chat_template", given, wanted)
 
     def template_of(self, request: Any) -> str:
         """Return the chat template of a request, as far as it is known here."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.middleware import Middleware
 
 from vllm.diffusion import __version__
 from vllm.diffusion.api import prometheus as metrics
@@ -55,6 +56,7 @@ from vllm.diffusion.api.page.options import page_options
 from vllm.diffusion.api.page.site import Status
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse, set_priority
 from vllm.diffusion.api.server import gate, refusals, trainer_routes
+from vllm.diffusion.api.server.body_reading import BodyReading
 from vllm.diffusion.api.server.lifecycle import Lifecycle
 from vllm.diffusion.api.server.welcome import log_welcome, warn_of_arguments_without_effect
 from vllm.diffusion.api.validator import RequestRefused, is_installed, validator_of
@@ -313,6 +315,7 @@ class DiffusionEndpoint:
             engines=watchdog.engine_processes(),
         )
         refusals.install(self._app)
+        self._app.user_middleware.insert(0, Middleware(BodyReading))  # the gate builds the stack
         gate.install(self._app, state.diffusion_lifecycle, args)
         documentation.install(self._app, has_keys=bool(gate.keys_of(args)))
         capacities = await engine_client.collective_rpc("capacity")

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from vllm.diffusion.api import prometheus as metrics
+from vllm.diffusion.api.server import body_reading
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
@@ -64,6 +65,13 @@ async def _refused_by_upstream(raw_request: Request, error: Exception) -> Respon
 
 async def _no_such_route(raw_request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    # FastAPI only says that there was an error where a body could not be parsed.
+    cause = error.__cause__
+    if isinstance(cause, RequestRefused):
+        return await _refused(raw_request, cause)
+    fault = body_reading.fault_of(cause)
+    if fault is not None:
+        return await _refused(raw_request, RequestRefused(fault))
     status, path = HTTPStatus(error.status_code), raw_request.url.path
     message, headers = str(error.detail), dict(error.headers or {})
     if message == status.phrase and status == HTTPStatus.NOT_FOUND:
