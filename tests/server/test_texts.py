@@ -28,7 +28,7 @@ JSON = {"Content-Type": "application/json"}
 LONE = "\ud800"
 HANG_S = 60  # far beyond what a refusal takes on a busy machine
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b"]}}}
-CONVERSATION = [
+CONVERSATION: list[dict[str, Any]] = [
     {"role": "system", "content": "Be kind."},
     {"role": "user", "content": [{"type": "text", "text": QUESTION}]},
     {

@@ -7,6 +7,7 @@ argument of the chat template can be refused.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,11 +16,12 @@ import jinja2.ext
 import jinja2.sandbox
 
 from vllm.diffusion.api.bodies import check_template_kwargs
+from vllm.diffusion.api.tool_prompts import with_tools
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.core.surrogates import refuse_lone_surrogates
 from vllm.exceptions import VLLMValidationError
-from vllm.renderers.hf import AssistantTracker, HfRenderer
+from vllm.renderers.hf import AssistantTracker, HfRenderer, resolve_chat_template
 
 _OF_UPSTREAM = frozenset(
     {"add_generation_prompt", "continue_final_message", "documents", "tokenize", "tools"}
@@ -31,17 +33,28 @@ class DiffusionRenderer(HfRenderer):
 
     def render_messages(self, messages: Any, params: Any) -> Any:
         try:
-            _check(messages, params)
-            return super().render_messages(messages, params)
+            return super().render_messages(*self._told(messages, params))
         except (InvalidParameterError, VLLMValidationError, jinja2.TemplateError) as error:
             raise _refusal(error, messages, params) from None
 
     async def render_messages_async(self, messages: Any, params: Any) -> Any:
         try:
-            _check(messages, params)
-            return await super().render_messages_async(messages, params)
+            return await super().render_messages_async(*self._told(messages, params))
         except (InvalidParameterError, VLLMValidationError, jinja2.TemplateError) as error:
             raise _refusal(error, messages, params) from None
+
+    def _told(self, messages: Any, params: Any) -> tuple[list[Any], Any]:
+        """Check messages and arguments, and write what the template does not write of tools."""
+        _check(messages, params)
+        given = params.chat_template_kwargs
+        template = resolve_chat_template(
+            self.get_tokenizer(),
+            params.chat_template,
+            given.get("tools"),
+            model_config=self.model_config,
+        )
+        found, tools = with_tools(messages, given.get("tools"), template or "")
+        return found, replace(params, chat_template_kwargs={**given, "tools": tools})
 
     def tokenize_prompt(self, prompt: Any, params: Any) -> Any:
         _check_text(prompt)

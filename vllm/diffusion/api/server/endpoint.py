@@ -14,8 +14,6 @@ from vllm.diffusion import __version__
 from vllm.diffusion.api import prometheus as metrics
 from vllm.diffusion.api.bodies import (
     check_body,
-    check_conversations,
-    check_messages,
     check_prompt,
     refuse_fields,
 )
@@ -29,6 +27,7 @@ from vllm.diffusion.api.likelihood.loglikelihood import (
 )
 from vllm.diffusion.api.likelihood.typed_decisions import DecisionRequest, adopt_decisions, register
 from vllm.diffusion.api.openai.anthropic import (
+    CountTokensBody,
     DiffusionServingMessages,
     MessagesAnswer,
     MessagesBody,
@@ -49,7 +48,6 @@ from vllm.diffusion.api.openai.openai_serving import (
 from vllm.diffusion.api.openai.responses import (
     DiffusionServingResponses,
     ResponsesBody,
-    check_input,
 )
 from vllm.diffusion.api.page import site as page
 from vllm.diffusion.api.page.options import page_options
@@ -64,7 +62,6 @@ from vllm.diffusion.config import served_model, settings_of
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.process import watchdog
 from vllm.entrypoints.anthropic.protocol import (
-    AnthropicCountTokensRequest,
     AnthropicCountTokensResponse,
 )
 from vllm.entrypoints.generate.structured_decisions.api_router import create_structured_decision
@@ -204,7 +201,7 @@ def checked_by(*checks: Callable[[Any], None]) -> list[Any]:
 
 @openai_router.post(
     "/v1/chat/completions",
-    dependencies=checked_by(check_body, lambda body: check_messages(body.get("messages"))),
+    dependencies=checked_by(check_body),
     response_model=None,
     responses={200: {"model": ChatAnswer, "content": {"text/event-stream": {}}}, **_ANSWERS},
     openapi_extra=shown("/v1/chat/completions"),
@@ -228,7 +225,7 @@ async def completions(request: CompletionBody, raw_request: Request) -> Any:  # 
 
 @openai_router.post(
     "/v1/chat/completions/batch",
-    dependencies=checked_by(check_body, check_conversations),
+    dependencies=checked_by(check_body),
     response_model=None,
     responses={200: {"model": ChatAnswer}, **_ANSWERS},
 )
@@ -239,7 +236,7 @@ async def chat_batch(request: ChatBatchBody, raw_request: Request) -> Any:  # ty
 
 @openai_router.post(
     "/v1/responses",
-    dependencies=checked_by(refuse_fields, lambda body: check_input(body.get("input"))),
+    dependencies=checked_by(refuse_fields),
     response_model=None,
     responses={200: {"content": {"text/event-stream": {}}}, **_ANSWERS},
 )
@@ -250,7 +247,7 @@ async def responses(request: ResponsesBody, raw_request: Request) -> Any:  # typ
 
 @openai_router.post(
     "/v1/messages",
-    dependencies=checked_by(refuse_fields, lambda body: check_messages(body.get("messages"))),
+    dependencies=checked_by(refuse_fields),
     response_model=None,
     responses={200: {"model": MessagesAnswer, "content": {"text/event-stream": {}}}, **_ANSWERS},
 )
@@ -270,11 +267,11 @@ async def messages(request: MessagesBody, raw_request: Request) -> Response:  # 
 
 @openai_router.post(
     "/v1/messages/count_tokens",
-    dependencies=checked_by(lambda body: check_messages(body.get("messages"))),
+    dependencies=checked_by(refuse_fields),
     response_model=None,
     responses={200: {"model": AnthropicCountTokensResponse}, **_ANSWERS},
 )
-async def count_tokens(request: AnthropicCountTokensRequest, raw_request: Request) -> Response:
+async def count_tokens(request: CountTokensBody, raw_request: Request) -> Response:  # type: ignore[valid-type]
     """How many tokens a conversation has."""
     handler: DiffusionServingMessages = raw_request.app.state.anthropic_serving_messages
     answer = await handler.count_tokens(request, raw_request)
