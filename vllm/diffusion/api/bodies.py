@@ -14,14 +14,6 @@ from vllm.diffusion.request.fields import SPELLINGS, near_miss
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-# Of a message's content: text, and what chat templates write of tools.
-PARTS = frozenset(
-    {
-        *("text", "input_text", "output_text", "refusal", "thinking", "redacted_thinking"),
-        *("tool_use", "tool_result", "tool_reference", "tool_addition", "tool_removal"),
-    }
-)
 MOST_LEFT_OUT = 64  # fields of a request; each is compared with all parameters
 MAX_LABELS = 128  # token ids whose probabilities are compared, as many as upstream's logprobs have
 PROMPT = "a string, token ids, or a list of either, none of them empty"
@@ -55,6 +47,16 @@ _LEFT_OUT: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "modalities": (["text"],),
 }
+
+
+# Arguments of transformers' `apply_chat_template`, and what it makes of other fields of a body.
+_TEMPLATE_ARGUMENTS = frozenset(
+    {
+        *("add_generation_prompt", "chat_template", "continue_final_message", "conversation"),
+        *("documents", "max_length", "messages", "padding", "return_assistant_tokens_mask"),
+        *("return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
+    }
+)
 
 
 def check_body(body: Any) -> None:
@@ -123,62 +125,18 @@ def left_out(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
     return names
 
 
-def check_messages(messages: Any, field: str = "messages") -> None:
-    """Refuse a list of messages that is no conversation.
+def check_template_kwargs(given: Any, field: str = "chat_template_kwargs") -> None:
+    """Refuse arguments of the tokenizer among the variables of a chat template.
+
+    Upstream passes both to one function, where `max_length` beside `padding` fills the memory.
 
     Raises:
-        InvalidParameterError: naming the message, and what is wrong with it.
+        InvalidParameterError: naming the first of them.
     """
-    if not isinstance(messages, list) or not messages:
-        raise InvalidParameterError(field, messages, "wanted a list of messages, at least one")
-    for index, message in enumerate(messages):
-        check_message(message, f"{field}[{index}]", ROLES)
-
-
-def check_conversations(body: Mapping[str, Any]) -> None:
-    """Refuse a body whose `messages` are no list of conversations.
-
-    Raises:
-        InvalidParameterError: naming the message, and what is wrong with it.
-    """
-    found = body.get("messages")
-    if not isinstance(found, list) or not found:
-        raise InvalidParameterError("messages", found, "wanted a list of conversations")
-    for index, messages in enumerate(found):
-        check_messages(messages, f"messages[{index}]")
-
-
-def check_message(message: Any, field: str, roles: Collection[str]) -> None:
-    """Refuse a value that is no message: an object with a role and a content of text or of parts.
-
-    Raises:
-        InvalidParameterError: naming what is wrong.
-    """
-    if not isinstance(message, dict):
-        raise InvalidParameterError(field, message, "wanted an object with role and content")
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or role not in roles:
-        raise InvalidParameterError(f"{field}.role", role, f"wanted one of: {', '.join(roles)}")
-    if content is None and role == "assistant":
-        return
-    if isinstance(content, list):
-        for index, part in enumerate(content):
-            _check_part(part, f"{field}.content[{index}]")
-    elif not isinstance(content, str):
-        raise InvalidParameterError(
-            f"{field}.content", content, "wanted a string or a list of parts"
-        )
-
-
-def _check_part(part: Any, field: str) -> None:
-    if isinstance(part, str):
-        return
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise InvalidParameterError(field, part, "wanted an object with a type")
-    if part["type"] not in PARTS:
-        raise InvalidParameterError(f"{field}.type", part["type"], "wanted text and no more")
-    if part["type"].endswith("text") and not isinstance(part.get("text"), str):
-        raise InvalidParameterError(f"{field}.text", part.get("text"), "wanted a string")
+    for name in given if isinstance(given, dict) else ():
+        if name in _TEMPLATE_ARGUMENTS:
+            wanted = "wanted none: only variables that the chat template reads"
+            raise InvalidParameterError(f"{field}.{name}", given[name], wanted)
 
 
 def check_num_answers(body: Mapping[str, Any]) -> None:

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.middleware import Middleware
 
 from vllm.diffusion import __version__
 from vllm.diffusion.api import prometheus as metrics
 from vllm.diffusion.api.bodies import (
     check_body,
-    check_conversations,
-    check_messages,
     check_num_answers,
     check_prompt,
     refuse_fields,
@@ -29,6 +28,7 @@ from vllm.diffusion.api.likelihood.loglikelihood import (
 )
 from vllm.diffusion.api.likelihood.typed_decisions import DecisionRequest, adopt_decisions, register
 from vllm.diffusion.api.openai.anthropic import (
+    CountTokensBody,
     DiffusionServingMessages,
     MessagesAnswer,
     MessagesBody,
@@ -49,7 +49,6 @@ from vllm.diffusion.api.openai.openai_serving import (
 from vllm.diffusion.api.openai.responses import (
     DiffusionServingResponses,
     ResponsesBody,
-    check_input,
 )
 from vllm.diffusion.api.page import site as page
 from vllm.diffusion.api.page.options import page_options
@@ -62,6 +61,7 @@ from vllm.diffusion.api.server import (
     refusals,
     trainer_routes,
 )
+from vllm.diffusion.api.server.body_reading import BodyReading
 from vllm.diffusion.api.server.body_validation import stop_at_first_fault
 from vllm.diffusion.api.server.lifecycle import Lifecycle
 from vllm.diffusion.api.server.welcome import log_welcome, warn_of_arguments_without_effect
@@ -70,7 +70,6 @@ from vllm.diffusion.config import served_model, settings_of
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.process import watchdog
 from vllm.entrypoints.anthropic.protocol import (
-    AnthropicCountTokensRequest,
     AnthropicCountTokensResponse,
 )
 from vllm.entrypoints.generate.generative_scoring.api_router import create_generative_scoring
@@ -242,7 +241,7 @@ async def version() -> JSONResponse:
 
 @openai_router.post(
     "/v1/chat/completions",
-    dependencies=checked_by(check_body, lambda body: check_messages(body.get("messages"))),
+    dependencies=checked_by(check_body),
     response_model=None,
     responses={200: {"model": ChatAnswer, "content": {"text/event-stream": {}}}, **_ANSWERS},
     openapi_extra=shown("/v1/chat/completions"),
@@ -266,7 +265,7 @@ async def completions(request: CompletionBody, raw_request: Request) -> Any:  # 
 
 @openai_router.post(
     "/v1/chat/completions/batch",
-    dependencies=checked_by(check_body, check_conversations),
+    dependencies=checked_by(check_body),
     response_model=None,
     responses={200: {"model": ChatAnswer}, **_ANSWERS},
 )
@@ -277,7 +276,7 @@ async def chat_batch(request: ChatBatchBody, raw_request: Request) -> Any:  # ty
 
 @openai_router.post(
     "/v1/responses",
-    dependencies=checked_by(refuse_fields, lambda body: check_input(body.get("input"))),
+    dependencies=checked_by(refuse_fields),
     response_model=None,
     responses={200: {"content": {"text/event-stream": {}}}, **_ANSWERS},
 )
@@ -288,7 +287,7 @@ async def responses(request: ResponsesBody, raw_request: Request) -> Any:  # typ
 
 @openai_router.post(
     "/v1/messages",
-    dependencies=checked_by(refuse_fields, lambda body: check_messages(body.get("messages"))),
+    dependencies=checked_by(refuse_fields),
     response_model=None,
     responses={200: {"model": MessagesAnswer, "content": {"text/event-stream": {}}}, **_ANSWERS},
 )
@@ -308,11 +307,11 @@ async def messages(request: MessagesBody, raw_request: Request) -> Response:  # 
 
 @openai_router.post(
     "/v1/messages/count_tokens",
-    dependencies=checked_by(lambda body: check_messages(body.get("messages"))),
+    dependencies=checked_by(refuse_fields),
     response_model=None,
     responses={200: {"model": AnthropicCountTokensResponse}, **_ANSWERS},
 )
-async def count_tokens(request: AnthropicCountTokensRequest, raw_request: Request) -> Response:
+async def count_tokens(request: CountTokensBody, raw_request: Request) -> Response:  # type: ignore[valid-type]
     """How many tokens a conversation has."""
     handler: DiffusionServingMessages = raw_request.app.state.anthropic_serving_messages
     answer = await handler.count_tokens(request, raw_request)
@@ -355,6 +354,7 @@ class DiffusionEndpoint:
         refusals.install(self._app)
         stop_at_first_fault(self._app)
         connections.install(args)
+        self._app.user_middleware.insert(0, Middleware(BodyReading))  # the gate builds the stack
         gate.install(self._app, state.diffusion_lifecycle, args)
         documentation.install(self._app, has_keys=bool(gate.keys_of(args)))
         capacities = await engine_client.collective_rpc("capacity")

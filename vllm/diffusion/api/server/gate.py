@@ -11,14 +11,14 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
-from fastapi import HTTPException
+from fastapi import HTTPException, Request
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
 
 from vllm import envs as upstream_envs
 from vllm.diffusion.api.documentation.offline_docs import OPEN_PATHS as _DOCUMENTATION_PATHS
 from vllm.diffusion.api.page.site import OPEN_PATHS as _PAGE_PATHS
 from vllm.diffusion.api.prometheus import count_refusal
+from vllm.diffusion.api.server import refusals
 from vllm.diffusion.core import envs
 from vllm.entrypoints.generate.base.serving import PRIORITY_HEADER
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from fastapi import FastAPI
+    from starlette.responses import JSONResponse
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from vllm.diffusion.api.server.lifecycle import Lifecycle
@@ -58,12 +59,12 @@ class Refusal(NamedTuple):
     reason: str
     message: str
 
-    def response(self) -> JSONResponse:
-        body = create_error_response(self.message, self.status.phrase, self.status).model_dump()
+    def response(self, request: Request) -> JSONResponse:
+        error = create_error_response(self.message, self.status.phrase, self.status)
         headers = {}
         if self.status == HTTPStatus.SERVICE_UNAVAILABLE:
             headers = {"Retry-After": "5", "Connection": "close"}
-        return JSONResponse(body, self.status, headers)
+        return refusals.answer(request, error, headers)
 
 
 class Gate:
@@ -98,16 +99,29 @@ class Gate:
         refusal = self._refusal(scope)
         if refusal is not None:
             count_refusal(refusal.reason)
-            return await refusal.response()(scope, receive, send)
+            return await refusal.response(Request(scope))(scope, receive, send)
         if scope["method"] in ("GET", "HEAD"):
             return await self._app(scope, receive, send)
         with self._lifecycle.open_request():
             await self._app(scope, self._limited(receive), send)
 
+    def _has_key(self, keys: AuthenticationMiddleware, scope: Scope) -> bool:
+        """Whether a valid key comes as OpenAI's clients send it, or as Anthropic's do.
+
+        Upstream's middleware, further in, knows the first way alone.
+        """
+        headers = MutableHeaders(scope=scope)
+        own = headers.get("x-api-key")
+        if own is not None and "authorization" not in headers:
+            headers["Authorization"] = f"Bearer {own}"
+        return bool(keys.verify_token(headers))
+
     def _refusal(self, scope: Scope) -> Refusal | None:
         headers = Headers(scope=scope)
-        if self._keys is not None and not self._keys.verify_token(headers):
-            message = "wanted an Authorization header with a valid API key: `Bearer KEY`"
+        if self._keys is not None and not self._has_key(self._keys, scope):
+            message = (
+                "wanted an Authorization header with a valid API key: `Bearer KEY`, or x-api-key"
+            )
             return Refusal(HTTPStatus.UNAUTHORIZED, "api_key", message)
         if self._is_forged(scope["method"], headers):
             given = headers.get("origin", "none")
