@@ -115,6 +115,7 @@ def attach(sampling: Any, decided: DiffusionParams, index: int = 0) -> None:
     kept = {k: v for k, v in (sampling.extra_args or {}).items() if k in RESERVED_EXTRA_ARGS}
     sampling.extra_args = {**kept, DECISION: decided}
     sampling.structured_outputs = None  # upstream would compile a grammar that nobody uses
+    sampling.bad_words = None  # and tokenise words that are tokenised already
     sampling.thinking_token_budget = None  # and want a server that parses what a model thinks
     sampling.seed = None if decided.seed is None else (decided.seed + index) % 2**SEED_BITS
 
@@ -249,7 +250,7 @@ def decide(
         cache=cache,
         seed=None,
         stop_ids=frozenset() if values["ignore_eos"] else end_ids,
-        edits=edits_of(request, model, end_ids, lengths.max_tokens),
+        edits=edits_of(request, model, end_ids, lengths.max_tokens, num_prompt + lengths.canvas),
         logprobs=len(told_ids) if told_ids else logprobs,
         logprob_token_ids=told_ids,
         ignored=(*ignored, *left_out),
@@ -675,7 +676,7 @@ def _delimiter_ids(
         raise InvalidParameterError(
             "delimiter_ids", ids, f"wanted token ids from 0 to {model.vocab_size - 1}"
         )
-    return ids
+    return tuple(dict.fromkeys(ids))
 
 
 def check_score(score: Any, model: ServedModel, prompt: Sequence[int]) -> ScoreRequest:
