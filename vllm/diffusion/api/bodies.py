@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.guided.guides import STRUCTURED, asked_spec
 from vllm.diffusion.request.decision import refuse_unsupported
@@ -22,6 +23,7 @@ PARTS = frozenset(
     }
 )
 MOST_LEFT_OUT = 64  # fields of a request; each is compared with all parameters
+MAX_LABELS = 128  # token ids whose probabilities are compared, as many as upstream's logprobs have
 PROMPT = "a string, token ids, or a list of either, none of them empty"
 
 # Fields that upstream acts on and that cannot be had, with the values that ask for nothing.
@@ -177,6 +179,44 @@ def _check_part(part: Any, field: str) -> None:
         raise InvalidParameterError(f"{field}.type", part["type"], "wanted text and no more")
     if part["type"].endswith("text") and not isinstance(part.get("text"), str):
         raise InvalidParameterError(f"{field}.text", part.get("text"), "wanted a string")
+
+
+def check_num_answers(body: Mapping[str, Any]) -> None:
+    """Refuse a body that asks for more answers than one request may have.
+
+    Each answer is a request to the engine, so a few bytes of `n` could keep it busy for hours.
+
+    Raises:
+        InvalidParameterError: naming the prompts, conversations or items, and their number.
+    """
+    limit, n = envs.max_answers(), body.get("n")
+    n = n if isinstance(n, int) and n > 1 else 1
+    for field in ("prompt", "messages", "items"):
+        num_inputs = _num_inputs(body.get(field))
+        if num_inputs * n > limit:
+            wanted = f"wanted at most {limit} answers of one request (DLLM_MAX_ANSWERS)"
+            raise InvalidParameterError(f"{field} x n", num_inputs * n, wanted)
+    labels = body.get("label_token_ids")
+    if isinstance(labels, list) and len(labels) > MAX_LABELS:
+        raise InvalidParameterError("label_token_ids", labels, f"wanted at most {MAX_LABELS} ids")
+
+
+def _num_inputs(given: Any) -> int:
+    """Return the number of prompts, conversations or items in a field of a body."""
+    is_several = isinstance(given, list) and bool(given) and isinstance(given[0], (str, list))
+    return len(given) if is_several else 1
+
+
+def check_text_length(field: str, text: str, tokenizer: Any, max_tokens: int) -> None:
+    """Refuse a text that is too long for the model whatever it says, before it is tokenised.
+
+    Raises:
+        InvalidParameterError: naming the field, and its number of characters.
+    """
+    most = max_tokens * tokenizer.max_chars_per_token
+    if len(text) > most:
+        wanted = f"wanted at most {most}, as many as {max_tokens} tokens can have"
+        raise InvalidParameterError(field, f"{len(text)} characters", wanted)
 
 
 def check_prompt(prompt: Any) -> None:

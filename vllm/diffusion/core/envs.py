@@ -128,6 +128,11 @@ def max_request_bytes() -> int:
     return _size("DLLM_MAX_REQUEST_BYTES") or 32 << 20
 
 
+def max_answers() -> int:
+    """DLLM_MAX_ANSWERS: the most answers that one HTTP request may ask for (default 1024)."""
+    return _positive_int("DLLM_MAX_ANSWERS") or 1024
+
+
 def set_default(name: str, value: str) -> None:
     """Set an environment variable for this process and its children unless the user set it."""
     os.environ.setdefault(name, value)
@@ -145,6 +150,7 @@ VARIABLES: dict[str, Callable[[], Any]] = {
     "VLLM_DLLM_KERNELS": kernels,
     "VLLM_VMM_CHUNK_SIZE": vmm_chunk_size,
     "DLLM_MAX_REQUEST_BYTES": max_request_bytes,
+    "DLLM_MAX_ANSWERS": max_answers,
 }
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field, model_validator
 
-from vllm.diffusion.api.bodies import left_out, refuse_fields
+from vllm.diffusion.api.bodies import check_text_length, left_out, refuse_fields
 from vllm.diffusion.api.openai.tool_calls import asked_tools
 from vllm.diffusion.api.report import DiffusionReport
 from vllm.diffusion.api.schema import MAX_CHOICES, check_logprobs, with_diffusion_fields
@@ -118,6 +118,7 @@ def _suffix_ids(text: str, extra: Mapping[str, Any], model_config: Any) -> list[
     if "suffix_ids" in extra:
         raise InvalidParameterError("suffix", text, "wanted either it or suffix_ids")
     tokenizer = cached_tokenizer_from_config(model_config)
+    check_text_length("suffix", text, tokenizer, model_config.max_model_len)
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 

@@ -15,6 +15,7 @@ from vllm.diffusion.api.bodies import (
     check_body,
     check_conversations,
     check_messages,
+    check_num_answers,
     check_prompt,
     refuse_fields,
 )
@@ -54,7 +55,8 @@ from vllm.diffusion.api.page import site as page
 from vllm.diffusion.api.page.options import page_options
 from vllm.diffusion.api.page.site import Status
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse, set_priority
-from vllm.diffusion.api.server import gate, refusals, trainer_routes
+from vllm.diffusion.api.server import gate, invocations, refusals, trainer_routes
+from vllm.diffusion.api.server.body_validation import stop_at_first_fault
 from vllm.diffusion.api.server.lifecycle import Lifecycle
 from vllm.diffusion.api.server.welcome import log_welcome, warn_of_arguments_without_effect
 from vllm.diffusion.api.validator import RequestRefused, is_installed, validator_of
@@ -64,6 +66,11 @@ from vllm.diffusion.process import watchdog
 from vllm.entrypoints.anthropic.protocol import (
     AnthropicCountTokensRequest,
     AnthropicCountTokensResponse,
+)
+from vllm.entrypoints.generate.generative_scoring.api_router import create_generative_scoring
+from vllm.entrypoints.generate.generative_scoring.serving import (
+    GenerativeScoringRequest,
+    GenerativeScoringResponse,
 )
 from vllm.entrypoints.generate.structured_decisions.api_router import create_structured_decision
 from vllm.entrypoints.generate.structured_decisions.protocol import StructuredDecisionResponse
@@ -105,15 +112,30 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 
 
+def checked_by(*checks: Callable[[Any], None]) -> list[Any]:
+    """Make dependencies of a route that check its body as sent, before it becomes a model."""
+
+    async def check(raw_request: Request) -> None:
+        body = await raw_request.json() if await raw_request.body() else None
+        if isinstance(body, dict):
+            try:
+                for one in (*checks, check_num_answers):
+                    one(body)
+            except InvalidParameterError as error:
+                raise RequestRefused(error) from None
+
+    return [Depends(validate_json_request), Depends(check)]
+
+
 @router.post(  # routers rewrite bodies of /generate by a form that they know; here none does
     "/v1/generate",
-    dependencies=[Depends(validate_json_request)],
+    dependencies=checked_by(),
     response_model=None,
     include_in_schema=False,
 )
 @router.post(
     "/generate",
-    dependencies=[Depends(validate_json_request)],
+    dependencies=checked_by(),
     response_model=None,  # a cancelled request has no answer to validate
     responses={200: {"model": GenerateResponse, "content": {"text/event-stream": {}}}, **_ANSWERS},
     openapi_extra=shown("/generate"),
@@ -158,7 +180,7 @@ async def loglikelihood(request: LikelihoodRequest, raw_request: Request) -> Res
 
 @openai_router.post(
     "/v1/systemone",
-    dependencies=[Depends(validate_json_request)],
+    dependencies=checked_by(),
     response_model=None,
     responses={200: {"model": StructuredDecisionResponse}, **_ANSWERS},
     openapi_extra=shown("/v1/systemone"),
@@ -166,6 +188,28 @@ async def loglikelihood(request: LikelihoodRequest, raw_request: Request) -> Res
 async def decisions(request: DecisionRequest, raw_request: Request) -> Any:
     """Upstream's typed decisions, all questions of a call in one forward."""
     return await create_structured_decision(request, raw_request)
+
+
+@openai_router.post(
+    "/generative_scoring",
+    dependencies=checked_by(),
+    response_model=None,
+    responses={200: {"model": GenerativeScoringResponse}, **_ANSWERS},
+)
+async def generative_scoring(request: GenerativeScoringRequest, raw_request: Request) -> Any:
+    """How likely each of several items is to be followed by certain tokens."""
+    return await create_generative_scoring(request, raw_request)
+
+
+@openai_router.post(
+    "/invocations",
+    dependencies=[Depends(validate_json_request)],
+    response_model=None,
+    responses={200: {"content": {"application/json": {}, "text/event-stream": {}}}, **_ANSWERS},
+)
+async def invoke(raw_request: Request) -> Response:
+    """SageMaker's route: chat for a body with `messages`, completions for one with `prompt`."""
+    return await invocations.forward(raw_request)
 
 
 @router.get(
@@ -183,21 +227,6 @@ async def ready(raw_request: Request) -> JSONResponse:
 async def version() -> JSONResponse:
     """Version of upstream, as its own route reports it, and of this project."""
     return JSONResponse({"version": VLLM_VERSION, "mosaic": __version__})
-
-
-def checked_by(*checks: Callable[[Any], None]) -> list[Any]:
-    """Make dependencies of a route that check its body as sent, before it becomes a model."""
-
-    async def check(raw_request: Request) -> None:
-        body = await raw_request.json() if await raw_request.body() else None
-        if isinstance(body, dict):
-            try:
-                for one in checks:
-                    one(body)
-            except InvalidParameterError as error:
-                raise RequestRefused(error) from None
-
-    return [Depends(validate_json_request), Depends(check)]
 
 
 @openai_router.post(
@@ -313,6 +342,7 @@ class DiffusionEndpoint:
             engines=watchdog.engine_processes(),
         )
         refusals.install(self._app)
+        stop_at_first_fault(self._app)
         gate.install(self._app, state.diffusion_lifecycle, args)
         documentation.install(self._app, has_keys=bool(gate.keys_of(args)))
         capacities = await engine_client.collective_rpc("capacity")

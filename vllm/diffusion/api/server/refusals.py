@@ -114,12 +114,11 @@ def refusal_of(errors: Sequence[Mapping[str, Any]]) -> InvalidParameterError:
 def _of_the_same_kind(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Drop errors of kinds that a field's type rules out."""
     others = {tuple(e["loc"][:-1]) for e in errors if e["type"] == "literal_error"}
-    found = [
-        error
-        for error in errors
-        if not any(tuple(error["loc"][: len(other)]) == other for other in others)
-    ]
-    return found or list(errors)
+
+    def is_ruled_out(loc: Sequence[Any]) -> bool:
+        return any(tuple(loc[:end]) in others for end in range(len(loc) + 1))
+
+    return [error for error in errors if not is_ruled_out(error["loc"])] or list(errors)
 
 
 def _names(error: Mapping[str, Any]) -> list[str]:
