@@ -88,6 +88,27 @@ def test_a_checkpoint_without_a_mask_token_is_refused(tmp_path: Path) -> None:
         ids_of(path, skip_tokenizer_init=True)
 
 
+@pytest.mark.parametrize(
+    ("absent", "told"),
+    [
+        ((), None),
+        (("<think>",), "<think>"),
+        (("</think>",), "</think>"),
+        (("<think>", "</think>"), None),
+    ],
+)
+def test_thinking_has_both_of_its_tokens_or_none(
+    absent: tuple[str, ...], told: str | None, tmp_path: Path
+) -> None:
+    path = make_checkpoint(tmp_path, family="nemotron")
+    text = (path / "tokenizer.json").read_text()
+    for name in absent:
+        text = text.replace(f'"{name}"', f'"{name[:-1]}er>"')
+    (path / "tokenizer.json").write_text(text)
+    ids = ids_of(path)
+    assert (len(ids.think), ids.no_think) == (0 if absent else 2, told)
+
+
 def test_answers_end_where_the_generation_configuration_says(tmp_path: Path) -> None:
     """The name of a token that ends turns elsewhere says nothing in these families."""
     path = make_checkpoint(tmp_path, family="sdar")

@@ -386,6 +386,7 @@ def _special_ids(model: ModelConfig, generation: dict[str, Any], family: Family)
     tokenizer = None if model.skip_tokenizer_init else cached_tokenizer_from_config(model)
     config, vocabulary = model.hf_config, {} if tokenizer is None else tokenizer.get_vocab()
     mask = _mask_id(config, tokenizer, vocabulary.get(family.mask_token or ""))
+    absent = [name for name in family.think_tokens if name not in vocabulary]
     eot = next((vocabulary[name] for name in family.end_of_turn_tokens if name in vocabulary), None)
     # What config.json says; a default of the family's class comes last.
     listed = _as_list(vars(config).get("eos_token_id"))
@@ -399,7 +400,8 @@ def _special_ids(model: ModelConfig, generation: dict[str, Any], family: Family)
         eot=eot,
         stop=frozenset([*listed, *_as_list(eot)]),
         edit=tuple(getattr(config, key) for key in family.edit_tokens),
-        think=tuple(vocabulary[name] for name in family.think_tokens if name in vocabulary),
+        think=() if absent else tuple(vocabulary[name] for name in family.think_tokens),
+        no_think=absent[0] if len(absent) == 1 else None,
         line_ends=tuple(sorted(i for token, i in vocabulary.items() if token.endswith(_LINE_END))),
     )
 

@@ -230,6 +230,7 @@ def decide(
     logprobs, left_out = request.pop("logprobs", None), request.pop(IGNORED, ())
     upstream_max_tokens = request.pop("upstream_max_tokens", None)
     algorithm = _algorithm(request, model, spec)
+    _check_thinking(request, model)
     ignored = _ignored(request, algorithm, model)
     for name in ignored:
         request.pop(name, None)
@@ -711,6 +712,13 @@ def _check_infill(request: Mapping[str, Any], model: ServedModel) -> None:
     if request.get("allow_infill") and model.family.has_causal_context:
         wanted = f"wanted false: a model of family {model.family.name} reads a prompt causally"
         raise InvalidParameterError("allow_infill", True, wanted)
+
+
+def _check_thinking(request: Mapping[str, Any], model: ServedModel) -> None:
+    """Refuse a bound of thinking where a model thinks and its tokenizer cannot bound it."""
+    name, absent = "thinking_token_budget", model.ids.no_think
+    if absent is not None and request.get(name) not in (None, *BY_NAME[name].neutral):
+        raise InvalidParameterError(name, request[name], f"wanted none: no token is {absent}")
 
 
 def _check_special_ids(request: Mapping[str, Any], ids: SpecialIds) -> None:
