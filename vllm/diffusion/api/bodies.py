@@ -22,6 +22,7 @@ PARTS = frozenset(
     }
 )
 MOST_LEFT_OUT = 64  # fields of a request; each is compared with all parameters
+MAX_TOOLS = 1_024  # of a body; their schemas together are limited as all formats are
 PROMPT = "a string, token ids, or a list of either, none of them empty"
 
 # Fields that upstream acts on and that cannot be had, with the values that ask for nothing.
@@ -64,10 +65,23 @@ def check_body(body: Any) -> None:
     if not isinstance(body, dict):
         return
     refuse_fields(body)
+    check_tools(body)
     asked_spec(body.get("response_format"), body.get(STRUCTURED))
     for name in sorted(body.keys() - SPELLINGS.keys()):
         if isinstance(body[name], int) and not -(2**63) <= body[name] < 2**63:
             raise InvalidParameterError(name, body[name], "wanted a number of 64 bits")
+
+
+def check_tools(body: Mapping[str, Any]) -> None:
+    """Refuse a body with too many tools before anything looks at each of them.
+
+    Raises:
+        InvalidParameterError: naming them.
+    """
+    tools = body.get("tools")
+    if isinstance(tools, list) and len(tools) > MAX_TOOLS:
+        given = f"a list of {len(tools)}"
+        raise InvalidParameterError("tools", given, f"wanted at most {MAX_TOOLS}")
 
 
 def refuse_fields(given: Mapping[str, Any]) -> None:

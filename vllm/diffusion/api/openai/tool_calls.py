@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from vllm.diffusion.api.events import DONE, event
 from vllm.diffusion.core.errors import InvalidParameterError
+from vllm.diffusion.guided.schema_keywords import in_line
 from vllm.diffusion.guided.tool_grammar import CALL_END, CALL_START, Tools
 from vllm.entrypoints.generate.base.protocol import FunctionCall, ToolCall
 
@@ -50,14 +52,17 @@ def asked_tools(request: Any) -> Tools | None:
     if not request.tools or choice == "none":
         return None
     functions = [tool.function for tool in request.tools]
-    names = [function.name for function in functions]
-    for name in names:
-        if not _NAME.fullmatch(name) or names.count(name) > 1:
+    counts = Counter(function.name for function in functions)
+    for name, count in counts.items():
+        if not _NAME.fullmatch(name) or count > 1:
             raise InvalidParameterError(
                 "tools", name, "wanted different names of 1 to 64 letters, digits, _ and -"
             )
     named = None if isinstance(choice, str) else choice.function.name
     offered = [f for f in functions if named in (None, f.name)]
+    if not offered:
+        wanted = f"wanted one of: {', '.join(counts)}"
+        raise InvalidParameterError("tool_choice.name", named, in_line(wanted))
     parameters = {f.name: f.parameters or {"type": "object", "properties": {}} for f in offered}
     return Tools(parameters, may_answer=choice == "auto")
 

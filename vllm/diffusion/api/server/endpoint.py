@@ -16,6 +16,7 @@ from vllm.diffusion.api.bodies import (
     check_conversations,
     check_messages,
     check_prompt,
+    check_tools,
     refuse_fields,
 )
 from vllm.diffusion.api.documentation import offline_docs as documentation
@@ -237,7 +238,9 @@ async def chat_batch(request: ChatBatchBody, raw_request: Request) -> Any:  # ty
 
 @openai_router.post(
     "/v1/responses",
-    dependencies=checked_by(refuse_fields, lambda body: check_input(body.get("input"))),
+    dependencies=checked_by(
+        refuse_fields, check_tools, lambda body: check_input(body.get("input"))
+    ),
     response_model=None,
     responses={200: {"content": {"text/event-stream": {}}}, **_ANSWERS},
 )
@@ -248,7 +251,9 @@ async def responses(request: ResponsesBody, raw_request: Request) -> Any:  # typ
 
 @openai_router.post(
     "/v1/messages",
-    dependencies=checked_by(refuse_fields, lambda body: check_messages(body.get("messages"))),
+    dependencies=checked_by(
+        refuse_fields, check_tools, lambda body: check_messages(body.get("messages"))
+    ),
     response_model=None,
     responses={200: {"model": MessagesAnswer, "content": {"text/event-stream": {}}}, **_ANSWERS},
 )
@@ -268,7 +273,7 @@ async def messages(request: MessagesBody, raw_request: Request) -> Response:  # 
 
 @openai_router.post(
     "/v1/messages/count_tokens",
-    dependencies=checked_by(lambda body: check_messages(body.get("messages"))),
+    dependencies=checked_by(check_tools, lambda body: check_messages(body.get("messages"))),
     response_model=None,
     responses={200: {"model": AnthropicCountTokensResponse}, **_ANSWERS},
 )
