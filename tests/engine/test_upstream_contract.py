@@ -148,6 +148,43 @@ def test_every_front_end_makes_its_requests_in_one_place(
     assert own.extra_args == {"gen_length": 8, "steps": 1}  # the caller's stays as it was
 
 
+def test_a_request_that_fails_on_its_way_leaves_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Upstream registers a request before it sends it; what fails between is taken back."""
+    from vllm.renderers.hf import HfRenderer
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from vllm import SamplingParams
+
+    for front_end, add in ((AsyncLLM, AsyncLLM.add_request), (LLMEngine, LLMEngine.add_request)):
+        source = inspect.getsource(inspect.unwrap(add)) + inspect.getsource(front_end)
+        checked, registered = "assign_request_id(request)", "output_processor.add_request("
+        assert 0 <= source.index(checked) < source.index(registered, source.index(checked))
+    assert isinstance(inspect.getattr_static(InputProcessor, "assign_request_id"), staticmethod)
+    llm = engine.llm
+    assert isinstance(llm.llm_engine.renderer, HfRenderer)
+    assert type(llm.llm_engine.renderer).__module__.startswith("vllm.diffusion")
+    prompt = {"prompt_token_ids": [1, 2, 3]}
+    asked = SamplingParams(temperature=0.0, extra_args={"gen_length": 8, "steps": 1})
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("on its way")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.llm_engine.engine_core, "add_request", fails)
+        with pytest.raises(RuntimeError, match="on its way"):
+            llm.generate([prompt], asked, use_tqdm=False)
+    asked.ignore_eos = None  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="ignore_eos: given nothing"):
+        llm.generate([prompt, prompt], asked, use_tqdm=False)
+    assert not llm.llm_engine.has_unfinished_requests()
+    asked.ignore_eos = True
+    assert llm.generate([prompt], asked, use_tqdm=False)[0].finished
+
+
 def test_requests_and_outputs_have_the_fields_that_are_used() -> None:
     from vllm.v1.core.sched.output import CachedRequestData
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs

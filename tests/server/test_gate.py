@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.exceptions import GracefulHTTPError
 
-from tests.server.client import refusal
+from tests.server.client import MESSAGES, refusal
 from vllm.diffusion.api.server import gate, lifecycle
 
 WORK = "/generate"
@@ -75,6 +75,7 @@ class Site:
         self.args = Namespace(
             **{
                 "api_key": [],
+                "allowed_origins": [],
                 "disable_access_log_for_endpoints": "/health",
                 "disable_uvicorn_access_log": False,
                 "log_error_stack": False,
@@ -131,6 +132,19 @@ async def test_every_route_but_probes_wants_a_key(site: Site) -> None:
     assert (await site.http.options(WORK)).status_code == 405  # the application's own answer
 
 
+@on_site(api_key=["first"])
+async def test_anthropics_clients_send_their_key_in_a_header_of_its_own(site: Site) -> None:
+    for headers, status in (
+        ({"x-api-key": "first"}, 200),
+        ({"x-api-key": "second"}, 401),
+        ({"x-api-key": "second", "Authorization": "Bearer first"}, 200),
+        ({"x-api-key": "first", "Authorization": "Bearer second"}, 401),
+    ):
+        assert (await site.http.post(WORK, headers=headers)).status_code == status
+    error = refusal(await site.http.post(MESSAGES), 401)
+    assert error["type"] == "authentication_error"
+
+
 @on_site()
 async def test_without_keys_none_is_asked_for(site: Site) -> None:
     assert (await site.http.post(WORK)).json() == 0
@@ -163,6 +177,9 @@ async def test_a_body_above_the_limit_is_refused(site: Site) -> None:
                 message = refusal(response, 413)["message"]
                 assert "at most 1000 bytes" in message
                 assert "DLLM_MAX_REQUEST_BYTES" in message
+    headers = {"Content-Length": "5000"}
+    error = refusal(await site.http.post(MESSAGES, headers=headers), 413)
+    assert error["type"] == "request_too_large"
 
 
 # ---- ids and the log ---------------------------------------------------------------------------

@@ -359,7 +359,7 @@ def test_tools_are_limited_in_number_and_size(client: Client) -> None:
     choice = {"type": "tool", "name": "other"}
     body = body_for(MESSAGES, tools=anthropic[:2], tool_choice=choice)
     error = refusal(client.http.post(MESSAGES, json=body))
-    assert error["message"] == "tool_choice.name: given 'other'; wanted one of: f0, f1"
+    assert error["message"].endswith("name: given 'other'; wanted one of: f0, f1")
 
 
 def test_the_documents_examples_run(

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -93,6 +94,8 @@ def servers(
             folder / "killed.log",
             VLLM_ACTIVATION_POOL_SIZE_BYTES=str(POOL_BYTES),
             VLLM_SERVER_DEV_MODE="1",  # has routes that pause
+            DLLM_MAX_SILENCE_S="2",
+            DLLM_RECEIVE_TIMEOUT_S="2",
         ),
     }
     with healthy(*found.values()):
@@ -183,6 +186,55 @@ def wait_until_turned_away(server: ServerProcess) -> None:
         response = http.post(GENERATE, json={"prompt": "hello", "gen_length": 1})
     assert "shutting down" in refusal(response, 503)["message"]
     assert response.headers["retry-after"]
+
+
+def test_an_engine_that_stands_still(servers: dict[str, ServerProcess]) -> None:
+    """Timeouts end requests all the same, and `/ready` says that the engine does not answer."""
+    server = servers["to be killed"]
+    with server.client() as http, ThreadPoolExecutor(1) as pool:
+        client, engine = Client(http), server.engine()
+        engine.suspend()
+        try:
+            timed = pool.submit(http.post, GENERATE, json={"prompt": PUZZLE, "timeout_s": 0.5})
+            wait_for(lambda: http.get("/ready").status_code == 503)
+            found = http.get("/ready").json()
+            assert found["status"] == "unresponsive"
+            assert found["engine_silent_s"] > 2
+            assert http.get("/health").status_code == 200
+            assert "the engine has not answered" in refusal(timed.result(), 504)["message"]
+        finally:
+            engine.resume()
+        wait_for(lambda: http.get("/ready").json() == {"status": "ready"})
+        assert client.ask()["text"] == [ANSWER]
+        client.wait_for_num_requests(0)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET /health HTT",
+        b"GET /health HTTP/1.1\r\nHost: here\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+        b"Content-Length: 100\r\n\r\n{",
+    ],
+    ids=["nothing", "half a line", "half a head", "half a body"],
+)
+def test_half_a_request_is_not_waited_for(servers: dict[str, ServerProcess], sent: bytes) -> None:
+    server = servers["to be killed"]
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
+        connection.sendall(sent)
+        assert connection.makefile("rb").read().startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+    with server.client() as http:
+        assert Client(http).ask()["text"] == [ANSWER]
+
+
+def test_a_head_that_is_too_large(servers: dict[str, ServerProcess]) -> None:
+    server = servers["to be killed"]
+    with server.client() as http:
+        for headers in ({"X-Long": "x" * (5 << 20)}, {f"X-{i}": "x" for i in range(300)}):
+            assert http.get("/health", headers=headers).status_code == 431
+        assert http.get("/health").status_code == 200
 
 
 def test_vllm_serve_has_the_diffusion_routes(servers: dict[str, ServerProcess]) -> None:

@@ -40,6 +40,22 @@ def main():
         llm.generate([PUZZLE], canvas(stepz=8))
     except Exception as error:
         found["refusal"] = f"{type(error).__name__}: {error}"
+    found["cut"] = []
+    for prompt, fields in (
+        (QUESTION, {"stop": ["\\ud800"]}),
+        (QUESTION, {"stop": ["\\ud800"], "n": 2}),
+        (QUESTION, {"bad_words": ["a \\udc00"]}),
+        (QUESTION, {"extra_args": {"algorithm": "\\ud800"}}),
+        ("\\ud83d", {}),
+        (QUESTION, {"ignore_eos": None, "stop": ["a"]}),
+    ):
+        try:
+            asked = SamplingParams(temperature=1.0, max_tokens=32, **fields)
+            llm.generate([QUESTION, prompt], [greedy, asked])
+            found["cut"].append("answered")
+        except ValueError as error:
+            found["cut"].append(str(error))
+    found["held"] = llm.llm_engine.has_unfinished_requests()
     two = [canvas(), canvas(remasking="random")]
     found["several"] = told(llm.generate([PUZZLE, QUESTION], two))
     print("FOUND " + json.dumps(found))
@@ -85,3 +101,14 @@ def test_answers_of_the_script(found: dict[str, Any], client: Any) -> None:
 def test_a_refusal_names_the_field_and_the_engine_goes_on(found: dict[str, Any]) -> None:
     assert "stepz: given 8; unknown parameter" in found["refusal"]
     assert found["several"]
+
+
+def test_a_request_that_cannot_be_sent_leaves_nothing(found: dict[str, Any]) -> None:
+    """Half a character in any text, or a value of no type that the engine's message has."""
+    stops, several, words, extra, prompt, empty = found["cut"]
+    assert stops == several
+    for message, field in ((stops, "stop[0]"), (words, "bad_words[0]"), (prompt, "prompt")):
+        assert message.startswith(f"{field}: given '") and "half a character" in message
+    assert extra.startswith("extra_args.algorithm: given '")
+    assert empty.startswith("ignore_eos: given nothing; ")
+    assert found["held"] is False

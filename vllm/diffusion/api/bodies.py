@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.guided.guides import STRUCTURED, asked_spec
 from vllm.diffusion.request.decision import refuse_unsupported
@@ -13,16 +14,9 @@ from vllm.diffusion.request.fields import SPELLINGS, near_miss
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-# Of a message's content: text, and what chat templates write of tools.
-PARTS = frozenset(
-    {
-        *("text", "input_text", "output_text", "refusal", "thinking", "redacted_thinking"),
-        *("tool_use", "tool_result", "tool_reference", "tool_addition", "tool_removal"),
-    }
-)
 MOST_LEFT_OUT = 64  # fields of a request; each is compared with all parameters
 MAX_TOOLS = 1_024  # of a body; their schemas together are limited as all formats are
+MAX_LABELS = 128  # token ids whose probabilities are compared, as many as upstream's logprobs have
 PROMPT = "a string, token ids, or a list of either, none of them empty"
 
 # Fields that upstream acts on and that cannot be had, with the values that ask for nothing.
@@ -56,6 +50,16 @@ _LEFT_OUT: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Arguments of transformers' `apply_chat_template`, and what it makes of other fields of a body.
+_TEMPLATE_ARGUMENTS = frozenset(
+    {
+        *("add_generation_prompt", "chat_template", "continue_final_message", "conversation"),
+        *("documents", "max_length", "messages", "padding", "return_assistant_tokens_mask"),
+        *("return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
+    }
+)
+
+
 def check_body(body: Any) -> None:
     """Refuse a body of OpenAI's routes for what can be seen of single fields.
 
@@ -65,7 +69,6 @@ def check_body(body: Any) -> None:
     if not isinstance(body, dict):
         return
     refuse_fields(body)
-    check_tools(body)
     asked_spec(body.get("response_format"), body.get(STRUCTURED))
     for name in sorted(body.keys() - SPELLINGS.keys()):
         if isinstance(body[name], int) and not -(2**63) <= body[name] < 2**63:
@@ -90,6 +93,7 @@ def refuse_fields(given: Mapping[str, Any]) -> None:
     Raises:
         InvalidParameterError: naming the first of them.
     """
+    check_tools(given)
     refuse_unsupported(given)
     for name, neutral in _NOT_SUPPORTED.items():
         if given.get(name) not in (None, *neutral):
@@ -135,62 +139,56 @@ def left_out(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
     return names
 
 
-def check_messages(messages: Any, field: str = "messages") -> None:
-    """Refuse a list of messages that is no conversation.
+def check_template_kwargs(given: Any, field: str = "chat_template_kwargs") -> None:
+    """Refuse arguments of the tokenizer among the variables of a chat template.
+
+    Upstream passes both to one function, where `max_length` beside `padding` fills the memory.
 
     Raises:
-        InvalidParameterError: naming the message, and what is wrong with it.
+        InvalidParameterError: naming the first of them.
     """
-    if not isinstance(messages, list) or not messages:
-        raise InvalidParameterError(field, messages, "wanted a list of messages, at least one")
-    for index, message in enumerate(messages):
-        check_message(message, f"{field}[{index}]", ROLES)
+    for name in given if isinstance(given, dict) else ():
+        if name in _TEMPLATE_ARGUMENTS:
+            wanted = "wanted none: only variables that the chat template reads"
+            raise InvalidParameterError(f"{field}.{name}", given[name], wanted)
 
 
-def check_conversations(body: Mapping[str, Any]) -> None:
-    """Refuse a body whose `messages` are no list of conversations.
+def check_num_answers(body: Mapping[str, Any]) -> None:
+    """Refuse a body that asks for more answers than one request may have.
+
+    Each answer is a request to the engine, so a few bytes of `n` could keep it busy for hours.
 
     Raises:
-        InvalidParameterError: naming the message, and what is wrong with it.
+        InvalidParameterError: naming the prompts, conversations or items, and their number.
     """
-    found = body.get("messages")
-    if not isinstance(found, list) or not found:
-        raise InvalidParameterError("messages", found, "wanted a list of conversations")
-    for index, messages in enumerate(found):
-        check_messages(messages, f"messages[{index}]")
+    limit, n = envs.max_answers(), body.get("n")
+    n = n if isinstance(n, int) and n > 1 else 1
+    for field in ("prompt", "messages", "items"):
+        num_inputs = _num_inputs(body.get(field))
+        if num_inputs * n > limit:
+            wanted = f"wanted at most {limit} answers of one request (DLLM_MAX_ANSWERS)"
+            raise InvalidParameterError(f"{field} x n", num_inputs * n, wanted)
+    labels = body.get("label_token_ids")
+    if isinstance(labels, list) and len(labels) > MAX_LABELS:
+        raise InvalidParameterError("label_token_ids", labels, f"wanted at most {MAX_LABELS} ids")
 
 
-def check_message(message: Any, field: str, roles: Collection[str]) -> None:
-    """Refuse a value that is no message: an object with a role and a content of text or of parts.
+def _num_inputs(given: Any) -> int:
+    """Return the number of prompts, conversations or items in a field of a body."""
+    is_several = isinstance(given, list) and bool(given) and isinstance(given[0], (str, list))
+    return len(given) if is_several else 1
+
+
+def check_text_length(field: str, text: str, tokenizer: Any, max_tokens: int) -> None:
+    """Refuse a text that is too long for the model whatever it says, before it is tokenised.
 
     Raises:
-        InvalidParameterError: naming what is wrong.
+        InvalidParameterError: naming the field, and its number of characters.
     """
-    if not isinstance(message, dict):
-        raise InvalidParameterError(field, message, "wanted an object with role and content")
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or role not in roles:
-        raise InvalidParameterError(f"{field}.role", role, f"wanted one of: {', '.join(roles)}")
-    if content is None and role == "assistant":
-        return
-    if isinstance(content, list):
-        for index, part in enumerate(content):
-            _check_part(part, f"{field}.content[{index}]")
-    elif not isinstance(content, str):
-        raise InvalidParameterError(
-            f"{field}.content", content, "wanted a string or a list of parts"
-        )
-
-
-def _check_part(part: Any, field: str) -> None:
-    if isinstance(part, str):
-        return
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise InvalidParameterError(field, part, "wanted an object with a type")
-    if part["type"] not in PARTS:
-        raise InvalidParameterError(f"{field}.type", part["type"], "wanted text and no more")
-    if part["type"].endswith("text") and not isinstance(part.get("text"), str):
-        raise InvalidParameterError(f"{field}.text", part.get("text"), "wanted a string")
+    most = max_tokens * tokenizer.max_chars_per_token
+    if len(text) > most:
+        wanted = f"wanted at most {most}, as many as {max_tokens} tokens can have"
+        raise InvalidParameterError(field, f"{len(text)} characters", wanted)
 
 
 def check_prompt(prompt: Any) -> None:

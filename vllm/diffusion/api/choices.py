@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 
+GRACE_S = 5.0  # for an engine that is inside a step when a timeout ends
+
+
 class RequestTimedOut(GracefulHTTPError):
     """HTTP 504: the request was not complete in time, and none of its answer has been sent."""
 
@@ -117,7 +120,7 @@ async def answers(
     is_complete, length = False, 0
     try:
         async with aclosing(engine.generate(engine_input, sampling, *args, **options)) as outputs:
-            async for output in outputs:
+            async for output in _in_time(outputs, sampling.extra_args[DECISION].timeout_s):
                 completion = output.outputs[0]
                 reason = completion.finish_reason
                 is_complete = reason is not None
@@ -136,6 +139,31 @@ async def answers(
         if not is_complete:
             count_abort()
         raise
+
+
+async def _in_time(
+    outputs: AsyncIterator[RequestOutput], timeout_s: float | None
+) -> AsyncIterator[RequestOutput]:
+    """Yield outputs; end a request whose timeout the engine does not keep, as one that is stuck.
+
+    Raises:
+        RequestTimedOut: the engine has been silent for `GRACE_S` since it should have ended.
+    """
+    if timeout_s is None:
+        async for output in outputs:
+            yield output
+        return
+    deadline = asyncio.get_running_loop().time() + timeout_s + GRACE_S
+    while True:
+        try:
+            async with asyncio.timeout_at(deadline):
+                output = await anext(outputs)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            told = f"timeout: the engine has not answered {timeout_s:g} s after arrival"
+            raise RequestTimedOut(told) from None
+        yield output
 
 
 async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:

@@ -153,7 +153,7 @@ class GenerateHandler:
             response = self._response(request_id, choices, done)
             yield event(response.encode().decode())
         except VLLMError as error:
-            if isinstance(error, RequestTimedOut):
+            if isinstance(error, RequestTimedOut) and not is_begun:
                 raise
             # The status line is gone: the error is an event, in the shape of an error answer.
             yield event(str(create_error_response(error).model_dump_json()))

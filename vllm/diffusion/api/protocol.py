@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm.diffusion.api.bodies import PROMPT, check_messages
+from vllm.diffusion.api.bodies import PROMPT
+from vllm.diffusion.api.conversations import read_chat
 from vllm.diffusion.api.report import CanvasState, DiffusionReport
 from vllm.diffusion.api.schema import MAX_CHOICES, with_diffusion_fields
 from vllm.diffusion.core.errors import InvalidParameterError
@@ -106,7 +107,7 @@ def check_body(body: GenerateBody) -> None:
         given = "neither" if body.prompt is None else "both"
         raise InvalidParameterError("prompt", given, "wanted either prompt or messages")
     if body.messages is not None:
-        check_messages(body.messages)
+        body.messages = read_chat(body.messages)
     if body.apply_chat_template and not isinstance(body.prompt, str):
         raise InvalidParameterError(
             "apply_chat_template", True, "wanted a string prompt beside it (or use messages)"

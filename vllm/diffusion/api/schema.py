@@ -10,13 +10,13 @@ from __future__ import annotations
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, create_model
+from pydantic import Field, create_model, model_validator
 
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.request.fields import FIELDS, by_spelling
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from pydantic import BaseModel
 
@@ -36,7 +36,11 @@ _JSON_TYPES: dict[type, str] = {
 
 
 def with_diffusion_fields(
-    base: type[BaseModel], name: str, doc: str, keep: Collection[str] = ()
+    base: type[BaseModel],
+    name: str,
+    doc: str,
+    keep: Collection[str] = (),
+    read: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> type[Any]:
     """Make a class of bodies like `base`, with every request parameter.
 
@@ -44,13 +48,43 @@ def with_diffusion_fields(
         base: class of the body.
         name, doc: name and docstring of the new class.
         keep: parameters that `base` declares with types of its own.
+        read: as for `body_class`.
     """
     fields = described(FIELDS)
     for spelling in keep:
         own = copy(base.model_fields[spelling])
         own.description = own.description or fields[spelling][1].description
         fields[spelling] = (own.annotation, own)
-    return create_model(name, __base__=base, __doc__=doc, **fields)
+    return body_class(base, name, doc, read, **fields)
+
+
+def body_class(
+    base: type[BaseModel],
+    name: str,
+    doc: str,
+    read: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    **fields: Any,
+) -> type[Any]:
+    """Make a class of bodies like `base` in which null means "not given".
+
+    Args:
+        base: class of the body.
+        name, doc: name and docstring of the new class.
+        read: function of a body as sent, without nulls, that returns it in the form of `base`. It
+            raises InvalidParameterError.
+        fields: further fields, as `create_model` takes them.
+    """
+
+    def as_given(cls: type[BaseModel], body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        given = {name: value for name, value in body.items() if value is not None}
+        return given if read is None else read(given)
+
+    reading: Any = model_validator(mode="before")(classmethod(as_given))  # type: ignore[arg-type]
+    return create_model(
+        name, __base__=base, __doc__=doc, __validators__={"as_given": reading}, **fields
+    )
 
 
 def described(table: Iterable[Parameter]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ So all refusals use the same words, and engines of other models are left alone.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from contextvars import ContextVar
 from dataclasses import replace
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.diffusion.api import outside_calls
 from vllm.diffusion.config import family_of, served_model
 from vllm.diffusion.core.errors import ActivationBudgetError, InvalidParameterError
+from vllm.diffusion.core.surrogates import refuse_lone_surrogates
 from vllm.diffusion.engine.planning import demand_of, make_planner
 from vllm.diffusion.memory import Admission, Rates
 from vllm.diffusion.request.decision import (
@@ -30,28 +32,36 @@ from vllm.diffusion.request.decision import (
 )
 from vllm.diffusion.request.likelihood import SCORE, SCORED_AS
 from vllm.exceptions import VLLMValidationError
+from vllm.renderers.registry import RENDERER_REGISTRY
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from vllm.config import VllmConfig
     from vllm.diffusion.guided.guides import Guide, Spec
     from vllm.diffusion.request.params import DiffusionParams
     from vllm.diffusion.request.served_model import ServedModel
-    from vllm.v1.engine import EngineCoreRequest
 
 MOST_KNOWN = 4096  # decisions on requests that are only read
 
 _upstreams: Callable[..., EngineCoreRequest] = InputProcessor.process_inputs
-_upstreams_addition: Callable[..., Any] = AsyncLLM.add_request
+_upstreams_adding: Callable[..., Any] = AsyncLLM.add_request
 _held: ContextVar[Guide | None] = ContextVar("language of the request that is prepared")
+_upstreams_ids: Callable[[EngineCoreRequest], None] = InputProcessor.assign_request_id
+_upstreams_add: Callable[..., str] = LLMEngine.add_request
+_upstreams_add_async: Callable[..., Awaitable[None]] = AsyncLLM._add_request
 
 
-class RequestRefused(VLLMValidationError):
+class RequestRefused(VLLMValidationError, ValueError):
     """HTTP 400; the message names the field already, so nothing is appended to it.
+
+    Programs that use `LLM` catch it as a ValueError, as upstream documents for bad parameters.
 
     Attributes:
         reason: label under which it is counted: the field at fault, or `memory` for steps that
@@ -59,7 +69,7 @@ class RequestRefused(VLLMValidationError):
     """
 
     def __init__(self, error: InvalidParameterError) -> None:
-        super().__init__(str(error), parameter=error.field)
+        VLLMValidationError.__init__(self, str(error), parameter=error.field)
         self.reason = "memory" if isinstance(error, ActivationBudgetError) else error.field
 
     def __str__(self) -> str:
@@ -225,17 +235,30 @@ class Validator:
     def decide_sampling(self, sampling: Any, prompt_token_ids: Sequence[int]) -> DiffusionParams:
         """Decide the parameters that a `SamplingParams` asks for."""
         try:
+            refuse_lone_surrogates(_texts_of(sampling))
             asked = asked_by(sampling)
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
         return self.decide(asked, prompt_token_ids)
 
 
+def _texts_of(sampling: Any) -> dict[str, Any]:
+    """Return the values of a `SamplingParams` that hold texts of a client."""
+    formats = getattr(sampling, "structured_outputs", None)
+    names = ("stop", "bad_words", "extra_args")
+    texts = {name: getattr(sampling, name, None) for name in names}
+    return {**texts, "structured_outputs": None if formats is None else dict(vars(formats))}
+
+
 def install() -> None:
-    """Let every front end of this process have its requests decided."""
+    """Let every front end of this process have its requests decided, and lose none."""
     InputProcessor.process_inputs = _process_inputs
-    AsyncLLM.add_request = _add_request
+    AsyncLLM.add_request = _add_compiled
     outside_calls.install()
+    InputProcessor.assign_request_id = staticmethod(_assign_request_id)
+    RENDERER_REGISTRY.renderers["hf"] = ("vllm.diffusion.api.rendering", "DiffusionRenderer")
+    LLMEngine.add_request = _add_request
+    AsyncLLM._add_request = _add_request_async
 
 
 def is_installed() -> bool:
@@ -253,14 +276,14 @@ def validator_of(front_end: InputProcessor) -> Validator | None:
     return validator
 
 
-async def _add_request(
+async def _add_compiled(
     self: AsyncLLM, request_id: str, prompt: Any, params: Any, *args: Any, **options: Any
 ) -> Any:
     """Run upstream's function, which decides the request, after its format has been compiled."""
     validator = validator_of(self.input_processor)
     if validator is not None and isinstance(params, SamplingParams) and not is_decided(params):
         await validator.compile_sampling(params)
-    return await _upstreams_addition(self, request_id, prompt, params, *args, **options)
+    return await _upstreams_adding(self, request_id, prompt, params, *args, **options)
 
 
 def _process_inputs(
@@ -282,3 +305,63 @@ def _process_inputs(
         decided = validator.decide_sampling(asked, request.prompt_token_ids or [])
     attach(request.sampling_params, decided.with_answers(params.n))
     return request
+
+
+def _assign_request_id(request: EngineCoreRequest) -> None:
+    """Run upstream's function, the last one before a request is registered, and check the request.
+
+    Raises:
+        RequestRefused: the engine could not read the request. Its input thread decodes messages
+            and ends where one does not fit, so such a request must not be sent.
+    """
+    _upstreams_ids(request)
+    if not isinstance(request.sampling_params, SamplingParams) or not is_decided(
+        request.sampling_params
+    ):
+        return
+    try:
+        MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(request))
+    except (ValueError, TypeError, OverflowError) as error:
+        raise RequestRefused(_unreadable(request, error)) from None
+
+
+def _unreadable(request: EngineCoreRequest, error: Exception) -> InvalidParameterError:
+    """Name the field of a request that its message does not allow.
+
+    A decoder says where it is, as `$[13]` or `$[3].stop[0]`; an encoder does not.
+    """
+    sampling = request.sampling_params
+    place = re.search(r"\$\[(\d+)\]\.?([\w\[\].]*)", str(error))
+    number = int(place[1]) if place else None
+    names = EngineCoreRequest.__struct_fields__
+    if place is None or number is None or number >= len(names):
+        return InvalidParameterError("request", request.external_req_id, f"wanted less: {error}")
+    name, owner = names[number], request
+    if name == "sampling_params" and place[2]:
+        name, owner = place[2], sampling
+    given = getattr(owner, name.partition("[")[0].partition(".")[0], None)
+    return InvalidParameterError(name, given, f"{error}".partition(" - at ")[0])
+
+
+def _add_request(self: LLMEngine, request_id: str, *args: Any, **options: Any) -> str:
+    """Run upstream's function of the offline engine; a request that fails in it leaves nothing.
+
+    Upstream registers a request before it is sent, and a registered request is waited for.
+    """
+    registered = self.output_processor.external_req_ids
+    before = list(registered.get(request_id, ()))
+    try:
+        return _upstreams_add(self, request_id, *args, **options)
+    except BaseException:
+        new = [own_id for own_id in registered.get(request_id, ()) if own_id not in before]
+        self.abort_request(new, internal=True)
+        raise
+
+
+async def _add_request_async(self: AsyncLLM, request: EngineCoreRequest, *args: Any) -> None:
+    """Do the same for the engine of a server."""
+    try:
+        await _upstreams_add_async(self, request, *args)
+    except BaseException:
+        await self.abort(request.request_id, internal=True)
+        raise

@@ -128,6 +128,22 @@ def max_request_bytes() -> int:
     return _size("DLLM_MAX_REQUEST_BYTES") or 32 << 20
 
 
+def max_answers() -> int:
+    """DLLM_MAX_ANSWERS: the most answers that one HTTP request may ask for (default 1024)."""
+    return _positive_int("DLLM_MAX_ANSWERS") or 1024
+
+
+def receive_timeout_s() -> int:
+    """DLLM_RECEIVE_TIMEOUT_S: seconds in which an HTTP request must have arrived (default 60)."""
+    return _positive_int("DLLM_RECEIVE_TIMEOUT_S") or 60
+
+
+def max_silence_s() -> int:
+    """DLLM_MAX_SILENCE_S: seconds without an answer of the engine after which the server is not
+    ready (default 30)."""
+    return _positive_int("DLLM_MAX_SILENCE_S") or 30
+
+
 def set_default(name: str, value: str) -> None:
     """Set an environment variable for this process and its children unless the user set it."""
     os.environ.setdefault(name, value)
@@ -145,6 +161,9 @@ VARIABLES: dict[str, Callable[[], Any]] = {
     "VLLM_DLLM_KERNELS": kernels,
     "VLLM_VMM_CHUNK_SIZE": vmm_chunk_size,
     "DLLM_MAX_REQUEST_BYTES": max_request_bytes,
+    "DLLM_MAX_ANSWERS": max_answers,
+    "DLLM_RECEIVE_TIMEOUT_S": receive_timeout_s,
+    "DLLM_MAX_SILENCE_S": max_silence_s,
 }
 
 

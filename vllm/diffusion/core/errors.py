@@ -14,6 +14,11 @@ from __future__ import annotations
 
 from typing import Any
 
+# Longest parts of a refusal, in characters.
+MAX_NAME_LENGTH = 200
+MAX_GIVEN_LENGTH = 80
+MAX_WANTED_LENGTH = 1600
+
 
 class DiffusionError(Exception):
     """Base of every exception raised by the diffusion overlay."""
@@ -29,7 +34,9 @@ class InvalidParameterError(DiffusionError, ValueError):
     """
 
     def __init__(self, field: str, given: Any, wanted: str) -> None:
-        name = field if field.isprintable() else ascii(field)  # a client may have made it up
+        # A client may have made up the name, and `wanted` may repeat another of its values.
+        name = field if field.isprintable() else ascii(field)
+        name, wanted = _cut(name, MAX_NAME_LENGTH), _cut(wanted, MAX_WANTED_LENGTH)
         super().__init__(f"{name}: given {_short(given)}; {wanted}")
         self.field = field
         self.given = given
@@ -95,8 +102,11 @@ class ServerConfigError(DiffusionError, ValueError):
     """A server-wide diffusion setting is unknown or has a value that cannot work."""
 
 
-def _short(value: Any, limit: int = 80) -> str:
-    text = "nothing" if value is None else repr(value)
+def _short(value: Any) -> str:
+    return _cut("nothing" if value is None else repr(value), MAX_GIVEN_LENGTH)
+
+
+def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 

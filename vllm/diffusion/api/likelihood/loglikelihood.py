@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from vllm.diffusion.api.bodies import check_text_length
 from vllm.diffusion.api.choices import answers, last
 from vllm.diffusion.api.likelihood.estimator import draw_maskings, estimate
 from vllm.diffusion.api.likelihood.prompt_scores import TERMS, Reader, Reading
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 MOST_SAMPLES = 4096  # of one request; forwards take turns, so others go on meanwhile
+MOST_TOKENS = 2**25  # of all samples of a request together, which bounds its memory: 1 GiB
 USUAL_BATCH = 32
 DECIMALS = 5  # what comes behind them depends, in fp32, on who shares a step
 
@@ -192,11 +195,15 @@ class LikelihoodHandler:
         """
         check_model(body.model, self._model_names)
         try:
-            asked = self._asked(body)
+            # Texts are tokenised and maskings drawn while other requests are served.
+            asked = await asyncio.to_thread(self._asked, body)
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
         distinct = list(dict.fromkeys(asked.maskings))
-        readings = [asked.reading(masked, self._validator.mask_id) for masked in distinct]
+        mask_id = self._validator.mask_id
+        readings = await asyncio.to_thread(
+            lambda: [asked.reading(masked, mask_id) for masked in distinct]
+        )
         found = await self._reader.read(readings, request_id, asked.terms)
         logprobs = {
             masked: [values[0] for values in read.scores.logprobs]
@@ -241,6 +248,8 @@ class LikelihoodHandler:
         checks_greedy = values.get("check_greedy", False)
         if checks_greedy and not context:
             raise InvalidParameterError("check_greedy", True, "wanted false without a context")
+        num_samples = len(body.masks) if isinstance(body.masks, list) else values.get("mc_num", 128)
+        self._check_size(len(context) + len(continuation), num_samples)
         seed, maskings = _maskings(body.masks, values, len(continuation))
         return _Asked(
             context=context,
@@ -252,6 +261,17 @@ class LikelihoodHandler:
             terms={name: values[name] for name in TERMS if name in values},
         )
 
+    def _check_size(self, num_tokens: int, num_samples: int) -> None:
+        """Refuse a sequence that the model cannot have, or samples of too many tokens."""
+        longest = self._engine.model_config.max_model_len
+        if num_tokens > longest:
+            wanted = f"wanted at most {longest} tokens, the server's max_model_len"
+            raise InvalidParameterError("context + continuation", num_tokens, wanted)
+        most = MOST_TOKENS // max(1, num_tokens)
+        if num_samples > most:
+            wanted = f"wanted at most {most} samples of {num_tokens} tokens"
+            raise InvalidParameterError("mc_num", num_samples, wanted)
+
     def _token_ids(self, body: LikelihoodBody, adds_special: bool) -> tuple[list[int], list[int]]:
         """Return the tokens of context and continuation.
 
@@ -261,8 +281,12 @@ class LikelihoodHandler:
         if isinstance(context, str) and isinstance(continuation, str):
             stripped = context.rstrip()
             continuation = context[len(stripped) :] + continuation
-            encode = self._engine.renderer.get_tokenizer().encode
-            whole = encode(stripped + continuation, add_special_tokens=adds_special)
+            tokenizer = self._engine.renderer.get_tokenizer()
+            longest = self._engine.model_config.max_model_len
+            whole_text = stripped + continuation
+            check_text_length("context + continuation", whole_text, tokenizer, longest)
+            encode = tokenizer.encode
+            whole = encode(whole_text, add_special_tokens=adds_special)
             before = encode(stripped, add_special_tokens=adds_special)
             return list(before), list(whole[len(before) :])
         if context == "":

@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ConfigDict
 
 from vllm.diffusion.api.bodies import left_out, refuse_canvas
+from vllm.diffusion.api.conversations import joined, read_anthropic, read_texts
 from vllm.diffusion.api.openai.openai_serving import DiffusionServingChat
 from vllm.diffusion.api.report import DiffusionReport
-from vllm.diffusion.api.schema import with_diffusion_fields
+from vllm.diffusion.api.schema import body_class, with_diffusion_fields
+from vllm.diffusion.api.tool_prompts import reads_tools
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.request.decision import IGNORED
 from vllm.diffusion.request.fields import SPELLINGS
 from vllm.entrypoints.anthropic.protocol import (
+    AnthropicCountTokensRequest,
     AnthropicMessagesRequest,
     AnthropicMessagesResponse,
 )
@@ -27,15 +30,50 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
 _UPSTREAMS = SPELLINGS.keys() & AnthropicMessagesRequest.model_fields.keys()
-_DELTA = "event: message_delta\n"
+_REPORTED = ("message_start", "message_delta", "error")  # events that differ from upstream's
+_STATUS_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_type(status: int) -> str:
+    """Return Anthropic's type of an error with this status."""
+    usual = "invalid_request_error" if status < 500 else "api_error"
+    return _STATUS_TYPES.get(status, usual)
 
 
 class _Open(AnthropicMessagesRequest):
     model_config = ConfigDict(extra="allow")
 
 
+def _read_messages(body: dict[str, Any]) -> dict[str, Any]:
+    read = {**body, "messages": read_anthropic(body.get("messages"))}
+    if "system" in body:
+        read["system"] = read_texts(body["system"], "system")
+    choice, tools = body.get("tool_choice"), body.get("tools")
+    if isinstance(choice, dict) and choice.get("type") == "tool" and isinstance(tools, list):
+        names = [tool.get("name") for tool in tools if isinstance(tool, dict)]
+        if choice.get("name") not in names:
+            wanted = f"wanted one of: {', '.join(map(str, names))}"
+            raise InvalidParameterError("tool_choice.name", choice.get("name"), wanted)
+    return read
+
+
 MessagesBody = with_diffusion_fields(
-    _Open, "MessagesBody", "Body of POST /v1/messages.", _UPSTREAMS
+    _Open, "MessagesBody", "Body of POST /v1/messages.", _UPSTREAMS, _read_messages
+)
+CountTokensBody = body_class(
+    AnthropicCountTokensRequest,
+    "CountTokensBody",
+    "Body of POST /v1/messages/count_tokens.",
+    _read_messages,
 )
 
 
@@ -83,16 +121,22 @@ class DiffusionServingMessages(DiffusionServingChat, AnthropicServingMessages):
             refuse_canvas(sent.get("stream_canvas"))
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
+        _continue_answer(made, f"messages[{len(request.messages) - 1}].content")
         template, is_bounded = self.template_of(made), self.validator.bounds_thinking
         ignored += think(made, request.thinking, template, is_bounded=is_bounded)
         for name in (sent.keys() & SPELLINGS.keys()) - _UPSTREAMS:
             setattr(made, name, sent[name])
         setattr(made, IGNORED, tuple(ignored))
+        if isinstance(request, AnthropicCountTokensRequest):  # which upstream renders as it is
+            if made.tool_choice == "none" and not reads_tools(template):
+                made.tools = None
+            made.tool_choice = "none"
         return made
 
     def messages_full_converter(self, generator: Any) -> MessagesAnswer:
         found = super().messages_full_converter(generator)
-        return MessagesAnswer(**vars(found), diffusion=DiffusionReport(**generator.diffusion))
+        own = {**vars(found), "id": _own_id(found.id)}
+        return MessagesAnswer(**own, diffusion=DiffusionReport(**generator.diffusion))
 
     async def message_stream_converter(
         self, generator: AsyncGenerator[str, None]
@@ -108,8 +152,36 @@ class DiffusionServingMessages(DiffusionServingChat, AnthropicServingMessages):
 
         async with aclosing(super().message_stream_converter(heard())) as events:
             async for text in events:
-                if text.startswith(_DELTA):
-                    content = json.loads(text.removeprefix(f"{_DELTA}data: "))
-                    yield f"{_DELTA}data: {json.dumps({**content, 'diffusion': report})}\n\n"
-                else:
-                    yield text
+                yield _changed(text, report)
+
+
+def _continue_answer(made: Any, field: str) -> None:
+    """Let the answer continue the conversation's last message, if that is the assistant's."""
+    last = made.messages[-1]
+    if last["role"] != "assistant" or last.get("tool_calls"):
+        return
+    text = joined(last.get("content"))
+    if not text.strip():
+        refusal = InvalidParameterError(field, text, "wanted text that the answer continues")
+        raise RequestRefused(refusal)
+    made.continue_final_message, made.add_generation_prompt = True, False
+
+
+def _own_id(of_chat: str) -> str:
+    return f"msg_{of_chat.removeprefix('chatcmpl-')}"
+
+
+def _changed(text: str, report: dict[str, Any]) -> str:
+    """Return an event of a stream with what is Anthropic's and ours in it."""
+    name, _, data = text.partition("\ndata: ")
+    kind = name.removeprefix("event: ")
+    if kind not in _REPORTED:
+        return text
+    content = json.loads(data)
+    if kind == "message_start":
+        content["message"]["id"] = _own_id(content["message"]["id"])
+    elif kind == "message_delta":
+        content["diffusion"] = report
+    else:
+        content["error"]["type"] = error_type(500)
+    return f"{name}\ndata: {json.dumps(content)}\n\n"

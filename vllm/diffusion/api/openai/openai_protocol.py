@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field, model_validator
 
-from vllm.diffusion.api.bodies import left_out, refuse_fields
+from vllm.diffusion.api.bodies import check_text_length, left_out, refuse_fields
+from vllm.diffusion.api.conversations import read_chat
 from vllm.diffusion.api.openai.tool_calls import asked_tools
 from vllm.diffusion.api.report import DiffusionReport
 from vllm.diffusion.api.schema import MAX_CHOICES, check_logprobs, with_diffusion_fields
+from vllm.diffusion.api.tool_prompts import reads_tools
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.guided.guides import SPEC, asked_spec, packed, spec_of_tools
 from vllm.diffusion.request.decision import IGNORED, RESERVED_EXTRA_ARGS
@@ -55,14 +57,34 @@ class _CompletionBase(CompletionRequest):
         return self
 
 
+def _read_chat(body: dict[str, Any]) -> dict[str, Any]:
+    return {**body, "messages": read_chat(body.get("messages"))}
+
+
+def _read_batch(body: dict[str, Any]) -> dict[str, Any]:
+    if body.get("tools") and body.get("tool_choice") != "none":
+        wanted = "wanted none here; POST /v1/chat/completions calls functions"
+        raise InvalidParameterError("tools", body["tools"], wanted)
+    found = body.get("messages")
+    if not isinstance(found, list) or not found:
+        raise InvalidParameterError("messages", found, "wanted a list of conversations")
+    read = [read_chat(messages, f"messages[{i}]") for i, messages in enumerate(found)]
+    return {**body, "messages": read}
+
+
 ChatCompletionBody = with_diffusion_fields(
-    ChatCompletionRequest, "ChatCompletionBody", "Body of POST /v1/chat/completions.", _UPSTREAMS
+    ChatCompletionRequest,
+    "ChatCompletionBody",
+    "Body of POST /v1/chat/completions.",
+    _UPSTREAMS,
+    _read_chat,
 )
 ChatBatchBody = with_diffusion_fields(
     BatchChatCompletionRequest,
     "ChatBatchBody",
     "Body of POST /v1/chat/completions/batch.",
     _UPSTREAMS & BatchChatCompletionRequest.model_fields.keys(),
+    _read_batch,
 )
 CompletionBody = with_diffusion_fields(
     _CompletionBase, "CompletionBody", "Body of POST /v1/completions.", _UPSTREAMS
@@ -108,6 +130,8 @@ def prepare(request: Any, model_config: Any, template: str = "") -> None:
             raise InvalidParameterError("tools", list(tools.parameters), f"not beside {spec.field}")
         spec = spec_of_tools(tools)
         request.tool_choice = "none"  # upstream parses no calls, but tells the template of tools
+    elif getattr(request, "tools", None) and not reads_tools(template):
+        request.tools = None
     request.response_format = request.structured_outputs = None  # upstream has its own grammars
     request.vllm_xargs = extra if spec is None else {**extra, SPEC: packed(spec)}
     _allow_several_greedy_answers(request, model_config)
@@ -118,6 +142,7 @@ def _suffix_ids(text: str, extra: Mapping[str, Any], model_config: Any) -> list[
     if "suffix_ids" in extra:
         raise InvalidParameterError("suffix", text, "wanted either it or suffix_ids")
     tokenizer = cached_tokenizer_from_config(model_config)
+    check_text_length("suffix", text, tokenizer, model_config.max_model_len)
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -160,7 +185,9 @@ def extra_args(request: Any, template: str) -> dict[str, Any]:
         request.seed = extra.pop("seed") % 2**SEED_BITS
     if any(word in template for word in _THINKING):
         ignored = [name for name in ignored if name not in _EFFORT]
-    extra[IGNORED] = [*ignored, *elsewhere]
+    variables = getattr(request, "chat_template_kwargs", None) or {}
+    unread = [f"chat_template_kwargs.{name}" for name in variables if name not in template]
+    extra[IGNORED] = [*ignored, *unread, *elsewhere]
     return extra
 
 

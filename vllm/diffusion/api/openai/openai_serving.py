@@ -19,7 +19,7 @@ from vllm.diffusion.api.handlers import remade
 from vllm.diffusion.api.likelihood.prompt_scores import TERMS
 from vllm.diffusion.api.openai.echo import EchoClient
 from vllm.diffusion.api.openai.openai_protocol import prepare, reads_prompt
-from vllm.diffusion.api.openai.tool_calls import described, put_calls, with_calls
+from vllm.diffusion.api.openai.tool_calls import put_calls, with_calls
 from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, timeout_in, told
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
@@ -65,25 +65,34 @@ class Diffusion:
     engine_client: Any
     enable_prompt_tokens_details: bool
     model_config: Any
+    online_renderer: Any
     renderer: Any
 
-    async def prepare(self, request: Any) -> bool:
+    async def prepare(self, request: Any) -> None:
         """Bring a body into upstream's form, and compile the format of its answer.
-
-        Returns:
-            whether the answer may call tools.
 
         Raises:
             RequestRefused: HTTP 400, naming the field.
         """
         try:
+            self.refuse_template(request)
             prepare(request, self.model_config, self.template_of(request))
             given = request.vllm_xargs.get(SPEC)
             spec = None if given is None else unpacked(given)
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
         await self.validator.compile(spec)
-        return spec is not None and spec.kind == "tools"
+
+    def refuse_template(self, request: Any) -> None:
+        """Refuse a request's own chat template, unless the server trusts those.
+
+        Raises:
+            InvalidParameterError: naming it.
+        """
+        given = getattr(request, "chat_template", None)
+        if given is not None and not self.online_renderer.trust_request_chat_template:
+            wanted = "wanted none, or a server with --trust-request-chat-template"
+            raise InvalidParameterError("chat_template", given, wanted)
 
     def template_of(self, request: Any) -> str:
         """Return the chat template of a request, as far as it is known here."""
@@ -107,8 +116,7 @@ class DiffusionServingChat(Diffusion, OpenAIServingChat):
     """Handler of POST /v1/chat/completions."""
 
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
-        if await self.prepare(request) and "tools" not in self.template_of(request):
-            request.messages, request.tools = described(request.messages, request.tools), None
+        await self.prepare(request)
         answer = await super().create_chat_completion(request, raw_request)
         return await self.begun(request, answer)
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from openai.types.responses import ResponseErrorEvent
 from pydantic import ValidationError
 
-from vllm.diffusion.api.bodies import ROLES, check_message, refuse_canvas
+from vllm.diffusion.api.bodies import refuse_canvas
 from vllm.diffusion.api.choices import primed
+from vllm.diffusion.api.conversations import read_items
 from vllm.diffusion.api.openai.openai_protocol import extra_args, plain
 from vllm.diffusion.api.openai.openai_serving import Diffusion, put_report
 from vllm.diffusion.api.schema import with_diffusion_fields
@@ -34,28 +35,14 @@ logger = init_logger(__name__)
 
 _UPSTREAMS = (SPELLINGS.keys() & ResponsesRequest.model_fields.keys()) - {"seed", "top_p", "top_k"}
 
+
+def _read_responses(body: dict[str, Any]) -> dict[str, Any]:
+    return {**body, "input": read_items(body.get("input"))}
+
+
 ResponsesBody = with_diffusion_fields(
-    ResponsesRequest, "ResponsesBody", "Body of POST /v1/responses.", _UPSTREAMS
+    ResponsesRequest, "ResponsesBody", "Body of POST /v1/responses.", _UPSTREAMS, _read_responses
 )
-
-
-def check_input(given: Any) -> None:
-    """Refuse a value that is no input of a response: a string, or a list of items.
-
-    Raises:
-        InvalidParameterError: naming the item, and what is wrong with it.
-    """
-    if not isinstance(given, (str, list)) or given == []:
-        raise InvalidParameterError("input", given, "wanted a string or a list of items")
-    for index, item in enumerate(given if isinstance(given, list) else []):
-        field = f"input[{index}]"
-        if not isinstance(item, dict):
-            raise InvalidParameterError(field, item, "wanted an object")
-        kind = item.get("type", "message")
-        if not isinstance(kind, str):
-            raise InvalidParameterError(f"{field}.type", kind, "wanted a string")
-        if kind == "message":
-            check_message(item, field, ROLES)
 
 
 class DiffusionServingResponses(Diffusion, OpenAIServingResponses):

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from vllm.diffusion.api.events import DONE, event
 from vllm.diffusion.core.errors import InvalidParameterError
-from vllm.diffusion.guided.schema_keywords import in_line
 from vllm.diffusion.guided.tool_grammar import CALL_END, CALL_START, Tools
 from vllm.entrypoints.generate.base.protocol import FunctionCall, ToolCall
 
@@ -34,13 +32,6 @@ _CALL = re.compile(
 _HEAD = re.compile(re.escape(CALL_START) + r'"([\w-]+)", "arguments": ')
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
-_INSTRUCTIONS = """You may call one of these functions:
-{tools}
-To call one, answer with nothing but:
-<tool_call>
-{{"name": "NAME", "arguments": ARGUMENTS}}
-</tool_call>"""
-
 
 def asked_tools(request: Any) -> Tools | None:
     """Return the tools that the answer of a body may call; None if it may call none.
@@ -52,46 +43,21 @@ def asked_tools(request: Any) -> Tools | None:
     if not request.tools or choice == "none":
         return None
     functions = [tool.function for tool in request.tools]
-    counts = Counter(function.name for function in functions)
-    for name, count in counts.items():
-        if not _NAME.fullmatch(name) or count > 1:
+    names = [function.name for function in functions]
+    seen: set[str] = set()
+    for name in names:
+        if not _NAME.fullmatch(name) or name in seen:
             raise InvalidParameterError(
                 "tools", name, "wanted different names of 1 to 64 letters, digits, _ and -"
             )
+        seen.add(name)
     named = None if isinstance(choice, str) else choice.function.name
+    if named is not None and named not in names:
+        wanted = f"wanted one of: {', '.join(names)}"
+        raise InvalidParameterError("tool_choice.function.name", named, wanted)
     offered = [f for f in functions if named in (None, f.name)]
-    if not offered:
-        wanted = f"wanted one of: {', '.join(counts)}"
-        raise InvalidParameterError("tool_choice.name", named, in_line(wanted))
     parameters = {f.name: f.parameters or {"type": "object", "properties": {}} for f in offered}
     return Tools(parameters, may_answer=choice == "auto")
-
-
-def described(messages: list[Any], tools: list[Any]) -> list[Any]:
-    """Rewrite a conversation for templates without tools: tools and their calls become text."""
-    listed = "\n".join(json.dumps(tool.function.model_dump(exclude_none=True)) for tool in tools)
-    told = _INSTRUCTIONS.format(tools=listed)
-    found = [_as_text(dict(message)) for message in messages]
-    if found and found[0]["role"] == "system" and isinstance(found[0].get("content"), str):
-        return [{**found[0], "content": f"{found[0]['content']}\n\n{told}"}, *found[1:]]
-    return [{"role": "system", "content": told}, *found]
-
-
-def _as_text(message: dict[str, Any]) -> dict[str, Any]:
-    if message["role"] == "tool":
-        result = f"<tool_response>\n{message.get('content')}\n</tool_response>"
-        return {"role": "user", "content": result}
-    calls = message.pop("tool_calls", None)
-    if not calls:
-        return message
-    written = [_written(dict(call["function"])) for call in calls]
-    return {**message, "content": "\n".join([*filter(None, [message.get("content")]), *written])}
-
-
-def _written(function: dict[str, Any]) -> str:
-    arguments = function["arguments"]
-    arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    return f'{CALL_START}{json.dumps(function["name"])}, "arguments": {arguments}{CALL_END}'
 
 
 def put_calls(response: Any) -> None:

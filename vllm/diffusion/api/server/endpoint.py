@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.middleware import Middleware
 
 from vllm.diffusion import __version__
 from vllm.diffusion.api import prometheus as metrics
 from vllm.diffusion.api.bodies import (
     check_body,
-    check_conversations,
-    check_messages,
+    check_num_answers,
     check_prompt,
-    check_tools,
     refuse_fields,
 )
 from vllm.diffusion.api.documentation import offline_docs as documentation
@@ -29,6 +28,7 @@ from vllm.diffusion.api.likelihood.loglikelihood import (
 )
 from vllm.diffusion.api.likelihood.typed_decisions import DecisionRequest, adopt_decisions, register
 from vllm.diffusion.api.openai.anthropic import (
+    CountTokensBody,
     DiffusionServingMessages,
     MessagesAnswer,
     MessagesBody,
@@ -49,13 +49,20 @@ from vllm.diffusion.api.openai.openai_serving import (
 from vllm.diffusion.api.openai.responses import (
     DiffusionServingResponses,
     ResponsesBody,
-    check_input,
 )
 from vllm.diffusion.api.page import site as page
 from vllm.diffusion.api.page.options import page_options
 from vllm.diffusion.api.page.site import Status
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse, set_priority
-from vllm.diffusion.api.server import gate, refusals, trainer_routes
+from vllm.diffusion.api.server import (
+    connections,
+    gate,
+    invocations,
+    refusals,
+    trainer_routes,
+)
+from vllm.diffusion.api.server.body_reading import BodyReading
+from vllm.diffusion.api.server.body_validation import stop_at_first_fault
 from vllm.diffusion.api.server.lifecycle import Lifecycle
 from vllm.diffusion.api.server.welcome import log_welcome, warn_of_arguments_without_effect
 from vllm.diffusion.api.validator import RequestRefused, is_installed, validator_of
@@ -63,8 +70,12 @@ from vllm.diffusion.config import served_model, settings_of
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.process import watchdog
 from vllm.entrypoints.anthropic.protocol import (
-    AnthropicCountTokensRequest,
     AnthropicCountTokensResponse,
+)
+from vllm.entrypoints.generate.generative_scoring.api_router import create_generative_scoring
+from vllm.entrypoints.generate.generative_scoring.serving import (
+    GenerativeScoringRequest,
+    GenerativeScoringResponse,
 )
 from vllm.entrypoints.generate.structured_decisions.api_router import create_structured_decision
 from vllm.entrypoints.generate.structured_decisions.protocol import StructuredDecisionResponse
@@ -106,15 +117,30 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 
 
+def checked_by(*checks: Callable[[Any], None]) -> list[Any]:
+    """Make dependencies of a route that check its body as sent, before it becomes a model."""
+
+    async def check(raw_request: Request) -> None:
+        body = await raw_request.json() if await raw_request.body() else None
+        if isinstance(body, dict):
+            try:
+                for one in (*checks, check_num_answers):
+                    one(body)
+            except InvalidParameterError as error:
+                raise RequestRefused(error) from None
+
+    return [Depends(validate_json_request), Depends(check)]
+
+
 @router.post(  # routers rewrite bodies of /generate by a form that they know; here none does
     "/v1/generate",
-    dependencies=[Depends(validate_json_request)],
+    dependencies=checked_by(),
     response_model=None,
     include_in_schema=False,
 )
 @router.post(
     "/generate",
-    dependencies=[Depends(validate_json_request)],
+    dependencies=checked_by(),
     response_model=None,  # a cancelled request has no answer to validate
     responses={200: {"model": GenerateResponse, "content": {"text/event-stream": {}}}, **_ANSWERS},
     openapi_extra=shown("/generate"),
@@ -159,7 +185,7 @@ async def loglikelihood(request: LikelihoodRequest, raw_request: Request) -> Res
 
 @openai_router.post(
     "/v1/systemone",
-    dependencies=[Depends(validate_json_request)],
+    dependencies=checked_by(),
     response_model=None,
     responses={200: {"model": StructuredDecisionResponse}, **_ANSWERS},
     openapi_extra=shown("/v1/systemone"),
@@ -169,15 +195,42 @@ async def decisions(request: DecisionRequest, raw_request: Request) -> Any:
     return await create_structured_decision(request, raw_request)
 
 
+@openai_router.post(
+    "/generative_scoring",
+    dependencies=checked_by(),
+    response_model=None,
+    responses={200: {"model": GenerativeScoringResponse}, **_ANSWERS},
+)
+async def generative_scoring(request: GenerativeScoringRequest, raw_request: Request) -> Any:
+    """How likely each of several items is to be followed by certain tokens."""
+    return await create_generative_scoring(request, raw_request)
+
+
+@openai_router.post(
+    "/invocations",
+    dependencies=[Depends(validate_json_request)],
+    response_model=None,
+    responses={200: {"content": {"application/json": {}, "text/event-stream": {}}}, **_ANSWERS},
+)
+async def invoke(raw_request: Request) -> Response:
+    """SageMaker's route: chat for a body with `messages`, completions for one with `prompt`."""
+    return await invocations.forward(raw_request)
+
+
 @router.get(
     "/ready",
-    responses={503: {"description": "draining, paused or dead; `status` says which"}},
+    responses={503: {"description": "draining, paused, unresponsive or dead; `status` says which"}},
 )
 async def ready(raw_request: Request) -> JSONResponse:
     """Whether a new request would be worked on."""
     lifecycle: Lifecycle | None = raw_request.app.state.diffusion_lifecycle
-    state = "ready" if lifecycle is None else await lifecycle.state()
-    return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+    if lifecycle is None:
+        return JSONResponse({"status": "ready"})
+    state = await lifecycle.state()
+    content: dict[str, Any] = {"status": state}
+    if state == "unresponsive":
+        content["engine_silent_s"] = round(lifecycle.silent_s, 1)
+    return JSONResponse(content, 200 if state == "ready" else 503)
 
 
 @openai_router.get("/version")
@@ -186,24 +239,9 @@ async def version() -> JSONResponse:
     return JSONResponse({"version": VLLM_VERSION, "mosaic": __version__})
 
 
-def checked_by(*checks: Callable[[Any], None]) -> list[Any]:
-    """Make dependencies of a route that check its body as sent, before it becomes a model."""
-
-    async def check(raw_request: Request) -> None:
-        body = await raw_request.json() if await raw_request.body() else None
-        if isinstance(body, dict):
-            try:
-                for one in checks:
-                    one(body)
-            except InvalidParameterError as error:
-                raise RequestRefused(error) from None
-
-    return [Depends(validate_json_request), Depends(check)]
-
-
 @openai_router.post(
     "/v1/chat/completions",
-    dependencies=checked_by(check_body, lambda body: check_messages(body.get("messages"))),
+    dependencies=checked_by(check_body),
     response_model=None,
     responses={200: {"model": ChatAnswer, "content": {"text/event-stream": {}}}, **_ANSWERS},
     openapi_extra=shown("/v1/chat/completions"),
@@ -227,7 +265,7 @@ async def completions(request: CompletionBody, raw_request: Request) -> Any:  # 
 
 @openai_router.post(
     "/v1/chat/completions/batch",
-    dependencies=checked_by(check_body, check_conversations),
+    dependencies=checked_by(check_body),
     response_model=None,
     responses={200: {"model": ChatAnswer}, **_ANSWERS},
 )
@@ -238,9 +276,7 @@ async def chat_batch(request: ChatBatchBody, raw_request: Request) -> Any:  # ty
 
 @openai_router.post(
     "/v1/responses",
-    dependencies=checked_by(
-        refuse_fields, check_tools, lambda body: check_input(body.get("input"))
-    ),
+    dependencies=checked_by(refuse_fields),
     response_model=None,
     responses={200: {"content": {"text/event-stream": {}}}, **_ANSWERS},
 )
@@ -251,9 +287,7 @@ async def responses(request: ResponsesBody, raw_request: Request) -> Any:  # typ
 
 @openai_router.post(
     "/v1/messages",
-    dependencies=checked_by(
-        refuse_fields, check_tools, lambda body: check_messages(body.get("messages"))
-    ),
+    dependencies=checked_by(refuse_fields),
     response_model=None,
     responses={200: {"model": MessagesAnswer, "content": {"text/event-stream": {}}}, **_ANSWERS},
 )
@@ -273,11 +307,11 @@ async def messages(request: MessagesBody, raw_request: Request) -> Response:  # 
 
 @openai_router.post(
     "/v1/messages/count_tokens",
-    dependencies=checked_by(check_tools, lambda body: check_messages(body.get("messages"))),
+    dependencies=checked_by(refuse_fields),
     response_model=None,
     responses={200: {"model": AnthropicCountTokensResponse}, **_ANSWERS},
 )
-async def count_tokens(request: AnthropicCountTokensRequest, raw_request: Request) -> Response:
+async def count_tokens(request: CountTokensBody, raw_request: Request) -> Response:  # type: ignore[valid-type]
     """How many tokens a conversation has."""
     handler: DiffusionServingMessages = raw_request.app.state.anthropic_serving_messages
     answer = await handler.count_tokens(request, raw_request)
@@ -318,6 +352,9 @@ class DiffusionEndpoint:
             engines=watchdog.engine_processes(),
         )
         refusals.install(self._app)
+        stop_at_first_fault(self._app)
+        connections.install(args)
+        self._app.user_middleware.insert(0, Middleware(BodyReading))  # the gate builds the stack
         gate.install(self._app, state.diffusion_lifecycle, args)
         documentation.install(self._app, has_keys=bool(gate.keys_of(args)))
         capacities = await engine_client.collective_rpc("capacity")

@@ -22,6 +22,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm import envs as upstream_envs
+from vllm.diffusion.core import envs
 from vllm.exceptions import GracefulHTTPError
 from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-State = Literal["ready", "paused", "draining", "dead"]
+State = Literal["ready", "paused", "unresponsive", "draining", "dead"]
 
 LEAVING = "the server is shutting down; try again later or elsewhere"
 LOST = "an engine of the server is gone; try again later or elsewhere"
@@ -81,6 +82,7 @@ class Lifecycle:
         self._idle = asyncio.Event()
         self._idle.set()
         self._question: asyncio.Task[None] | None = None
+        self._asked_at = 0.0
         self._was_paused = False
         self._engine.shutdown = self._shut_down
         self._call_all, self._engine.collective_rpc = engine.collective_rpc, self._call_workers
@@ -117,11 +119,22 @@ class Lifecycle:
             return "draining"
         if self._is_lost or self._engine.errored:
             return "dead"
-        return "paused" if await self._is_paused() else "ready"
+        is_paused = await self._is_paused()
+        if self.silent_s > envs.max_silence_s():
+            return "unresponsive"
+        return "paused" if is_paused else "ready"
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the engine was asked something that it has not answered yet; else 0."""
+        if self._question is None or self._question.done():
+            return 0.0
+        return self._loop.time() - self._asked_at
 
     async def _is_paused(self) -> bool:
         """Ask the engine; while it is inside a long step, return its last answer."""
         if self._question is None or self._question.done():
+            self._asked_at = self._loop.time()
             self._question = asyncio.ensure_future(self._ask())
         await asyncio.wait([self._question], timeout=_ANSWER_S)
         return self._was_paused
@@ -141,7 +154,10 @@ class Lifecycle:
         except Exception as error:
             if method in _UPDATING:
                 with suppress(Exception):  # of an engine that is gone, too
-                    await self._call_all("fail_with_others", args=(str(error),))
+                    if any(await self._call_all("carried_out")):
+                        await self._call_all("fail_with_others", args=(str(error),))
+                    elif method == "update_weights":  # no replica has changed a weight
+                        await self._call_all("cancel_update")
             raise
 
     def _shut_down(self, timeout: float | None = None) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +13,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from vllm.diffusion.api import prometheus as metrics
+from vllm.diffusion.api.openai.anthropic import error_type
+from vllm.diffusion.api.server import body_reading
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.handlers.validation import clean_loc_for_param
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import VLLMError, VLLMValidationError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,6 +35,10 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(VLLMValidationError, _refused_by_upstream)
     app.add_exception_handler(HTTPException, _no_such_route)
+    for kind in (VLLMError, Exception):
+        handler = app.exception_handlers.get(kind)
+        if handler is not None:
+            app.add_exception_handler(kind, partial(_as_upstream, handler))
 
 
 async def _refused(raw_request: Request, error: Exception) -> Response:
@@ -62,8 +70,24 @@ async def _refused_by_upstream(raw_request: Request, error: Exception) -> Respon
     return answer(raw_request, create_error_response(told, param=field))
 
 
+async def _as_upstream(handler: Any, raw_request: Request, error: Exception) -> Response:
+    """Let upstream's handler answer; on Anthropic's routes in their shape."""
+    found: Response = await handler(raw_request, error)
+    if not raw_request.url.path.startswith("/v1/messages"):
+        return found
+    content = json.loads(bytes(found.body))
+    return JSONResponse(of_anthropic(content, found.status_code), found.status_code)
+
+
 async def _no_such_route(raw_request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    # FastAPI only says that there was an error where a body could not be parsed.
+    cause = error.__cause__
+    if isinstance(cause, RequestRefused):
+        return await _refused(raw_request, cause)
+    fault = body_reading.fault_of(cause)
+    if fault is not None:
+        return await _refused(raw_request, RequestRefused(fault))
     status, path = HTTPStatus(error.status_code), raw_request.url.path
     message, headers = str(error.detail), dict(error.headers or {})
     if message == status.phrase and status == HTTPStatus.NOT_FOUND:
@@ -77,11 +101,16 @@ async def _no_such_route(raw_request: Request, error: Exception) -> Response:
 def answer(
     raw_request: Request, error: ErrorResponse, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    """Make an error answer; Anthropic's routes also get a type field."""
+    """Make an error answer, on Anthropic's routes in the shape and with the types of theirs."""
     body = error.model_dump()
     if raw_request.url.path.startswith("/v1/messages"):
-        body = {"type": "error", **body}
+        body = of_anthropic(body, error.error.code)
     return JSONResponse(body, error.error.code, headers)
+
+
+def of_anthropic(body: Mapping[str, Any], status: int) -> dict[str, Any]:
+    """Return the body of an error answer as Anthropic's clients read it."""
+    return {"type": "error", "error": {**body["error"], "type": error_type(status)}}
 
 
 def refusal_of(errors: Sequence[Mapping[str, Any]]) -> InvalidParameterError:
@@ -93,6 +122,8 @@ def refusal_of(errors: Sequence[Mapping[str, Any]]) -> InvalidParameterError:
     """
     for error in errors:
         cause = error.get("ctx", {}).get("error")
+        if isinstance(cause, InvalidParameterError):  # of our bodies, which name the path
+            return cause
         if isinstance(cause, VLLMValidationError):
             field, given = cause.parameter or _path(error) or "body", error.get("input")
             given = given.get(field) if isinstance(given, dict) else given
@@ -114,12 +145,11 @@ def refusal_of(errors: Sequence[Mapping[str, Any]]) -> InvalidParameterError:
 def _of_the_same_kind(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Drop errors of kinds that a field's type rules out."""
     others = {tuple(e["loc"][:-1]) for e in errors if e["type"] == "literal_error"}
-    found = [
-        error
-        for error in errors
-        if not any(tuple(error["loc"][: len(other)]) == other for other in others)
-    ]
-    return found or list(errors)
+
+    def is_ruled_out(loc: Sequence[Any]) -> bool:
+        return any(tuple(loc[:end]) in others for end in range(len(loc) + 1))
+
+    return [error for error in errors if not is_ruled_out(error["loc"])] or list(errors)
 
 
 def _names(error: Mapping[str, Any]) -> list[str]:

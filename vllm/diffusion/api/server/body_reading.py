@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ASGI middleware: what is refused of a body on every route, upstream's own ones included.
+
+It looks at the bytes of a body when the last of them has come, before any route parses them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from starlette.datastructures import Headers
+
+from vllm.diffusion.api.bodies import check_template_kwargs
+from vllm.diffusion.api.validator import RequestRefused
+from vllm.diffusion.core.errors import InvalidParameterError
+from vllm.diffusion.core.surrogates import refuse_lone_surrogates
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+# A surrogate as JSON escapes it, or as bytes that Python's JSON parser lets pass. Most of the
+# escapes are pairs, so a match only says that the body has to be looked at.
+_MAYBE_LONE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+_TEMPLATE_KWARGS = "chat_template_kwargs"
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\x78\x9c": "zlib"}
+_OTHER_UNICODE = (b"\xff\xfe", b"\xfe\xff", b"\x00")
+
+
+class BodyReading:
+    """Middleware that refuses unreadable JSON while a route waits for it.
+
+    The error is raised by `receive`, so that it takes the way of all errors of routes.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            return await self._app(scope, receive, send)
+        if "json" not in Headers(scope=scope).get("content-type", "json"):
+            return await self._app(scope, receive, send)
+        chunks: list[bytes] = []
+
+        async def checked() -> Message:
+            message = await receive()
+            if message["type"] == "http.request":
+                chunks.append(message.get("body", b""))
+                if not message.get("more_body", False):
+                    try:
+                        check(b"".join(chunks))
+                    except InvalidParameterError as error:
+                        raise RequestRefused(error) from None
+                    chunks.clear()
+            return message
+
+        await self._app(scope, checked, send)
+
+
+def check(body: bytes) -> None:
+    """Refuse a body that is not JSON in UTF-8, holds a lone surrogate, or steers the tokenizer.
+
+    What is no JSON at all is left to the route.
+
+    Raises:
+        InvalidParameterError: naming `body`, or the path of the value.
+    """
+    for magic, name in _COMPRESSED.items():
+        if body.startswith(magic):
+            wanted = "wanted JSON without compression: the server decodes no Content-Encoding"
+            raise InvalidParameterError("body", f"{name} data", wanted)
+    if body.startswith(_OTHER_UNICODE) or body[1:2] == b"\x00":
+        raise InvalidParameterError("body", "UTF-16 or UTF-32", "wanted JSON in UTF-8")
+    if _MAYBE_LONE.search(body) or _TEMPLATE_KWARGS.encode() in body:
+        try:
+            content = json.loads(body)
+        except (ValueError, RecursionError):
+            return
+        refuse_lone_surrogates(content)
+        if isinstance(content, dict):
+            check_template_kwargs(content.get(_TEMPLATE_KWARGS))
+
+
+def fault_of(cause: BaseException | None) -> InvalidParameterError | None:
+    """Return what was wrong with a body that a route could not parse; None if unknown.
+
+    Args:
+        cause: the exception of the JSON parser.
+    """
+    given: Any
+    if isinstance(cause, RecursionError):
+        given, wanted = "JSON that is nested too deeply", "wanted less depth, a few hundred levels"
+    elif isinstance(cause, UnicodeDecodeError):
+        given, wanted = f"byte {cause.object[cause.start]:#04x} at {cause.start}", "wanted UTF-8"
+    elif isinstance(cause, ValueError) and "digits" in str(cause):
+        given, wanted = "a number with thousands of digits", "wanted numbers of 64 bits"
+    else:
+        return None
+    return InvalidParameterError("body", given, wanted)
