@@ -297,9 +297,10 @@ def _process_inputs(
     if isinstance(prompt, dict) and "type" in prompt:  # tokenised: our words before upstream's
         decided = validator.decide_sampling(params, prompt.get("prompt_token_ids") or [])
     asked = params
-    if params.structured_outputs is not None:  # upstream's checks are of its own grammars
+    if params.structured_outputs is not None or params.bad_words:
         params = params.clone()
-        params.structured_outputs = None
+        params.structured_outputs = None  # upstream's checks are of its own grammars
+        params.bad_words = None  # and it would tokenise words, however many
     request = _upstreams(self, request_id, prompt, params, *args, **options)
     if decided is None:
         decided = validator.decide_sampling(asked, request.prompt_token_ids or [])
