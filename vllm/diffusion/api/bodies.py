@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
 MOST_LEFT_OUT = 64  # fields of a request; each is compared with all parameters
+MAX_TOOLS = 1_024  # of a body; their schemas together are limited as all formats are
 MAX_LABELS = 128  # token ids whose probabilities are compared, as many as upstream's logprobs have
 PROMPT = "a string, token ids, or a list of either, none of them empty"
 
@@ -75,12 +76,25 @@ def check_body(body: Any) -> None:
             raise InvalidParameterError(name, body[name], "wanted a number of 64 bits")
 
 
+def check_tools(body: Mapping[str, Any]) -> None:
+    """Refuse a body with too many tools before anything looks at each of them.
+
+    Raises:
+        InvalidParameterError: naming them.
+    """
+    tools = body.get("tools")
+    if isinstance(tools, list) and len(tools) > MAX_TOOLS:
+        given = f"a list of {len(tools)}"
+        raise InvalidParameterError("tools", given, f"wanted at most {MAX_TOOLS}")
+
+
 def refuse_fields(given: Mapping[str, Any]) -> None:
     """Refuse fields that are not supported.
 
     Raises:
         InvalidParameterError: naming the first of them.
     """
+    check_tools(given)
     refuse_unsupported(given)
     for name, neutral in _NOT_SUPPORTED.items():
         if given.get(name) not in (None, *neutral):

@@ -154,9 +154,8 @@ def asked_by(sampling: Any) -> dict[str, Any]:
     refuse_unsupported({name: getattr(sampling, name, None) for name in UNSUPPORTED})
     extra = {k: v for k, v in (sampling.extra_args or {}).items() if k not in RESERVED_EXTRA_ARGS}
     ignored = _ignored_elsewhere(extra.pop(IGNORED, []))
-    spec = spec_of(extra.pop(STRUCTURED, None) or _structured_outputs(sampling))
-    if SPEC in extra:
-        spec = unpacked(extra.pop(SPEC))
+    spec = asked_format(sampling)
+    extra = {k: v for k, v in extra.items() if k not in (STRUCTURED, SPEC)}
     score = extra.pop(SCORE, None)
     others = sorted(extra.keys() - BESIDE_A_SCORE)
     if score is not None and others:
@@ -181,6 +180,18 @@ def asked_by(sampling: Any) -> dict[str, Any]:
             "logprobs", sampling.logprobs, "wanted how many alternatives, 0 or more"
         )
     return given
+
+
+def asked_format(sampling: Any) -> Spec | None:
+    """Return the format that a `SamplingParams` asks for.
+
+    Raises:
+        InvalidParameterError: it is none.
+    """
+    extra = sampling.extra_args or {}
+    if SPEC in extra:
+        return unpacked(extra[SPEC])
+    return spec_of(extra.get(STRUCTURED) or _structured_outputs(sampling))
 
 
 def _structured_outputs(sampling: Any) -> dict[str, Any] | None:
