@@ -148,7 +148,7 @@ def check_num_answers(body: Mapping[str, Any]) -> None:
         InvalidParameterError: naming the prompts, conversations or items, and their number.
     """
     limit, n = envs.max_answers(), body.get("n")
-    n = n if isinstance(n, int) and n > 1 else 1
+    n = n if isinstance(n, int) and 1 < n <= limit else 1  # routes refuse any other by its name
     for field in ("prompt", "messages", "items"):
         num_inputs = _num_inputs(body.get(field))
         if num_inputs * n > limit:
