@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # Build the documents as a site into results/site; a link that leads nowhere is an error.
 #
-# usage: scripts/docs.sh
+# usage: [SITE_URL=URL] [REPO_URL=URL] scripts/docs.sh
 #
-# It keeps the pinned packages of requirements/docs.txt in build/docs-venv.
+# With SITE_URL the site has a map for search engines, with REPO_URL a link to the repository. It keeps the pinned packages of requirements/docs.txt in build/docs-venv.
 
 # shellcheck source=scripts/lib.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
@@ -22,5 +22,11 @@ if ! cmp -s "$ROOT/requirements/docs.txt" "$folder/installed.txt"; then
     -r "$ROOT/requirements/docs.txt" || die "mkdocs-material cannot be installed (see above)"
   cp "$ROOT/requirements/docs.txt" "$folder/installed.txt"
 fi
-cd "$ROOT" && NO_MKDOCS_2_WARNING=1 "$folder/bin/python" -m mkdocs build --strict --quiet
+config=$ROOT/build/mkdocs.yml
+{
+  printf 'INHERIT: %s\ndocs_dir: %s\nsite_dir: %s\n' "$ROOT/mkdocs.yml" "$ROOT/docs" "$ROOT/results/site"
+  [ -z "${SITE_URL:-}" ] || printf 'site_url: %s\n' "$SITE_URL"
+  [ -z "${REPO_URL:-}" ] || printf 'repo_url: %s\n' "$REPO_URL"
+} >"$config"
+cd "$ROOT" && NO_MKDOCS_2_WARNING=1 "$folder/bin/python" -m mkdocs build --strict --quiet -f "$config"
 say "results/site/index.html"

@@ -89,6 +89,43 @@ def test_the_readme_is_short_and_every_document_has_a_place_on_the_site() -> Non
     assert sorted(places) == sorted(file.name for file in (ROOT / "docs").glob("*.md"))
 
 
+def test_links_of_the_site_can_be_seen_in_every_scheme() -> None:
+    """The theme sets a link's colour for each scheme: one of ours acts only where it does so, too.
+
+    The ratio is WCAG's, against the theme's backgrounds.
+    """
+    style = (ROOT / "docs" / "images" / "site.css").read_text(encoding="utf-8")
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    papers = {"default": "ffffff", "slate": "1e2129"}
+    assert {palette["scheme"] for palette in site["theme"]["palette"]} == set(papers)
+    for scheme, paper in papers.items():
+        rule = rf'\[data-md-color-scheme="{scheme}"\] {{[^}}]*--md-typeset-a-color: #(\w{{6}})'
+        found = re.search(rule, style)
+        assert found is not None, scheme
+        assert contrast(found[1], paper) >= 4.5
+
+
+def contrast(one: str, other: str) -> float:
+    """The ratio of two colours, written as six digits."""
+
+    def brightness(colour: str) -> float:
+        parts = (int(colour[i : i + 2], 16) / 255 for i in (0, 2, 4))
+        red, green, blue = (
+            v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts
+        )
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    low, high = sorted(map(brightness, (one, other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_documents_link_to_each_other() -> None:
+    """A document that is named as code cannot be followed on the site."""
+    for file in sorted((ROOT / "docs").glob("*.md")):
+        named = re.findall(r"`docs/\w+\.md`", file.read_text(encoding="utf-8"))
+        assert not named, f"{file.name} names {named}"
+
+
 def test_pictures_of_algorithms_are_as_the_engine_decodes() -> None:
     from draw_algorithms import FOLDER, pictures
 

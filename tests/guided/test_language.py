@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is asked for becomes an automaton over tokens; what cannot be had is refused by name."""
 
+import asyncio
 import itertools
 import json
 import random
 import re
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,11 +16,22 @@ from jsonschema import Draft202012Validator
 
 from tests.guided.support import TOKENS, bytes_of, language_of
 from vllm.diffusion.core.errors import InvalidParameterError
-from vllm.diffusion.guided.automaton import Automaton, TooLargeError, build
-from vllm.diffusion.guided.guides import Guides, asked_spec, forced, spec_of, spec_of_format
-from vllm.diffusion.guided.json_schema import FORMATS, SchemaError, any_object, from_schema
+from vllm.diffusion.guided.allowance import TooLargeError
+from vllm.diffusion.guided.automaton import Automaton, build
+from vllm.diffusion.guided.guides import (
+    MAX_KEPT,
+    Guide,
+    Guides,
+    Spec,
+    asked_spec,
+    forced,
+    spec_of,
+    spec_of_format,
+)
+from vllm.diffusion.guided.json_schema import any_object, from_schema
 from vllm.diffusion.guided.language import Ends, Language, over_tokens
 from vllm.diffusion.guided.regex import UnsupportedPatternError, regex
+from vllm.diffusion.guided.schema_keywords import FORMATS, SchemaError
 from vllm.diffusion.guided.vocabulary import Vocabulary
 
 BYTES = Vocabulary([bytes([byte]) for byte in range(256)] + [None], 257)
@@ -188,6 +201,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "listed beside a reference": ({"enum": [1], "items": {"$ref": "#"}}, "$ref"),
     "listed beside anyOf": ({"const": 1, "anyOf": [{}]}, "anyOf"),
     "listed beside no pattern": ({"enum": ["a"], "pattern": "("}, "enum"),
+    **{
+        f"{keyword} {place} to {address[:4]}": ({**outer, "items": {keyword: address}}, keyword)
+        for keyword in ("$ref", "$dynamicRef", "$recursiveRef")
+        for address in ("file:///etc/hostname.json#/a", "http://127.0.0.1:9/x.json", "other.json")
+        for place, outer in (("inside", {"type": "array"}), ("beside enum", {"enum": [[1]]}))
+    },
+    "a file as $schema": ({"enum": [1], "$schema": "file:///etc/hostname.json"}, "$schema"),
+    "a file as $id": ({"type": "null", "$id": "FILE:///etc/hostname.json"}, "$id"),
+    "unknown keyword beside enum": ({"enum": [[1]], "items": {"if": {}}}, "/items: if"),
     "inner $id": ({"items": {"$id": "http://x/y", "type": "null"}}, "$id"),
     "inside": ({"properties": {"a/b": {"type": "array", "contains": 1}}}, "/properties/a~1b"),
 }
@@ -197,6 +219,73 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_what_cannot_be_enforced_is_refused_by_name(schema: Any, name: str) -> None:
     with pytest.raises(SchemaError, match=re.escape(name)):
         from_schema(schema)
+
+
+CHECKED: dict[str, tuple[dict[str, Any], list[Any]]] = {
+    "types": ({"type": ["integer", "string"]}, [1, 1.0, 1.5, "a", True, None, [], {}]),
+    "numbers": ({"minimum": 2, "exclusiveMaximum": 9}, [1, 2, 8.9, 9, "1", True]),
+    "multiples": ({"multipleOf": 0.5}, [0.3, 1.5, 7, 10**40, "a"]),
+    "lengths": ({"minLength": 2, "maxLength": 3}, ["", "é", "日本", "abc", "abcd", 5]),
+    "patterns": ({"pattern": "^a+b|c$"}, ["aab", "xc", "cx", "", "日c", 4]),
+    "arrays": (
+        {"prefixItems": [{"type": "null"}], "items": {"type": "integer"}, "maxItems": 3},
+        [[], [None], [None, 1], [None, "a"], [1], [None, 1, 2, 3], {}],
+    ),
+    "unique": ({"uniqueItems": True}, [[1, 2], [1, 1.0], [1, True], [{"a": 1}, {"a": 1}], "aa"]),
+    "contains": ({"items": {"contains": {"const": 1}}}, [[[2, 1]], [[2]], [[]], [1]]),
+    "objects": (
+        {
+            "properties": {"a": {"type": "integer"}, "b": {}},
+            "required": ["a"],
+            "additionalProperties": {"type": "null"},
+            "maxProperties": 2,
+        },
+        [{}, {"a": 1}, {"a": "1"}, {"b": 1, "a": 2}, {"a": 1, "c": None}, {"a": 1, "c": 2}, []],
+    ),
+    "patterns of names": (
+        {"items": {"patternProperties": {"^x": {"type": "null"}}, "additionalProperties": False}},
+        [[{"x": None}], [{"x": 1}], [{"y": None}], [{}]],
+    ),
+    "names": ({"items": {"propertyNames": {"maxLength": 1}}}, [[{"a": 1}], [{"ab": 1}], ["ab"]]),
+    "combinations": (
+        {"items": {"anyOf": [{"const": 1}, {"not": {"type": "number"}}], "allOf": [{}, True]}},
+        [[1], [2], ["a"], [1, None]],
+    ),
+    "one of": ({"items": {"oneOf": [{"minimum": 2}, {"maximum": 4}]}}, [[1], [3], [5], ["a"]]),
+    "dates": ({"format": "date"}, ["2020-02-29", "2021-02-29", "20200101", "x", 1]),
+    "addresses": ({"format": "ipv6"}, ["::1", "1::2::3", "z"]),
+    "emails": ({"format": "email"}, ["a@b", "ab", 3]),
+}
+
+
+@pytest.mark.parametrize(("schema", "values"), CHECKED.values(), ids=CHECKED)
+def test_constants_are_those_that_the_keywords_beside_them_allow(
+    schema: dict[str, Any], values: list[Any]
+) -> None:
+    oracle = Draft202012Validator(schema, format_checker=FORMAT_CHECKER)
+    automaton = build(from_schema({**schema, "enum": values}))
+    found = [value for value in values if accepts(automaton, in_json(value))]
+    assert found == [value for value in values if oracle.is_valid(value)]
+    assert 0 < len(found) < len(values)
+
+
+@pytest.mark.parametrize("where", ["pattern", "patternProperties", "items"])
+def test_patterns_are_matched_without_backtracking(where: str) -> None:
+    """A backtracking matcher would need longer than the universe is old."""
+    text, evil = "a" * 3000 + "!", "^(a+)+$"
+    schemas: dict[str, tuple[Any, dict[str, Any]]] = {
+        "pattern": (text, {"pattern": evil}),
+        "items": ([text], {"items": {"pattern": evil}}),
+        "patternProperties": ([{text: 1}], {"items": {"patternProperties": {evil: {}}}}),
+    }
+    value, schema = schemas[where]
+    automaton = build(from_schema({"enum": [value, 1], **schema}))
+    is_allowed = where == "patternProperties"
+    assert accepts(automaton, in_json(value)) is is_allowed
+
+
+def in_json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode()
 
 
 def accepts(automaton: Automaton, data: bytes) -> bool:
@@ -230,11 +319,97 @@ def test_what_is_not_regular_is_refused(pattern: str) -> None:
         regex(pattern)
 
 
+BOMBS = {
+    "optional parts": "(a?b?c?d?){1000}",
+    "inner repetitions": "((a{2,30}b?){2,30}c?){2,30}",
+    "subsets": "(a|b)*a(a|b){20}",
+    "parts": "((a{2,500}b){2,500}c){2,500}",
+    "many sets": "".join(f"[^\\d{chr(0x4E00 + index)}]" for index in range(3000)),
+    "many digits": "a{" + "1" * 5000 + "}",
+    "length": "a" * 20_001,
+}
+
+
+@pytest.mark.parametrize("pattern", BOMBS.values(), ids=BOMBS)
+def test_patterns_that_cost_too_much_are_refused(pattern: str) -> None:
+    with pytest.raises((TooLargeError, UnsupportedPatternError), match=r"more than|wanted|digits"):
+        build(regex(pattern))
+
+
+def test_schemas_that_cost_too_much_are_refused() -> None:
+    names = [f"p{index}" for index in range(3000)]
+    bombs: list[Any] = [
+        {"properties": {name: {} for name in names}},
+        {
+            "$defs": {"e": {"enum": ["a" * 50_000]}},
+            "properties": {name: {"$ref": "#/$defs/e"} for name in names},
+            "required": names,
+        },
+        {"$defs": _doubled(60), "$ref": "#/$defs/d60"},
+        {"enum": [[1] * 20_000], "items": {"allOf": [{"not": {"const": 2}}] * 20_000}},
+        {"oneOf": [{"const": index} for index in range(4000)]},
+    ]
+    for schema in bombs:
+        with pytest.raises(
+            (TooLargeError, SchemaError), match=r"wanted at most|it takes more than"
+        ):
+            build(from_schema(schema))
+
+
+def _doubled(depth: int) -> dict[str, Any]:
+    """References of which each stands for two of the next one."""
+    found: dict[str, Any] = {"d0": {"type": "null"}}
+    for level in range(1, depth + 1):
+        inner = {"$ref": f"#/$defs/d{level - 1}"}
+        found[f"d{level}"] = {"type": "array", "prefixItems": [inner, inner], "items": False}
+    return found
+
+
 def test_languages_have_limits_with_numbers() -> None:
-    with pytest.raises(TooLargeError, match=r"more than 16000 states; wanted"):
+    with pytest.raises(
+        TooLargeError, match=r"^repetition \{20\}: it has more than 20000 states; wanted"
+    ):
         build(regex("(a|b)*a(a|b){20}"))
     with pytest.raises(TooLargeError, match=r"it has \d+ parts; wanted at most 200000"):
         build(regex("((a{1,500}){1,500}){1,500}"))
+    schema = {"properties": {"note": {"type": "string", "maxLength": 9000}}, "required": ["note"]}
+    with pytest.raises(TooLargeError, match=r"^/properties/note: maxLength: given 9000: it has"):
+        build(from_schema(schema))
+
+
+@pytest.mark.parametrize(
+    ("schema", "unit", "least", "most"),
+    [
+        ({"type": "string", "maxLength": 2000}, "é", 0, 2000),
+        ({"type": "string", "minLength": 1500, "maxLength": 2000}, "x", 1500, 2000),
+        ({"type": "string", "pattern": "^[a-z日]{2,1000}$"}, "日", 2, 1000),
+        ({"type": "array", "items": {"const": 7}, "maxItems": 2000}, "7, ", 0, 2000),
+    ],
+)
+def test_long_repetitions_are_counted(schema: Any, unit: str, least: int, most: int) -> None:
+    automaton = build(from_schema(schema))
+    for count in {max(least - 1, 0), least, most, most + 1}:
+        inner = (unit * count).removesuffix(", ")
+        text = f"[{inner}]" if schema["type"] == "array" else f'"{inner}"'
+        assert accepts(automaton, text.encode()) == (least <= count <= most), count
+
+
+@pytest.mark.parametrize(
+    ("pattern", "same"),
+    [
+        ("(a?){9000}", "a{0,9000}"),
+        ("((a{1,3}){0,2}){2,3}", "a{0,18}"),
+        ("(a{1,}){3}", "a{3,}"),
+        ("(a{0}){5}b", "b"),
+        ("(a*){0}b", "b"),
+        ("((ab)*){2,3}", "(ab)*"),
+        ("(a{2}){1,3}", "aa(aa(aa)?)?"),
+    ],
+)
+def test_repetitions_of_repetitions_are_one(pattern: str, same: str) -> None:
+    found, wanted = build(regex(pattern)), build(regex(same))
+    np.testing.assert_array_equal(found.table, wanted.table)
+    np.testing.assert_array_equal(found.accepting, wanted.accepting)
 
 
 @pytest.mark.parametrize("pattern", ["(a|bc)*1?", "a(b|c)+", "abcabc|1"])
@@ -292,6 +467,74 @@ def test_languages_are_compiled_once_and_refusals_too() -> None:
             errors.append(error.value)
         assert errors[0] is errors[1]
     assert loads == [1]
+
+
+def letters_guides() -> Guides:
+    vocabulary = Vocabulary(TOKENS, len(TOKENS))
+    return Guides(lambda: vocabulary, Ends(8, (9,)), lambda text: [])
+
+
+def spec(pattern: str) -> Spec:
+    found = spec_of({"regex": pattern})
+    assert found is not None
+    return found
+
+
+def test_no_format_waits_for_a_large_one_and_leaving_ends_the_work() -> None:
+    """Without a limit of its work the first one would take hours."""
+    guides = letters_guides()
+
+    async def ask() -> list[int]:
+        large = asyncio.create_task(guides.compiled(spec("(a?b?c?1?){3000}")))
+        small = [await guides.compiled(spec(f"a{{{count}}}")) for count in (5, 6)]
+        assert not large.done()
+        large.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await large
+        other = await guides.compiled(spec("(ab?c?){300}"))  # in the thread of large ones
+        return [guide.least_tokens for guide in (*small, other)]
+
+    with (
+        mock.patch("vllm.diffusion.guided.guides.MAX_WORK", 10**15),
+        mock.patch("vllm.diffusion.guided.allowance.MAX_SECONDS", 10**6),
+    ):
+        assert asyncio.run(asyncio.wait_for(ask(), 300)) == [5, 6, 300]
+
+
+def test_one_of_several_who_wait_may_leave() -> None:
+    guides, pattern = letters_guides(), "(ab?c?){300}"
+
+    async def ask() -> Guide:
+        first, second = (asyncio.create_task(guides.compiled(spec(pattern))) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        return await second
+
+    found = asyncio.run(asyncio.wait_for(ask(), 300))
+    assert guides.guide(spec(pattern)) is found
+
+
+def test_a_language_that_is_in_use_is_never_compiled_again() -> None:
+    guides = letters_guides()
+    held = guides.guide(spec("ab"))
+    for count in range(MAX_KEPT + 1):
+        guides.guide(spec(f"a{{{count}}}b"))
+    assert guides.guide(spec("ab")) is held
+
+
+def test_a_refusal_quotes_what_was_given_in_one_line() -> None:
+    guides = letters_guides()
+    with pytest.raises(InvalidParameterError, match=r"regex: given '\[a-'; it is no regular"):
+        guides.guide(spec("[a-"))
+    schema = {"properties": {"a\nb": {"uniqueItems": 5}}, "required": ["a\nb"]}
+    refused = spec_of({"json": schema})
+    assert refused is not None
+    with pytest.raises(InvalidParameterError) as error:
+        guides.guide(refused)
+    assert str(error.value).isprintable()
+    with pytest.raises(InvalidParameterError, match="more than 200000 characters") as error:
+        spec_of({"json": {"enum": ["a" * 300, *range(10**6)]}})
+    assert len(str(error.value)) < 300
 
 
 @pytest.mark.parametrize(

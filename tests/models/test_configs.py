@@ -157,7 +157,7 @@ def test_dream_class_defaults() -> None:
     assert (config.num_key_value_heads, config.max_position_embeddings) == (32, 32768)
     assert (config.rms_norm_eps, config.rope_theta) == (1e-6, 10000.0)
     assert config.tie_word_embeddings is False
-    assert (config.mask_token_id, config.pad_token_id) == (151666, 151643)
+    assert config.pad_token_id == 151643
     assert make_config("dream", num_key_value_heads=None).num_key_value_heads == 28
 
 
@@ -177,7 +177,7 @@ def test_moe_options_default_to_those_of_the_release() -> None:
     assert config.qk_layernorm is True
     assert config.moe_router_enable_expert_bias is False
     assert config.tie_word_embeddings is False
-    assert (config.mask_token_id, config.eos_token_id) == (156895, 156892)
+    assert config.eos_token_id == 156892
     assert config.num_key_value_heads == 16
     assert config.architecture.expert_layers == tuple(range(16))
 
@@ -202,19 +202,167 @@ def test_partial_rotary() -> None:
     assert make_config("moe", partial_rotary_factor=0.25).architecture.rotary_dim == 32
 
 
-@pytest.mark.parametrize("family", sorted({*RELEASED} - {"llada", "nemotron"}))
+PLAIN_ROPE = sorted({*RELEASED} - {"nemotron"})
+
+
+@pytest.mark.parametrize("family", PLAIN_ROPE)
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_a_plain_rope_description_gives_the_base(family: str, key: str) -> None:
     described = {"rope_type": "default", "rope_theta": 12345.0}
-    config = make_config(family, "rope_theta", "rope_scaling", **{key: described})
-    assert config.rope_theta == 12345.0
-    assert (
-        make_config(family, **{key: {"type": "default"}}).rope_theta
-        == make_config(family).rope_theta
-    )
-    if key == "rope_parameters":  # without a type it is plain, as in transformers
-        config = make_config(family, "rope_theta", "rope_scaling", **{key: {"rope_theta": 12345.0}})
+    for found in (
+        described,
+        {**described, "type": "default", "factor": None},
+        {"rope_theta": 12345.0},  # without a type it is plain, as in transformers
+        {"full_attention": described},
+        {"full_attention": described, "sliding_attention": {"rope_type": "linear"}},
+        {"full_attention": {"rope_type": "default"}, "rope_theta": 12345.0},
+    ):
+        config = make_config(family, "rope_theta", "rope_scaling", **{key: found})
         assert config.rope_theta == 12345.0
+        assert make_config(family, rope_theta=12345.0, **{key: found}).rope_theta == 12345.0
+    for found in ({"type": "default"}, {}, None):
+        assert make_config(family, **{key: found}).rope_theta == make_config(family).rope_theta
+
+
+@pytest.mark.parametrize("family", PLAIN_ROPE)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    "described",
+    [
+        *({"rope_type": kind, "factor": 4.0} for kind in ("linear", "dynamic", "yarn", "llama3")),
+        {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]},
+        {"type": "su", "short_factor": [1.0]},
+        {"rope_type": "default", "type": "linear"},
+        {"rope_type": "default", "mrope_section": [16, 24, 24]},
+        {"rope_theta": 12345.0, "factor": 4.0},
+        {"full_attention": {"rope_type": "yarn", "factor": 4.0}},
+        {"full_attention": {"rope_theta": 2.0}, "rope_theta": 3.0},
+        {"sliding_attention": {"rope_theta": 12345.0}},
+        "yarn",
+        [],
+    ],
+    ids=str,
+)
+def test_any_other_rope_is_refused(family: str, key: str, described: Any) -> None:
+    with pytest.raises(ModelConfigError) as refused:
+        make_config(family, "rope_theta", "rope_scaling", **{key: described})
+    assert (refused.value.key, refused.value.given) == (key, described)
+
+
+@pytest.mark.parametrize("family", PLAIN_ROPE)
+def test_keys_that_disagree_on_the_rope_are_refused(family: str) -> None:
+    theta, given = "rope_theta", make_config(family).rope_theta
+    for key in ("rope_scaling", "rope_parameters"):
+        with pytest.raises(ModelConfigError, match=key) as refused:
+            make_config(family, **{key: {"rope_type": "default", theta: 2 * given}})
+        assert (refused.value.key, refused.value.given) == (theta, given)
+    with pytest.raises(ModelConfigError, match="rope_parameters"):
+        make_config(family, theta, rope_scaling={theta: 2.0}, rope_parameters={theta: 3.0})
+
+
+@pytest.mark.parametrize("family", PLAIN_ROPE)
+def test_the_share_of_rotated_channels_may_stand_in_a_description(family: str) -> None:
+    key, share = "partial_rotary_factor", 0.25
+    described = {"rope_theta": 12345.0, key: share}
+    if family not in ("moe", "llada2", "llada22"):
+        for others in ({"rope_parameters": described}, {key: share, "rope_theta": 12345.0}):
+            with pytest.raises(ModelConfigError, match="only 1 is supported") as refused:
+                make_config(family, "rope_theta", "rope_scaling", **others)
+            assert (refused.value.key, refused.value.given) == (key, share)
+        return
+    left_out = ("rope_theta", "rope_scaling", key)
+    config = make_config(family, *left_out, rope_parameters=described)
+    assert config.architecture.rotary_dim == config.head_dim // 4
+    with pytest.raises(ModelConfigError, match="rope_parameters") as refused:
+        make_config(family, *left_out, rope_parameters=described, **{key: 0.5})
+    assert (refused.value.key, refused.value.given) == (key, 0.5)
+    with_dim = make_config(family, *left_out, rope_parameters=described, rotary_dim=64)
+    assert with_dim.architecture == config.architecture  # as in the public forwards
+
+
+def test_descriptions_of_yarn_for_each_type_of_layer() -> None:
+    described = make_config("nemotron").rope_parameters
+    nested = {"full_attention": described}
+    assert make_config("nemotron", rope_parameters=nested).architecture.yarn[0] == 16.0
+    for key, value in (("rope_scaling", {**described, "factor": 8.0}), ("dlm_type", "dream")):
+        with pytest.raises(ModelConfigError) as refused:
+            make_config("nemotron", **{key: value})
+        assert (refused.value.key, refused.value.given) == (key, value)
+    with pytest.raises(ModelConfigError, match="mrope_section"):
+        make_config("nemotron", rope_parameters={**described, "mrope_section": [1]})
+
+
+# Keys that change the forward of some other model, with a value that does.
+FOREIGN: list[tuple[str, Any]] = [
+    *((key, True) for key in ("alibi", "use_sliding_window", "norm_after", "rope_interleave")),
+    *((key, True) for key in ("scale_embedding", "apply_layernorm_1p", "is_encoder_decoder")),
+    *((key, 2.0) for key in ("logit_scale", "embedding_multiplier", "residual_multiplier")),
+    *((key, 30.0) for key in ("final_logit_softcapping", "attn_logit_softcapping")),
+    *((key, "gelu") for key in ("hidden_act", "hidden_activation", "activation_type")),
+    *(("layer_types", ["sliding_attention"]), ("per_layer_config", {"0": {"num_experts": 1}})),
+    *(("rotary_pct", 0.5), ("attention_chunk_size", 8192)),
+    *(("position_embedding_type", "absolute"), ("n_routed_experts", 64), ("mlp_bias", True)),
+    ("query_pre_attn_scalar", 256),
+]
+
+
+@pytest.mark.parametrize("family", sorted(RELEASED))
+@pytest.mark.parametrize(("key", "value"), FOREIGN, ids=[key for key, _ in FOREIGN])
+def test_what_other_forwards_have_is_refused(family: str, key: str, value: Any) -> None:
+    with pytest.raises(ModelConfigError) as refused:
+        make_config(family, **{key: value})
+    assert (refused.value.key, refused.value.given) == (key, value)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        *((family, "attention_bias", False) for family in ("dream", "fast_dllm")),
+        *((family, "weight_tying", True) for family in ("dream", "sdar", "moe", "nemotron")),
+        ("llada", "tie_word_embeddings", True),
+        ("llada", "hidden_act", "gelu"),
+        ("llada", "num_attention_heads", 16),
+        ("llada", "num_key_value_heads", 8),
+        ("llada", "sliding_window", 4096),
+        ("sdar_moe", "num_local_experts", 64),
+        ("sdar_moe", "scoring_func", "sigmoid"),
+        ("sdar_moe", "shared_expert_intermediate_size", 768),
+        ("llada2", "scoring_func", "softmax"),
+        ("moe", "n_group", 8),
+        ("moe", "routed_scaling_factor", 2.5),
+        ("sdar", "clip_qkv", 8.0),
+        ("sdar", "rotary_dim", 64),
+        ("llada", "rotary_dim", 64),
+        ("sdar", "expert_capacity", 4),
+    ],
+)
+def test_keys_that_contradict_the_forward_are_refused(family: str, key: str, value: Any) -> None:
+    with pytest.raises(ModelConfigError) as refused:
+        make_config(family, **{key: value})
+    assert (refused.value.key, refused.value.given) == (key, value)
+
+
+def test_the_number_of_experts_has_another_name_in_transformers_5() -> None:
+    config = make_config("sdar_moe", "num_experts", num_local_experts=64)
+    assert config.num_experts == 64
+
+
+@pytest.mark.parametrize("family", sorted(RELEASED))
+def test_keys_that_nobody_knows_are_named(family: str) -> None:
+    assert make_config(family).unknown_keys == ()
+    found = make_config(family, new_kind_of_norm=True, _comment="", id2label={"0": "a"})
+    assert found.unknown_keys == ("new_kind_of_norm",)
+    assert pickle.loads(pickle.dumps(found)).unknown_keys == found.unknown_keys
+
+
+@pytest.mark.parametrize("family", sorted(RELEASED))
+def test_special_tokens_have_no_defaults_that_count(family: str) -> None:
+    """A default of the public class is the id of one vocabulary, which may not be this one."""
+    ids = ("mask_token_id", "eos_token_id")
+    config = make_config(family, *ids)
+    assert not {*ids} & vars(config).keys()
+    assert getattr(config, "mask_token_id", None) is None
+    assert make_config(family, *ids, mask_token_id=None).to_dict().get("mask_token_id") is None
 
 
 @pytest.mark.parametrize("family", sorted(RELEASED))
@@ -247,7 +395,6 @@ def test_copies_and_round_trips(family: str) -> None:
         ("llada", "block_group_size", 5, {}),
         ("llada", "embedding_size", 126463, {}),
         ("llada", "mask_token_id", 126464, {}),
-        ("llada", "mask_token_id", None, {}),
         ("llada", "d_model", "4096", {}),
         ("llada", "n_layers", 0, {}),
         ("llada", "n_layers", True, {}),
@@ -265,7 +412,6 @@ def test_copies_and_round_trips(family: str) -> None:
         ("dream", "head_dim", 63, {}),
         ("dream", "head_dim", "64", {}),
         ("dream", "mask_token_id", 152064, {}),
-        ("dream", "mask_token_id", None, {}),
         ("dream", "hidden_size", "3584", {}),
         ("dream", "num_hidden_layers", 0, {}),
         ("dream", "intermediate_size", None, {}),

@@ -45,6 +45,7 @@ def assert_is_ours(config: VllmConfig) -> None:
     assert model.architectures == [model.architecture] == list(DIFFULLAMA.architectures)
     assert config.parallel_config.worker_cls == WORKER
     assert pickle.loads(pickle.dumps(model.hf_config)).to_dict() == model.hf_config.to_dict()
+    assert model.hf_config.unknown_keys == ()
 
 
 def test_a_mask_token_of_the_tokenizer_makes_it_ours(case_path: Callable[[str], Path]) -> None:
@@ -88,6 +89,28 @@ def test_options_that_change_the_forward_are_refused(key: str, value: Any, tmp_p
     (path / "config.json").write_text(json.dumps({**content, key: value}))
     with pytest.raises(Exception, match="is supported"):
         engine_config(path)
+
+
+@pytest.mark.parametrize(
+    "described", [{"rope_theta": 5.0}, {"full_attention": {"rope_theta": 5.0}}]
+)
+def test_the_base_of_transformers_5(described: dict[str, Any], tmp_path: Path) -> None:
+    """transformers rewrites these keys before the configuration is ours."""
+    path = make_checkpoint(tmp_path, family="diffullama", seed=12, rope_parameters=described)
+    with pytest.raises(Exception, match=r"rope_theta: given 10000\.0; the 5\.0 of rope_parameters"):
+        engine_config(path)
+    content = json.loads((path / "config.json").read_text())
+    content.pop("rope_theta")
+    (path / "config.json").write_text(json.dumps(content))
+    assert engine_config(path).model_config.hf_config.rope_theta == 5.0
+
+
+def test_overrides_are_checked_as_well(case_path: Callable[[str], Path]) -> None:
+    path = case_path("dream")
+    assert engine_config(path, hf_overrides={"rope_theta": 5.0}).model_config.hf_config
+    for override in ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {"alibi": True}):
+        with pytest.raises(Exception, match="is supported"):
+            engine_config(path, hf_overrides=override)
 
 
 def test_what_is_served(case_path: Callable[[str], Path]) -> None:

@@ -9,7 +9,16 @@ import pytest
 from transformers import AutoTokenizer
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, START_HEADER_ID, make_checkpoint
+from tests.checkpoints import (
+    BLOCK_CASES,
+    EOS_ID,
+    EOT_ID,
+    FAMILY_CASES,
+    MASK_ID,
+    START_HEADER_ID,
+    VOCAB_SIZE,
+    make_checkpoint,
+)
 from vllm.diffusion.config import served_model
 from vllm.diffusion.core.errors import ModelConfigError
 from vllm.diffusion.request.decision import decide
@@ -33,11 +42,35 @@ def test_the_configuration_says_which_token_is_the_mask(tmp_path: Path) -> None:
     assert ids_of(path).mask == START_HEADER_ID
 
 
-def test_else_the_tokenizer_does(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, family="sdar")
+EVERY = sorted({case.family for case in (FAMILY_CASES | BLOCK_CASES).values()} | {"llada"})
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_else_the_tokenizer_does(family: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, family=family)
     change(path, "config.json", mask_token_id=None)
     change(path, "tokenizer_config.json", mask_token="<|im_start|>")
-    assert ids_of(path).mask == START_HEADER_ID
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    assert ids_of(path).mask == tokenizer.mask_token_id != MASK_ID
+    with pytest.raises(ModelConfigError, match="mask_token_id: given nothing; wanted"):
+        ids_of(path, skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_the_end_of_sequence_may_be_the_tokenizers(family: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, family=family)
+    for file in ("config.json", "generation_config.json"):
+        change(path, file, eos_token_id=None)
+    change(path, "tokenizer_config.json", eos_token="<|im_start|>")
+    assert ids_of(path).eos == AutoTokenizer.from_pretrained(path).eos_token_id
+
+
+def test_a_mask_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, family="llada", vocab_size=VOCAB_SIZE)
+    change(path, "config.json", mask_token_id=None, vocab_size=100, embedding_size=100)
+    wanted = f"mask_token_id: given {MASK_ID}; that is the tokenizer's.*below 100"
+    with pytest.raises(ModelConfigError, match=wanted):
+        ids_of(path)
 
 
 @pytest.mark.parametrize("family", ["sdar", "fast_dllm"])
@@ -53,6 +86,27 @@ def test_a_checkpoint_without_a_mask_token_is_refused(tmp_path: Path) -> None:
     change(path, "config.json", mask_token_id=None)
     with pytest.raises(ModelConfigError, match="mask_token_id"):
         ids_of(path, skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize(
+    ("absent", "told"),
+    [
+        ((), None),
+        (("<think>",), "<think>"),
+        (("</think>",), "</think>"),
+        (("<think>", "</think>"), None),
+    ],
+)
+def test_thinking_has_both_of_its_tokens_or_none(
+    absent: tuple[str, ...], told: str | None, tmp_path: Path
+) -> None:
+    path = make_checkpoint(tmp_path, family="nemotron")
+    text = (path / "tokenizer.json").read_text()
+    for name in absent:
+        text = text.replace(f'"{name}"', f'"{name[:-1]}er>"')
+    (path / "tokenizer.json").write_text(text)
+    ids = ids_of(path)
+    assert (len(ids.think), ids.no_think) == (0 if absent else 2, told)
 
 
 def test_answers_end_where_the_generation_configuration_says(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.params.support import MASK, PROMPT, STANDARD, refusal, resolve
+from tests.params.support import MASK, PROMPT, STANDARD, check_refused, refusal, resolve
 from tests.params.support import MODEL as LLADA_MODEL
 from vllm import SamplingParams
 from vllm.diffusion.core.errors import ServerConfigError
@@ -149,6 +149,15 @@ def test_thinking_is_bounded_where_a_model_thinks() -> None:
             None,
             ("thinking_token_budget",),
         )
+
+
+def test_a_budget_of_thinking_wants_both_of_its_tokens() -> None:
+    ids = dataclasses.replace(LLADA_MODEL.ids, no_think="</think>")
+    model = served(NEMOTRON, ids=ids, defaults={"thinking_token_budget": 9})
+    check_refused(model, {"thinking_token_budget": 8}, "thinking_token_budget", "</think>")
+    for asked in ({}, {"thinking_token_budget": -1}):
+        decided = resolve(model, **asked)
+        assert (decided.thinking_token_budget, decided.ignored) == (None, ())
 
 
 def test_blocks_are_whole_windows_of_the_router() -> None:

@@ -698,6 +698,37 @@ def test_what_is_asked_of_logits() -> None:
     assert (error.field, "min_tokens" in error.wanted) == ("allowed_token_ids", True)
 
 
+def test_bad_words_are_counted_before_they_are_tokenised() -> None:
+    tokenised: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        tokenised.append(text)
+        return [ord(letter) % 200 for letter in text]
+
+    served = model(encode=encode)
+    many = [f"word {number}" for number in range(200_000)]
+    check_refused(served, {"bad_words": many}, "bad_words", "at most 256 words", "got 200000")
+    long = ["x" * 20_000, "y" * 20_000]
+    check_refused(served, {"bad_words": long}, "bad_words", "32768 letters", "got 40000")
+    assert not tokenised
+
+
+def test_bad_words_that_no_answer_can_have_are_left_out() -> None:
+    spelled = {"long": [5] * 85, "fits": [5] * 84, "masked": [5, MASK], "mask": [MASK]}
+    served = model(encode=lambda text: spelled.get(text, []))
+    decided = resolve(served, bad_words=[*spelled], gen_length=64)  # behind 20 tokens
+    assert decided.edits == Edits(bad_words=((5,) * 84, (MASK,)))
+    assert resolve(served, bad_words=["long"], gen_length=64).edits is None
+
+
+def test_the_words_of_a_body_are_tokenised_once() -> None:
+    tokenised: list[str] = []
+    served = model(encode=lambda text: tokenised.append(text) or [len(text)])
+    for prompt in ([1] * 20, [2] * 30):
+        resolve(served, prompt, bad_words=["one", "other"])
+    assert tokenised == ["one", " one", "other", " other"]
+
+
 def test_the_numbers_of_filters_that_ask_for_nothing() -> None:
     edits = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
     assert resolve(logit_bias={}, min_tokens=0, bad_words=[], **edits).edits is None

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,31 @@ from vllm.diffusion.core.scoring import Scoring
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.sampling import LogitEditor, RowGroup, sample
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.diffusion.request.params import DiffusionParams
+
 PROMPT = [3, 4, 4, 30]
 WORDS = {"a": [3], " a": [1, 3], "bc": [6, 9], " bc": [1, 6, 9], "bcd": [6, 9, 12], " bcd": [1]}
+HANG = 120  # seconds, of what takes a few milliseconds
+
+
+def begun(
+    prompt: list[int], encode: Callable[[str], list[int]], **asked: Any
+) -> tuple[DiffusionParams, np.ndarray[Any, Any]]:
+    """The parameters of a request, and its sequence before decoding."""
+    served = dataclasses.replace(MODEL, encode=encode)
+    infill = {"allow_infill": True} if MASK in prompt else {}
+    given = fields.canonical({"gen_length": 16, **infill, **asked})
+    params = decision.decide({**given, "logprobs": NUM_COLUMNS}, served, prompt)
+    tokens = np.full(len(prompt) + params.gen_length, MASK, dtype=np.int64)
+    tokens[: len(prompt)] = prompt
+    if params.suffix_ids:
+        start = len(prompt) + params.max_tokens
+        tokens[start:] = EOS
+        tokens[start : start + len(params.suffix_ids)] = params.suffix_ids
+    return params, tokens
 
 
 def edited(
@@ -31,16 +55,7 @@ def edited(
 
     `canvas` are the tokens on it; `rows` count from its start.
     """
-    served = dataclasses.replace(MODEL, encode=WORDS.__getitem__)
-    infill = {"allow_infill": True} if MASK in prompt else {}
-    given = fields.canonical({"gen_length": 16, **infill, **asked})
-    params = decision.decide({**given, "logprobs": NUM_COLUMNS}, served, prompt)
-    tokens = np.full(len(prompt) + params.gen_length, MASK, dtype=np.int64)
-    tokens[: len(prompt)] = prompt
-    if params.suffix_ids:
-        start = len(prompt) + params.max_tokens
-        tokens[start:] = EOS
-        tokens[start : start + len(params.suffix_ids)] = params.suffix_ids
+    params, tokens = begun(prompt, WORDS.__getitem__, **asked)
     editor = LogitEditor(params, tokens, len(prompt))
     for place, token in canvas.items():
         tokens[len(prompt) + place] = token
@@ -59,6 +74,11 @@ def edited(
     table = sample(GivenLogits(), [(given_logits, [group])]).table[7:]
     ids, values = table[:NUM_COLUMNS].long(), table[NUM_COLUMNS:]
     return torch.zeros(len(rows), NUM_COLUMNS).scatter_(1, ids.T, values.T.float())
+
+
+def letters(word: str) -> list[int]:
+    """Token ids of a text whose letters are the tokens, from 3 on."""
+    return [3 + ord(letter) - ord("a") for letter in word.replace(" ", "")]
 
 
 def forbidden(found: torch.Tensor) -> list[set[int]]:
@@ -153,6 +173,69 @@ def test_bad_words(canvas: dict[int, int], words: list[str], wanted: dict[int, s
 def test_a_gap_sees_the_words_around_it() -> None:
     found = forbidden(edited({}, [-2], prompt=[3, 6, MASK, 30], bad_words=["bc"]))
     assert found == [{9}]
+
+
+def completes(tokens: list[int], word: list[int], at: int, lowest: int) -> set[int]:
+    """Tokens that complete a word at a position of a sequence, as a client would say it."""
+    found = set()
+    for place, token in enumerate(word):
+        own = [*tokens[:at], token, *tokens[at + 1 :]]
+        first = at - place
+        if first >= lowest and own[first : first + len(word)] == word:
+            found.add(token)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_bad_words_among_few_letters(seed: int) -> None:
+    """Words that overlap themselves, whole and all but whole, in gaps and where tokens change."""
+    rng = np.random.default_rng(seed)
+    prompt = [int(t) for t in rng.choice([3, 4, MASK], 6, p=[0.5, 0.2, 0.3])]
+    words = ["".join(rng.choice(["a", "b"], size, p=[0.8, 0.2])) for size in (2, 3, 5, 9)]
+    params, tokens = begun(prompt, letters, bad_words=words, gen_length=32)
+    editor = LogitEditor(params, tokens, len(prompt))
+    tokens[len(prompt) :] = rng.choice([3, 4, MASK], 32, p=[0.7, 0.2, 0.1])
+    tokens[: len(prompt)][tokens[: len(prompt)] == MASK] = rng.choice([3, 4, MASK])
+    at = np.sort(rng.choice(len(tokens), 20, replace=False))
+    found = editor.of(tokens, at)
+    wanted = {
+        (row, token)
+        for row, position in enumerate(at.tolist())
+        for word in words
+        for token in completes(tokens.tolist(), letters(word), position, 6 if position >= 6 else 0)
+    }
+    assert set(zip(found.rows.tolist(), found.columns.tolist(), strict=True)) == wanted
+
+
+def test_a_word_of_thousands_of_tokens_holds_nothing_up() -> None:
+    """The time of a step grows with the letters of its words, not with their square."""
+    words = ["a" * (1500 + extra) for extra in range(12)]
+    params, tokens = begun(PROMPT, letters, bad_words=words, gen_length=3072, max_tokens=3072)
+    editor = LogitEditor(params, tokens, len(PROMPT))
+    started = time.monotonic()
+    for filled in range(0, 1500, 100):
+        tokens[len(PROMPT) : len(PROMPT) + filled] = 3
+        assert editor.of(tokens, np.arange(len(PROMPT), len(tokens))).rows.size == 0
+    tokens[len(PROMPT) : len(PROMPT) + 1499] = 3
+    found = editor.of(tokens, np.arange(len(PROMPT), len(tokens)))
+    assert (found.rows.tolist(), found.columns.tolist()) == ([1499], [3])
+    assert time.monotonic() - started < HANG
+
+
+def test_every_token_may_end_an_answer_that_allows_every_token() -> None:
+    """Fields with all ids of a large vocabulary, beside one that forbids the end."""
+    size = 100_000
+    served = dataclasses.replace(MODEL, vocab_size=size, encode=letters)
+    every = [token for token in range(size) if token != MASK]
+    asked = {"allowed_token_ids": every, "min_tokens": 2, "bad_words": ["ab"], "gen_length": 64}
+    given = fields.canonical(asked) | {"stop_token_ids": tuple(every[10:])}
+    params = decision.decide(given, served, PROMPT)
+    tokens = np.array([*PROMPT, 3, *[MASK] * 63])
+    started = time.monotonic()
+    found = LogitEditor(params, tokens, len(PROMPT)).of(tokens, np.arange(5, len(tokens)))
+    assert time.monotonic() - started < HANG
+    assert (found.rows.tolist(), found.columns.tolist()) == ([0], [4])
+    assert found.ends.size == size - 11 and found.early == slice(0, 1)
 
 
 def test_a_bad_word_of_several_tokens_gives_way_to_the_allowed_ones() -> None:

@@ -11,6 +11,7 @@ const { languageOf, matches, writtenOf } = await import(`${modules}guided.js`);
 const { bucketsOf, samplesOf, sumOf } = await import(`${modules}metrics.js`);
 const { layout } = await import(`${modules}board.js`);
 const { Conversation, keep, kept } = await import(`${modules}conversation.js`);
+const { faultOf, onPage } = await import(`${modules}controls.js`);
 const { svgOf } = await import(`${modules}svg.js`);
 
 const TEXT = { 1: "a", 2: " b", 3: "c&<", 9: "<|mask|>" };
@@ -92,6 +93,19 @@ test("events are heard whole, whatever parts they come in", () => {
     assert.equal(eachEvent(rest + text.slice(cut), (e) => heard.push(e.a)), "");
     assert.deepEqual(heard, [1, 2]);
   }
+});
+
+test("a number is judged before it is sent", () => {
+  const whole = { name: "n", type: "integer", minimum: 1, maximum: 9 };
+  const faults = [["", ""], ["5", ""], ["0", "at least 1"], ["1e9", "at most 9"], ["2.5", "whole"]];
+  for (const [text, fault] of faults) assert.match(faultOf(whole, text), new RegExp(fault || "^$"));
+  assert.match(faultOf(whole, "", true), /wanted a number/);
+  assert.equal(faultOf({ type: "string", minimum: 1 }, "abc"), "");
+  assert.match(faultOf({ type: "list" }, "1, x"), /wanted a number/);
+  assert.equal(faultOf({ type: "list" }, "1, 22"), "");
+  assert.equal(onPage("cfg_scale: given 1"), "guidance (cfg_scale): given 1");
+  assert.equal(onPage("steps: given 1"), "steps: given 1");
+  assert.equal(onPage("no field at all"), "no field at all");
 });
 
 test("a link holds the request, and nothing else is taken for one", () => {

@@ -75,6 +75,7 @@ class Site:
         self.args = Namespace(
             **{
                 "api_key": [],
+                "allowed_origins": [],
                 "disable_access_log_for_endpoints": "/health",
                 "disable_uvicorn_access_log": False,
                 "log_error_stack": False,

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers that match a schema, over HTTP: on every route, in a stream, and by OpenAI's client."""
 
+import itertools
 import json
 import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -16,6 +20,7 @@ from tests.server.client import (
     GENERATE,
     MESSAGES,
     QUESTION,
+    RESPONSES,
     Client,
     body_for,
     refusal,
@@ -230,6 +235,131 @@ def test_tools_that_cannot_be_offered_are_refused(client: Client) -> None:
         assert error["param"] == "tools"
     body = body_for(CHAT, tools=TOOLS, response_format=FORMAT)
     assert refusal(client.http.post(CHAT, json=body))["param"] == "tools"
+
+
+def test_a_function_without_parameters_is_called_without_arguments(client: Client) -> None:
+    for parameters in (None, {}, {"type": "object"}, {"type": "object", "properties": {}}):
+        function = {"name": "now"} | ({} if parameters is None else {"parameters": parameters})
+        tools = [{"type": "function", "function": function}]
+        body = body_for(CHAT, tools=tools, tool_choice="required", temperature=1.5, seed=1)
+        (call,) = client.answer(CHAT, body)["choices"][0]["message"]["tool_calls"]
+        assert call["function"] == {"name": "now", "arguments": "{}"}
+
+
+STOPS = ["\n", "}", '"', "<", "arguments", "</tool_call>"]
+
+
+def test_stop_strings_do_not_act_within_calls(client: Client) -> None:
+    for stop in (*STOPS[:3], STOPS):
+        body = body_for(CHAT, gen_length=96, tools=TOOLS, tool_choice="required", stop=stop[:4])
+        choice = client.answer(CHAT, body)["choices"][0]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+        (call,) = choice["message"]["tool_calls"]
+        check_call(call["function"]["name"], call["function"]["arguments"])
+        chunks = client.events(CHAT, {**body, "block_length": 8})
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        calls = [call for c in choices for call in c["delta"].get("tool_calls") or []]
+        arguments = "".join(call["function"]["arguments"] for call in calls)
+        check_call(calls[0]["function"]["name"], arguments)
+        assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+def test_stop_strings_act_on_text_beside_tools(client: Client) -> None:
+    """Of a seed whose answer is text."""
+    for seed in range(20):
+        shared = {"gen_length": 64, "tools": TOOLS, "temperature": 1.5, "seed": seed}
+        message = client.answer(CHAT, body_for(CHAT, **shared))["choices"][0]["message"]
+        text = message["content"]
+        if text and len(text) > 6 and not message.get("tool_calls"):
+            break
+    else:
+        pytest.fail("all answers are calls")
+    stop = text[4:6]
+    choice = client.answer(CHAT, body_for(CHAT, **shared, stop=stop))["choices"][0]
+    assert choice["message"]["content"] == text[: text.index(stop)]
+    assert choice["finish_reason"] == "stop"
+
+
+def test_strings_of_tools_may_be_long(client: Client) -> None:
+    text = {"type": "string", "maxLength": 2000}
+    parameters = {"type": "object", "properties": {"text": text}, "required": ["text"]}
+    function = {"name": "write_note", "parameters": parameters}
+    tools = [{"type": "function", "function": function}]
+    body = body_for(CHAT, tools=tools, tool_choice="required", gen_length=64, steps=8)
+    (call,) = client.answer(CHAT, body)["choices"][0]["message"]["tool_calls"]
+    assert list(json.loads(call["function"]["arguments"])) == ["text"]
+    text["maxLength"] = 20_000
+    message = refusal(client.http.post(CHAT, json=body))["message"]
+    assert "/write_note/properties/text: maxLength: given 20000" in message
+
+
+def test_schemas_never_read_files(client: Client, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.json"
+    secret.write_text('{"foo": "CONTENT"}', encoding="utf-8")
+    address = f"{secret.as_uri()}#foo"
+    for keyword in ("$ref", "$dynamicRef", "$recursiveRef", "$schema", "$id"):
+        for schema in ({"enum": [[1]], "items": {keyword: address}}, {keyword: address}):
+            for route, body in _bodies_with(schema):
+                response = client.http.post(route, json=body)
+                error = refusal(response)
+                assert keyword in error["message"], error
+                assert "CONTENT" not in response.text
+
+
+def _bodies_with(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Bodies whose answers should match a schema, on all routes."""
+    for route in (CHAT, COMPLETIONS, GENERATE):
+        yield route, body_for(route, structured_outputs={"json": schema})
+    function = {"name": "f", "parameters": schema}
+    yield CHAT, body_for(CHAT, tools=[{"type": "function", "function": function}])
+    text = {"format": {"type": "json_schema", "name": "f", "schema": schema}}
+    yield RESPONSES, {"model": MODEL_NAME, "input": QUESTION, "text": text}
+    config = {"format": {"type": "json_schema", "schema": schema}}
+    yield MESSAGES, body_for(MESSAGES, output_config=config)
+
+
+def test_the_server_answers_while_large_formats_are_compiled(client: Client) -> None:
+    """Each is a new one, refused after some seconds, one after the other."""
+    patterns = (f"(a?b?c?d?){{{count}}}" for count in itertools.count(900))
+    for route in (CHAT, RESPONSES):
+        asked = {"model": MODEL_NAME, "input": QUESTION} if route == RESPONSES else body_for(route)
+        formats = [{"regex": next(patterns)} for _ in range(9)]
+        bodies = [{**asked, "structured_outputs": wanted} for wanted in formats]
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            large = [pool.submit(client.http.post, route, json=body) for body in bodies]
+            for _ in range(3):
+                assert client.http.get("/health").status_code == 200
+            small = body_for(CHAT, gen_length=32, steps=1, structured_outputs={"choice": [route]})
+            assert client.answer(CHAT, small)["choices"][0]["message"]["content"] == route
+            assert not all(work.done() for work in large), route
+            for work in large:
+                error = refusal(work.result())
+                assert error["param"] == "structured_outputs.regex"
+                assert "operations to compile" in error["message"]
+
+
+def test_tools_are_limited_in_number_and_size(client: Client) -> None:
+    tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(60_000)]
+    anthropic = [{"name": f"f{i}", "input_schema": {"type": "object"}} for i in range(60_000)]
+    asked = [
+        (CHAT, body_for(CHAT, tools=tools)),
+        (MESSAGES, body_for(MESSAGES, tools=anthropic)),
+        (f"{MESSAGES}/count_tokens", body_for(MESSAGES, tools=anthropic)),
+        (RESPONSES, {"model": MODEL_NAME, "input": QUESTION, "tools": tools}),
+    ]
+    for route, body in asked:
+        error = refusal(client.http.post(route, json=body))
+        assert error["message"] == "tools: given 'a list of 60000'; wanted at most 1024"
+    large = {"name": "f", "parameters": {"enum": list(range(100_000))}}
+    body = body_for(CHAT, tools=[{"type": "function", "function": large}])
+    error = refusal(client.http.post(CHAT, json=body))
+    assert error["param"] == "tools"
+    assert "characters; wanted at most 200000" in error["message"]
+    assert len(error["message"]) < 300
+    choice = {"type": "tool", "name": "other"}
+    body = body_for(MESSAGES, tools=anthropic[:2], tool_choice=choice)
+    error = refusal(client.http.post(MESSAGES, json=body))
+    assert error["message"].endswith("name: given 'other'; wanted one of: f0, f1")
 
 
 def test_the_documents_examples_run(

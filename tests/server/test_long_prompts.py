@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import make_checkpoint, random_prompt
-from tests.server.client import GENERATE, LONG, Client, refusal
+from tests.server.client import CHAT, GENERATE, LONG, Client, refusal
 from tests.server.process import SERVER, ServerProcess, healthy, is_error, named, still_alive
 
 MAX_MODEL_LEN = 2**21
@@ -24,7 +24,7 @@ def long_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProc
     folder: Path = tmp_path_factory.mktemp("long")
     model = make_checkpoint(folder / "model", seed=3, n_layers=2)
     command = [*SERVER, "--model", str(model), "--dtype", "float32"]
-    command += ["--max-model-len", str(MAX_MODEL_LEN)]
+    command += ["--max-model-len", str(MAX_MODEL_LEN), "--allowed-origins", '["*"]']
     process = ServerProcess(command, folder / "server.log", VLLM_ALLOW_LONG_MAX_MODEL_LEN="1")
     with healthy(process):
         yield process
@@ -36,6 +36,22 @@ def long_client(long_server: ServerProcess) -> Iterator[Client]:
         yield Client(http)
         assert http.get("/health").status_code == 200
     assert "Traceback" not in long_server.log()
+
+
+PREFLIGHT = {"Origin": "https://chat.example.org", "Access-Control-Request-Method": "POST"}
+
+
+def test_pages_of_other_origins_ask_where_a_flag_says_so(
+    long_client: Client, client: Client
+) -> None:
+    """As docs/troubleshooting.md says; by default none does."""
+    allowed = long_client.http.options(CHAT, headers=PREFLIGHT)
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] in ("*", PREFLIGHT["Origin"])
+    refused = client.http.options(CHAT, headers=PREFLIGHT)
+    assert refused.status_code == 400
+    for response in (refused, client.http.get("/health", headers=PREFLIGHT)):
+        assert "access-control-allow-origin" not in response.headers
 
 
 @pytest.mark.parametrize("kind", ["ids", "text"])

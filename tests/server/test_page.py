@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page at `/`: its files, what it offers, and how it works in a browser."""
 
+import base64
 import hashlib
 import json
 import re
@@ -300,6 +301,127 @@ def test_a_refusal_is_told_and_the_picture_is_a_file(page: Browser) -> None:
     assert {"The", "Paris"} <= set(texts)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("gen_length", "-5", "length (gen_length): given -5; wanted at least 1"),
+        ("gen_length", "1e12", "length (gen_length): given 1e12; wanted at most 4096"),
+        ("gen_length", "3000000000", "length (gen_length): given 3000000000; wanted at most 4096"),
+        ("gen_length", "1.5", "length (gen_length): given 1.5; wanted a whole number"),
+        ("cfg_scale", "-1", "guidance (cfg_scale): given -1; wanted at least 0.0"),
+        ("steps", "0", "steps: given 0; wanted at least 1"),
+    ],
+)
+def test_a_number_that_cannot_be_sent_is_told_at_its_control(
+    page: Browser, name: str, value: str, wanted: str
+) -> None:
+    choose(page, name, value)
+    begin(page, QUESTION)
+    page.wait_for(f"!{part('error')}.hidden")
+    assert told(page, "error").replace(".0", "") == wanted.replace(".0", "")
+    assert wanted.replace(".0", "").endswith(
+        page.run("document.querySelector('.fault').textContent").replace(".0", "")
+    )
+    assert page.run(f"document.querySelector('[name={name}]').ariaInvalid") == "true"
+    assert page.run("document.getElementById('send').textContent") == "Send"
+    assert not any(url.endswith("/generate") for url in page.requested)
+    choose(page, name, "")
+    assert page.run("document.querySelector('.fault')") is None
+    ask(page, QUESTION)
+    assert answers(page)[-1] == ANSWER
+
+
+def test_letters_in_a_number_are_told(page: Browser) -> None:
+    page.run("document.querySelector('[name=steps]').focus()")
+    page.type("e")
+    page.run("document.querySelector('[name=steps]').blur()")
+    page.wait_for("document.querySelector('.fault')")
+    begin(page, QUESTION)
+    page.wait_for(f"!{part('error')}.hidden")
+    assert told(page, "error") == "steps: given no number; wanted a number"
+
+
+def test_an_error_of_a_script_leaves_the_page_usable(page: Browser) -> None:
+    page.run("window.fetch = () => { throw new RangeError('broken'); }")
+    begin(page, QUESTION)
+    page.wait_for(f"!{part('error')}.hidden")
+    assert told(page, "error") == "broken"
+    assert page.run("document.getElementById('send').textContent") == "Send"
+    page.run("window.AbortController = function () { throw new RangeError('worse'); }")
+    begin(page, QUESTION)
+    page.wait_for(f"{part('error')}.textContent === 'worse'")
+    assert page.run("document.getElementById('send').textContent") == "Send"
+    page.errors.clear()
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        [1],
+        {"turns": 5},
+        {"turns": [{"question": 3, "answers": None}]},
+        {"panes": [{"settings": None}]},
+        {"panes": [{"settings": {"structured_outputs": {}}}], "question": "x"},
+    ],
+)
+def test_a_link_that_cannot_be_read_leaves_the_page_usable(
+    page: Browser, server: ServerProcess, state: Any
+) -> None:
+    coded = base64.urlsafe_b64encode(json.dumps(state).encode()).decode().rstrip("=")
+    visit(page, f"{server.url}/#ask={coded}")
+    ask(page, QUESTION)
+    assert answers(page) == [ANSWER]
+
+
+def test_what_there_is_nothing_for_is_disabled(page: Browser) -> None:
+    parts = ("play", "svg", "density", "curl", "slider")
+    assert [page.run(f"{part(name)}.disabled") for name in parts] == [True] * 5
+    assert page.run("document.activeElement.id") == "question"
+    ask(page, QUESTION)
+    assert [page.run(f"{part(name)}.disabled") for name in parts] == [False] * 5
+    page.run("document.getElementById('system').value = 'x'")
+    choose(page, "steps", "16")
+    page.run("document.getElementById('clear').click()")
+    assert [page.run(f"{part(name)}.disabled") for name in parts] == [True] * 5
+    assert page.run("document.querySelector('[name=steps]').value") == ""
+    assert page.run("document.getElementById('system').value") == ""
+
+
+def test_a_run_begins_with_an_empty_timeline_and_a_stopped_answer_is_not_said(
+    page: Browser,
+) -> None:
+    page.run(LISTEN)
+    ask(page, QUESTION)
+    assert int(page.run(f"{part('slider')}.max")) > 8
+    for name in ("gen_length", "block_length"):
+        choose(page, name, "2048")
+    begin(page, PUZZLE)
+    page.wait_for("window.sent.length === 2")
+    assert int(page.run(f"{part('slider')}.max")) < 8
+    page.key("Escape")
+    page.wait_for(f"{part('error')}.textContent === 'Stopped.'")
+    assert page.run(f"{part('error')}.dataset.bad") == "false"
+    said = "[...document.querySelectorAll('.answer')].map((a) => a.dataset.said)"
+    assert page.run(said) == ["true", "false"]
+    for name in ("gen_length", "block_length"):
+        choose(page, name, "32")
+    ask(page, "What is 3 plus 4?")
+    assert [m["content"] for m in page.run("window.sent")[2]["messages"]] == [
+        QUESTION,
+        ANSWER,
+        "What is 3 plus 4?",
+    ]
+
+
+def test_canvases_side_by_side_begin_at_one_height(page: Browser) -> None:
+    page.run("document.getElementById('compare').click()")
+    choose(page, "algorithm", "multi_block", pane=1)
+    ask(page, QUESTION)
+    tops = "[...document.querySelectorAll('.scroller')].map((s) => s.getBoundingClientRect().top)"
+    first, second = page.run(tops)
+    assert first == second
+
+
 def test_an_answer_that_must_match_is_shown_to_match(page: Browser) -> None:
     choose(page, "answer", "choice")
     assert page.run("document.querySelector('textarea[name=language]').value").startswith("Paris")
@@ -452,6 +574,13 @@ def test_questions_are_edited_and_answers_made_again_and_copied(page: Browser) -
     )
     ask(page, "What is 2 plus 2?")
     press(page, "Regenerate answer 1")
+    assert page.run("document.getElementById('sure').open")
+    assert len(answers(page)) == 2
+    page.run("document.querySelector('#sure .quiet').click()")
+    assert len(answers(page)) == 2
+    press(page, "Regenerate answer 1")
+    page.run("document.querySelector('#sure .main').click()")
+    page.wait_for("document.querySelectorAll('.turn').length === 1")
     wait_for_answer(page)
     assert page.run("[...document.querySelectorAll('.mine')].map(q => q.textContent)") == [QUESTION]
     assert len(answers(page)) == 1

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.programs import ROOT, output_of
-from tests.server.client import GENERATE, PUZZLE, ROUTES, Client, body_for, refusal
+from tests.server.client import ANSWER, GENERATE, PUZZLE, ROUTES, Client, body_for, refusal
 from tests.server.process import (
     MODEL_NAME,
     PATIENCE_S,
@@ -217,15 +217,53 @@ def test_an_update_is_told_checked_and_undone(
     assert again["token_ids"] == answer["token_ids"]
     assert again["trajectory"][0]["logprobs"] == answer["trajectory"][0]["logprobs"]
     post(trained, "/update_weight_version", {"new_version": "default"})
-    for path, message in (("../other", "weight_update_root"), ("missing", "safetensors")):
+    (updates / "cut").mkdir()
+    (updates / "cut" / "model.safetensors").write_bytes(b"\x08")
+    last = {"Connection": "close"}  # as the server does behind an error of this kind
+    refused = (("../other", "weight_update_root"), ("missing", "safetensors"), ("cut", "header"))
+    for path, message in refused:  # nothing has changed: steps go on
         post(trained, "/start_weight_update")
         body = {"update_info": {"path": path}}
-        last = {"Connection": "close"}  # as the server does behind an error of this kind
         assert message in trained.http.post("/update_weights", json=body, headers=last).text
+        assert trained.http.get("/ready").json() == {"status": "ready"}
+        assert trained.ask(**SHORT)["token_ids"] == answer["token_ids"]
+    post(trained, "/start_weight_update")  # while an update is open whose tensors have come in part
+    post(trained, "/update_weights", {"update_info": {"path": "own"}})
+    body = {"update_info": {"path": "missing"}}
+    assert "missing" in trained.http.post("/update_weights", json=body, headers=last).text
     assert trained.http.get("/ready").json() == {"status": "paused"}
+    post(trained, "/finish_weight_update", {"weight_version": "default"})
     update(trained, "own", "default")
     assert trained.http.get("/ready").json() == {"status": "ready"}
     assert trained.ask(**SHORT)["token_ids"] == answer["token_ids"]
+
+
+@pytest.mark.parametrize("method", ["__class__", "_hold", "get_model"])
+def test_calls_that_return_no_data_are_refused(trained: Client, method: str) -> None:
+    last = {"Connection": "close"}
+    found = trained.http.post("/collective_rpc", json={"method": method}, headers=last)
+    assert f"method: given {method!r}" in found.text
+    assert post(trained, "/collective_rpc", {"method": "weight_generation"})["results"]
+    assert trained.ask()["text"] == [ANSWER]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+        {"Origin": "https://evil.example", "Content-Type": "text/plain"},
+    ],
+)
+def test_other_sites_cannot_pause(trained: Client, headers: dict[str, str]) -> None:
+    for route in ("/pause", "/sleep", "/abort_requests"):
+        found = trained.http.post(route, headers=headers)
+        assert "--allowed-origins" in refusal(found, 403)["message"]
+    assert not is_paused(trained)
+    own = {"Origin": str(trained.http.base_url).rstrip("/"), "Sec-Fetch-Site": "same-origin"}
+    assert trained.http.post("/resume", headers=own).status_code == 200
 
 
 @pytest.mark.slow

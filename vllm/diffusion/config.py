@@ -385,17 +385,14 @@ def check_settings(settings: Mapping[str, Any], family: Family | None) -> dict[s
 def _special_ids(model: ModelConfig, generation: dict[str, Any], family: Family) -> SpecialIds:
     tokenizer = None if model.skip_tokenizer_init else cached_tokenizer_from_config(model)
     config, vocabulary = model.hf_config, {} if tokenizer is None else tokenizer.get_vocab()
-    places = (
-        getattr(config, "mask_token_id", None),
-        getattr(tokenizer, "mask_token_id", None),
-        vocabulary.get(family.mask_token or ""),
-    )
-    mask = next((token for token in places if token is not None), None)
-    if mask is None:
-        raise ModelConfigError("mask_token_id", None, "wanted the id of the mask token")
+    mask = _mask_id(config, tokenizer, vocabulary.get(family.mask_token or ""))
+    absent = [name for name in family.think_tokens if name not in vocabulary]
     eot = next((vocabulary[name] for name in family.end_of_turn_tokens if name in vocabulary), None)
-    listed = _as_list(getattr(config, "eos_token_id", None))
+    # What config.json says; a default of the family's class comes last.
+    listed = _as_list(vars(config).get("eos_token_id"))
     listed += _as_list(generation.get("eos_token_id"))
+    listed = listed or _as_list(getattr(tokenizer, "eos_token_id", None))
+    listed = listed or _as_list(getattr(config, "eos_token_id", None))
     eos = next(iter(listed), None)
     return SpecialIds(
         mask=mask,
@@ -403,9 +400,29 @@ def _special_ids(model: ModelConfig, generation: dict[str, Any], family: Family)
         eot=eot,
         stop=frozenset([*listed, *_as_list(eot)]),
         edit=tuple(getattr(config, key) for key in family.edit_tokens),
-        think=tuple(vocabulary[name] for name in family.think_tokens if name in vocabulary),
+        think=() if absent else tuple(vocabulary[name] for name in family.think_tokens),
+        no_think=absent[0] if len(absent) == 1 else None,
         line_ends=tuple(sorted(i for token, i in vocabulary.items() if token.endswith(_LINE_END))),
     )
+
+
+def _mask_id(config: Any, tokenizer: Any, named: int | None) -> int:
+    """Return the mask token of config.json, else the tokenizer's, else the one of a known name."""
+    places = (
+        ("config.json: mask_token_id", getattr(config, "mask_token_id", None)),
+        ("the tokenizer's mask_token", getattr(tokenizer, "mask_token_id", None)),
+        ("the tokenizer's mask token", named),
+    )
+    place, mask = next((found for found in places if found[1] is not None), (None, None))
+    if mask is None:
+        wanted = "wanted the id of the mask token, there or as the tokenizer's mask_token"
+        raise ModelConfigError("mask_token_id", None, wanted)
+    size = config.architecture.num_embeddings
+    if not 0 <= mask < size:
+        raise ModelConfigError(
+            "mask_token_id", mask, f"that is {place}; wanted an id below {size}, the vocabulary's"
+        )
+    return int(mask)
 
 
 def _as_list(ids: int | list[int] | None) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.diffusion.api.schema import MAX_CHOICES
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.guided.guides import STRUCTURED, asked_spec
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
 MOST_LEFT_OUT = 64  # fields of a request; each is compared with all parameters
+MAX_TOOLS = 1_024  # of a body; their schemas together are limited as all formats are
 MAX_LABELS = 128  # token ids whose probabilities are compared, as many as upstream's logprobs have
 PROMPT = "a string, token ids, or a list of either, none of them empty"
 
@@ -74,12 +76,25 @@ def check_body(body: Any) -> None:
             raise InvalidParameterError(name, body[name], "wanted a number of 64 bits")
 
 
+def check_tools(body: Mapping[str, Any]) -> None:
+    """Refuse a body with too many tools before anything looks at each of them.
+
+    Raises:
+        InvalidParameterError: naming them.
+    """
+    tools = body.get("tools")
+    if isinstance(tools, list) and len(tools) > MAX_TOOLS:
+        given = f"a list of {len(tools)}"
+        raise InvalidParameterError("tools", given, f"wanted at most {MAX_TOOLS}")
+
+
 def refuse_fields(given: Mapping[str, Any]) -> None:
     """Refuse fields that are not supported.
 
     Raises:
         InvalidParameterError: naming the first of them.
     """
+    check_tools(given)
     refuse_unsupported(given)
     for name, neutral in _NOT_SUPPORTED.items():
         if given.get(name) not in (None, *neutral):
@@ -147,8 +162,8 @@ def check_num_answers(body: Mapping[str, Any]) -> None:
     Raises:
         InvalidParameterError: naming the prompts, conversations or items, and their number.
     """
-    limit, n = envs.max_answers(), body.get("n")
-    n = n if isinstance(n, int) and 1 < n <= limit else 1  # routes refuse any other by its name
+    limit, given = envs.max_answers(), body.get("n")
+    n = given if isinstance(given, int) and 1 <= given <= MAX_CHOICES else 1  # refused elsewhere
     for field in ("prompt", "messages", "items"):
         num_inputs = _num_inputs(body.get(field))
         if num_inputs * n > limit:

@@ -9,19 +9,27 @@ So all refusals use the same words, and engines of other models are left alone.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from bisect import bisect_left
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from vllm.diffusion.api import outside_calls
 from vllm.diffusion.config import family_of, served_model
 from vllm.diffusion.core.errors import ActivationBudgetError, InvalidParameterError
 from vllm.diffusion.core.surrogates import refuse_lone_surrogates
 from vllm.diffusion.engine.planning import demand_of, make_planner
 from vllm.diffusion.memory import Admission, Rates
-from vllm.diffusion.request.decision import asked_by, attach, check_score, decide, is_decided
+from vllm.diffusion.request.decision import (
+    asked_by,
+    asked_format,
+    attach,
+    check_score,
+    decide,
+    is_decided,
+)
 from vllm.diffusion.request.likelihood import SCORE, SCORED_AS
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.registry import RENDERER_REGISTRY
@@ -36,13 +44,15 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from vllm.config import VllmConfig
-    from vllm.diffusion.guided.guides import Spec
+    from vllm.diffusion.guided.guides import Guide, Spec
     from vllm.diffusion.request.params import DiffusionParams
     from vllm.diffusion.request.served_model import ServedModel
 
 MOST_KNOWN = 4096  # decisions on requests that are only read
 
 _upstreams: Callable[..., EngineCoreRequest] = InputProcessor.process_inputs
+_upstreams_adding: Callable[..., Any] = AsyncLLM.add_request
+_held: ContextVar[Guide | None] = ContextVar("language of the request that is prepared")
 _upstreams_ids: Callable[[EngineCoreRequest], None] = InputProcessor.assign_request_id
 _upstreams_add: Callable[..., str] = LLMEngine.add_request
 _upstreams_add_async: Callable[..., Awaitable[None]] = AsyncLLM._add_request
@@ -140,14 +150,28 @@ class Validator:
     async def compile(self, spec: Spec | None) -> None:
         """Compile the requested format, if needed, while other requests are served.
 
+        The running task holds the result, so that it is there when the request is decided.
+
         Raises:
             RequestRefused: the format cannot be compiled.
         """
         if spec is not None and (guides := self._model.guides) is not None:
             try:
-                await asyncio.to_thread(guides.guide, spec)
+                _held.set(await guides.compiled(spec))
             except InvalidParameterError as error:
                 raise RequestRefused(error) from None
+
+    async def compile_sampling(self, sampling: Any) -> None:
+        """Compile the format that a `SamplingParams` asks for.
+
+        Raises:
+            RequestRefused: the format is none, or cannot be compiled.
+        """
+        try:
+            spec = asked_format(sampling)
+        except InvalidParameterError as error:
+            raise RequestRefused(error) from None
+        await self.compile(spec)
 
     def longest_request(self) -> int:
         """Length, prompt and canvas in equal parts, of the longest request that fits."""
@@ -229,6 +253,8 @@ def _texts_of(sampling: Any) -> dict[str, Any]:
 def install() -> None:
     """Let every front end of this process have its requests decided, and lose none."""
     InputProcessor.process_inputs = _process_inputs
+    AsyncLLM.add_request = _add_compiled
+    outside_calls.install()
     InputProcessor.assign_request_id = staticmethod(_assign_request_id)
     RENDERER_REGISTRY.renderers["hf"] = ("vllm.diffusion.api.rendering", "DiffusionRenderer")
     LLMEngine.add_request = _add_request
@@ -250,6 +276,16 @@ def validator_of(front_end: InputProcessor) -> Validator | None:
     return validator
 
 
+async def _add_compiled(
+    self: AsyncLLM, request_id: str, prompt: Any, params: Any, *args: Any, **options: Any
+) -> Any:
+    """Run upstream's function, which decides the request, after its format has been compiled."""
+    validator = validator_of(self.input_processor)
+    if validator is not None and isinstance(params, SamplingParams) and not is_decided(params):
+        await validator.compile_sampling(params)
+    return await _upstreams_adding(self, request_id, prompt, params, *args, **options)
+
+
 def _process_inputs(
     self: InputProcessor, request_id: str, prompt: Any, params: Any, *args: Any, **options: Any
 ) -> EngineCoreRequest:
@@ -261,9 +297,10 @@ def _process_inputs(
     if isinstance(prompt, dict) and "type" in prompt:  # tokenised: our words before upstream's
         decided = validator.decide_sampling(params, prompt.get("prompt_token_ids") or [])
     asked = params
-    if params.structured_outputs is not None:  # upstream's checks are of its own grammars
+    if params.structured_outputs is not None or params.bad_words:
         params = params.clone()
-        params.structured_outputs = None
+        params.structured_outputs = None  # upstream's checks are of its own grammars
+        params.bad_words = None  # and it would tokenise words, however many
     request = _upstreams(self, request_id, prompt, params, *args, **options)
     if decided is None:
         decided = validator.decide_sampling(asked, request.prompt_token_ids or [])

@@ -8,19 +8,26 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from vllm.diffusion.guided.syntax import Byte, Either, Multiple, Repeat, Then, count_nodes
+from vllm.diffusion.guided.allowance import Allowance, TooLargeError
+from vllm.diffusion.guided.syntax import (
+    Byte,
+    Either,
+    Multiple,
+    Repeat,
+    Then,
+    count_nodes,
+    largest_repeat,
+)
 
 if TYPE_CHECKING:
     from vllm.diffusion.guided.syntax import Node
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
-MOST_PARTS = 200_000  # of an expression with its repetitions written out
-MOST_STATES = 16_000  # of the automaton; numbers of states have 16 bits
-
-
-class TooLargeError(ValueError):
-    """A language exceeds a limit; the message has the numbers."""
+MAX_PARTS = 200_000  # of an expression with its repetitions written out
+MAX_STATES = 20_000  # of the automaton, over bytes as over tokens
+_MAX_SUBSETS = 3 * MAX_STATES  # before equivalent states are merged
+_UNCOUNTED_WORK = 1 << 16  # operations that are counted together
 
 
 @dataclass(frozen=True)
@@ -41,20 +48,42 @@ class Automaton:
     def num_states(self) -> int:
         return len(self.table) - 1
 
+    def accepts(self, data: bytes) -> bool:
+        """Whether bytes are in the language; takes time linear in their number."""
+        state, table, classes = 0, memoryview(self.table.data), self.classes.tolist()
+        for byte in data:
+            state = table[state, classes[byte]]
+        return bool(self.accepting[state])
 
-def build(node: Node) -> Automaton:
+
+def build(node: Node, allowance: Allowance | None = None) -> Automaton:
     """Compile an expression to its automaton.
 
+    Args:
+        node: the expression.
+        allowance: bounds the work; a default one if None.
+
     Raises:
-        TooLargeError: it has too many parts or states.
+        TooLargeError: it has too many parts or states; the message names its largest repetition.
     """
+    try:
+        return _built(node, allowance or Allowance())
+    except TooLargeError as error:
+        origin = largest_repeat(node)
+        raise type(error)(f"{origin}: {error}" if origin else str(error)) from None
+
+
+def _built(node: Node, allowance: Allowance) -> Automaton:
     parts = count_nodes(node)
-    if parts > MOST_PARTS:
-        raise TooLargeError(f"it has {parts} parts; wanted at most {MOST_PARTS}")
+    if parts > MAX_PARTS:
+        raise TooLargeError(f"it has {parts} parts; wanted at most {MAX_PARTS}")
+    allowance.spend(parts)
     nfa = _Nfa()
     end = nfa.add(node, nfa.new())
-    table, accepting, classes = _determine(nfa, end)
-    table, accepting = _least(*_useful(table, accepting))
+    table, accepting, classes = _determine(nfa, end, allowance)
+    table, accepting = _least(*_useful(table, accepting), allowance)
+    if len(table) > MAX_STATES:
+        raise TooLargeError(f"it has {len(table)} states; wanted at most {MAX_STATES}")
     return Automaton(table, classes, accepting)
 
 
@@ -134,38 +163,32 @@ def _byte_classes(masks: set[int]) -> tuple[Array, dict[int, tuple[int, ...]]]:
     return found, {mask: tuple(own) for mask, own in classes.items()}
 
 
-def _determine(nfa: _Nfa, end: int) -> tuple[Array, Array, Array]:
+def _determine(nfa: _Nfa, end: int, allowance: Allowance) -> tuple[Array, Array, Array]:
     """Run the subset construction: table [Q + 1, K], accepting [Q + 1], classes of bytes [256]."""
     classes, of_mask = _byte_classes({mask for moves in nfa.moves for mask, _ in moves})
-    closures: dict[int, frozenset[int]] = {}
-
-    def closure(state: int) -> frozenset[int]:
-        """Return the relevant states that `state` reaches over nothing."""
-        if state not in closures:
-            seen, waiting = {state}, [state]
-            while waiting:
-                new = [other for other in nfa.free[waiting.pop()] if other not in seen]
-                seen.update(new)
-                waiting += new
-            closures[state] = frozenset(s for s in seen if nfa.moves[s] or s == end)
-        return closures[state]
-
-    subsets = [closure(0)]
+    closures = _Closures(nfa, end, allowance)
+    subsets = [closures.of(0)]
     numbers = {subsets[0]: 0}
     rows: list[dict[int, int]] = []
     for subset in subsets:  # which grows meanwhile
         targets: dict[int, frozenset[int]] = {}
+        work = 1
         for state in subset:
             for mask, target in nfa.moves[state]:
-                reached = closure(target)
+                reached = closures.of(target)
                 for kind in of_mask[mask]:
                     targets[kind] = targets[kind] | reached if kind in targets else reached
+                    work += 1 + len(targets[kind]) // 4
+            if work > _UNCOUNTED_WORK:
+                allowance.spend(work)
+                work = 0
+        allowance.spend(work)
         for reached in targets.values():
             if reached not in numbers:
                 numbers[reached] = len(subsets)
                 subsets.append(reached)
-        if len(subsets) > MOST_STATES:
-            raise TooLargeError(f"it has more than {MOST_STATES} states; wanted at most as many")
+        if len(subsets) > _MAX_SUBSETS:
+            raise TooLargeError(f"it has more than {MAX_STATES} states; wanted at most as many")
         rows.append({kind: numbers[reached] for kind, reached in targets.items()})
     table = np.full((len(rows) + 1, int(classes.max()) + 1), len(rows), dtype=np.int32)
     for number, row in enumerate(rows):
@@ -173,33 +196,116 @@ def _determine(nfa: _Nfa, end: int) -> tuple[Array, Array, Array]:
     return table, np.array([*(end in subset for subset in subsets), False]), classes
 
 
+class _Closures:
+    """The relevant states that each state of a nondeterministic automaton reaches over nothing."""
+
+    def __init__(self, nfa: _Nfa, end: int, allowance: Allowance) -> None:
+        self._nfa, self._end, self._allowance = nfa, end, allowance
+        self._known: dict[int, frozenset[int]] = {}
+
+    def of(self, state: int) -> frozenset[int]:
+        found = self._known.get(state)
+        if found is not None:
+            return found
+        free, moves = self._nfa.free, self._nfa.moves
+        seen, waiting = {state}, [state]
+        while waiting:
+            for other in free[waiting.pop()]:
+                if other not in seen:
+                    seen.add(other)
+                    if free[other]:
+                        waiting.append(other)
+        self._allowance.spend(len(seen))
+        found = frozenset([s for s in seen if moves[s] or s == self._end])
+        self._known[state] = found
+        return found
+
+
 def _useful(table: Array, accepting: Array) -> tuple[Array, Array]:
     """Remove states from which nothing is accepted, except the first one."""
-    alive, num_alive = accepting.copy(), -1
-    while num_alive != int(alive.sum()):
-        num_alive = int(alive.sum())
-        alive |= alive[table].any(axis=1)
+    alive = accepting.copy()
+    sources, starts = _predecessors(table)
+    waiting: list[int] = accepting.nonzero()[0].tolist()
+    while waiting:
+        state = waiting.pop()
+        new = sources[starts[state] : starts[state + 1]]
+        new = new[~alive[new]]
+        alive[new] = True
+        waiting += dict.fromkeys(new.tolist())
     alive[0] = True
     return _picked(table, accepting, alive.nonzero()[0], np.cumsum(alive) - 1, ~alive)
 
 
-def _least(table: Array, accepting: Array) -> tuple[Array, Array]:
-    """Merge equivalent states (Moore)."""
-    weights = np.random.default_rng(0).integers(1, 2**63, table.shape[1] + 1, dtype=np.uint64)
-    group: Array = accepting.astype(np.uint64)
-    num_groups = 0
-    while True:
-        keys = group * weights[-1] + (group[table] * weights[:-1]).sum(axis=1, dtype=np.uint64)
-        _, first, group = np.unique(keys, return_index=True, return_inverse=True)
-        if len(first) == num_groups:
-            break
-        num_groups, group = len(first), group.astype(np.uint64)
+def _predecessors(table: Array) -> tuple[Array, Array]:
+    """Return the states that lead to each one, and where each one's begin [Q + 1]."""
+    dead = len(table) - 1
+    states, kinds = (table != dead).nonzero()
+    targets = table[states, kinds]
+    order = np.argsort(targets, kind="stable")
+    return states[order], np.searchsorted(targets[order], np.arange(dead + 1))
+
+
+def _least(table: Array, accepting: Array, allowance: Allowance) -> tuple[Array, Array]:
+    """Merge equivalent states."""
+    group = _groups(table, accepting, allowance)
+    _, first, group = np.unique(group, return_index=True, return_inverse=True)
     dead = group == group[-1]
     order = np.sort(first[~dead[first]])
-    order = order if len(order) and order[0] == 0 else np.array([0, *order])
     numbers = np.zeros(int(group.max()) + 1, dtype=np.int64)
     numbers[group[order]] = np.arange(len(order))
     return _picked(table, accepting, order, numbers[group], dead)
+
+
+def _groups(table: Array, accepting: Array, allowance: Allowance) -> Array:
+    """Return the number of every state's class of equivalent states, [Q + 1] int32.
+
+    Classes are split by where their states lead, until nothing changes. A round looks only at
+    states that lead to one whose class has changed, and the largest part of a class keeps its
+    number. So a long chain, which splits off one state a round, costs no more than other automata.
+    """
+    group = accepting.astype(np.int32)
+    group[-1] = 2  # `_useful` leaves no other state that is dead
+    sizes = np.bincount(group, minlength=3).tolist()
+    sources, starts = _predecessors(table)
+    looked_at = np.arange(len(table) - 1)
+    while len(looked_at):
+        allowance.spend(len(looked_at) * (2 + table.shape[1] // 16) + 40)
+        parts = _parts(group, table, looked_at)
+        changed = [
+            part for number, own in parts.items() for part in _moved(group, sizes, number, own)
+        ]
+        for part in changed:
+            group[part] = len(sizes)
+            sizes.append(len(part))
+        moved = [state for part in changed for state in part]
+        before = [sources[starts[state] : starts[state + 1]] for state in moved]
+        looked_at = np.unique(np.concatenate(before)) if before else looked_at[:0]
+    return group
+
+
+def _parts(group: Array, table: Array, looked_at: Array) -> dict[int, list[list[int]]]:
+    """Group states by their class, and each class by the classes to which its states lead."""
+    parts: dict[int, dict[bytes, list[int]]] = {}
+    numbers, targets = group[looked_at].tolist(), group[table[looked_at]]
+    for state, number, row in zip(looked_at.tolist(), numbers, targets, strict=True):
+        parts.setdefault(number, {}).setdefault(row.tobytes(), []).append(state)
+    return {number: list(own.values()) for number, own in parts.items()}
+
+
+def _moved(group: Array, sizes: list[int], number: int, parts: list[list[int]]) -> list[list[int]]:
+    """Return the parts of a class that get new numbers: all but the largest one.
+
+    States of the class that are in none of `parts` lead where they led before, and form another.
+    """
+    num_others = sizes[number] - sum(map(len, parts))
+    ordered = sorted(parts, key=len)
+    if num_others and num_others < len(ordered[-1]):
+        others = np.setdiff1d((group == number).nonzero()[0], np.concatenate(parts))
+        ordered.insert(0, others.tolist())
+    if num_others < len(ordered[-1]):
+        ordered.pop()
+    sizes[number] -= sum(map(len, ordered))
+    return ordered
 
 
 def _picked(

@@ -3,17 +3,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from vllm.diffusion.core.errors import InvalidParameterError
-from vllm.diffusion.guided.automaton import TooLargeError, build
-from vllm.diffusion.guided.json_schema import SchemaError, any_object, from_schema
+from vllm.diffusion.guided.allowance import (
+    MAX_WORK,
+    Allowance,
+    CancelledError,
+    OutOfTimeError,
+    OutOfWorkError,
+    TooLargeError,
+)
+from vllm.diffusion.guided.automaton import build
+from vllm.diffusion.guided.json_schema import any_object, from_schema
 from vllm.diffusion.guided.language import EmptyLanguageError, Language, over_tokens
 from vllm.diffusion.guided.regex import UnsupportedPatternError, regex
+from vllm.diffusion.guided.schema_keywords import SchemaError, in_line
 from vllm.diffusion.guided.syntax import either
 from vllm.diffusion.guided.tool_grammar import Tools, calls
 from vllm.diffusion.guided.vocabulary import Vocabulary, VocabularyError
@@ -28,8 +40,9 @@ if TYPE_CHECKING:
 STRUCTURED = "structured_outputs"
 SPEC = "dllm_spec"  # key of extra_args under which our own routes hand on what is asked for
 RESPONSE_FORMAT = "response_format"
-MOST_KEPT = 256  # languages in a process
-MOST_CHARACTERS = 200_000  # of what is asked for, as JSON
+MAX_KEPT = 256  # languages in a process
+MAX_CHARACTERS = 200_000  # of what is asked for, as JSON
+QUICK_WORK = 200_000  # operations of a compilation that others do not wait for
 
 _KINDS = ("json", "regex", "choice", "json_object")
 _OF_JSON_SCHEMA = {"name", "description", "schema", "json_schema", "strict"}
@@ -60,11 +73,13 @@ class Guide:
         language: result of `Language.packed`.
         least_tokens: number of tokens of the shortest answer.
         prefix: tokens with which every answer begins.
+        may_call: whether answers that begin with "<" are calls of functions.
     """
 
     language: bytes
     least_tokens: int
     prefix: tuple[int, ...] = ()
+    may_call: bool = False
 
 
 def spec_of(given: Any) -> Spec | None:
@@ -148,37 +163,80 @@ def _spec(kind: str, value: Any, field: str) -> Spec:
     }
     if not is_right[kind]:
         raise InvalidParameterError(field, value, f"wanted {wanted.get(kind, 'true')}")
+    if _is_longer(value, MAX_CHARACTERS):
+        why = f"it has more than {MAX_CHARACTERS} characters; wanted at most as many"
+        raise InvalidParameterError(field, _excerpt(kind, value), why)
     try:
         spelled = json.dumps(value, ensure_ascii=False, allow_nan=False)
         spelled.encode()
     except (TypeError, ValueError, RecursionError):
         why = "wanted what JSON can say: finite numbers, no lone surrogates, not too deep"
         raise InvalidParameterError(field, ascii(value)[:100], why) from None
-    if len(spelled) > MOST_CHARACTERS:
-        raise InvalidParameterError(
-            field, value, f"it has {len(spelled)} characters; wanted at most {MOST_CHARACTERS}"
-        )
+    if len(spelled) > MAX_CHARACTERS:
+        why = f"it has {len(spelled)} characters; wanted at most {MAX_CHARACTERS}"
+        raise InvalidParameterError(field, _excerpt(kind, value), why)
     return Spec(kind, spelled, field)
 
 
-def expression(spec: Spec) -> Node:
+def _is_longer(value: Any, limit: int) -> bool:
+    """Whether a value has more characters as JSON, at least; looks at no more of it than that."""
+    waiting, count = [value], 0
+    while waiting and count <= limit:
+        value = waiting.pop()
+        count += 2 + len(value) if isinstance(value, str) else 1
+        if isinstance(value, dict):
+            count += sum(len(name) for name in value if isinstance(name, str))
+            waiting += value.values()
+        elif isinstance(value, (list, tuple)):
+            waiting += value
+    return count > limit
+
+
+def _excerpt(kind: str, value: Any) -> str:
+    """Return what is shown of a long value in an error."""
+    if isinstance(value, str):
+        return value[:100]
+    count, what = (len(value[0]), "functions") if kind == "tools" else (len(value), "members")
+    return f"{count} {what}"
+
+
+def expression(spec: Spec, allowance: Allowance | None = None) -> Node:
     """Make the expression of a requested format.
 
     Raises:
         SchemaError, UnsupportedPatternError: it cannot be had.
+        TooLargeError: it costs more than the allowance.
     """
-    value = json.loads(spec.value)
+    value, allowance = json.loads(spec.value), allowance or Allowance()
     if spec.kind == "json":
-        return from_schema(value)
+        return from_schema(value, allowance=allowance)
     if spec.kind == "regex":
         return regex(value)
     if spec.kind == "tools":
-        return calls(Tools(*value))
+        return calls(Tools(*value), allowance)
     return either(value) if spec.kind == "choice" else any_object()
+
+
+@dataclass(eq=False)
+class _Compilation:
+    """One format that is being compiled, for all requests that wait for it."""
+
+    result: Future[Guide | InvalidParameterError] = field(default_factory=Future)
+    allowance: Allowance = field(default_factory=lambda: Allowance(QUICK_WORK))
+    num_waiting: int = 0
+    is_cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self.allowance.cancel()
 
 
 class Guides:
     """Cache of one model's compiled languages; threads may share it.
+
+    Requests of a server wait in `compiled`. Each format first gets the few operations that a usual
+    one takes, in one thread; formats that need more are compiled one after the other in another
+    thread, so that the usual ones never wait for them. No lock is held meanwhile.
 
     Args:
         load: loads the vocabulary, at first use.
@@ -194,45 +252,125 @@ class Guides:
     ) -> None:
         self._load, self._ends, self._tokenise = load, ends, tokenise
         self._vocabulary: Vocabulary | None = None
+        self._loading = threading.Lock()
+        self._lock = threading.Lock()  # of what follows, never held for longer than a look-up
         self._kept: OrderedDict[Spec, Guide | InvalidParameterError] = OrderedDict()
-        self._lock = threading.Lock()
+        self._held: WeakValueDictionary[Spec, Guide] = WeakValueDictionary()
+        self._compilations: dict[Spec, _Compilation] = {}
+        self._quick, self._slow = (ThreadPoolExecutor(1, f"format-{n}") for n in ("quick", "slow"))
 
     def guide(self, spec: Spec) -> Guide:
-        """Return the compiled language of a requested format.
+        """Return the compiled language of a requested format, which is compiled here if need be.
+
+        A language that any request still holds is never compiled again.
 
         Raises:
             InvalidParameterError: naming the field, and the part of it that cannot be had.
         """
-        found = self._kept.get(spec)
+        with self._lock:
+            found = self._known(spec)
         if found is None:
-            with self._lock:
-                found = self._kept.get(spec) or self._compiled(spec)
-                self._kept[spec] = found
-                while len(self._kept) > MOST_KEPT:
-                    self._kept.popitem(last=False)
-        if isinstance(found, InvalidParameterError):
-            raise found
+            found = self._keep(spec, self._answer(spec, Allowance()))
+        return _accepted(found)
+
+    async def compiled(self, spec: Spec) -> Guide:
+        """Return the compiled language of a requested format, compiled in another thread.
+
+        If the caller is cancelled and nobody else waits for the format, its compilation ends.
+
+        Raises:
+            InvalidParameterError: as `guide`.
+        """
+        with self._lock:
+            found = self._known(spec)
+            if found is None:
+                work = self._compilations.get(spec) or self._begin(spec)
+                work.num_waiting += 1
+        if found is None:
+            try:
+                found = await asyncio.shield(asyncio.wrap_future(work.result))
+            finally:
+                with self._lock:
+                    work.num_waiting -= 1
+                    if not work.num_waiting:
+                        work.cancel()
+                        if self._compilations.get(spec) is work:
+                            del self._compilations[spec]
+        return _accepted(found)
+
+    def _known(self, spec: Spec) -> Guide | InvalidParameterError | None:
+        found = self._kept.get(spec)
+        if found is not None:
+            self._kept.move_to_end(spec)
+        return found or self._held.get(spec)
+
+    def _keep(
+        self, spec: Spec, found: Guide | InvalidParameterError
+    ) -> Guide | InvalidParameterError:
+        with self._lock:
+            self._kept[spec] = found
+            if isinstance(found, Guide):
+                self._held[spec] = found
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
         return found
 
-    def _compiled(self, spec: Spec) -> Guide | InvalidParameterError:
-        try:
-            return self._compile(spec)
-        except (SchemaError, UnsupportedPatternError, TooLargeError, EmptyLanguageError) as error:
-            return InvalidParameterError(spec.field, spec.value, str(error))
-        except VocabularyError as error:
-            return InvalidParameterError(spec.field, spec.value, f"the tokenizer: {error}")
-        except RecursionError:
-            return InvalidParameterError(spec.field, spec.value, "it is nested too deeply")
+    def _begin(self, spec: Spec) -> _Compilation:
+        work = self._compilations[spec] = _Compilation()
+        self._quick.submit(self._run, spec, work, is_quick=True)
+        return work
 
-    def _compile(self, spec: Spec) -> Guide:
+    def _run(self, spec: Spec, work: _Compilation, *, is_quick: bool) -> None:
+        """Compile a format in a thread of its own, and leave the result to those who wait."""
+        try:
+            if not is_quick:
+                work.allowance = Allowance(MAX_WORK)
+            if work.is_cancelled:
+                raise CancelledError
+            found = self._keep(spec, self._answer(spec, work.allowance, is_quick=is_quick))
+            work.result.set_result(found)
+        except OutOfWorkError:
+            self._slow.submit(self._run, spec, work, is_quick=False)
+        except OutOfTimeError as error:  # is not kept: the next time may be a better one
+            work.result.set_result(_refusal(spec, error))
+        except CancelledError:
+            work.result.cancel()
+        except BaseException as error:
+            work.result.set_exception(error)
+
+    def _answer(
+        self, spec: Spec, allowance: Allowance, *, is_quick: bool = False
+    ) -> Guide | InvalidParameterError:
+        """Return a language, or why there is none.
+
+        Raises:
+            OutOfWorkError: a quick compilation needs more operations.
+            OutOfTimeError: it takes too long.
+            CancelledError: nobody waits for it.
+        """
+        try:
+            return self._compile(spec, allowance)
+        except OutOfTimeError:
+            raise
+        except (SchemaError, UnsupportedPatternError, TooLargeError, EmptyLanguageError) as error:
+            if is_quick and isinstance(error, OutOfWorkError):
+                raise
+            return _refusal(spec, error)
+        except VocabularyError as error:
+            return _refusal(spec, f"the tokenizer: {error}")
+        except RecursionError:
+            return _refusal(spec, "it is nested too deeply")
+
+    def _compile(self, spec: Spec, allowance: Allowance) -> Guide:
         if self._ends is None:
             raise EmptyLanguageError("the checkpoint has no end-of-sequence token")
-        automaton = build(expression(spec))
-        if self._vocabulary is None:
-            self._vocabulary = self._load()
-        language = over_tokens(automaton, self._vocabulary, self._ends)
+        automaton = build(expression(spec, allowance), allowance)
+        with self._loading:
+            if self._vocabulary is None:
+                self._vocabulary = self._load()
+        language = over_tokens(automaton, self._vocabulary, self._ends, allowance)
         prefix = self._prefix(automaton, language)
-        return Guide(language.packed(), language.least_tokens, prefix)
+        return Guide(language.packed(), language.least_tokens, prefix, spec.kind == "tools")
 
     def _prefix(self, automaton: Automaton, language: Language) -> tuple[int, ...]:
         """Return the tokens of the text that every answer begins with, except the last one.
@@ -247,6 +385,19 @@ class Guides:
                 break
             prefix.append(token)
         return tuple(prefix)
+
+
+def _accepted(found: Guide | InvalidParameterError) -> Guide:
+    if isinstance(found, InvalidParameterError):
+        raise found.with_traceback(None)  # one for all requests, which would make it longer
+    return found
+
+
+def _refusal(spec: Spec, why: object) -> InvalidParameterError:
+    value = json.loads(spec.value)
+    if spec.kind == "tools":
+        value = [*value[0]]  # names, in place of schemas
+    return InvalidParameterError(spec.field, value, in_line(str(why), 600))
 
 
 def forced(automaton: Automaton) -> bytes:

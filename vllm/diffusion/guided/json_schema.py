@@ -10,14 +10,29 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from decimal import Decimal
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
 
+from vllm.diffusion.guided.allowance import Allowance
+from vllm.diffusion.guided.json_values import ValueCheck, key_of, type_of
 from vllm.diffusion.guided.numerals import UnsupportedBoundsError, integers, numbers
 from vllm.diffusion.guided.regex import UnsupportedPatternError, regex
+from vllm.diffusion.guided.schema_keywords import (
+    ANNOTATIONS,
+    FORMATS,
+    OF_TYPES,
+    TYPES,
+    WHOLE_FORMATS,
+    SchemaError,
+    check_annotations,
+    check_format,
+    count_of,
+    in_line,
+    is_finite,
+    types_of,
+)
 from vllm.diffusion.guided.syntax import (
     Either,
     Repeat,
@@ -26,59 +41,27 @@ from vllm.diffusion.guided.syntax import (
     complement,
     either,
     maybe,
+    repeat,
     text,
     then,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Hashable, Iterable, Mapping
 
     from vllm.diffusion.guided.syntax import Node, Range
 
 FREE_DEPTH = 3  # objects and arrays within each other, where any JSON object is asked for
 INNER_FREE_DEPTH = 1  # the same of a value inside of a schema that allows any
-MOST_COPIES = 5_000  # of schemas, with references written out
+MAX_SCHEMAS = 5_000  # within one schema
+MAX_OPTIONAL = 1_000  # properties of an object that requires none
 
-_ANNOTATIONS = frozenset(
-    {
-        *("$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default"),
-        *("examples", "deprecated", "readOnly", "writeOnly", "discriminator"),
-    }
-)
-_TYPES: dict[str, frozenset[str]] = {
-    "object": frozenset(
-        {"properties", "required", "additionalProperties", "minProperties", "maxProperties"}
-    ),
-    "array": frozenset({"items", "prefixItems", "minItems", "maxItems", "uniqueItems"}),
-    "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
-    "number": frozenset(
-        {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-    ),
-    "integer": frozenset(),
-    "boolean": frozenset(),
-    "null": frozenset(),
-}
-_OF_TYPES = frozenset().union(*_TYPES.values())
 _WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")  # say all of a value by themselves
 
 _SHORT_ESCAPES = {'"': '\\"', "\\": "\\\\", "\b": "\\b", "\f": "\\f", "\n": "\\n", "\r": "\\r"}
 _SHORT_ESCAPES["\t"] = "\\t"
 _ESCAPED: list[Range] = [(0, 31), (ord('"'), ord('"')), (ord("\\"), ord("\\"))]
 _PLAIN = complement(_ESCAPED)
-
-
-class SchemaError(ValueError):
-    """A schema cannot be enforced.
-
-    Attributes:
-        place: place in the schema, as a JSON pointer.
-        keyword: the keyword at fault.
-        why: reason, in words.
-    """
-
-    def __init__(self, place: str, keyword: str, why: str) -> None:
-        super().__init__(f"{place or '/'}: {keyword}: {why}")
-        self.place, self.keyword, self.why = place, keyword, why
 
 
 def in_json(ranges: Iterable[Range]) -> Node:
@@ -111,73 +94,67 @@ def _quoted(inner: Node) -> Node:
     return then('"', inner, '"')
 
 
-_DAY = "(0[1-9]|1[0-9]|2[0-8])"  # in every month
-_DATE = rf"[0-9]{{3}}[1-9]-((0[1-9]|1[0-2])-{_DAY}|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"
-_CLOCK = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?"
-_ZONE = r"(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
-_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
-_LABEL = "[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?"
-_HOST = rf"{_LABEL}(\.{_LABEL}){{0,3}}\.[a-z]{{2,10}}"
-_MAILBOX = r"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*"
-_PATH = r"(/[A-Za-z0-9._~-]*)*(\?[A-Za-z0-9._~=&-]*)?(#[A-Za-z0-9._~-]*)?"
-WHOLE_FORMATS = {"int32": 31, "int64": 63}  # of integers: bits beside the sign
-FORMATS: dict[str, str] = {
-    "date": _DATE,
-    "time": _CLOCK + _ZONE,
-    "date-time": f"({_DATE})T{_CLOCK}{_ZONE}",
-    "email": f"{_MAILBOX}@{_HOST}",
-    "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
-    "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
-    "ipv6": "([0-9a-f]{1,4}:){7}[0-9a-f]{1,4}",
-    "hostname": _HOST,
-    "uri": f"https?://{_HOST}(:[1-9][0-9]{{0,3}})?{_PATH}",
-    "duration": r"P([1-9][0-9]{0,3}D(T[1-9][0-9]{0,3}[HMS])?|T[1-9][0-9]{0,3}[HMS]|[1-9][0-9]?W)",
-}
-
-
 def any_object() -> Node:
     """Make the expression of any JSON object, as deep as `FREE_DEPTH`."""
-    return _Compiler({}).free_object(FREE_DEPTH)
+    return _free_object(FREE_DEPTH)
 
 
-def from_schema(schema: Any) -> Node:
+def from_schema(schema: Any, place: str = "", allowance: Allowance | None = None) -> Node:
     """Make the expression of the JSON that a schema allows.
 
+    Args:
+        schema: the schema.
+        place: where it stands in what the client sent, as a JSON pointer.
+        allowance: bounds the work; a default one if None.
+
     Raises:
-        SchemaError: naming the keyword that cannot be enforced.
+        SchemaError: naming the keyword that cannot be enforced, and its place.
     """
-    return _Compiler(schema).value(schema, "")
+    return _Compiler(schema, place, allowance or Allowance()).value(schema, place)
+
+
+class _Signs(NamedTuple):
+    """What tells the values of a schema from those of another.
+
+    Attributes:
+        types: types of its values; "number" for whole numbers, too.
+        constants: keys of the values that a required property may have, by name; under "" those
+            that the schema itself lists.
+    """
+
+    types: set[str]
+    constants: dict[str, set[Hashable]]
 
 
 class _Compiler:
     """Compiles the parts of one schema to expressions."""
 
-    def __init__(self, root: Any) -> None:
-        self._root = root
+    def __init__(self, root: Any, place: str, allowance: Allowance) -> None:
+        self._root, self._place, self._allowance = root, place, allowance
         self._open: list[str] = []  # references that are being written out
-        self._copies = 0
+        self._targets: dict[str, Node] = {}  # expressions of references
+        self._num_schemas = 0
 
     def value(self, schema: Any, place: str) -> Node:
-        self._copies += 1
-        if self._copies > MOST_COPIES:
-            why = f"more than {MOST_COPIES} schemas with references written out"
-            raise SchemaError(place, "$ref", why)
+        self._num_schemas += 1
+        if self._num_schemas > MAX_SCHEMAS:
+            raise SchemaError(place, "schema", f"wanted at most {MAX_SCHEMAS} within each other")
+        self._allowance.spend(50)
         if schema is True or schema == {}:
-            return self.free_value(INNER_FREE_DEPTH)
+            return _free_value(INNER_FREE_DEPTH)
         if schema is False:
             return Either()
         if not isinstance(schema, dict):
             raise SchemaError(place, "schema", f"given {schema!r}; wanted an object")
         for keyword in schema:
-            if keyword not in (_ANNOTATIONS | _OF_TYPES | {"type", *_WHOLE}):
+            if keyword not in (ANNOTATIONS | OF_TYPES | {"type", *_WHOLE}):
                 raise SchemaError(place, keyword, "not supported")
-        if place and "$id" in schema:
-            raise SchemaError(place, "$id", "supported at the root only")
-        _check_format(schema, place)
+        check_annotations(schema, place.removeprefix(self._place))
+        check_format(schema, place)
         whole = [keyword for keyword in _WHOLE if keyword in schema]
         if whole:
             return self._whole(schema, whole[0], place)
-        types = _types(schema, place)
+        types = types_of(schema, place)
         return either([self._typed(kind, schema, place) for kind in types])
 
     # ---- keywords that say all of a value ----
@@ -185,8 +162,8 @@ class _Compiler:
     def _whole(self, schema: dict[str, Any], keyword: str, place: str) -> Node:
         given, own = schema[keyword], f"{place}/{keyword}"
         if keyword in ("const", "enum"):
-            return _listed(schema, keyword, place)
-        others = schema.keys() - _ANNOTATIONS - {keyword}
+            return self._listed(schema, keyword, place)
+        others = schema.keys() - ANNOTATIONS - {keyword}
         if others:
             raise SchemaError(place, keyword, f"not supported beside {', '.join(sorted(others))}")
         if keyword == "$ref":
@@ -201,12 +178,14 @@ class _Compiler:
         return either([self.value(part, f"{own}/{i}") for i, part in enumerate(given)])
 
     def _referred(self, pointer: Any, place: str) -> Node:
+        target = self._target(pointer, place)
         if pointer in self._open:
             raise SchemaError(place, "$ref", f"{pointer} contains itself")
-        self._open.append(pointer)
-        node = self.value(self._target(pointer, place), place)
-        self._open.pop()
-        return node
+        if pointer not in self._targets:
+            self._open.append(pointer)
+            self._targets[pointer] = self.value(target, place)
+            self._open.pop()
+        return self._targets[pointer]
 
     def _target(self, pointer: Any, place: str) -> Any:
         found = self._root
@@ -222,51 +201,76 @@ class _Compiler:
                 raise SchemaError(place, "$ref", f"{pointer} is nowhere") from None
         return found
 
+    def _listed(self, schema: Mapping[str, Any], keyword: str, place: str) -> Node:
+        """Make the expression of the schema's constants that its other keywords allow."""
+        values = _constants(schema)
+        if not values:
+            raise SchemaError(place, keyword, "wanted a list of values")
+        others = {k: v for k, v in schema.items() if k not in ANNOTATIONS and k != keyword}
+        beside = sorted(others.keys() & {"anyOf", "oneOf", "allOf", "$ref"})
+        if beside:
+            raise SchemaError(place, keyword, f"not supported beside {', '.join(beside)}")
+        if others:
+            try:
+                check = ValueCheck(others, place, self._allowance)
+            except SchemaError as error:
+                why = f"beside {keyword}: {error.why}"
+                raise SchemaError(error.place, error.keyword, why) from None
+            values = [value for value in values if check.allows(value)]
+        return either([json.dumps(value, ensure_ascii=False) for value in values])
+
     def _are_apart(self, options: list[Any]) -> bool:
         """Whether no value can match two of these schemas."""
         known = [self._signs(option) for option in options]
-        return all(_tells_apart(one, other) for i, one in enumerate(known) for other in known[:i])
+        return all(
+            self._tells_apart(one, other) for i, one in enumerate(known) for other in known[:i]
+        )
 
-    def _signs(self, schema: Any) -> tuple[set[str], dict[str, list[Any]]]:
+    def _tells_apart(self, one: _Signs, other: _Signs) -> bool:
+        self._allowance.spend(4)
+        if not one.types & other.types:
+            return True
+        is_object = one.types == other.types == {"object"}
+        for name in one.constants.keys() & other.constants.keys():
+            own, others = one.constants[name], other.constants[name]
+            self._allowance.spend(1 + min(len(own), len(others)) // 8)
+            if (is_object or name == "") and own.isdisjoint(others):
+                return True
+        return False
+
+    def _signs(self, schema: Any) -> _Signs:
         """Return the types of a schema, and the constants of its required properties."""
-        for _ in range(MOST_COPIES):
+        for _ in range(MAX_SCHEMAS):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
-            schema = self._target(schema["$ref"], "")
+            schema = self._target(schema["$ref"], self._place)
         if not isinstance(schema, dict) or any(key in schema for key in ("anyOf", "oneOf")):
-            return set(_TYPES), {}
+            return _Signs(_told_apart(TYPES), {})
         if "const" in schema or "enum" in schema:
-            return {_type_of(value) for value in _constants(schema)}, {"": _constants(schema)}
-        kinds = set(_types(schema, ""))
+            values = _constants(schema)
+            return _Signs({type_of(value) for value in values}, {"": set(map(key_of, values))})
         members = schema.get("properties", {}) if isinstance(schema.get("properties"), dict) else {}
         required = schema.get("required", [])
-        return kinds, {
-            name: _constants(member)
+        names = {name for name in required if isinstance(name, str)} if required else set()
+        constants = {
+            name: set(map(key_of, _constants(member)))
             for name, member in members.items()
-            if name in required and isinstance(member, dict) and {"const", "enum"} & member.keys()
+            if name in names and isinstance(member, dict) and {"const", "enum"} & member.keys()
         }
+        return _Signs(_told_apart(types_of(schema, self._place)), constants)
 
     # ---- values of one type ----
 
     def _typed(self, kind: str, schema: dict[str, Any], place: str) -> Node:
-        if kind == "null":
-            return text("null")
-        if kind == "boolean":
-            return either(["true", "false"])
-        if kind in ("integer", "number"):
-            return _number(schema, place, is_whole=kind == "integer")
-        makers: dict[str, Callable[[dict[str, Any], str], Node]] = {
-            "string": _string,
-            "array": self._array,
-            "object": self._object,
-        }
-        return makers[kind](schema, place)
+        if kind == "array":
+            return self._array(schema, place)
+        return self._object(schema, place) if kind == "object" else _scalar(kind, schema, place)
 
     def _array(self, schema: dict[str, Any], place: str) -> Node:
         first = schema.get("prefixItems", [])
         if not isinstance(first, list):
             raise SchemaError(place, "prefixItems", "wanted a list of schemas")
-        least, most = _count(schema, "minItems", place, 0), _count(schema, "maxItems", place)
+        least, most = count_of(schema, "minItems", place, 0), count_of(schema, "maxItems", place)
         items = schema.get("items", True)
         if items is False:
             most = len(first) if most is None else min(most, len(first))
@@ -277,7 +281,8 @@ class _Compiler:
         parts = [self.value(s, f"{place}/prefixItems/{i}") for i, s in enumerate(first[:most])]
         has_more = most is None or most > len(first)
         more = self.value(items, f"{place}/items") if has_more else Either()
-        return then("[", _elements(parts, more, least, most), "]")
+        origin = _origin(schema, place, "maxItems", "minItems")
+        return then("[", _elements(parts, more, least, most, origin), "]")
 
     def _object(self, schema: dict[str, Any], place: str) -> Node:
         members, required = schema.get("properties", {}), schema.get("required", [])
@@ -285,15 +290,16 @@ class _Compiler:
             raise SchemaError(place, "properties", "wanted an object")
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise SchemaError(place, "required", "wanted a list of names")
-        least = _count(schema, "minProperties", place, 0)
-        most = _count(schema, "maxProperties", place)
+        least = count_of(schema, "minProperties", place, 0)
+        most = count_of(schema, "maxProperties", place)
         additional = schema.get("additionalProperties", True)
         if not isinstance(additional, (bool, dict)):
             raise SchemaError(place, "additionalProperties", "wanted a schema")
+        names = set(required)
         members = {**members, **{name: additional for name in required if name not in members}}
         is_open = not members and additional is not False
         count = None if is_open else len(members)
-        if least > len(set(required)):
+        if least > len(names):
             raise SchemaError(
                 place, "minProperties", f"wanted at most the required: {len(required)}"
             )
@@ -302,52 +308,67 @@ class _Compiler:
             raise SchemaError(place, "maxProperties", why)
         if is_open:
             if additional is True:
-                return self.free_object(INNER_FREE_DEPTH)
+                return _free_object(INNER_FREE_DEPTH)
             return _members_of_any_name(self.value(additional, f"{place}/additionalProperties"))
         pairs = []
         for name, member in members.items():
             pointer = f"{place}/properties/{name.replace('~', '~0').replace('/', '~1')}"
             node = then(json.dumps(name, ensure_ascii=False), ": ", self.value(member, pointer))
-            pairs.append((node, name in required))
+            pairs.append((node, name in names))
+        if not names & members.keys() and len(pairs) > MAX_OPTIONAL:
+            why = f"given {len(pairs)}, none of them required; wanted at most {MAX_OPTIONAL}"
+            raise SchemaError(place, "properties", why)
         return then("{", _members(pairs), "}")
 
-    # ---- values of no schema ----
 
-    def free_value(self, depth: int) -> Node:
-        scalars = [self._typed(kind, {}, "") for kind in ("string", "number", "boolean", "null")]
-        if depth == 0:
-            return either(scalars)
-        items = Repeat(then(", ", self.free_value(depth - 1)))
-        array = then("[", maybe(then(self.free_value(depth - 1), items)), "]")
-        return either([*scalars, array, self.free_object(depth)])
-
-    def free_object(self, depth: int) -> Node:
-        return _members_of_any_name(self.free_value(depth - 1))
+def _scalar(kind: str, schema: dict[str, Any], place: str) -> Node:
+    """Make the expression of the values of a type that has no parts."""
+    if kind == "null":
+        return text("null")
+    if kind == "boolean":
+        return either(["true", "false"])
+    if kind == "string":
+        return _string(schema, place)
+    return _number(schema, place, is_whole=kind == "integer")
 
 
-def _types(schema: dict[str, Any], place: str) -> list[str]:
-    """Return the types that a schema names, else those to which its keywords apply."""
-    given = schema.get("type")
-    if "type" not in schema:
-        about = [kind for kind, keywords in _TYPES.items() if keywords & schema.keys()]
-        return about or list(_TYPES)
-    types: list[Any] = given if isinstance(given, list) and given else [given]
-    for kind in types:
-        if not isinstance(kind, str) or kind not in _TYPES:
-            raise SchemaError(place, "type", f"given {kind!r}; wanted some of {', '.join(_TYPES)}")
-    return [kind for kind in types if not (kind == "integer" and "number" in types)]
+@cache
+def _free_value(depth: int) -> Node:
+    """Make the expression of any value, with parts as deep as `depth`."""
+    scalars = [_scalar(kind, {}, "") for kind in ("string", "number", "boolean", "null")]
+    if depth == 0:
+        return either(scalars)
+    inner = _free_value(depth - 1)
+    array = then("[", maybe(then(inner, Repeat(then(", ", inner)))), "]")
+    return either([*scalars, array, _free_object(depth)])
 
 
-def _elements(parts: list[Node], more: Node, least: int, most: int | None) -> Node:
-    """Elements of an array with commas: those of `parts`, then any number of `more`."""
+def _free_object(depth: int) -> Node:
+    return _members_of_any_name(_free_value(depth - 1))
+
+
+def _origin(schema: dict[str, Any], place: str, *keywords: str) -> str:
+    """Return the place of a repetition, with the first of these keywords that is given."""
+    for keyword in keywords:
+        if keyword in schema:
+            return in_line(f"{place or '/'}: {keyword}: given {schema[keyword]!r}")
+    return ""
+
+
+def _elements(parts: list[Node], more: Node, least: int, most: int | None, origin: str) -> Node:
+    """Elements of an array with commas: those of `parts`, then any number of `more`.
+
+    `origin` says where the numbers come from.
+    """
     rest = None if most is None else max(most - len(parts), 0)
     start = max(least - len(parts), 0)
     if not parts:
         if rest == 0:
             return Then()
-        inner = Repeat(then(", ", more), max(start - 1, 0), None if rest is None else rest - 1)
+        others = None if rest is None else rest - 1
+        inner = repeat(then(", ", more), max(start - 1, 0), others, origin)
         return then(more, inner) if start else maybe(then(more, inner))
-    node: Node = Repeat(then(", ", more), start, rest) if rest != 0 else Then()
+    node: Node = repeat(then(", ", more), start, rest, origin) if rest != 0 else Then()
     for index in range(len(parts) - 1, -1, -1):
         node = then(", " if index else "", parts[index], node)
         node = node if index < least else maybe(node)
@@ -357,17 +378,13 @@ def _elements(parts: list[Node], more: Node, least: int, most: int | None) -> No
 def _members(pairs: list[tuple[Node, bool]]) -> Node:
     """Members of an object in order, with commas; those that are not required may be missing."""
     first = next((i for i, (_, is_required) in enumerate(pairs) if is_required), len(pairs))
-
-    def behind(start: int) -> list[Node]:
-        return [
-            then(", ", node) if is_required else maybe(then(", ", node))
-            for node, is_required in pairs[start:]
-        ]
-
+    behind = [
+        then(", ", node) if is_required else maybe(then(", ", node)) for node, is_required in pairs
+    ]
     if first < len(pairs):
         before = [maybe(then(node, ", ")) for node, _ in pairs[:first]]
-        return then(*before, pairs[first][0], *behind(first + 1))
-    return maybe(either([then(pairs[i][0], *behind(i + 1)) for i in range(first)]))
+        return then(*before, pairs[first][0], *behind[first + 1 :])
+    return maybe(either([then(pairs[i][0], *behind[i + 1 :]) for i in range(first)]))
 
 
 def _members_of_any_name(value: Node) -> Node:
@@ -387,23 +404,16 @@ def _string(schema: dict[str, Any], place: str) -> Node:
         if not isinstance(schema["pattern"], str):
             raise SchemaError(place, "pattern", f"given {schema['pattern']!r}; wanted a string")
         try:
-            return _quoted(regex(schema["pattern"], in_json, searches=True))
+            origin = f"{in_line(place or '/')}: pattern: "
+            return _quoted(regex(schema["pattern"], in_json, searches=True, origin=origin))
         except UnsupportedPatternError as error:
             raise SchemaError(place, "pattern", str(error)) from None
-    least, most = _count(schema, "minLength", place, 0), _count(schema, "maxLength", place)
+    least, most = count_of(schema, "minLength", place, 0), count_of(schema, "maxLength", place)
     if most is not None and least > most:
         return Either()
-    return _quoted(Repeat(_character(), least, most))
-
-
-def _check_format(schema: dict[str, Any], place: str) -> None:
-    """Refuse unknown formats; those of whole numbers act as bounds."""
-    name = schema.get("format", "date")
-    if not isinstance(name, str) or name not in (FORMATS.keys() | WHOLE_FORMATS.keys()):
-        wanted = ", ".join([*FORMATS, *WHOLE_FORMATS])
-        raise SchemaError(place, "format", f"given {name!r}; wanted one of {wanted}")
-    if name in WHOLE_FORMATS and schema.get("type") != "integer":
-        raise SchemaError(place, "format", f"{name} is supported of type integer only")
+    return _quoted(
+        repeat(_character(), least, most, _origin(schema, place, "maxLength", "minLength"))
+    )
 
 
 @cache
@@ -415,7 +425,7 @@ def _number(schema: dict[str, Any], place: str, *, is_whole: bool) -> Node:
     bounds = {}
     for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
         value = schema.get(keyword)
-        if keyword in schema and not _is_finite(value):
+        if keyword in schema and not is_finite(value):
             raise SchemaError(place, keyword, f"given {value!r}; wanted a number")
         bounds[keyword] = None if value is None else Decimal(str(value))
     low, above = _tighter(bounds["minimum"], bounds["exclusiveMinimum"], 1)
@@ -455,70 +465,12 @@ def _above(bound: Decimal, is_out: bool) -> int:
     return least + 1 if is_out and least == bound else least
 
 
-def _listed(schema: Mapping[str, Any], keyword: str, place: str) -> Node:
-    """Expression of the schema's constants that its other keywords allow."""
-    values = _constants(schema)
-    if not values:
-        raise SchemaError(place, keyword, "wanted a list of values")
-    others = {k: v for k, v in schema.items() if k not in _ANNOTATIONS and k != keyword}
-    beside = sorted(others.keys() & {"anyOf", "oneOf", "allOf"})
-    if beside or '"$ref"' in json.dumps(others):
-        named = ", ".join(beside) or "what holds a $ref"
-        raise SchemaError(place, keyword, f"not supported beside {named}")
-    if others:
-        values = _valid(values, others, keyword, place)
-    return either([json.dumps(value, ensure_ascii=False) for value in values])
-
-
-def _valid(values: list[Any], schema: dict[str, Any], keyword: str, place: str) -> list[Any]:
-    """Return the values that a schema without references allows."""
-    from jsonschema import Draft202012Validator, exceptions
-
-    checker = Draft202012Validator.FORMAT_CHECKER
-    check = Draft202012Validator(schema, format_checker=checker)
-    try:
-        check.check_schema(schema, format_checker=checker)
-        return [value for value in values if check.is_valid(value)]
-    except (exceptions.SchemaError, ValueError, re.error) as error:
-        why = getattr(error, "message", str(error))
-        raise SchemaError(place, keyword, f"beside it: {why}") from None
-
-
 def _constants(schema: Mapping[str, Any]) -> list[Any]:
     if "const" in schema:
         return [schema["const"]]
     return schema["enum"] if isinstance(schema["enum"], list) else []
 
 
-def _type_of(value: Any) -> str:
-    kinds = {bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
-    return "null" if value is None else kinds.get(type(value), "object")
-
-
-def _tells_apart(
-    one: tuple[set[str], dict[str, list[Any]]], other: tuple[set[str], dict[str, list[Any]]]
-) -> bool:
-    kinds, others = (
-        {"number" if k == "integer" else k for k in signs[0]} for signs in (one, other)
-    )
-    if not kinds & others:
-        return True
-    is_object = kinds == others == {"object"}
-    return any(
-        not any(value == same for value in one[1][name] for same in other[1][name])
-        for name in one[1].keys() & other[1].keys()
-        if is_object or name == ""
-    )
-
-
-def _is_finite(value: Any) -> bool:
-    """Whether the value is a finite number; booleans are none."""
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    return is_whole or (isinstance(value, float) and math.isfinite(value))
-
-
-def _count(schema: dict[str, Any], keyword: str, place: str, default: Any = None) -> Any:
-    value = schema.get(keyword, default)
-    if keyword in schema and not (_is_finite(value) and value == int(value) >= 0):
-        raise SchemaError(place, keyword, f"given {value!r}; wanted a whole number, 0 or more")
-    return None if value is None else int(value)
+def _told_apart(types: Iterable[str]) -> set[str]:
+    """Return types of which a value has one only."""
+    return {"number" if kind == "integer" else kind for kind in types}

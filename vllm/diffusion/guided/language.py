@@ -16,14 +16,20 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
-from vllm.diffusion.guided.automaton import TooLargeError
+from vllm.diffusion.guided.allowance import Allowance, TooLargeError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from vllm.diffusion.guided.automaton import Array, Automaton
     from vllm.diffusion.guided.vocabulary import Vocabulary
 
-MOST_STATES = 4_000  # that tokens lead to
-MOST_CELLS = 64_000_000  # states times classes
+MAX_CELLS = 32_000_000  # states times classes
+MAX_CLASSES = 32_000  # their numbers have 16 bits
+MAX_EDGE_CELLS = 2_000_000  # states times edges of the state with the most: read in every step
+MAX_MEMBERS = 100_000  # of all sets of classes: read for every row of logits
+_CELLS_AT_ONCE = 2_000_000  # that are worked on together
+_CELLS_OF_WORK = 128  # cells that take as long as one operation
 DEAD = -1  # the class of tokens that lead nowhere
 _LEAST_WIDTH, _MOST_WIDTH = 8, 128  # of a segment, in tokens
 _NEVER = 2**30  # tokens to acceptance, where it cannot be reached
@@ -55,6 +61,22 @@ class Segments(NamedTuple):
 
     tokens: Array
     starts: Array
+
+
+class Edges(NamedTuple):
+    """The edges of all states, one after the other; every state has at least one.
+
+    Attributes:
+        starts: [Q] int64: the first edge of each state.
+        counts: [Q] int64: number of its edges.
+        sets: [E] int32.
+        targets: [E] int32.
+    """
+
+    starts: Array
+    counts: Array
+    sets: Array
+    targets: Array
 
 
 @dataclass(frozen=True)
@@ -89,6 +111,11 @@ class Language:
     def num_classes(self) -> int:
         return int(self.class_of_token.max()) + 1
 
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays, and about as many again of what is derived from them."""
+        return 2 * sum(int(getattr(self, name).nbytes) for name in _NAMES)
+
     @property
     def least_tokens(self) -> int:
         """Number of tokens of the shortest answer."""
@@ -108,20 +135,31 @@ class Language:
         return Segments(tokens, starts.astype(np.int32))
 
     @cached_property
-    def next_state(self) -> Array:
-        """Next states [Q + 1, C + 1] int32 by class, Q for none; the last class is DEAD."""
-        shape = (self.num_states + 1, self.num_classes + 1)
-        table = np.full(shape, self.num_states, dtype=np.int32)
-        starts = self.set_starts.tolist()
-        for state, place in zip(*(self.edge_sets < self.num_sets).nonzero(), strict=True):
-            number = int(self.edge_sets[state, place])
-            members = self.set_members[starts[number] : starts[number + 1]]
-            table[state, members] = self.edge_targets[state, place]
-        return table
+    def edges(self) -> Edges:
+        """The edges without those that stand for none, most of which fill rows of few edges."""
+        is_edge = self.edge_sets < self.num_sets
+        is_edge[:, 0] = True
+        counts = is_edge.sum(axis=1)
+        starts = np.cumsum(counts) - counts
+        return Edges(starts, counts, self.edge_sets[is_edge], self.edge_targets[is_edge])
+
+    @cached_property
+    def _sets_of_class(self) -> tuple[Array, Array]:
+        """The sets that each class belongs to, class by class, and where each one's begin."""
+        order = np.argsort(self.set_members, kind="stable")
+        starts = np.searchsorted(self.set_members[order], np.arange(self.num_classes + 1))
+        sets = np.searchsorted(self.set_starts, order, side="right") - 1
+        return sets, starts
 
     def advance(self, state: int, token: int) -> int:
         """Return the state behind a token; `num_states` where the token is not allowed."""
-        return int(self.next_state[state, self.class_of_token[token]])
+        kind = int(self.class_of_token[token])
+        if state == self.num_states or kind == DEAD:
+            return self.num_states
+        sets, starts = self._sets_of_class
+        is_allowed = np.isin(self.edge_sets[state], sets[starts[kind] : starts[kind + 1]])
+        edges = is_allowed.nonzero()[0]
+        return int(self.edge_targets[state, edges[0]]) if len(edges) else self.num_states
 
     def is_closed(self, state: int) -> bool:
         """Whether an answer that led to `state` is whole and cannot be continued."""
@@ -144,24 +182,40 @@ class Language:
 _NAMES = tuple(field.name for field in fields(Language))
 
 
-def over_tokens(automaton: Automaton, vocabulary: Vocabulary, ends: Ends) -> Language:
+def over_tokens(
+    automaton: Automaton, vocabulary: Vocabulary, ends: Ends, allowance: Allowance | None = None
+) -> Language:
     """Make the language of an automaton, over tokens, with what may follow an answer.
+
+    Args:
+        automaton: automaton over bytes.
+        vocabulary: the bytes of tokens.
+        ends: tokens that end an answer.
+        allowance: bounds the work; a default one if None.
 
     Raises:
         TooLargeError: with the numbers.
         EmptyLanguageError: no tokens spell any of it.
     """
-    class_of_token, targets = _walk(automaton, vocabulary)
-    targets, room = _useful_states(targets, automaton.accepting[:-1])
-    class_of_token, targets = _by_size(class_of_token, targets)
-    num_states, num_classes = targets.shape[0], targets.shape[1]
+    allowance = allowance or Allowance()
+    class_of_token, targets = _walk(automaton, vocabulary, allowance)
+    targets, room = _useful_states(targets, automaton.accepting[:-1], allowance)
+    class_of_token, targets = _by_size(class_of_token, targets, allowance)
+    num_classes = targets.shape[1]
+    if num_classes + 2 > MAX_CLASSES:
+        raise TooLargeError(
+            f"it tells {num_classes} kinds of token apart; wanted at most {MAX_CLASSES - 2}"
+        )
     class_of_token[list(ends.others)] = num_classes + 1
     class_of_token[ends.eos] = num_classes
     eos, other = [num_classes], [num_classes + 1] if ends.others else []
-    return _with_edges(class_of_token, targets, room, num_states, eos, other)
+    class_of_token = class_of_token.astype(np.int16)
+    return _with_edges(class_of_token, targets, room, eos, other, allowance)
 
 
-def _walk(automaton: Automaton, vocabulary: Vocabulary) -> tuple[Array, Array]:
+def _walk(
+    automaton: Automaton, vocabulary: Vocabulary, allowance: Allowance
+) -> tuple[Array, Array]:
     """Return the classes of tokens [V] int64, and their targets from every state: [Q, C] int32.
 
     Q stands for no state.
@@ -171,7 +225,7 @@ def _walk(automaton: Automaton, vocabulary: Vocabulary) -> tuple[Array, Array]:
     """
     table, num_states = automaton.table, automaton.num_states
     num_kinds = table.shape[1]
-    vectors = _Vectors(num_states)
+    vectors = _Vectors(num_states, allowance)
     nodes = np.array([vectors.number(np.arange(num_states + 1, dtype=np.int32)[None])[0]])
     class_of_token = np.full(vocabulary.num_columns, DEAD, dtype=np.int64)
     for level in vocabulary.levels:
@@ -180,8 +234,12 @@ def _walk(automaton: Automaton, vocabulary: Vocabulary) -> tuple[Array, Array]:
         nodes = np.zeros(len(before), dtype=np.int64)
         keys = before[alive] * num_kinds + automaton.classes[level.bytes[alive]]
         found, place = np.unique(keys, return_inverse=True)
-        steps = table[vectors.rows(found // num_kinds), (found % num_kinds)[:, None]]
-        nodes[alive] = vectors.number(steps)[place]
+        numbers = [np.zeros(0, dtype=np.int64)]
+        for part in _in_parts(len(found), num_states + 1):
+            own = found[part]
+            steps = table[vectors.rows(own // num_kinds), (own % num_kinds)[:, None]]
+            numbers.append(vectors.number(steps))
+        nodes[alive] = np.concatenate(numbers)[place]
         class_of_token[level.end_tokens] = nodes[level.end_nodes]
     used, own = np.unique(class_of_token, return_inverse=True)
     names = used[used > 0]
@@ -191,122 +249,194 @@ def _walk(automaton: Automaton, vocabulary: Vocabulary) -> tuple[Array, Array]:
     return np.maximum(class_of_token, DEAD), vectors.rows(names)[:, :-1].T
 
 
+def _in_parts(count: int, width: int) -> Iterator[slice]:
+    """Cut `count` rows of `width` cells into parts that are worked on together."""
+    step = max(_CELLS_AT_ONCE // max(width, 1), 1)
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
 class _Vectors:
     """Distinct rows of states, numbered; number 0 leads nowhere from anywhere."""
 
-    def __init__(self, num_states: int) -> None:
+    def __init__(self, num_states: int, allowance: Allowance) -> None:
         random = np.random.default_rng(0)
+        self._allowance = allowance
         self._weights = random.integers(1, 2**63, num_states + 1, dtype=np.uint64)
         self._known: dict[int, int] = {}
-        self._parts: list[Array] = []
-        self._rows = np.empty((0, num_states + 1), dtype=np.int32)
+        self._rows = np.empty((8, num_states + 1), dtype=np.int32)
         self.number(np.full((1, num_states + 1), num_states, dtype=np.int32))
 
     def number(self, rows: Array) -> Array:
         """Return the numbers [N] int64 of rows [N, Q + 1], adding new ones."""
+        self._allowance.spend(len(rows) + rows.size // _CELLS_OF_WORK)
         keys = (rows.astype(np.uint64) * self._weights).sum(axis=1, dtype=np.uint64)
-        numbers, new = np.empty(len(rows), dtype=np.int64), []
+        numbers, new, first = np.empty(len(rows), dtype=np.int64), [], len(self._known)
         for index, key in enumerate(keys.tolist()):
             if key not in self._known:
                 self._known[key] = len(self._known)
                 new.append(index)
             numbers[index] = self._known[key]
-        if len(self._known) * rows.shape[1] > MOST_CELLS:
+        if len(self._known) * rows.shape[1] > MAX_CELLS:
             raise TooLargeError(
-                f"its {rows.shape[1] - 1} states tell more than {MOST_CELLS // rows.shape[1]} "
-                f"kinds of token apart; wanted at most {MOST_CELLS} of both together"
+                f"its {rows.shape[1] - 1} states tell more than {MAX_CELLS // rows.shape[1]} "
+                f"kinds of token apart; wanted at most {MAX_CELLS} of both together"
             )
-        self._rows = np.concatenate([self._rows, rows[new]])
+        if len(self._known) > len(self._rows):
+            more = np.empty((len(self._known), rows.shape[1]), dtype=np.int32)
+            self._rows = np.concatenate([self._rows[:first], more])
+        self._rows[first : len(self._known)] = rows[new]
         return numbers
 
     def rows(self, numbers: Array) -> Array:
         return self._rows[numbers]
 
 
-def _useful_states(targets: Array, accepting: Array) -> tuple[Array, Array]:
+def _useful_states(targets: Array, accepting: Array, allowance: Allowance) -> tuple[Array, Array]:
     """Keep states that whole tokens lead to and from which they lead to acceptance.
 
     Returns:
         targets [Q', C] int32, and the least number of tokens to acceptance [Q'] int32.
     """
     num_states = len(targets)
-    leads = np.zeros((num_states, num_states + 1), dtype=np.bool_)
-    leads[np.arange(num_states)[:, None], targets] = True
-    leads = leads[:, :-1]
-    reached = _distances(leads, np.arange(num_states) == 0) < _NEVER
-    room = _distances(leads.T, accepting)
+    sources, ends = _edges(targets, allowance)
+    reached = _distances(sources, ends, np.arange(num_states) == 0, allowance) < _NEVER
+    room = _distances(ends, sources, accepting, allowance)
     if room[0] == _NEVER:
         raise EmptyLanguageError("no tokens of the model spell it")
     kept = (reached & (room < _NEVER)).nonzero()[0]
-    if len(kept) >= MOST_STATES:
-        raise TooLargeError(f"it has {len(kept)} states; wanted at most {MOST_STATES}")
     numbers = np.full(num_states + 1, len(kept), dtype=np.int32)
     numbers[kept] = np.arange(len(kept))
     return numbers[targets[kept]], room[kept].astype(np.int32)
 
 
-def _distances(leads: Array, first: Array) -> Array:
-    """Count the steps from `first` [Q] bool to every state; `leads` [Q, Q] bool, row to column."""
+def _edges(targets: Array, allowance: Allowance) -> tuple[Array, Array]:
+    """Return the pairs of states between which a token leads, each once."""
+    num_states = len(targets)
+    found = [np.zeros(0, dtype=np.int64)]
+    for part in _in_parts(num_states, targets.shape[1]):
+        allowance.spend(targets[part].size // _CELLS_OF_WORK)
+        states, classes = (targets[part] < num_states).nonzero()
+        keys = (states + part.start) * num_states + targets[part][states, classes]
+        found.append(np.unique(keys))
+    keys = np.concatenate(found)
+    return keys // num_states, keys % num_states
+
+
+def _distances(sources: Array, ends: Array, first: Array, allowance: Allowance) -> Array:
+    """Count the steps from `first` [Q] bool to every state, along edges from sources to ends."""
+    order = np.argsort(sources, kind="stable")
+    ends, starts = ends[order], np.searchsorted(sources[order], np.arange(len(first) + 1))
     found = np.where(first, 0, _NEVER)
-    newest, steps = first, 0
-    while newest.any():
+    newest, steps = first.nonzero()[0], 0
+    while len(newest):
         steps += 1
-        newest = leads[newest].any(axis=0) & (found == _NEVER)
+        counts = starts[newest + 1] - starts[newest]
+        allowance.spend(20 + int(counts.sum()) // 16)
+        behind = np.repeat(starts[newest] - np.cumsum(counts) + counts, counts)
+        others = ends[behind + np.arange(len(behind))]
+        newest = np.unique(others[found[others] == _NEVER])
         found[newest] = steps
     return found
 
 
-def _by_size(class_of_token: Array, targets: Array) -> tuple[Array, Array]:
+def _by_size(class_of_token: Array, targets: Array, allowance: Allowance) -> tuple[Array, Array]:
     """Merge classes that lead alike, drop those that lead nowhere; number large ones first."""
-    num_states = len(targets)
+    num_states, num_classes = targets.shape
     weights = np.random.default_rng(0).integers(1, 2**63, num_states, dtype=np.uint64)
-    keys = (targets.astype(np.uint64) * weights[:, None]).sum(axis=0, dtype=np.uint64)
+    keys = np.zeros(num_classes, dtype=np.uint64)
+    for part in _in_parts(num_states, num_classes):
+        allowance.spend(targets[part].size // _CELLS_OF_WORK)
+        own = targets[part].astype(np.uint64) * weights[part, None]
+        keys += own.sum(axis=0, dtype=np.uint64)
     _, first, merged = np.unique(keys, return_index=True, return_inverse=True)
-    leads = (targets[:, first] < num_states).any(axis=0)
+    targets = targets[:, first]
+    leads = (targets < num_states).any(axis=0)
     counts = np.bincount(merged[class_of_token[class_of_token >= 0]], minlength=len(first)) * leads
     order = np.argsort(-counts, kind="stable")[: np.count_nonzero(leads)]
     numbers = np.full(len(first), DEAD, dtype=np.int64)
     numbers[order] = np.arange(len(order))
     new = np.append(numbers[merged], DEAD)[class_of_token]  # DEAD is the last place
-    return new.astype(np.int16), targets[:, first[order]]
+    return new, targets[:, order]
+
+
+class _EdgesOfStates:
+    """Edges of states, in order, each with the set of classes that lead along it.
+
+    Attributes:
+        states: [E] int64 by part.
+        ends: [E] int32 by part: the states that they lead to.
+        keys: [E] uint64 by part: hashes of the sets.
+        members: [*] int16 by hash: the classes of a set, ascending.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        random = np.random.default_rng(0)
+        self._weights = random.integers(1, 2**63, num_classes, dtype=np.uint64)
+        self.states: list[Array] = []
+        self.ends: list[Array] = []
+        self.keys: list[Array] = []
+        self.members: dict[int, Array] = {}
+
+    def add(self, targets: Array, first: int, dead: int) -> None:
+        """Add the edges of some states.
+
+        Args:
+            targets: [n, C] states that each class leads to from each of them.
+            first: number of the first one.
+            dead: what stands for no state.
+        """
+        states, classes = (targets < dead).nonzero()
+        order = np.lexsort((classes, targets[states, classes], states))
+        states, classes = states[order], classes[order].astype(np.int16)
+        ends = targets[states, classes]
+        is_first = np.ones(len(states), dtype=np.bool_)
+        is_first[1:] = (states[1:] != states[:-1]) | (ends[1:] != ends[:-1])
+        starts = is_first.nonzero()[0]
+        sizes = np.diff(np.append(starts, len(states)))
+        keys = np.add.reduceat(self._weights[classes], starts) if len(starts) else self._weights[:0]
+        self.states.append(states[starts] + first)
+        self.ends.append(ends[starts])
+        self.keys.append(keys)
+        for key, place in zip(*np.unique(keys, return_index=True), strict=True):
+            if int(key) not in self.members:
+                own = classes[starts[place] : starts[place] + sizes[place]]
+                self.members[int(key)] = own.copy()
 
 
 def _with_edges(
     class_of_token: Array,
     targets: Array,
     room: Array,
-    num_states: int,
     eos: list[int],
     other: list[int],
+    allowance: Allowance,
 ) -> Language:
     """Make the language with its sets of classes and every state's edges."""
-    states, classes = (targets < num_states).nonzero()
-    order = np.lexsort((classes, targets[states, classes], states))
-    states, classes = states[order], classes[order].astype(np.int16)
-    ends = targets[states, classes]
-    is_first = np.ones(len(states), dtype=np.bool_)
-    is_first[1:] = (states[1:] != states[:-1]) | (ends[1:] != ends[:-1])
-    starts = is_first.nonzero()[0]
-    sizes = np.diff(np.append(starts, len(states)))
-    weights = np.random.default_rng(0).integers(1, 2**63, targets.shape[1], dtype=np.uint64)
-    keys = np.add.reduceat(weights[classes], starts)
-    _, first, number = np.unique(keys, return_index=True, return_inverse=True)
-    members = [classes[starts[i] : starts[i] + sizes[i]] for i in first]
+    num_states, num_classes = targets.shape
+    found = _EdgesOfStates(num_classes)
+    for part in _in_parts(num_states, 4 * num_classes):
+        allowance.spend(targets[part].size // 16)
+        found.add(targets[part], part.start, num_states)
+    states, ends = np.concatenate(found.states), np.concatenate(found.ends)
+    keys, numbers = np.unique(np.concatenate(found.keys), return_inverse=True)
+    members = [found.members[key] for key in keys.tolist()]
     members += [np.array(eos, dtype=np.int16), np.array(eos + other, dtype=np.int16)]
-    edges = [
-        *zip(states[starts].tolist(), number.tolist(), ends[starts].tolist(), strict=True),
-        *((state, len(first) + 1, num_states) for state in (room == 0).nonzero()[0].tolist()),
-        (num_states, len(first), num_states),
-    ]
-    by_state: list[list[tuple[int, int]]] = [[] for _ in range(num_states + 1)]
-    for state, set_number, target in edges:
-        by_state[state].append((set_number, target))
-    width = max(map(len, by_state))
+    num_members = sum(map(len, members))
+    counts = np.bincount(states, minlength=num_states + 1)
+    width = max(int((counts[:-1] + (room == 0)).max()), 1)
+    if width * num_states > MAX_EDGE_CELLS or num_members > MAX_MEMBERS:
+        raise TooLargeError(
+            f"its {num_states} states have up to {width} edges of {num_members} kinds of token; "
+            f"wanted at most {MAX_EDGE_CELLS} of the first two together, and {MAX_MEMBERS}"
+        )
     edge_sets = np.full((num_states + 1, width), len(members), dtype=np.int32)
     edge_targets = np.zeros((num_states + 1, width), dtype=np.int32)
-    for state, own in enumerate(by_state):
-        edge_sets[state, : len(own)] = [set_number for set_number, _ in own]
-        edge_targets[state, : len(own)] = [target for _, target in own]
+    places = np.arange(len(states)) - np.repeat(np.cumsum(counts) - counts, counts)
+    edge_sets[states, places], edge_targets[states, places] = numbers, ends
+    whole = (room == 0).nonzero()[0]  # behind which the end may stand
+    edge_sets[whole, counts[whole]], edge_targets[whole, counts[whole]] = len(keys) + 1, num_states
+    edge_sets[-1, 0], edge_targets[-1, 0] = len(keys), num_states
     return Language(
         class_of_token=class_of_token,
         set_starts=np.cumsum([0, *map(len, members)]).astype(np.int32),

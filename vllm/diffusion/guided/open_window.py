@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 OPEN = -2  # of `OpenWindow.kinds`: there are logits
 FREE = -3  # anything may stand there, later
 _NEVER = -1e30  # instead of -inf, which leaves differences undefined
+_CELLS_AT_ONCE = 4_000_000  # rows times members of sets
 LEAST_WEIGHT = -1e4  # of a token in nats: what the model excludes may still be all that fits
 
 
@@ -175,13 +176,15 @@ def _set_weights(
     """Weight of each set at each position, [n, S + 1] float64; the last column is no set."""
     found = np.zeros((len(window.kinds), language.num_sets + 1))
     members, starts = language.set_members, language.set_starts[:-1]
-    kept = weights[:, members]
-    best = np.maximum.reduceat(kept, starts, axis=1)
-    if is_drawn:
-        sizes = np.diff(language.set_starts)
-        shares = np.exp(kept - np.repeat(best, sizes, axis=1))
-        best = best + np.log(np.add.reduceat(shares, starts, axis=1))
-    found[window.kinds == OPEN, :-1] = best
+    rows, step = (window.kinds == OPEN).nonzero()[0], max(_CELLS_AT_ONCE // len(members), 1)
+    for first in range(0, len(rows), step):
+        kept = weights[first : first + step, members]
+        best = np.maximum.reduceat(kept, starts, axis=1)
+        if is_drawn:
+            sizes = np.diff(language.set_starts)
+            shares = np.exp(kept - np.repeat(best, sizes, axis=1))
+            best = best + np.log(np.add.reduceat(shares, starts, axis=1))
+        found[rows[first : first + step], :-1] = best
     known = (window.kinds >= 0).nonzero()[0]
     is_there = window.kinds[known, None] == members
     found[known, :-1] = np.where(np.logical_or.reduceat(is_there, starts, axis=1), 0.0, -np.inf)
@@ -191,17 +194,17 @@ def _set_weights(
 
 def _backward(language: Language, window: OpenWindow, weights: Array, *, is_drawn: bool) -> Array:
     """Value of each state behind each position, [n + 1, Q] float64."""
-    num = len(window.kinds)
+    num, edges = len(window.kinds), language.edges
     values = np.empty((num + 1, language.num_states))
     values[num] = np.where(language.room <= max(window.left, 0), 0.0, -np.inf)
     for index in range(num - 1, -1, -1):
-        options = weights[index][language.edge_sets] + values[index + 1][language.edge_targets]
-        best = options.max(axis=1)
+        options = weights[index][edges.sets] + values[index + 1][edges.targets]
+        best = np.maximum.reduceat(options, edges.starts)
         if is_drawn and window.kinds[index] != FREE:
             finite = np.maximum(best, -1e300)
-            sums = np.exp(options - finite[:, None]).sum(axis=1)
+            shares = np.exp(options - np.repeat(finite, edges.counts))
             with np.errstate(divide="ignore"):
-                best = finite + np.log(sums)
+                best = finite + np.log(np.add.reduceat(shares, edges.starts))
         values[index] = best
         if index == num + window.left:  # the answer must be whole here
             values[index, language.room > 0] = -np.inf

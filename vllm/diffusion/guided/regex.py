@@ -17,7 +17,9 @@ from vllm.diffusion.guided.syntax import (
     Then,
     chars,
     complement,
+    count_nodes,
     either,
+    repeat,
     then,
 )
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
     Encode = Callable[[list[Range]], Node]
 
+MAX_PATTERN = 20_000  # characters of a pattern
+MAX_CHARACTER_PARTS = 100_000  # of the characters and sets of a pattern, each written out once
 ANY: list[Range] = [(0, LAST_CODE_POINT)]
 _NO_LINE_END = complement([(ord("\n"), ord("\n"))])
 _WORD: list[Range] = [(48, 57), (65, 90), (95, 95), (97, 122)]
@@ -45,7 +49,9 @@ class UnsupportedPatternError(ValueError):
     """A pattern is no regular expression, or uses unsupported syntax, which is named."""
 
 
-def regex(pattern: str, encode: Encode = chars, *, searches: bool = False) -> Node:
+def regex(
+    pattern: str, encode: Encode = chars, *, searches: bool = False, origin: str = ""
+) -> Node:
     """Make the expression of what `pattern` matches as a whole.
 
     Digits, spaces and word characters are those of ASCII, where characters are asked for; where
@@ -55,62 +61,88 @@ def regex(pattern: str, encode: Encode = chars, *, searches: bool = False) -> No
         pattern: the expression.
         encode: function of ranges of characters that returns how one of them is written.
         searches: whether anything may stand before and behind, where no anchor forbids it.
+        origin: where the pattern stands: what errors about its repetitions begin with.
 
     Raises:
         UnsupportedPatternError: it cannot be had.
     """
+    if len(pattern) > MAX_PATTERN:
+        why = f"it has {len(pattern)} characters; wanted at most {MAX_PATTERN}"
+        raise UnsupportedPatternError(why)
     try:
         parsed = _parser.parse(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
+    except (re.error, RecursionError, OverflowError, ValueError) as error:
         raise UnsupportedPatternError(f"it is no regular expression: {error}") from None
     if parsed.state.flags & ~re.UNICODE:
         raise UnsupportedPatternError("flags inside of it are not supported")
-    items = list(parsed)
-    branches = [items]
-    if len(items) == 1 and items[0][0] is ops.BRANCH:
-        branches = [list(branch) for branch in items[0][1][1]]
-    around = Repeat(encode(ANY)) if searches else Then()
-    return either(_anchored(branch, around, encode) for branch in branches)
+    return _Expressions(encode, origin).whole(list(parsed), searches=searches)
 
 
-def _anchored(items: list[Any], around: Node, encode: Encode) -> Node:
-    before = after = around
-    while items and items[0][0] is ops.AT and items[0][1] in _STARTS:
-        before, items = Then(), items[1:]
-    while items and items[-1][0] is ops.AT and items[-1][1] in _ENDS:
-        after, items = Then(), items[:-1]
-    return then(before, _sequence(items, encode), after)
+class _Expressions:
+    """Makes the expressions of the parts of one parsed pattern."""
 
+    def __init__(self, encode: Encode, origin: str) -> None:
+        self._encode, self._origin = encode, origin
+        self._known: dict[tuple[Range, ...], Node] = {}
+        self._num_parts = 0
 
-def _sequence(items: Any, encode: Encode) -> Node:
-    return Then(tuple(_item(op, value, encode) for op, value in items))
+    def whole(self, items: list[Any], *, searches: bool) -> Node:
+        branches = [items]
+        if len(items) == 1 and items[0][0] is ops.BRANCH:
+            branches = [list(branch) for branch in items[0][1][1]]
+        around = Repeat(self._encode(ANY)) if searches else Then()
+        return either(self._anchored(branch, around) for branch in branches)
 
+    def _anchored(self, items: list[Any], around: Node) -> Node:
+        first, last, before, after = 0, len(items), around, around
+        while first < last and items[first][0] is ops.AT and items[first][1] in _STARTS:
+            before, first = Then(), first + 1
+        while first < last and items[last - 1][0] is ops.AT and items[last - 1][1] in _ENDS:
+            after, last = Then(), last - 1
+        return then(before, self._sequence(items[first:last]), after)
 
-def _item(op: Any, value: Any, encode: Encode) -> Node:
-    if op is ops.LITERAL:
-        return encode([(value, value)])
-    if op is ops.NOT_LITERAL:
-        return encode(complement([(value, value)]))
-    if op is ops.ANY:
-        return encode(_NO_LINE_END)
-    if op is ops.IN:
-        return encode(_members(value))
-    if op is ops.BRANCH:
-        return Either(tuple(_sequence(branch, encode) for branch in value[1]))
-    if op is ops.SUBPATTERN and not value[1] and not value[2]:
-        return _sequence(value[3], encode)
-    if op in (ops.MAX_REPEAT, ops.MIN_REPEAT):
-        least, most, inner = value
-        return Repeat(_sequence(inner, encode), least, None if most is ops.MAXREPEAT else most)
-    name = value if op is ops.AT else op
-    raise UnsupportedPatternError(f"{str(name).lower()} is not supported there")
+    def _sequence(self, items: Any) -> Node:
+        return Then(tuple(self._item(op, value) for op, value in items))
+
+    def _item(self, op: Any, value: Any) -> Node:
+        if op is ops.LITERAL:
+            return self._character([(value, value)])
+        if op is ops.NOT_LITERAL:
+            return self._character(complement([(value, value)]))
+        if op is ops.ANY:
+            return self._character(_NO_LINE_END)
+        if op is ops.IN:
+            return self._character(_members(value))
+        if op is ops.BRANCH:
+            return Either(tuple(self._sequence(branch) for branch in value[1]))
+        if op is ops.SUBPATTERN and not value[1] and not value[2]:
+            return self._sequence(value[3])
+        if op in (ops.MAX_REPEAT, ops.MIN_REPEAT):
+            least, most, inner = value
+            most = None if most is ops.MAXREPEAT else most
+            times = str(least) if least == most else f"{least},{'' if most is None else most}"
+            origin = f"{self._origin}repetition {{{times}}}"
+            return repeat(self._sequence(inner), least, most, origin)
+        name = value if op is ops.AT else op
+        raise UnsupportedPatternError(f"{str(name).lower()} is not supported there")
+
+    def _character(self, ranges: list[Range]) -> Node:
+        """Return how a character of `ranges` is written; equal ones share their expression."""
+        key = tuple(ranges)
+        if key not in self._known:
+            self._known[key] = node = self._encode(ranges)
+            self._num_parts += len(ranges) + count_nodes(node)
+            if self._num_parts > MAX_CHARACTER_PARTS:
+                why = f"its sets have more than {MAX_CHARACTER_PARTS} parts; wanted at most as many"
+                raise UnsupportedPatternError(why)
+        return self._known[key]
 
 
 def _members(items: list[Any]) -> list[Range]:
     """Return the code points of a set in brackets."""
     is_negated = items[0][0] is ops.NEGATE
     found: list[Range] = []
-    for op, value in items[is_negated:]:
+    for op, value in dict.fromkeys(items[is_negated:]):
         if op is ops.LITERAL:
             found.append((value, value))
         elif op is ops.RANGE:

@@ -13,6 +13,8 @@ LAST_CODE_POINT = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
 _LAST_OF_LENGTH = (0x7F, 0x7FF, 0xFFFF, LAST_CODE_POINT)
 
+_LARGEST_COUNT = 10**12  # of parts; more are not told apart
+
 Range: TypeAlias = tuple[int, int]  # code points or bytes, both ends included
 
 
@@ -39,11 +41,15 @@ class Either:
 
 @dataclass(frozen=True)
 class Repeat:
-    """`least` to `most` repetitions of a node; None is without bound."""
+    """`least` to `most` repetitions of a node; None is without bound.
+
+    `origin` says which part of a format asks for so many; "" where none does.
+    """
 
     node: Node
     least: int = 0
     most: int | None = None
+    origin: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,20 @@ def either(options: Iterable[Node | str]) -> Node:
     """Make the alternative of options; strings stand for themselves."""
     found = tuple(text(option) if isinstance(option, str) else option for option in options)
     return found[0] if len(found) == 1 else Either(found)
+
+
+def repeat(node: Node, least: int, most: int | None, origin: str = "") -> Node:
+    """Make the expression of repetitions; repetitions of repetitions become one where they can.
+
+    `(x{0,m}){a,b}` is `x{0,mb}` and `(x{1,m}){a,b}` is `x{a,mb}`, as no number is left out.
+    """
+    while isinstance(node, Then) and len(node.parts) == 1:
+        node = node.parts[0]
+    if not isinstance(node, Repeat) or node.least > 1:
+        return Repeat(node, least, most, origin)
+    is_open = None in (most, node.most) and 0 not in (most, node.most)
+    times = None if is_open else (most or 0) * (node.most or 0)
+    return Repeat(node.node, least * node.least, times, origin)
 
 
 def maybe(node: Node) -> Node:
@@ -143,14 +163,45 @@ def _one(byte: int) -> Byte:
     return Byte(1 << byte)
 
 
-def count_nodes(node: Node) -> int:
-    """Bound the states of an automaton of `node`, with repetitions written out."""
+def count_nodes(node: Node, known: dict[int, int] | None = None) -> int:
+    """Bound the states of an automaton of `node`, with repetitions written out.
+
+    Args:
+        node: the expression; nodes that stand in several places are counted once and multiplied.
+        known: counts by id of nodes that are kept elsewhere; filled.
+    """
+    known = {} if known is None else known
     if isinstance(node, Byte):
         return 1
+    if id(node) not in known:
+        known[id(node)] = min(_count_parts(node, known), _LARGEST_COUNT)
+    return known[id(node)]
+
+
+def _count_parts(node: Then | Either | Repeat | Multiple, known: dict[int, int]) -> int:
     if isinstance(node, Multiple):
         return node.factor + 1
     if isinstance(node, Repeat):
         times = node.least + 1 if node.most is None else max(node.most, 1)
-        return times * (count_nodes(node.node) + 1)
+        return times * (count_nodes(node.node, known) + 1)
     inner: Sequence[Node] = node.parts if isinstance(node, Then) else node.options
-    return 1 + sum(map(count_nodes, inner))
+    return 1 + sum(count_nodes(part, known) for part in inner)
+
+
+def largest_repeat(node: Node) -> str:
+    """Return the origin of the repetition with the most parts; "" if none has one."""
+    known: dict[int, int] = {}
+    count_nodes(node, known)
+    best, origin, seen, waiting = 0, "", set(), [node]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (Byte, Multiple)) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if not isinstance(node, Repeat):
+            waiting += node.parts if isinstance(node, Then) else node.options
+            continue
+        waiting.append(node.node)
+        if node.origin and known[id(node)] > best:
+            best, origin = known[id(node)], node.origin
+    return origin

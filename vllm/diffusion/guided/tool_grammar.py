@@ -5,17 +5,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm.diffusion.guided.json_schema import SchemaError, from_schema
+from vllm.diffusion.guided.json_schema import from_schema
 from vllm.diffusion.guided.regex import ANY
+from vllm.diffusion.guided.schema_keywords import ANNOTATIONS, TYPES
 from vllm.diffusion.guided.syntax import Repeat, chars, complement, either, maybe, then
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from vllm.diffusion.guided.allowance import Allowance
     from vllm.diffusion.guided.syntax import Node
 
 CALL_START = '<tool_call>\n{"name": '
 CALL_END = "}\n</tool_call>"
+_WITHOUT_MEMBERS: dict[str, Any] = {"type": "object", "additionalProperties": False}
 
 
 class Tools(NamedTuple):
@@ -30,22 +33,33 @@ class Tools(NamedTuple):
     may_answer: bool
 
 
-def calls(tools: Tools) -> Node:
+def calls(tools: Tools, allowance: Allowance | None = None) -> Node:
     """Make the expression of one call of any of the functions.
 
-    Where text is allowed, it must not look like a call.
+    Where text is allowed, it must not look like a call. A function whose schema names no member of
+    its arguments is called without any.
 
     Raises:
         SchemaError: naming the function and the keyword of its parameters that cannot be had.
     """
     options: list[Node] = []
     for name, schema in tools.parameters.items():
-        try:
-            arguments = from_schema(schema)
-        except SchemaError as error:
-            raise SchemaError(f"/{name}{error.place}", error.keyword, error.why) from None
+        schema = {**schema, **_WITHOUT_MEMBERS} if _is_without_members(schema) else schema
+        arguments = from_schema(schema, f"/{name}", allowance)
         options.append(then(f'{CALL_START}"{name}", "arguments": ', arguments, CALL_END))
     if tools.may_answer:
         other = chars(complement([(ord("<"), ord("<"))]))
         options.append(maybe(then(other, Repeat(chars(ANY)))))
     return either(options)
+
+
+def _is_without_members(schema: Any) -> bool:
+    """Whether the schema of a function's arguments neither names nor asks for any member."""
+    return (
+        isinstance(schema, dict)
+        and schema.get("type", "object") == "object"
+        and not schema.get("properties")
+        and not schema.get("required")
+        and not schema.get("additionalProperties")
+        and schema.keys() <= ANNOTATIONS | TYPES["object"] | {"type"}
+    )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from transformers import PreTrainedConfig
 
 from vllm.diffusion.core.errors import ModelConfigError
+from vllm.diffusion.models.config_keys import unknown_keys
 from vllm.diffusion.request.families import ARCHITECTURES, FAMILIES, family_of
 
 if TYPE_CHECKING:
@@ -145,6 +146,16 @@ class DiffusionConfig(PreTrainedConfig):
         """
         target = _class_of(config_dict, default=cls)
         return super(DiffusionConfig, target).from_dict(config_dict, **kwargs)
+
+    @classmethod
+    def known_keys(cls) -> frozenset[str]:
+        """Keys of config.json that the class reads, or knows to change nothing."""
+        return frozenset((cls.block_length_key,))
+
+    @property
+    def unknown_keys(self) -> tuple[str, ...]:
+        """Keys of config.json that nothing here reads, and that may change a forward."""
+        return unknown_keys(vars(self), self.known_keys())
 
     @property
     def family(self) -> Family:

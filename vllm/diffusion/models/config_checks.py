@@ -26,17 +26,20 @@ def check_positive(values: Mapping[str, Any], key: str, whole: bool = True) -> N
 
 
 def check_only(values: Mapping[str, Any], only: Mapping[str, bool | str]) -> None:
-    """Check that every key of `only` has the value given there, the only supported one."""
+    """Check that the keys of `only` that are there have the value given there."""
     for key, wanted in only.items():
-        if values[key] != wanted:
+        if values.get(key, wanted) != wanted:
             refuse(values, key, f"only {_json(wanted)} is supported")
 
 
 def check_mask_id(values: Mapping[str, Any], size_key: str = "vocab_size") -> None:
-    """Check that the mask token is a row of the embedding, whose rows `size_key` counts."""
+    """Check that the mask token, if given, is a row of the embedding, which `size_key` counts.
+
+    Where it is not given, the tokenizer has it.
+    """
     key = "mask_token_id"
-    token, size = values[key], values[size_key]
-    if not isinstance(token, int) or not 0 <= token < size:
+    token, size = values.get(key), values[size_key]
+    if token is not None and (type(token) is not int or not 0 <= token < size):
         refuse(values, key, f"an id from 0 to {size_key} - 1 = {size - 1}")
 
 
@@ -73,26 +76,10 @@ def check_rotary_share(values: Mapping[str, Any]) -> None:
         refuse(values, "partial_rotary_factor", wanted)
 
 
-def plain_rope_theta(values: dict[str, Any]) -> float | None:
-    """Remove the descriptions of scaled rotary embeddings from `values`; refuse any in use.
-
-    Returns:
-        the base of the frequencies that such a description gives: newer configurations hold it
-        there, and not in a `rope_theta` of their own.
-    """
-    theta = None
-    for key in ("rope_scaling", "rope_parameters"):
-        described = values.get(key)
-        if described is not None:
-            kind = None
-            if isinstance(described, dict):
-                usual = "default" if key == "rope_parameters" else None
-                kind = described.get("rope_type", described.get("type", usual))
-                theta = described.get("rope_theta", theta)
-            if kind != "default":
-                refuse(values, key, 'only null, or rope_type "default", is supported')
-        values.pop(key, None)
-    return theta
+def check_rotary_dim(values: Mapping[str, Any]) -> None:
+    """Check that all of a head's channels are rotated, if their number is given."""
+    if values.get("rotary_dim") not in (None, values["head_dim"]):
+        refuse(values, "rotary_dim", f"null, or all {values['head_dim']}, is supported")
 
 
 def _json(value: bool | str) -> str:

@@ -34,6 +34,7 @@ class DiffuLlamaConfig(StandardConfig):
         "mlp_bias": False,
         "use_sliding_window": False,
     }
+    HARMLESS: ClassVar[tuple[str, ...]] = ()
     ONLY: ClassVar[dict[str, bool | str]] = {
         **StandardConfig.ONLY,
         "attention_bias": False,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.diffusion.models.config_checks import check_mask_id
 from vllm.diffusion.models.standard_config import QWEN_DEFAULTS, StandardConfig
 
 if TYPE_CHECKING:
@@ -22,15 +21,10 @@ class DreamConfig(StandardConfig):
 
     model_type: ClassVar[str] = "Dream"
 
-    DEFAULTS: ClassVar[dict[str, Any]] = {
-        **QWEN_DEFAULTS,
-        "eos_token_id": 151643,
-        "pad_token_id": 151643,
-        "mask_token_id": 151666,
-    }
-
-    def check_more(self, values: dict[str, Any]) -> None:
-        check_mask_id(values)
+    eos_token_id: ClassVar[int] = 151643
+    pad_token_id: ClassVar[int] = 151643
+    DEFAULTS: ClassVar[dict[str, Any]] = QWEN_DEFAULTS
+    ONLY: ClassVar[dict[str, bool | str]] = {**StandardConfig.ONLY, "attention_bias": True}
 
     @property
     def architecture(self) -> Architecture:

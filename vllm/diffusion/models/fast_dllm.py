@@ -22,6 +22,7 @@ class FastDLLMConfig(StandardConfig):
     block_length_key: ClassVar[str] = "bd_size"
 
     DEFAULTS: ClassVar[dict[str, Any]] = QWEN_DEFAULTS
+    ONLY: ClassVar[dict[str, bool | str]] = {**StandardConfig.ONLY, "attention_bias": True}
 
     @property
     def architecture(self) -> Architecture:

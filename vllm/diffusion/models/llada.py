@@ -15,12 +15,15 @@ from vllm.diffusion.models.config_checks import (
     check_mask_id,
     check_only,
     check_positive,
+    check_rotary_dim,
     head_width,
     refuse,
 )
+from vllm.diffusion.models.config_keys import check_foreign
+from vllm.diffusion.models.rope_keys import read_rope
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
 
 MODULE_NAMES = {
@@ -48,7 +51,7 @@ class LLaDAConfig(DiffusionConfig):
     Hugging Face names) is accepted in its place where the LLaDA name is absent, and always works
     as an attribute. A key that is absent takes the default of the public configuration class,
     except for the five keys of `REQUIRED`, whose defaults describe another architecture (GPT-2's)
-    and must therefore be written out.
+    and must therefore be written out, and for special tokens, which are then the tokenizer's.
 
     After construction `embedding_size` (rows of the embedding and of the head), `n_kv_heads`,
     `mlp_hidden_size` and `head_dim` are integers: null has been resolved.
@@ -100,10 +103,11 @@ class LLaDAConfig(DiffusionConfig):
         "scale_logits": False,
         "vocab_size": 50257,
         "embedding_size": 50304,
-        "eos_token_id": 50256,
-        "pad_token_id": 50256,
-        "mask_token_id": 50256,
     }
+    # No shape of a tensor shows that the value of an alias is not the one that counts.
+    UNSEEN: ClassVar[tuple[str, ...]] = (
+        *("num_attention_heads", "num_key_value_heads", "hidden_act", "tie_word_embeddings"),
+    )
 
     if TYPE_CHECKING:
         d_model: int
@@ -119,15 +123,24 @@ class LLaDAConfig(DiffusionConfig):
         embedding_size: int
 
     def __init__(self, **values: Any) -> None:
-        given = _primary_names(values, self.attribute_map)
+        read_rope(values)
+        given = _primary_names(values, self.attribute_map, self.UNSEEN)
         for key, wanted in self.REQUIRED.items():
             if given.get(key) is None:
                 raise ModelConfigError(key, None, f"it must be given explicitly: {wanted}")
+        if given.get("rope_theta") is None:
+            given.pop("rope_theta", None)  # null is the default
         complete = _resolve_nulls({**self.DEFAULTS, **given})
         _check_supported(complete)
+        check_foreign(complete, self.known_keys())
         _check_shapes(complete)
         complete["head_dim"] = head_width(complete, "d_model", "n_heads", "n_kv_heads")
+        check_rotary_dim(complete)
         super().__init__(**complete)
+
+    @classmethod
+    def known_keys(cls) -> frozenset[str]:
+        return frozenset((*cls.DEFAULTS, *cls.REQUIRED, *cls.attribute_map, "clip_qkv"))
 
     @property
     def architecture(self) -> Architecture:
@@ -153,12 +166,20 @@ class LLaDAConfig(DiffusionConfig):
         return f"model.transformer.block_groups.{group}.{member}"
 
 
-def _primary_names(values: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
-    """Rename each alias to its primary name; where both are given, the primary one counts."""
+def _primary_names(
+    values: Mapping[str, Any], aliases: Mapping[str, str], unseen: Collection[str]
+) -> dict[str, Any]:
+    """Rename each alias to its primary name; where both are given, the primary one counts.
+
+    An alias of `unseen` that says something else is refused.
+    """
     primary = {key: value for key, value in values.items() if key not in aliases}
     for alias, name in aliases.items():
-        if alias in values:
-            primary.setdefault(name, values[alias])
+        if alias not in values:
+            continue
+        both = (values[alias], primary.setdefault(name, values[alias]))
+        if alias in unseen and None not in both and both[0] != both[1]:
+            refuse(values, alias, f"{both[1]!r}, as {name} says, or null")
     return primary
 
 
@@ -198,9 +219,8 @@ def _check_supported(values: Mapping[str, Any]) -> None:
     if norm_bias or (norm_bias is None and values["include_bias"]):
         # null follows include_bias
         refuse(values, "bias_for_layer_norm", "only false is supported")
-    for key in ("rope_scaling", "clip_qkv"):
-        if values.get(key) is not None:
-            refuse(values, key, "only null is supported")
+    if values.get("clip_qkv") is not None:
+        refuse(values, "clip_qkv", "only null is supported")
 
 
 def _check_shapes(values: Mapping[str, Any]) -> None:

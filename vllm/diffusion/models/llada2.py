@@ -66,6 +66,8 @@ class LLaDA2Config(StandardConfig):
         "use_qk_norm": True,
         "norm_head": False,
         "score_function": "sigmoid",
+        "scoring_func": "sigmoid",
+        "moe_router_score_function": "sigmoid",
         "norm_topk_prob": True,
         "moe_router_enable_expert_bias": True,
         "router_dtype": "fp32",

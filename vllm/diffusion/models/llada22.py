@@ -27,6 +27,7 @@ class LLaDA22Config(LLaDA2Config):
     DEFAULTS: ClassVar[dict[str, Any]] = {
         **LLaDA2Config.DEFAULTS,
         "block_size": 32,
+        "expert_capacity": None,
         "delete_token_id": None,
         "split_token_id": None,
     }

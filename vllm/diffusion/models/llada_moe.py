@@ -33,6 +33,8 @@ class LLaDAMoEConfig(StandardConfig):
 
     model_type: ClassVar[str] = "lladamoe"
 
+    eos_token_id: ClassVar[int] = 156892
+    pad_token_id: ClassVar[int] = 156892
     SIZES: ClassVar[tuple[str, ...]] = (
         *(key for key in StandardConfig.SIZES if key != "intermediate_size"),
         *("num_experts", "num_experts_per_tok", "expert_intermediate_size"),
@@ -54,10 +56,9 @@ class LLaDAMoEConfig(StandardConfig):
         "moe_layer_freq": 1,
         "moe_router_score_function": "softmax",
         "moe_router_enable_expert_bias": False,
-        "eos_token_id": 156892,
-        "pad_token_id": 156892,
-        "mask_token_id": 156895,
     }
+    # The public forward never normalises the weights of experts.
+    HARMLESS: ClassVar[tuple[str, ...]] = (*StandardConfig.HARMLESS, "norm_topk_prob")
     ONLY: ClassVar[dict[str, bool | str]] = {
         **StandardConfig.ONLY,
         "attention_bias": False,

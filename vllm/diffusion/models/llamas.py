@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.models.config import DiffusionConfig, config_class_of
 from vllm.diffusion.request.families import DIFFULLAMA, family_of
@@ -29,7 +29,10 @@ def adopt(model: ModelConfig) -> None:
         ModelConfigError: it is ours, and asks for what its forward does not have.
     """
     config = model.hf_config
-    if isinstance(config, DiffusionConfig) or model.runner_type != "generate":
+    if isinstance(config, DiffusionConfig):
+        config.from_dict(config.to_dict())  # refuses what --hf-overrides have set since
+        return
+    if model.runner_type != "generate":
         return
     family = family_of(config.architectures, None)
     if family is None:
@@ -38,12 +41,26 @@ def adopt(model: ModelConfig) -> None:
         logger.info("A llama checkpoint with a mask token: it is run as DiffuLLaMA.")
         family = DIFFULLAMA
     architectures = list(family.architectures)
-    values = {**config.to_dict(), "architectures": architectures}
+    values = {**_values(model), "architectures": architectures}
     model.hf_config = config_class_of(family).from_dict(values)
     model.hf_text_config = get_hf_text_config(model.hf_config)
     model.model_arch_config = model.get_model_arch_config()
     found = model.registry.inspect_model_cls(architectures, model)
     model._model_info, model._architecture = found
+
+
+def _values(model: ModelConfig) -> dict[str, Any]:
+    """Return the configuration as config.json has it.
+
+    transformers adds the ids of Llama's special tokens, and rewrites the rotary keys.
+    """
+    values: dict[str, Any] = model.hf_config.to_dict()
+    file = get_hf_file_to_dict("config.json", model.model, model.revision)
+    overrides = model.hf_overrides
+    if not file or not isinstance(overrides, dict):
+        return values
+    changed = (*overrides, "quantization_config")  # which upstream may read from another file
+    return {**file, **{key: values[key] for key in changed if key in values}}
 
 
 def _has_mask_token(model: ModelConfig) -> bool:

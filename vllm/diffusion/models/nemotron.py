@@ -11,13 +11,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.diffusion.core.positions import QueryGrowth, Yarn
-from vllm.diffusion.models.config_checks import check_mask_id, check_positive, refuse
+from vllm.diffusion.models.config_checks import check_positive, refuse
+from vllm.diffusion.models.rope_keys import description, kind_of
 from vllm.diffusion.models.standard_config import StandardConfig
 
 if TYPE_CHECKING:
     from vllm.diffusion.models.config import Architecture
 
 _NUMBERS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "rope_theta")
+_READ = frozenset(
+    (
+        *_NUMBERS,
+        *("rope_type", "type", "partial_rotary_factor", "mscale", "mscale_all_dim"),
+        *("attention_factor", "llama_4_scaling_beta", "truncate"),
+    )
+)
 
 
 class NemotronConfig(StandardConfig):
@@ -28,6 +36,8 @@ class NemotronConfig(StandardConfig):
 
     model_type: ClassVar[str] = "nemotron_labs_diffusion"
 
+    bos_token_id: ClassVar[int] = 1
+    eos_token_id: ClassVar[int] = 11
     DEFAULTS: ClassVar[dict[str, Any]] = {
         "vocab_size": 131072,
         "hidden_size": 4096,
@@ -44,9 +54,6 @@ class NemotronConfig(StandardConfig):
         "mlp_bias": False,
         "sliding_window": None,
         "dlm_paradigm": "bidirectional",
-        "bos_token_id": 1,
-        "eos_token_id": 11,
-        "mask_token_id": 100,
         "block_size": 32,
     }
     ONLY: ClassVar[dict[str, bool | str]] = {
@@ -54,19 +61,27 @@ class NemotronConfig(StandardConfig):
         "attention_bias": False,
         "mlp_bias": False,
         "dlm_paradigm": "bidirectional",
+        "dlm_type": "llada",
     }
 
     if TYPE_CHECKING:
         rope_parameters: dict[str, Any]
 
-    def read_rope(self, values: dict[str, Any]) -> float | None:
+    def read_rope(self, values: dict[str, Any]) -> None:
         if values.get("sliding_window") is not None:
             refuse(values, "sliding_window", "only null is supported")
-        for key in ("rope_theta", "rope_scaling"):  # what counts stands in `rope_parameters`
-            values.pop(key, None)
-        described = values.get("rope_parameters") or {}
-        if described.get("rope_type", described.get("type")) != "yarn":
+        described, older = (description(values, key) for key in ("rope_parameters", "rope_scaling"))
+        if older not in ({}, described):
+            refuse(values, "rope_scaling", "null, or what rope_parameters says, is supported")
+        if kind_of(described) != "yarn":
             refuse(values, "rope_parameters", 'only rope_type "yarn" is supported')
+        unread = sorted(described.keys() - _READ)
+        if unread:
+            refuse(described, unread[0], "wanted none: a description of YaRN does not have it")
+        if described.get("partial_rotary_factor", 1) != 1:
+            refuse(described, "partial_rotary_factor", "1, or null")
+        values.pop("rope_scaling", None)
+        values["rope_parameters"] = described
         for key in _NUMBERS:
             check_positive(described, key, whole=False)
         growth = described.get("llama_4_scaling_beta")
@@ -79,14 +94,10 @@ class NemotronConfig(StandardConfig):
             refuse(described, "attention_factor", "1, or null")
         if not described.get("truncate", True):
             refuse(described, "truncate", "only true is supported")
-        return float(described["rope_theta"])
+        values["rope_theta"] = float(described["rope_theta"])  # what stands beside it never counts
 
     def validate_rope(self, *args: Any, **options: Any) -> None:
         """Leave to `read_rope` what transformers would check, by other rules, and complain of."""
-
-    def check_more(self, values: dict[str, Any]) -> None:
-        super().check_more(values)
-        check_mask_id(values)
 
     @property
     def architecture(self) -> Architecture:

@@ -46,6 +46,15 @@ class SDARMoeConfig(SDARConfig):
         moe_intermediate_size: int
         norm_topk_prob: bool
 
+    HARMLESS: ClassVar[tuple[str, ...]] = (*SDARConfig.HARMLESS, "num_local_experts")
+
+    def __init__(self, **values: Any) -> None:
+        # transformers 5 has the number of experts under a name of its own.
+        local = values.get("num_local_experts")
+        if local is not None and values.setdefault("num_experts", local) != local:
+            refuse(values, "num_local_experts", "null, or what num_experts says, is supported")
+        super().__init__(**values)
+
     def check_more(self, values: dict[str, Any]) -> None:
         super().check_more(values)
         experts, num_layers = values["num_experts"], values["num_hidden_layers"]

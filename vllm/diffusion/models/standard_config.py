@@ -10,10 +10,12 @@ from vllm.diffusion.models.config_checks import (
     check_mask_id,
     check_only,
     check_positive,
+    check_rotary_dim,
     head_width,
-    plain_rope_theta,
     refuse,
 )
+from vllm.diffusion.models.config_keys import check_foreign
+from vllm.diffusion.models.rope_keys import read_rope
 
 # Of Qwen2's configuration class, from which several families come.
 QWEN_DEFAULTS: dict[str, Any] = {
@@ -42,11 +44,13 @@ class StandardConfig(DiffusionConfig):
         DEFAULTS: defaults of the family's public configuration class.
         ONLY: options with a single supported value.
         SIZES: keys whose values are whole numbers of at least 1.
+        HARMLESS: further keys of the family's files that change no forward.
 
     Raises:
         ModelConfigError: naming the key, its value and what would be accepted.
     """
 
+    HARMLESS: ClassVar[tuple[str, ...]] = ("sliding_window",)
     DEFAULTS: ClassVar[dict[str, Any]] = {}
     ONLY: ClassVar[dict[str, bool | str]] = {"hidden_act": "silu", "use_sliding_window": False}
     SIZES: ClassVar[tuple[str, ...]] = (
@@ -55,13 +59,14 @@ class StandardConfig(DiffusionConfig):
     )
 
     def __init__(self, **values: Any) -> None:
-        theta = self.read_rope(values)
-        complete = {**self.DEFAULTS, **({} if theta is None else {"rope_theta": theta}), **values}
+        self.read_rope(values)
+        if values.get("rope_theta") is None:
+            values.pop("rope_theta", None)  # null is the default
+        complete = {**self.DEFAULTS, **values}
         if complete["num_key_value_heads"] is None:
             complete["num_key_value_heads"] = complete["num_attention_heads"]
         check_only(complete, self.ONLY)
-        if any(kind != "full_attention" for kind in complete.get("layer_types") or ()):
-            refuse(complete, "layer_types", 'only "full_attention" is supported')
+        check_foreign(complete, self.known_keys())
         complete["sliding_window"] = None
         for key in self.SIZES:
             check_positive(complete, key)
@@ -69,15 +74,23 @@ class StandardConfig(DiffusionConfig):
             check_positive(complete, key, whole=False)
         complete["head_dim"] = head_width(complete)
         self.check_more(complete)
+        if "partial_rotary_factor" not in self.DEFAULTS:  # which counts, where a family has it
+            check_rotary_dim(complete)
+        if complete.get("weight_tying") not in (None, complete["tie_word_embeddings"]):
+            refuse(complete, "weight_tying", "null, or what tie_word_embeddings says, is supported")
         super().__init__(**complete)
 
-    def read_rope(self, values: dict[str, Any]) -> float | None:
-        """Check how rotary embeddings are described; return the base that stands there, if any."""
-        return plain_rope_theta(values)
+    @classmethod
+    def known_keys(cls) -> frozenset[str]:
+        own = (*cls.DEFAULTS, *cls.ONLY, *cls.SIZES, *cls.HARMLESS)
+        return frozenset((*own, cls.block_length_key))
+
+    def read_rope(self, values: dict[str, Any]) -> None:
+        """Check how rotary embeddings are described, and set what stands there in `values`."""
+        read_rope(values, None if "partial_rotary_factor" in self.DEFAULTS else 1.0)
 
     def check_more(self, values: dict[str, Any]) -> None:
         """Check, or complete, the keys of this family; the rest of `values` is complete."""
         if values.get(self.block_length_key) is not None:
             check_positive(values, self.block_length_key)
-        if values.get("mask_token_id") is not None:  # else the tokenizer has it
-            check_mask_id(values)
+        check_mask_id(values)

@@ -55,6 +55,10 @@ class Updatable(nn.Module):
         self._received = set()
         self._renew_largest()
 
+    def cancel_update(self) -> None:
+        """End an update in which no tensor has come."""
+        self._received = None
+
     def end_update(self) -> list[str]:
         """End an update; return the names of the tensors that did not come."""
         received, self._received = self._received or set(), None

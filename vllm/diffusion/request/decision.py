@@ -115,6 +115,7 @@ def attach(sampling: Any, decided: DiffusionParams, index: int = 0) -> None:
     kept = {k: v for k, v in (sampling.extra_args or {}).items() if k in RESERVED_EXTRA_ARGS}
     sampling.extra_args = {**kept, DECISION: decided}
     sampling.structured_outputs = None  # upstream would compile a grammar that nobody uses
+    sampling.bad_words = None  # and tokenise words that are tokenised already
     sampling.thinking_token_budget = None  # and want a server that parses what a model thinks
     sampling.seed = None if decided.seed is None else (decided.seed + index) % 2**SEED_BITS
 
@@ -153,9 +154,8 @@ def asked_by(sampling: Any) -> dict[str, Any]:
     refuse_unsupported({name: getattr(sampling, name, None) for name in UNSUPPORTED})
     extra = {k: v for k, v in (sampling.extra_args or {}).items() if k not in RESERVED_EXTRA_ARGS}
     ignored = _ignored_elsewhere(extra.pop(IGNORED, []))
-    spec = spec_of(extra.pop(STRUCTURED, None) or _structured_outputs(sampling))
-    if SPEC in extra:
-        spec = unpacked(extra.pop(SPEC))
+    spec = asked_format(sampling)
+    extra = {k: v for k, v in extra.items() if k not in (STRUCTURED, SPEC)}
     score = extra.pop(SCORE, None)
     others = sorted(extra.keys() - BESIDE_A_SCORE)
     if score is not None and others:
@@ -180,6 +180,18 @@ def asked_by(sampling: Any) -> dict[str, Any]:
             "logprobs", sampling.logprobs, "wanted how many alternatives, 0 or more"
         )
     return given
+
+
+def asked_format(sampling: Any) -> Spec | None:
+    """Return the format that a `SamplingParams` asks for.
+
+    Raises:
+        InvalidParameterError: it is none.
+    """
+    extra = sampling.extra_args or {}
+    if SPEC in extra:
+        return unpacked(extra[SPEC])
+    return spec_of(extra.get(STRUCTURED) or _structured_outputs(sampling))
 
 
 def _structured_outputs(sampling: Any) -> dict[str, Any] | None:
@@ -229,6 +241,7 @@ def decide(
     logprobs, left_out = request.pop("logprobs", None), request.pop(IGNORED, ())
     upstream_max_tokens = request.pop("upstream_max_tokens", None)
     algorithm = _algorithm(request, model, spec)
+    _check_thinking(request, model)
     ignored = _ignored(request, algorithm, model)
     for name in ignored:
         request.pop(name, None)
@@ -249,7 +262,7 @@ def decide(
         cache=cache,
         seed=None,
         stop_ids=frozenset() if values["ignore_eos"] else end_ids,
-        edits=edits_of(request, model, end_ids, lengths.max_tokens),
+        edits=edits_of(request, model, end_ids, lengths.max_tokens, num_prompt + lengths.canvas),
         logprobs=len(told_ids) if told_ids else logprobs,
         logprob_token_ids=told_ids,
         ignored=(*ignored, *left_out),
@@ -675,7 +688,7 @@ def _delimiter_ids(
         raise InvalidParameterError(
             "delimiter_ids", ids, f"wanted token ids from 0 to {model.vocab_size - 1}"
         )
-    return ids
+    return tuple(dict.fromkeys(ids))
 
 
 def check_score(score: Any, model: ServedModel, prompt: Sequence[int]) -> ScoreRequest:
@@ -710,6 +723,13 @@ def _check_infill(request: Mapping[str, Any], model: ServedModel) -> None:
     if request.get("allow_infill") and model.family.has_causal_context:
         wanted = f"wanted false: a model of family {model.family.name} reads a prompt causally"
         raise InvalidParameterError("allow_infill", True, wanted)
+
+
+def _check_thinking(request: Mapping[str, Any], model: ServedModel) -> None:
+    """Refuse a bound of thinking where a model thinks and its tokenizer cannot bound it."""
+    name, absent = "thinking_token_budget", model.ids.no_think
+    if absent is not None and request.get(name) not in (None, *BY_NAME[name].neutral):
+        raise InvalidParameterError(name, request[name], f"wanted none: no token is {absent}")
 
 
 def _check_special_ids(request: Mapping[str, Any], ids: SpecialIds) -> None:

@@ -6,6 +6,7 @@ Nothing here imports torch or upstream.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.core.errors import InvalidParameterError
@@ -17,10 +18,16 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.served_model import ServedModel
 
 MOST_BAD_WORDS = 256  # sequences of token ids; each is looked for around every masked position
+MOST_BAD_LETTERS = 32768  # of all bad words together, which bounds the time of tokenising them
+MOST_SPELLED = 64  # lists of bad words whose token ids are kept: a body with many prompts has one
 
 
 def edits_of(
-    request: Mapping[str, Any], model: ServedModel, end_ids: frozenset[int], max_tokens: int
+    request: Mapping[str, Any],
+    model: ServedModel,
+    end_ids: frozenset[int],
+    max_tokens: int,
+    num_tokens: int,
 ) -> Edits | None:
     """Return what a request changes of its logits; None where that is nothing.
 
@@ -29,6 +36,7 @@ def edits_of(
         model: the served model.
         end_ids: ids that end an answer, unless the request ignores them.
         max_tokens: the longest answer.
+        num_tokens: prompt and canvas; longer bad words cannot become part of them.
 
     Raises:
         InvalidParameterError: naming the field, the given and the wanted value.
@@ -44,7 +52,7 @@ def edits_of(
     _check_ids("logit_bias", bias, model.vocab_size)
     found = Edits(
         allowed_token_ids=_allowed(request, model),
-        bad_words=_bad_words(request.get("bad_words", ()), model),
+        bad_words=_bad_words(request.get("bad_words", ()), model, num_tokens),
         min_tokens=min_tokens,
         end_ids=tuple(sorted(end_ids)) if min_tokens else (),
         logit_bias=tuple(sorted((token, value) for token, value in bias.items() if value)),
@@ -70,20 +78,41 @@ def _allowed(request: Mapping[str, Any], model: ServedModel) -> tuple[int, ...]:
     return found
 
 
-def _bad_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of words, at the beginning of a text and behind a space."""
+def _bad_words(
+    words: Sequence[str], model: ServedModel, num_tokens: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the token ids of words, at the beginning of a text and behind a space.
+
+    Words of more than `num_tokens` tokens, and of several with the mask token, are left out: no
+    answer has them.
+    """
     if not words:
         return ()
     if model.encode is None:
         raise InvalidParameterError("bad_words", list(words), "wanted a server with a tokenizer")
-    found: dict[tuple[int, ...], None] = {}
-    for word in words:
-        found.update(dict.fromkeys(_spellings(word, model.encode)))
+    most, num_letters = f"wanted at most {MOST_BAD_WORDS} words", sum(map(len, words))
+    if len(words) > MOST_BAD_WORDS:
+        raise InvalidParameterError("bad_words", list(words), f"{most}, got {len(words)}")
+    if num_letters > MOST_BAD_LETTERS:
+        wanted = f"{most} of {MOST_BAD_LETTERS} letters together, got {num_letters}"
+        raise InvalidParameterError("bad_words", list(words), wanted)
+    found = _spelled(tuple(words), model.encode)
     _check_ids("bad_words", [token for ids in found for token in ids], model.vocab_size)
     if len(found) > MOST_BAD_WORDS:
         wanted = f"wanted words of at most {MOST_BAD_WORDS} sequences of token ids"
         raise InvalidParameterError("bad_words", list(words), f"{wanted}, got {len(found)}")
-    return tuple(found)
+    mask = model.ids.mask
+    return tuple(
+        ids for ids in found if len(ids) <= num_tokens and (len(ids) == 1 or mask not in ids)
+    )
+
+
+@lru_cache(maxsize=MOST_SPELLED)
+def _spelled(
+    words: tuple[str, ...], encode: Callable[[str], Sequence[int]]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the different sequences of token ids of some words."""
+    return tuple(dict.fromkeys(ids for word in words for ids in _spellings(word, encode)))
 
 
 def _spellings(word: str, encode: Callable[[str], Sequence[int]]) -> list[tuple[int, ...]]:

@@ -28,6 +28,8 @@ class SpecialIds:
         line_ends: ids that end a line, after which adablock may end a block.
         edit: the tokens that delete and that insert a position, in families that have them.
         think: the tokens that begin and that end thinking, in families where it can be bounded.
+        no_think: name of the one of them that a tokenizer lacks which has the other; `think` is
+            empty then.
     """
 
     mask: int
@@ -37,6 +39,7 @@ class SpecialIds:
     line_ends: tuple[int, ...] = ()
     edit: tuple[int, ...] = ()
     think: tuple[int, ...] = ()
+    no_think: str | None = None
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def _changed(logits: torch.Tensor, groups: list[RowGroup], first_column: int) ->
     host = tuple([_local(edits, columns) for edits, _ in given])
     start = 0
     for (edits, size), arrays in zip(given, ops.to_device(host, logits.device), strict=True):
-        _change(found[start : start + size], edits.edits, arrays)
+        _change(found[start : start + size], edits.edits, edits.early, arrays)
         start += size
     return found
 
@@ -63,6 +63,8 @@ class _Columns(NamedTuple, Generic[A]):
     counted: A
     in_prompt: A
     counts: A
+    never: A
+    ends: A
     rows: A
     columns: A
 
@@ -79,12 +81,14 @@ def _local(edits: RowEdits, columns: range) -> _Columns[Array]:
         edits.counted[counted] - columns.start,
         edits.in_prompt[counted],
         np.ascontiguousarray(edits.counts[:, counted]),
+        edits.never[within(edits.never)] - columns.start,
+        edits.ends[within(edits.ends)] - columns.start,
         edits.rows[forbidden],
         edits.columns[forbidden] - columns.start,
     )
 
 
-def _change(logits: torch.Tensor, edits: Edits, own: _Columns[torch.Tensor]) -> None:
+def _change(logits: torch.Tensor, edits: Edits, early: slice, own: _Columns[torch.Tensor]) -> None:
     """Change the logits [R, C] fp32 of one request."""
     if own.biased.numel():
         logits.index_add_(1, own.biased, own.bias.expand(len(logits), -1))
@@ -100,5 +104,9 @@ def _change(logits: torch.Tensor, edits: Edits, own: _Columns[torch.Tensor]) -> 
     if edits.allowed_token_ids:
         kept = logits.index_select(1, own.allowed)
         logits.fill_(-torch.inf).index_copy_(1, own.allowed, kept)
+    if own.never.numel():
+        logits.index_fill_(1, own.never, -torch.inf)
+    if own.ends.numel():
+        logits[early].index_fill_(1, own.ends, -torch.inf)
     if own.rows.numel():
         logits.index_put_((own.rows, own.columns), logits.new_full((), -torch.inf))

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable
 
     from vllm.diffusion.ops import Array
     from vllm.diffusion.request.edits import Edits
     from vllm.diffusion.request.params import DiffusionParams
+
+
+MOST_COMPARED = 65536  # tokens at once, to bound the memory of a comparison
 
 
 class RowEdits(NamedTuple):
@@ -30,7 +33,10 @@ class RowEdits(NamedTuple):
         counted: [C] int64, ascending: tokens that stand in the prompt or in the answer.
         in_prompt: [C] bool, whether they stand in the prompt.
         counts: [1, C] or [R, C] float32, how often they stand in the answer.
-        rows, columns: [F] int64, row and token of each logit that is forbidden.
+        never: [N] int64, tokens that are forbidden in every row.
+        early: rows in which the tokens of `ends` are forbidden, too.
+        ends: [K] int64, tokens that end an answer.
+        rows, columns: [F] int64, row and token of each other logit that is forbidden.
     """
 
     edits: Edits
@@ -40,6 +46,9 @@ class RowEdits(NamedTuple):
     counted: Array
     in_prompt: Array
     counts: Array
+    never: Array
+    early: slice
+    ends: Array
     rows: Array
     columns: Array
 
@@ -48,7 +57,9 @@ class RowEdits(NamedTuple):
         own = (self.rows >= rows.start) & (self.rows < rows.stop)
         counts = self.counts if len(self.counts) == 1 else self.counts[rows]
         own_rows, columns = self.rows[own] - rows.start, self.columns[own]
-        return self._replace(counts=counts, rows=own_rows, columns=columns)
+        first, last = self.early.start - rows.start, self.early.stop - rows.start
+        early = slice(max(first, 0), max(last, 0))
+        return self._replace(counts=counts, early=early, rows=own_rows, columns=columns)
 
 
 class LogitEditor:
@@ -68,34 +79,31 @@ class LogitEditor:
             raise ValueError("edits: wanted some, got None")
         edits = self._edits = params.edits
         self._mask_id = params.mask_id
-        self._allowed = np.array(edits.allowed_token_ids, dtype=np.int64)
-        self._biased = np.array([token for token, _ in edits.logit_bias], dtype=np.int64)
+        self._allowed = _ids(edits.allowed_token_ids)
+        self._never, self._early_ends = _ids(edits.never), _ids(edits.end_ids)
+        self._words = [_ids(word) for word in edits.bad_words if len(word) > 1]
+        self._biased = _ids(token for token, _ in edits.logit_bias)
         self._bias = np.array([value for _, value in edits.logit_bias], dtype=np.float32)
         self._start = prompt_length
-        self._ends = np.array(sorted(params.stop_ids), dtype=np.int64)
+        self._ends = _ids(sorted(params.stop_ids))
         self._open = tokens == params.mask_id
         self._open[prompt_length + params.num_open :] = False  # what fills it up is no answer
         prompt = tokens[:prompt_length][tokens[:prompt_length] != params.mask_id]
-        suffix = np.array(params.suffix_ids, dtype=np.int64)
+        suffix = _ids(params.suffix_ids)
         self._prompt = np.unique(np.concatenate((prompt, suffix)))
 
     def of(self, tokens: Array, positions: Array) -> RowEdits:
         """Return the changes of the rows of `positions` [R] int64, ascending, of the sequence."""
-        edits, size = self._edits, positions.size
+        edits = self._edits
         counted, in_prompt = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.bool_)
         counts = np.empty((1, 0), dtype=np.float32)
         if edits.counts_tokens:
             counted, in_prompt, counts = self._counted(tokens, positions)
-        forbidden = [(np.arange(size), token) for token in edits.never]
-        early = (positions >= self._start) & (positions < self._start + edits.min_tokens)
-        forbidden += [(early.nonzero()[0], token) for token in edits.end_ids]
-        completed = list(self._completed(tokens, positions))
-        if self._allowed.size:
-            completed = self._left_some(forbidden, completed, size)
-        forbidden += completed
-        rows = [own for own, _ in forbidden]
-        columns = [np.full(own.size, token) for own, token in forbidden]
-        nothing = [np.empty(0, dtype=np.int64)]
+        first, last = np.searchsorted(positions, (self._start, self._start + edits.min_tokens))
+        early = slice(int(first), int(last))
+        rows, columns = self._completed(tokens, positions)
+        if self._allowed.size and rows.size:
+            rows, columns = self._left_some(early, rows, columns)
         return RowEdits(
             edits,
             self._allowed,
@@ -104,8 +112,11 @@ class LogitEditor:
             counted,
             in_prompt,
             counts,
-            np.concatenate(rows + nothing),
-            np.concatenate(columns + nothing),
+            self._never,
+            early,
+            self._early_ends,
+            rows,
+            columns,
         )
 
     def _counted(self, tokens: Array, positions: Array) -> tuple[Array, Array, Array]:
@@ -122,31 +133,85 @@ class LogitEditor:
             counts = counts - ((counted == own[:, None]) & is_counted[:, None])
         return counted, np.isin(counted, self._prompt), counts
 
-    def _completed(self, tokens: Array, positions: Array) -> Iterator[tuple[Array, int]]:
-        """Yield rows, and the token that would complete a bad word there with what stands around.
+    def _completed(self, tokens: Array, positions: Array) -> tuple[Array, Array]:
+        """Return rows, and tokens that would complete a bad word there with what stands around.
 
         Around the canvas nothing counts; around gaps of the prompt, all that stands there.
         """
-        lowest = np.where(positions >= self._start, self._start, 0)
-        for word in self._edits.bad_words:
-            for place, token in enumerate(word if len(word) > 1 else ()):
-                first = positions - place
-                is_complete = (first >= lowest) & (first + len(word) <= len(tokens))
-                for index, other in enumerate(word):
-                    if index != place:
-                        at = np.clip(first + index, 0, len(tokens) - 1)
-                        is_complete &= tokens[at] == other
-                yield is_complete.nonzero()[0], token
+        lowest = 0 if positions.size and positions[0] < self._start else self._start
+        nothing = np.empty(0, dtype=np.int64)
+        places, words = [nothing], [nothing]
+        for word in self._words if positions.size else ():
+            begin = max(lowest, int(positions[0]) - len(word) + 1)
+            end = min(int(positions[-1]), len(tokens) - len(word)) + 1
+            starts, place = _nearly_at(word, tokens, np.arange(begin, max(end, begin)))
+            is_missing = place >= 0
+            at = starts[is_missing] + place[is_missing]
+            is_seen = (at < self._start) | (starts[is_missing] >= self._start)
+            places.append(at[is_seen])
+            words.append(word[place[is_missing][is_seen]])
+            for at in self._covered(starts[~is_missing], len(word)):
+                places.append(at)
+                words.append(tokens[at])
+        found = np.stack((np.concatenate(places), np.concatenate(words)))
+        at, columns = np.unique(found, axis=1)
+        first, last = (np.searchsorted(at, positions, side) for side in ("left", "right"))
+        times = last - first
+        order = np.arange(times.sum()) + np.repeat(last - np.cumsum(times), times)
+        return np.repeat(np.arange(positions.size), times), columns[order]
 
-    def _left_some(
-        self,
-        forbidden: list[tuple[Array, int]],
-        completed: list[tuple[Array, int]],
-        size: int,
-    ) -> list[tuple[Array, int]]:
+    def _covered(self, starts: Array, length: int) -> tuple[Array, Array]:
+        """Return positions of whole words that begin at `starts`: in the prompt, on the canvas."""
+        every = _union(starts, length)
+        on_canvas = _union(starts[starts >= self._start], length)
+        return every[every < self._start], on_canvas
+
+    def _left_some(self, early: slice, rows: Array, columns: Array) -> tuple[Array, Array]:
         """Return what completes bad words, without rows where no allowed token would be left."""
-        is_left = np.ones((size, self._allowed.size), dtype=np.bool_)
-        for rows, token in (*forbidden, *completed):
-            is_left[rows[:, None], self._allowed == token] = False
-        has_some = np.logical_or.reduce(is_left, axis=1)
-        return [(rows[has_some[rows]], token) for rows, token in completed]
+        allowed = np.setdiff1d(self._allowed, self._never)
+        is_early = (rows >= early.start) & (rows < early.stop)
+        is_end = np.isin(columns, self._early_ends)
+        takes_one = np.isin(columns, allowed) & ~(is_early & is_end)
+        taken = np.bincount(rows[takes_one], minlength=int(rows.max()) + 1)
+        has = np.full(taken.size, allowed.size)
+        has[early] -= np.isin(allowed, self._early_ends).sum()
+        has_some = taken < has
+        return rows[has_some[rows]], columns[has_some[rows]]
+
+
+def _ids(tokens: Iterable[int]) -> Array:
+    return np.array([*tokens], dtype=np.int64)
+
+
+def _union(starts: Array, length: int) -> Array:
+    """Return the positions, ascending, of words of a length that begin at `starts`, ascending."""
+    if not starts.size:
+        return starts
+    changes = np.zeros(int(starts[-1]) + length + 1, dtype=np.int64)
+    changes[starts] += 1
+    changes[starts + length] -= 1
+    return np.cumsum(changes).nonzero()[0]
+
+
+def _nearly_at(word: Array, tokens: Array, starts: Array) -> tuple[Array, Array]:
+    """Return where a word stands but for one token at most, and the place in it of that token.
+
+    The place is -1 where the whole word stands. Few starts are left after some tokens of the word,
+    so the parts that are compared at once grow.
+
+    Args:
+        word: [L] int64.
+        tokens: [T] int64.
+        starts: [S] int64, positions from 0 to T - L.
+    """
+    place = np.full(starts.size, -1)
+    begin, size = 0, 4
+    while begin < len(word) and starts.size:
+        part = word[begin : begin + size]
+        differs = tokens[starts[:, None] + np.arange(begin, begin + len(part))] != part
+        times = differs.sum(axis=1)
+        is_near = times + (place >= 0) <= 1
+        starts, place, times, differs = (x[is_near] for x in (starts, place, times, differs))
+        place = np.where(times > 0, begin + differs.argmax(axis=1), place)
+        begin, size = begin + size, min(2 * size, max(4, MOST_COMPARED // max(starts.size, 1)))
+    return starts, place

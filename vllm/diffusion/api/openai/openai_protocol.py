@@ -126,7 +126,7 @@ def prepare(
         request.suffix = None  # upstream refuses it
     if extra.get("stream_canvas") and not request.stream:
         raise InvalidParameterError("stream_canvas", True, "wanted false, or stream: true")
-    spec = asked_spec(_plain(request.response_format), _plain(request.structured_outputs))
+    spec = asked_spec(plain(request.response_format), plain(request.structured_outputs))
     tools = asked_tools(request) if isinstance(request, ChatCompletionRequest) else None
     if tools is not None:
         if spec is not None:
@@ -149,7 +149,7 @@ def _suffix_ids(text: str, extra: Mapping[str, Any], model_config: Any) -> list[
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def _plain(given: Any) -> Any:
+def plain(given: Any) -> Any:
     """Return the value of an upstream field as it was sent."""
     if isinstance(given, BaseModel):
         return given.model_dump(by_alias=True, exclude_none=True)

@@ -15,11 +15,12 @@ from pydantic import ValidationError
 from vllm.diffusion.api.bodies import refuse_canvas
 from vllm.diffusion.api.choices import primed
 from vllm.diffusion.api.conversations import read_items
-from vllm.diffusion.api.openai.openai_protocol import extra_args
+from vllm.diffusion.api.openai.openai_protocol import extra_args, plain
 from vllm.diffusion.api.openai.openai_serving import Diffusion, put_report
 from vllm.diffusion.api.schema import with_diffusion_fields
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
+from vllm.diffusion.guided.guides import spec_of
 from vllm.diffusion.request.decision import attach
 from vllm.diffusion.request.fields import SPELLINGS
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -54,8 +55,10 @@ class DiffusionServingResponses(Diffusion, OpenAIServingResponses):
                 raise InvalidParameterError("tool_choice", request.tool_choice, wanted)
             request.vllm_xargs = extra_args(request, self.template_of(request))
             refuse_canvas(request.vllm_xargs.get("stream_canvas"))
+            spec = spec_of(plain(request.extract_structured_outputs()))
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
+        await self.validator.compile(spec)
         answer = await super().create_responses(request, raw_request)
         return await primed(answer) if hasattr(answer, "__aiter__") else answer
 

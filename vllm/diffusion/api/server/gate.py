@@ -9,6 +9,7 @@ import time
 import uuid
 from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
 
 from fastapi import HTTPException, Request
 from starlette.datastructures import Headers, MutableHeaders
@@ -26,6 +27,7 @@ from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from collections.abc import Collection
 
     from fastapi import FastAPI
     from starlette.responses import JSONResponse
@@ -38,6 +40,7 @@ logger = init_logger(__name__)
 REQUEST_ID = "X-Request-Id"
 _MAX_ID_LENGTH = 128
 _INTEGER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
+_JSON = "application/json"
 _CLOSED_BY_CLIENT = 499  # what web servers log where no answer could be sent
 # Probes, metrics, and the files of pages: no key needed, and answered while the server shuts down.
 _OPEN_PATHS = frozenset(
@@ -71,13 +74,20 @@ class Gate:
         lifecycle: decides when no requests are taken any more.
         api_keys: valid keys; none: no key is asked for. Upstream's own check knows its routes
             by their prefixes only and lets some through that reach the engine.
+        origins: origins of web pages that may use this server, or `*`.
         max_body_bytes: most bytes of a body.
     """
 
     def __init__(
-        self, app: ASGIApp, lifecycle: Lifecycle, api_keys: list[str], max_body_bytes: int
+        self,
+        app: ASGIApp,
+        lifecycle: Lifecycle,
+        api_keys: list[str],
+        origins: Collection[str],
+        max_body_bytes: int,
     ) -> None:
         self._app = app
+        self._origins = frozenset(origins)
         self._lifecycle = lifecycle
         self._keys = AuthenticationMiddleware(app, api_keys) if api_keys else None
         self._max_body_bytes = max_body_bytes
@@ -113,6 +123,10 @@ class Gate:
                 "wanted an Authorization header with a valid API key: `Bearer KEY`, or x-api-key"
             )
             return Refusal(HTTPStatus.UNAUTHORIZED, "api_key", message)
+        if self._is_forged(scope["method"], headers):
+            given = headers.get("origin", "none")
+            message = f"Origin: given {given!r}; wanted one of --allowed-origins, or JSON"
+            return Refusal(HTTPStatus.FORBIDDEN, "origin", message)
         leaving = self._lifecycle.refusal
         if leaving is not None and scope["method"] not in ("GET", "HEAD"):
             return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "draining", leaving)
@@ -124,6 +138,21 @@ class Gate:
         if length.isdecimal() and int(length) > self._max_body_bytes:
             return self._too_large()
         return None
+
+    def _is_forged(self, method: str, headers: Headers) -> bool:
+        """Whether a page of another origin sends this, and no browser has asked for permission.
+
+        Browsers ask before they send JSON, and never for a form or an empty body.
+        """
+        if method in ("GET", "HEAD") or headers.get("content-type", "").startswith(_JSON):
+            return False
+        origin = headers.get("origin")
+        if "*" in self._origins or origin in self._origins:
+            return False
+        site = headers.get("sec-fetch-site")
+        if site is not None:
+            return site in ("cross-site", "same-site")
+        return origin is not None and urlsplit(origin).netloc != headers.get("host")
 
     def _too_large(self) -> Refusal:
         message = (
@@ -216,7 +245,7 @@ def install(app: FastAPI, lifecycle: Lifecycle, args: Namespace) -> None:
     inner = app.build_middleware_stack()  # with the exception handlers that there are by now
     excluded = (args.disable_access_log_for_endpoints or "").split(",")
     app.middleware_stack = AccessLog(
-        Gate(inner, lifecycle, keys_of(args), envs.max_request_bytes()),
+        Gate(inner, lifecycle, keys_of(args), args.allowed_origins, envs.max_request_bytes()),
         excluded_paths=frozenset(path.strip() for path in excluded),
         enabled=not args.disable_uvicorn_access_log,
     )

@@ -154,7 +154,10 @@ class Lifecycle:
         except Exception as error:
             if method in _UPDATING:
                 with suppress(Exception):  # of an engine that is gone, too
-                    await self._call_all("fail_with_others", args=(str(error),))
+                    if any(await self._call_all("carried_out")):
+                        await self._call_all("fail_with_others", args=(str(error),))
+                    elif method == "update_weights":  # no replica has changed a weight
+                        await self._call_all("cancel_update")
             raise
 
     def _shut_down(self, timeout: float | None = None) -> None:

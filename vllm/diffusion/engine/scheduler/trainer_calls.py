@@ -7,13 +7,16 @@ import functools
 from typing import Any
 
 from vllm.diffusion.core.errors import ServerConfigError
+from vllm.v1.engine import UtilityResult
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.serial_utils import MsgpackEncoder
 
+_RETURN_OBJECTS = frozenset({"get_model"})  # methods of workers whose results no process can send
 DEFAULT = "default"  # upstream's label of weights, before anybody has given one
 
 
 def follow() -> None:
-    """Let engines refuse a sleep before they pause, and schedulers of ours know labels."""
+    """Patch upstream's engine: refusals of `sleep` and `collective_rpc`, labels of weights."""
     set_version, sleep = EngineCore.set_weight_version, EngineCore.sleep
     if hasattr(set_version, "__wrapped__"):
         return
@@ -33,4 +36,16 @@ def follow() -> None:
             raise ServerConfigError(f"sleep: given level {level}; wanted --enable-sleep-mode, or 0")
         return sleep(engine, level, mode)
 
+    call_all = EngineCore.collective_rpc
+
+    @functools.wraps(call_all)
+    def call_and_check(engine: Any, method: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(method, str) and (method.startswith("_") or method in _RETURN_OBJECTS):
+            raise ServerConfigError(f"method: given {method!r}; wanted one whose result is data")
+        results = call_all(engine, method, *args, **options)
+        # A result that cannot be sent would end the thread that sends all other results.
+        MsgpackEncoder().encode(UtilityResult(results))
+        return results
+
     EngineCore.set_weight_version, EngineCore.sleep = set_and_tell, check_and_sleep
+    EngineCore.collective_rpc = call_and_check

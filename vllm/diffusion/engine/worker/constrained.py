@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,12 +21,19 @@ if TYPE_CHECKING:
     from vllm.diffusion.ops import Array
     from vllm.diffusion.request.params import DiffusionParams
 
-_MOST_LANGUAGES = 128  # that a process keeps
+_MAX_LANGUAGE_BYTES = 256 << 20  # of the languages that a process keeps
+_languages: OrderedDict[bytes, Language] = OrderedDict()  # by their packed form, last used last
 
 
-@lru_cache(maxsize=_MOST_LANGUAGES)
 def _language(packed: bytes) -> Language:
-    return Language.unpacked(packed)
+    """Return a language; those that were used last are kept."""
+    found = _languages.pop(packed, None) or Language.unpacked(packed)
+    _languages[packed] = found
+    while (
+        len(_languages) > 1 and sum(x.num_bytes for x in _languages.values()) > _MAX_LANGUAGE_BYTES
+    ):
+        _languages.popitem(last=False)
+    return found
 
 
 @dataclass

@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch import Tensor
 
@@ -34,13 +34,12 @@ class DiskInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class DiskUpdateInfo(WeightTransferUpdateInfo):
-    """A file of safetensors, or a folder of them.
+    """Files of safetensors, all of them readable.
 
-    Attributes:
-        path: below the server's folder for updates, absolute or from there.
+    A message names one file or a folder of files, below the server's folder for updates.
     """
 
-    path: str
+    files: list[Path]
 
 
 class DiskTransfer(WeightTransferEngine[DiskInitInfo, DiskUpdateInfo]):
@@ -64,7 +63,8 @@ class DiskTransfer(WeightTransferEngine[DiskInitInfo, DiskUpdateInfo]):
         path = update_dict["path"]
         if not isinstance(path, str):
             raise CheckpointError(f"path: given {path!r}; wanted a string")
-        return DiskUpdateInfo(path)
+        found = allowed_path(path, settings_of(self.vllm_config).weight_update_root)
+        return DiskUpdateInfo(readable_files(found, given=path))
 
     def init_transfer_engine(self, init_info: DiskInitInfo) -> None:
         pass
@@ -83,9 +83,7 @@ class DiskTransfer(WeightTransferEngine[DiskInitInfo, DiskUpdateInfo]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: DiskUpdateInfo) -> None:
-        root = settings_of(self.vllm_config).weight_update_root
-        path = allowed_path(update_info.path, root)
-        self.model.load_weights(tensors_in(path, given=update_info.path))
+        self.model.load_weights(tensors_in(update_info.files))
 
 
 def allowed_path(path: str, root: str | None) -> Path:
@@ -106,8 +104,8 @@ def allowed_path(path: str, root: str | None) -> Path:
     return found
 
 
-def tensors_in(path: Path, given: str | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a file of safetensors, or of all such files of a folder.
+def readable_files(path: Path, given: str | None = None) -> list[Path]:
+    """Return a file of safetensors, or all such files of a folder, after reading their headers.
 
     Args:
         path: file or folder.
@@ -122,8 +120,23 @@ def tensors_in(path: Path, given: str | None = None) -> Iterator[tuple[str, Tens
         raise CheckpointError(told)
     for file in files:
         try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise CheckpointError(f"{told}; {file.name}: {error}") from error
+    return files
+
+
+def tensors_in(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of files of safetensors.
+
+    Raises:
+        CheckpointError: a file is of another form, or cut off.
+    """
+    for file in files:
+        try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
                     yield name, tensors.get_tensor(name)
         except SafetensorError as error:
-            raise CheckpointError(f"{told}; {file.name}: {error}") from error
+            raise CheckpointError(f"{file.name}: {error}") from error

@@ -67,6 +67,9 @@ def load_model(
         memory = ArenaWeights(model, device)
     order_products(model.layers)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
+    unknown = vllm_config.model_config.hf_config.unknown_keys
+    if unknown and vllm_config.parallel_config.rank == 0:
+        logger.warning("config.json: nothing here knows the keys %s; they change nothing", unknown)
     logger.info(
         "model loaded: %.2f GiB of weights in %.1f s", size / 2**30, time.perf_counter() - start
     )

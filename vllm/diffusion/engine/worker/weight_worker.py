@@ -26,7 +26,7 @@ from vllm.config import set_current_vllm_config
 from vllm.diffusion import ops
 from vllm.diffusion.config import TRANSFERS, settings_of
 from vllm.diffusion.core.errors import CheckpointError
-from vllm.diffusion.engine.worker.disk_transfer import tensors_in
+from vllm.diffusion.engine.worker.disk_transfer import readable_files, tensors_in
 from vllm.diffusion.engine.worker.renewal import rest, wake
 from vllm.diffusion.models.weights import stored_weights
 from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
@@ -117,6 +117,7 @@ class WeightWorker(WorkerBase):
     weights: WeightMemory
     _transfer: WeightTransferEngine[Any, Any] | None = None
     _is_updating = False
+    _has_loaded = False  # whether tensors have come since the update began
     _did_last = False  # whether the last call of an update was carried out
     _fixed_pages: tuple[int, int] | None = None  # of keys and values, while their memory is lent
     _reasons: Mapping[str, str] = MappingProxyType({})  # why no step is taken, by who says so
@@ -154,7 +155,7 @@ class WeightWorker(WorkerBase):
         model.begin_update()
         transfer.set_weight_update_target(WeightSink(model), self.model_config)
         transfer.start_weight_update()
-        self._is_updating = True
+        self._is_updating, self._has_loaded = True, False
         self._hold("update", _UPDATE)
 
     @_by_all_ranks()
@@ -171,16 +172,33 @@ class WeightWorker(WorkerBase):
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Load some tensors of the trainer; of a list, what is meant for this rank."""
         self._check_turn("update_weights", is_updating=True)
-        if isinstance(update_info, list):
-            parallel = self.parallel_config
-            first = parallel.data_parallel_index * parallel.world_size
-            if len(update_info) < first + parallel.world_size:  # on all ranks alike
-                raise RefusedCallError(
-                    f"update_info: given a list of {len(update_info)}; wanted one entry for each "
-                    f"rank, {first + parallel.world_size - 1} too"
-                )
-            update_info = update_info[first + self.rank]
-        self._transfer_engine().update_weights(update_info)
+        transfer = self._transfer_engine()
+        refusal: Exception | None = None
+        try:
+            own_info = self._info_of_this_rank(update_info)
+            transfer.parse_update_info(own_info)
+        except (CheckpointError, RefusedCallError, TypeError, ValueError) as error:
+            refusal = error
+        refusal = self.agreed(refusal)
+        if refusal is not None:
+            raise RefusedCallError(str(refusal))
+        self._has_loaded = True
+        transfer.update_weights(own_info)
+
+    def _info_of_this_rank(
+        self, update_info: dict[str, Any] | list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        if isinstance(update_info, dict):
+            return update_info
+        parallel = self.parallel_config
+        first = parallel.data_parallel_index * parallel.world_size
+        if len(update_info) < first + parallel.world_size:
+            raise RefusedCallError(
+                f"update_info: given a list of {len(update_info)}; wanted one entry for each "
+                f"rank, {first + parallel.world_size - 1} too"
+            )
+        own_info: dict[str, Any] = update_info[first + self.rank]
+        return own_info
 
     @_by_all_ranks("the update could not end")
     def finish_weight_update(self) -> None:
@@ -201,15 +219,19 @@ class WeightWorker(WorkerBase):
         self._check_turn("reload_weights", is_updating=False)
         model = self.model_runner.model
         _check_can_change(model)
+        try:
+            files = readable_files(Path(weights_path or self.model_config.model))
+        except CheckpointError as error:
+            raise RefusedCallError(str(error)) from error
         self.loop.stop()
         model.begin_update()
-        model.load_weights(tensors_in(Path(weights_path or self.model_config.model)))
+        model.load_weights(tensors_in(files))
         self._end_update(must_be_complete=True)
 
     @_by_all_ranks()
     def fail_with_others(self, reason: str) -> None:
-        """Take no step, if the last call of an update was carried out here and failed elsewhere."""
-        if self._did_last:
+        """Take no step, as a call of an update failed on another replica and not on all."""
+        if self._did_last or self._is_updating:
             self._did_last = False
             self.give_up("an update failed on another replica", RuntimeError(reason))
 
@@ -246,6 +268,20 @@ class WeightWorker(WorkerBase):
         self._is_updating = False
         for who in ("update", _DISCARDED):
             self._hold(who, None)
+
+    def carried_out(self) -> bool:
+        """Return whether the last call of an update succeeded here."""
+        return self._did_last
+
+    @_by_all_ranks()
+    def cancel_update(self) -> None:
+        """End an update that has changed nothing; steps go on with the weights as they are."""
+        if not self._is_updating or self._has_loaded:
+            return
+        self.model_runner.model.cancel_update()
+        self._transfer_engine().reset_weight_update_target()
+        self._is_updating = False
+        self._hold("update", None)
 
     def _transfer_engine(self) -> WeightTransferEngine[Any, Any]:
         """Return the engine of `weight_transfer_config`; made at first use."""

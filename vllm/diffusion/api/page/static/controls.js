@@ -1,12 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
 // The controls of one request, made from the server's own table of algorithms and parameters.
+// What a number's control holds is checked here, before it is sent.
 
 import { KINDS, languageOf, writtenOf } from "./guided.js";
 
 const LABELS = {
-  gen_length: "length", steps: "steps", block_length: "block", temperature: "temperature",
-  cache: "cache", cfg_scale: "guidance", remasking: "remasking", seed: "seed",
+  gen_length: "length", block_length: "block", cfg_scale: "guidance",
+  num_speculative_states: "guessed states",
 };
+const labelOf = (name) => LABELS[name] ?? name.replaceAll("_", " ");
+
+// An error of the server, which begins with a field's name, with the name that stands on the page.
+export function onPage(message) {
+  return message.replace(/^(\w+)(?=: )/, (name) => (LABELS[name] ? `${LABELS[name]} (${name})` : name));
+}
+
+// What is wrong with a control's value, in the words of the server; "" for nothing.
+export function faultOf(field, text, isUnreadable = false) {
+  const numbers = field.type === "list" ? text.split(/[ ,]+/).filter(Boolean).map(Number) : [Number(text)];
+  const isNumber = field.type === "integer" || field.type === "number" || field.type === "list";
+  if (!isNumber || (text === "" && !isUnreadable)) return "";
+  const wanted = isUnreadable || !numbers.every(Number.isFinite) ? "a number"
+    : field.type === "integer" && !numbers.every(Number.isInteger) ? "a whole number"
+    : numbers.some((value) => value < field.minimum) ? `at least ${field.minimum}`
+    : numbers.some((value) => value > field.maximum) ? `at most ${field.maximum}` : "";
+  return wanted && `given ${isUnreadable ? "no number" : text}; wanted ${wanted}`;
+}
 
 export class Controls {
   // box: the element that holds them. options: the server's. changed: called on every change.
@@ -15,6 +34,7 @@ export class Controls {
     this.options = options;
     this.changed = changed;
     this.given = {}; // by name; kept while another algorithm is chosen that does not use it
+    this.faults = {}; // by name: what is wrong with the controls that are shown
     this.algorithm = options.algorithm;
     this.kind = ""; // of what an answer must match; "" for anything
     this.text = "";
@@ -25,8 +45,14 @@ export class Controls {
     return this.options.algorithms[this.algorithm].fields;
   }
 
-  // What is wrong with what an answer shall match; "" for nothing.
+  // What is wrong with the settings; "" for nothing.
   get problem() {
+    const [fault] = Object.entries(this.faults);
+    return fault ? onPage(`${fault[0]}: ${fault[1]}`) : this.languageProblem;
+  }
+
+  // What is wrong with what an answer shall match; "" for nothing.
+  get languageProblem() {
     try {
       if (this.kind) languageOf(this.kind, this.text);
     } catch (error) {
@@ -42,7 +68,7 @@ export class Controls {
       const value = this.given[field.name] ?? field.default;
       if (value !== undefined) found[field.name] = value;
     }
-    if (this.kind && !this.problem) found.structured_outputs = languageOf(this.kind, this.text);
+    if (this.kind && !this.languageProblem) found.structured_outputs = languageOf(this.kind, this.text);
     return found;
   }
 
@@ -59,7 +85,13 @@ export class Controls {
     this.draw();
   }
 
+  // Back to what the server begins with.
+  reset() {
+    this.set({ algorithm: this.options.algorithm });
+  }
+
   draw() {
+    this.faults = {};
     const { commits } = this.options.algorithms[this.algorithm];
     const names = Object.keys(this.options.algorithms);
     const pick = { name: "algorithm", type: "string", choices: names, doc: commits };
@@ -93,10 +125,10 @@ export class Controls {
     const { hint } = KINDS[this.kind];
     const box = document.createElement("textarea");
     Object.assign(box, { name: "language", value: this.text, spellcheck: false, wrap: "off" });
-    box.rows = Math.min(6, this.text.split("\n").length);
+    box.rows = Math.max(2, Math.min(6, this.text.split("\n").length));
     box.addEventListener("input", () => {
       this.text = box.value;
-      box.setCustomValidity(this.problem);
+      box.setCustomValidity(this.languageProblem);
       this.changed();
     });
     const label = labelled(hint, hint, box);
@@ -105,10 +137,27 @@ export class Controls {
   }
 
   control(field, value) {
-    const input = field.choices ? selectOf(field, value) : inputOf(field, value);
+    const most = field.name === "gen_length" ? this.options.max_model_len : undefined;
+    const limited = { maximum: most, ...field };
+    const input = field.choices ? selectOf(limited, value) : inputOf(limited, value);
     input.name = field.name;
-    input.addEventListener("change", () => this.take(field, input));
-    return labelled(LABELS[field.name] ?? field.name.replaceAll("_", " "), sentence(field.doc), input);
+    const label = labelled(labelOf(field.name), `${field.name}: ${sentence(field.doc)}`, input);
+    const judge = () => this.judge(limited, input, label);
+    input.addEventListener("input", judge);
+    input.addEventListener("change", () => (judge(), this.take(field, input)));
+    judge();
+    return label;
+  }
+
+  // Note what is wrong with a value, and say so under its control.
+  judge(field, input, label) {
+    const fault = faultOf(field, input.value, input.validity.badInput);
+    if (fault) this.faults[field.name] = fault;
+    else delete this.faults[field.name];
+    input.setAttribute("aria-invalid", Boolean(fault));
+    label.querySelector(".fault")?.remove();
+    if (!fault) return;
+    label.append(Object.assign(document.createElement("span"), { className: "fault", textContent: fault }));
   }
 
   take(field, input) {

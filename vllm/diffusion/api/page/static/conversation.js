@@ -4,6 +4,9 @@
 const KEY = "mosaic-conversation";
 const MOST_KEPT = 400_000; // characters; browsers keep some millions a site
 
+// Whether later requests hold an answer, and its question.
+export const isSaid = (answer) => Boolean(answer?.isWhole && answer.text.trim());
+
 export class Conversation {
   // turns: {question, answers}, the latter by a canvas' name {text, isWhole, isExact, isBad, note,
   // verdict}.
@@ -25,7 +28,7 @@ export class Conversation {
     const found = this.system.trim() ? [{ role: "system", content: this.system.trim() }] : [];
     for (const { question, answers } of this.turns.slice(0, k)) {
       const answer = answers[name] ?? answers.A;
-      if (!answer?.isWhole || !answer.text.trim()) continue;
+      if (!isSaid(answer)) continue;
       found.push({ role: "user", content: question }, { role: "assistant", content: answer.text });
     }
     return [...found, { role: "user", content: this.turns[k].question }];
@@ -35,12 +38,12 @@ export class Conversation {
 // Keep a state for this tab: a value of which `turns` is a list. The oldest turns go where it is long.
 export function keep(storage, state) {
   const kept = { ...state, turns: [...state.turns] };
-  let text = JSON.stringify(kept);
-  while (text.length > MOST_KEPT && kept.turns.length) {
-    kept.turns.shift();
-    text = JSON.stringify(kept);
-  }
   try {
+    let text = JSON.stringify(kept);
+    while (text.length > MOST_KEPT && kept.turns.length) {
+      kept.turns.shift();
+      text = JSON.stringify(kept);
+    }
     storage.setItem(KEY, text);
   } catch {
     // A browser that keeps nothing: the conversation lives as long as the page.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The conversation as it is read: one article a turn, with what can be done with it.
 
+import { isSaid } from "./conversation.js";
 import { elementsOf } from "./markdown.js";
 import { copy } from "./request.js";
 
@@ -75,6 +76,7 @@ function fill(answer, found) {
   const { text = "", isOver = true, isExact = false, isBad = false, note = "", verdict = null } = found;
   const [body, noted, judged] = answer.children;
   answer.source = text;
+  answer.dataset.said = !isOver || isSaid(found); // the model is told of it in later turns
   body.classList.toggle("open", !isOver);
   body.classList.toggle("exact", isExact);
   body.replaceChildren(isExact ? text : elementsOf(text));

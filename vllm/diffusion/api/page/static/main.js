@@ -23,6 +23,7 @@ class Page {
     this.listen();
     this.restore();
     for (const button of document.querySelectorAll("#send, .example")) button.disabled = false;
+    if (matchMedia("(min-width: 56rem)").matches) find("question").focus(); // a phone opens its keyboard
   }
 
   listen() {
@@ -86,9 +87,11 @@ class Page {
     const question = find("question").value.trim();
     if (!question) return;
     const k = this.edited ?? this.conversation.turns.length;
-    find("question").value = "";
-    this.leaveEdit();
-    return this.ask(k, question);
+    return this.replacing(k, () => {
+      find("question").value = "";
+      this.leaveEdit();
+      this.ask(k, question);
+    });
   }
 
   // Take a system prompt, which every later request begins with.
@@ -105,14 +108,29 @@ class Page {
     this.keep();
     this.setRunning(true);
     const isPlain = find("plain").checked;
-    await Promise.all(this.panes.map(async (pane) => {
-      const messages = this.conversation.messages(k, pane.name);
-      const show = (answer) => this.log.fill(k, pane.name, answer);
-      turn.answers[pane.name] = await pane.run(messages, isPlain, show);
-      show(turn.answers[pane.name]);
-    }));
-    this.setRunning(false);
-    this.keep();
+    try {
+      await Promise.all(this.panes.map(async (pane) => {
+        const messages = this.conversation.messages(k, pane.name);
+        const show = (answer) => this.log.fill(k, pane.name, answer);
+        turn.answers[pane.name] = await pane.run(messages, isPlain, show);
+        show(turn.answers[pane.name]);
+      }));
+    } finally {
+      this.setRunning(false);
+      this.keep();
+    }
+  }
+
+  // Do what replaces turn k, once the loss of those behind it is agreed to.
+  replacing(k, act) {
+    const count = this.conversation.turns.length - k - 1;
+    if (count < 1) return act();
+    find("sure-text").textContent = `Asking question ${k + 1} again removes ` +
+      (count === 1 ? "the turn after it." : `the ${count} turns after it.`);
+    const dialog = find("sure");
+    dialog.onclose = () => dialog.returnValue === "yes" && act();
+    dialog.returnValue = "";
+    dialog.showModal();
   }
 
   // Show the conversation, of which the first `same` turns stand in the log already.
@@ -132,15 +150,18 @@ class Page {
   }
 
   again(k) {
-    this.leaveEdit();
-    this.ask(k, this.conversation.turns[k].question);
+    if (this.isRunning) return;
+    this.replacing(k, () => {
+      this.leaveEdit();
+      this.ask(k, this.conversation.turns[k].question);
+    });
   }
 
   edit(k) {
     if (this.isRunning) return;
     this.edited = k;
     find("question").value = this.conversation.turns[k].question;
-    find("edited").textContent = `Editing question ${k + 1}; what follows it goes.`;
+    find("edited").textContent = `Editing question ${k + 1}`;
     find("editing").hidden = false;
     find("question").focus();
   }
@@ -154,10 +175,19 @@ class Page {
   clear() {
     this.stop();
     this.leaveEdit();
-    this.conversation.turns = [];
-    this.show(0);
+    this.begin(new Conversation());
+    for (const pane of this.panes) pane.reset();
     this.keep();
     find("question").focus();
+  }
+
+  // Show a conversation in place of the one there is.
+  begin(conversation, isPlain = false) {
+    this.conversation = conversation;
+    this.instruct(conversation.system);
+    find("system").value = conversation.system;
+    find("plain").checked = isPlain;
+    this.show(0);
   }
 
   // ---- what a reload brings back, and the link that repeats a request --------------------------
@@ -196,20 +226,26 @@ class Page {
     const found = isNew ? linked : own;
     if (!found) return;
     this.link = location.hash;
+    try {
+      this.take(found, isNew);
+    } catch {
+      this.compare(false);
+      this.clear();
+      announce("The link cannot be read.");
+    }
+  }
+
+  take(found, isNew) {
     const { system = "", turns = [], plain = false, question = "", panes = [] } = found;
     const open = turns.at(-1);
     if (open && !Object.keys(open.answers).length) turns.pop(); // the page was left before its answer
-    this.conversation = new Conversation({ turns });
-    this.instruct(system);
+    this.begin(new Conversation({ system: String(system), turns }), plain);
     find("question").value = question || (open === turns.at(-1) ? "" : open.question);
-    find("system").value = system;
-    find("plain").checked = plain;
     this.compare(panes.length > 1);
     panes.slice(0, 2).forEach(({ settings }, k) => {
       this.panes[k].controls.set(settings);
       this.panes[k].summarise();
     });
-    this.show(0);
     if (isNew) announce("Filled in from the link; Send repeats the request.");
   }
 }

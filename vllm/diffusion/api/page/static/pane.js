@@ -2,7 +2,7 @@
 // One canvas with its controls, counters and timeline.
 
 import { BoardView, inks } from "./board.js";
-import { Controls } from "./controls.js";
+import { Controls, onPage } from "./controls.js";
 import { KINDS, matches } from "./guided.js";
 import { apiKey, ask, bodyOf, copy, curlOf } from "./request.js";
 import { svgOf } from "./svg.js";
@@ -27,6 +27,14 @@ export class Pane {
     root.querySelector("details").open = !matchMedia("(max-width: 56rem)").matches;
     this.listen();
     this.summarise();
+    this.enable();
+  }
+
+  // Let the buttons be used for which there is something.
+  enable() {
+    const hasFrames = Boolean(this.trace?.frames.length);
+    for (const name of ["play", "svg", "density", "slider"]) this.part(name).disabled = !hasFrames;
+    this.part("curl").disabled = !this.body;
   }
 
   listen() {
@@ -48,13 +56,14 @@ export class Pane {
   // Ask, and draw every step. Returns the answer, as conversations and logs have it; `show` is called
   // with what there is of it.
   async run(messages, isPlain, show) {
-    const settings = this.controls.settings();
-    settings.seed ??= Math.floor(Math.random() * 2 ** 32);
-    this.begin(settings, bodyOf(messages, settings, isPlain));
-    const isExact = Boolean(settings.structured_outputs);
-    let text = "", note = "", isBad = false;
+    let text = "", note = "", isBad = false, isExact = false;
+    this.report = null;
     try {
       if (this.controls.problem) throw new Error(this.controls.problem);
+      const settings = this.controls.settings();
+      settings.seed ??= Math.floor(Math.random() * 2 ** 32);
+      isExact = Boolean(settings.structured_outputs);
+      this.begin(settings, bodyOf(messages, settings, isPlain));
       await ask(this.body, (event) => {
         if (event.object === "text_diffusion.canvas") return this.draw(event.canvas);
         text = Array.isArray(event.text) ? event.text[0] : event.text;
@@ -63,28 +72,36 @@ export class Pane {
       }, this.abort.signal);
     } catch (error) {
       isBad = error.name !== "AbortError";
-      note = isBad ? error.message : "Stopped.";
-      Object.assign(this.part("error"), { textContent: note, hidden: false });
+      note = isBad ? onPage(error.message) : "Stopped.";
+      this.say(note, isBad);
+    } finally {
+      if (this.isRunning) this.finish();
     }
-    this.finish();
+    if (note === "Stopped.") note = "Stopped. The model is not told of this turn.";
     const isWhole = this.report !== null;
     if (isWhole && !text.trim()) note = this.emptiness();
     return { text, isWhole, isExact, isBad, note, verdict: isWhole ? this.verdict(text) : null };
   }
 
+  say(note, isBad) {
+    Object.assign(this.part("error"), { textContent: note, hidden: false });
+    this.part("error").dataset.bad = isBad;
+  }
+
   begin(settings, body) {
     this.pause();
+    const trace = new Trace(settings.gen_length, this.ends);
     this.body = body;
     this.used = settings;
-    this.report = null;
     this.abort = new AbortController();
     this.started = performance.now();
-    this.trace = new Trace(settings.gen_length, this.ends);
+    this.trace = trace;
     this.board.show(this.trace, blockLengthOf(settings));
     this.part("error").hidden = true;
     this.root.dataset.state = "running";
-    this.part("slider").max = 0;
     this.count();
+    this.drawTimeline();
+    this.enable();
     this.ticking = setInterval(() => this.count(), 200);
   }
 
@@ -94,6 +111,16 @@ export class Pane {
     this.board.redraw();
     this.board.follow();
     this.count();
+    if (this.trace.frames.length === 1) this.enable();
+    this.drawTimelineSoon();
+  }
+
+  // At most once a frame of the screen.
+  drawTimelineSoon() {
+    this.pending ??= requestAnimationFrame(() => {
+      this.pending = null;
+      this.drawTimeline();
+    });
   }
 
   resize(length) {
@@ -103,11 +130,12 @@ export class Pane {
 
   finish() {
     clearInterval(this.ticking);
+    this.root.dataset.state = this.trace.frames.length ? "done" : "empty";
     if (this.report) this.trace.settle();
     this.board.redraw();
-    this.root.dataset.state = this.trace.frames.length ? "done" : "empty";
     this.count();
     this.drawTimeline();
+    this.enable();
     this.announce(this.describe());
     const isShort = this.report?.diffusion.denoise_ms < SHORT_MS && this.trace.frames.length > 1;
     if (isShort && !matchMedia("(prefers-reduced-motion: reduce)").matches) this.play();
@@ -135,6 +163,19 @@ export class Pane {
 
   get isRunning() {
     return this.root.dataset.state === "running";
+  }
+
+  // Back to an empty canvas and the server's settings.
+  reset() {
+    this.pause();
+    this.controls.reset();
+    this.summarise();
+    this.trace = this.body = this.report = null;
+    this.root.dataset.state = "empty";
+    this.part("error").hidden = true;
+    for (const part of ["step", "forwards", "committed", "rate", "seconds", "left"]) this.put(part, "–");
+    this.drawTimeline();
+    this.enable();
   }
 
   describe() {
@@ -224,7 +265,7 @@ export class Pane {
     canvas.height = height * ratio;
     const context = canvas.getContext("2d");
     context.scale(ratio, ratio);
-    const commits = this.trace.commits(), most = Math.max(1, ...commits);
+    const commits = this.trace?.commits() ?? [], most = Math.max(1, ...commits);
     const each = width / commits.length;
     commits.forEach((count, k) => {
       context.fillStyle = k <= this.trace.at ? ink.accent : ink.faint;
