@@ -403,6 +403,14 @@ TYPE_FAULTS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"stop": 5}, "stop: given 5; wanted a valid string or a valid list"),
     (CHAT, {"stop": [5]}, "stop[0]: given 5; wanted a valid string"),
     (CHAT, {"stream": "maybe"}, "stream: given 'maybe'; wanted a valid boolean"),
+    (
+        CHAT,
+        {
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "tool_choice": {"type": "function", "function": {"name": "g"}},
+        },
+        "tool_choice.function.name: given 'g'; wanted one of: f",
+    ),
     (CHAT, {"tools": [{}]}, "tools[0].function: given nothing; wanted a value"),
     (CHAT, {"temperature": 3}, "temperature: given 3.0; wanted in [0, 2]"),
     (CHAT, {"stop": ["a"] * 2000}, "stop: given ['a', 'a', 'a'"),

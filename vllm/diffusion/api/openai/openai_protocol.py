@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field, model_validator
 
-from vllm.diffusion.api.bodies import check_text_length, left_out, refuse_fields
+from vllm.diffusion.api.bodies import (
+    check_chosen_tool,
+    check_text_length,
+    left_out,
+    refuse_fields,
+)
 from vllm.diffusion.api.conversations import read_chat
 from vllm.diffusion.api.openai.tool_calls import asked_tools
 from vllm.diffusion.api.report import DiffusionReport
@@ -58,6 +63,10 @@ class _CompletionBase(CompletionRequest):
 
 
 def _read_chat(body: dict[str, Any]) -> dict[str, Any]:
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict) and isinstance(choice.get("function"), dict):
+        name = choice["function"].get("name")
+        check_chosen_tool(name, body.get("tools"), "tool_choice.function.name")
     return {**body, "messages": read_chat(body.get("messages"))}
 
 
