@@ -154,6 +154,20 @@ def check_template_kwargs(given: Any, field: str = "chat_template_kwargs") -> No
             raise InvalidParameterError(f"{field}.{name}", given[name], wanted)
 
 
+def check_chosen_tool(name: Any, tools: Any, field: str) -> None:
+    """Refuse the choice of a function that is not among the tools of a body.
+
+    Raises:
+        InvalidParameterError: naming the field, and the functions that there are.
+    """
+    listed = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    functions = [tool.get("function", tool) for tool in listed]
+    names = [f.get("name") for f in functions if isinstance(f, dict)]
+    if name not in names and not any(tool.get("type") == "namespace" for tool in listed):
+        wanted = f"wanted one of: {', '.join(map(str, names))}" if names else "wanted it in tools"
+        raise InvalidParameterError(field, name, wanted)
+
+
 def check_num_answers(body: Mapping[str, Any]) -> None:
     """Refuse a body that asks for more answers than one request may have.
 

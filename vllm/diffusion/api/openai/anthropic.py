@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict
 
-from vllm.diffusion.api.bodies import left_out, refuse_canvas
+from vllm.diffusion.api.bodies import check_chosen_tool, left_out, refuse_canvas
 from vllm.diffusion.api.conversations import joined, read_anthropic, read_texts
 from vllm.diffusion.api.openai.openai_serving import DiffusionServingChat
 from vllm.diffusion.api.report import DiffusionReport
@@ -60,12 +60,9 @@ def _read_messages(body: dict[str, Any]) -> dict[str, Any]:
     read = {**body, "messages": read_anthropic(body.get("messages"))}
     if "system" in body:
         read["system"] = read_texts(body["system"], "system")
-    choice, tools = body.get("tool_choice"), body.get("tools")
-    if isinstance(choice, dict) and choice.get("type") == "tool" and isinstance(tools, list):
-        names = [tool.get("name") for tool in tools if isinstance(tool, dict)]
-        if choice.get("name") not in names:
-            wanted = f"wanted one of: {', '.join(map(str, names))}"
-            raise InvalidParameterError("tool_choice.name", choice.get("name"), wanted)
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "tool":
+        check_chosen_tool(choice.get("name"), body.get("tools"), "tool_choice.name")
     return read
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers
 
 from vllm.diffusion.api.bodies import check_template_kwargs
+from vllm.diffusion.api.prometheus import begin_request
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.core.surrogates import refuse_lone_surrogates
@@ -40,6 +41,7 @@ class BodyReading:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return await self._app(scope, receive, send)
+        begin_request()
         if "json" not in Headers(scope=scope).get("content-type", "json"):
             return await self._app(scope, receive, send)
         chunks: list[bytes] = []

@@ -60,6 +60,7 @@ from vllm.diffusion.api.server import (
     invocations,
     refusals,
     trainer_routes,
+    upstream_routes,
 )
 from vllm.diffusion.api.server.body_reading import BodyReading
 from vllm.diffusion.api.server.body_validation import stop_at_first_fault
@@ -332,6 +333,7 @@ class DiffusionEndpoint:
         if is_installed():  # other models keep upstream's routes
             app.include_router(openai_router)
             trainer_routes.attach(app)
+            upstream_routes.attach(app)
             register()
 
     async def init_state(

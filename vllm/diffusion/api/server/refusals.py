@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,8 @@ async def _invalid(raw_request: Request, error: Exception) -> Response:
 async def _refused_by_upstream(raw_request: Request, error: Exception) -> Response:
     assert isinstance(error, VLLMValidationError)
     field, text = error.parameter, " ".join(str(error.args[0]).split())
+    if field is not None:  # upstream writes some as "FIELD must be X, got Y."
+        text = re.sub(rf"^{re.escape(field)} must be (.*), got .*$", r"wanted \1", text)
     if field is not None and error.value is not None:
         return await _refused(
             raw_request, RequestRefused(InvalidParameterError(field, error.value, text))
@@ -91,11 +94,14 @@ async def _no_such_route(raw_request: Request, error: Exception) -> Response:
     status, path = HTTPStatus(error.status_code), raw_request.url.path
     message, headers = str(error.detail), dict(error.headers or {})
     if message == status.phrase and status == HTTPStatus.NOT_FOUND:
-        message = f"path: given {path!r}; wanted one of those that /docs lists"
+        known = {getattr(route, "path", None) for route in raw_request.app.routes}
+        wanted = f"/v1{path}" if f"/v1{path}" in known else "one of those that /docs lists"
+        message = f"path: given {path!r}; wanted {wanted}"
     if message == status.phrase and status == HTTPStatus.METHOD_NOT_ALLOWED:
         wanted = headers.get("Allow", "another method")
         message = f"method: given {raw_request.method!r}; {path} wants {wanted}"
-    return answer(raw_request, create_error_response(message, status.phrase, status), headers)
+    kind = "NotFoundError" if status == HTTPStatus.NOT_FOUND else status.phrase
+    return answer(raw_request, create_error_response(message, kind, status), headers)
 
 
 def answer(
@@ -170,5 +176,7 @@ def _wanted(error: Mapping[str, Any]) -> str:
         return "a JSON object"
     if error["type"] == "missing":
         return "a value"
+    if error["type"] == "too_long":
+        return f"at most {error['ctx']['max_length']} items"
     text = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
     return text.partition(", unable")[0]
