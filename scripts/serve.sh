@@ -18,6 +18,9 @@ Serve $1 checkpoint over HTTP.
 
 usage: scripts/$(basename -- "$0") [server arguments]
 
+  scripts/$(basename -- "$0") --help=Diffusion   shows Mosaic's own server arguments,
+  --help=all every one, --help=max-model-len one.
+
 Environment:
   MODEL_DIR                        the checkpoint, a folder or a name on the Hugging Face Hub;
                                    wins over the two below
@@ -54,6 +57,10 @@ serve_family() {
   local default=${MOSAIC_MODEL_ROOT:-$home/models}/$default_name
   local model=${MODEL_DIR:-${!variable:-$default}}
 
+  # A folder is served under its last name, and under the path as vLLM would.
+  local names=()
+  [ ! -d "$model" ] || names=(--served-model-name "$(basename -- "$(realpath -s -- "$model")")" "$model")
+
   local tiny=$family # or one of which there is a tiny model
   case $family in stable-diffcoder) tiny=llada ;; esac
   [ "$model" != "$default" ] || [ -d "$model" ] || refuse "no model: MODEL_DIR and $variable are" \
@@ -80,7 +87,7 @@ except ValueError as error:
   export VLLM_ALLOW_LONG_MAX_MODEL_LEN=${VLLM_ALLOW_LONG_MAX_MODEL_LEN:-1}
 
   exec "$python" -m vllm.entrypoints.api_server \
-    --model "$model" --family "$family" \
+    --model "$model" --family "$family" "${names[@]}" \
     --host "${HOST:-127.0.0.1}" \
     --port "${PORT:-$default_port}" \
     --max-model-len "${MAX_MODEL_LEN:-$default_max_len}" \

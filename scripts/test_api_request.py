@@ -5,9 +5,10 @@
     scripts/test_api_request.py --model-family llada --host http://127.0.0.1:8901 \
         --steps 8 --gen-length 32 --block-length 32 --prompt "What is the capital of France?"
 
-The body has the ten standard fields, whatever the family. Exit status: 0 with the answer on
-stdout, and a note on stderr where it has no text; 1 with one line on stderr when the server is
-absent, refuses the request, or does not answer in time; 2 for wrong arguments.
+If the server requires a key, set VLLM_API_KEY. The body has the ten standard fields, whatever the
+family. Exit status: 0 with the answer on stdout, and a note on stderr if it has no text; 1 with one
+line on stderr if the server is absent, refuses the request, or does not answer in time; 2 for wrong
+arguments.
 """
 
 from __future__ import annotations
@@ -211,6 +212,8 @@ def post(url: str, body: dict[str, Any], timeout: float) -> str:
     with requests.Session() as session:
         session.trust_env = urllib.parse.urlsplit(url).hostname not in LOOPBACK
         try:
+            if api_key := os.environ.get("VLLM_API_KEY"):
+                session.headers["Authorization"] = f"Bearer {api_key}"
             response = session.post(url, json=body, timeout=timeout)
         except requests.Timeout:
             raise RequestError(f"{url} did not answer within {timeout:g} s") from None

@@ -6,20 +6,26 @@ In place of torch stands a module that ends the program and says so: who imports
 
 import json
 import os
+import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.checkpoints import make_case
 from tests.programs import ROOT, run_python
+from vllm.diffusion.api.server import cli
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.process.preflight import OUR_FLAGS
+from vllm.diffusion.process.upstream_flags import UPSTREAM_FLAGS
 
 OURS = ("-m", "vllm.entrypoints.api_server", "--model")
 SERVE = ("-m", "vllm.entrypoints.cli.main", "serve")
@@ -109,6 +115,10 @@ def test_variables(name: str, value: str, wanted: str, home: Path) -> None:
         ("--gpu-memory-utilization", "half", "wanted a number above 0, at most 1"),
         ("--max-model-len", "abc", "wanted tokens, as 4096 or 4k, or auto"),
         ("--max-model-len", "0", "wanted tokens"),
+        ("--dtype", "foo", "wanted one of auto, half, float16"),
+        ("--dllm-algorithm", "foo", "wanted one of semi_ar, threshold"),
+        ("--additional-config", "{", "wanted a JSON object"),
+        ("--additional-config", "[]", "wanted a JSON object"),
         ("--config", "nowhere.yaml", "wanted a .yaml or .yml file that is there"),
     ],
 )
@@ -116,6 +126,29 @@ def test_flags(flag: str, value: str, wanted: str, home: Path) -> None:
     told = start(home, *SERVE, "models/llada-tiny", flag, value)
     assert told.startswith(f"error: {flag}: given '{value}'")
     assert f"; {wanted}" in told
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("--foo", "--foo: unknown; --help=all lists those that exist"),
+        ("--max-num-seq", "--max-num-seq: unknown; did you mean --max-num-seqs?"),
+        ("--max_num_seq=3", "--max-num-seq: unknown; did you mean --max-num-seqs?"),
+        ("--dllm-algoritm", "--dllm-algoritm: unknown; did you mean --dllm-algorithm?"),
+    ],
+)
+@pytest.mark.parametrize("program", [OURS, SERVE], ids=["ours", "vllm serve"])
+def test_misspelt_flags(program: Sequence[str], word: str, told: str, home: Path) -> None:
+    """A beginning of a flag is none: a typo must not be taken for another flag."""
+    assert start(home, *program, "models/llada-tiny", word) == f"error: {told}"
+
+
+def test_all_flags_are_known() -> None:
+    """The list that is read before any import, and the parser's own."""
+    parser = make_arg_parser(FlexibleArgumentParser())
+    cli.add_arguments(parser)
+    names = set(re.findall(r"--([a-z0-9][a-z0-9-]*)", parser.format_usage()))
+    assert {n for n in names if n.removeprefix("no-") not in names} <= UPSTREAM_FLAGS | OUR_FLAGS
 
 
 def test_a_variable_of_the_scripts_is_named_in_place_of_the_flag(home: Path) -> None:

@@ -121,7 +121,7 @@ def test_no_model_at_all(
 MISTAKES = [
     (["--max-modle-len", "64"], "error: --max-modle-len: unknown; did you mean --max-model-len?"),
     (["--dllm-algoritm=x"], "error: --dllm-algoritm: unknown; did you mean --dllm-algorithm?"),
-    (["--surely-not"], "error: --surely-not: unknown; --help tells those that there are"),
+    (["--surely-not"], "error: --surely-not: unknown; --help=all lists those that exist"),
     (["--dtype"], "error: --dtype: expected one argument"),
     (["--dtype", "bf17"], "error: --dtype: invalid choice: 'bf17' (choose from"),
     (["--max-num-seqs", "many"], "error: --max-num-seqs: invalid"),

@@ -62,7 +62,7 @@ def test_defaults_of_a_family(home: Path, family: str) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         *("-m", "vllm.entrypoints.api_server", "--model", str(home / "models" / name)),
-        *("--family", family),
+        *("--family", family, "--served-model-name", name, str(home / "models" / name)),
         *("--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(length)),
         *("--gpu-memory-utilization", "0.92", f"PYTHONPATH={home}", "LONG=1"),
     ]
@@ -101,6 +101,7 @@ class TestServer:
         done, words = self.serve(home, "--seed", "1", **env)
         assert done.returncode == 0, done.stderr
         assert words[6:] == [
+            *("--served-model-name", "m", str(home / "m")),
             *("--host", "0.0.0.0", "--port", "1", "--max-model-len", "64"),
             *("--gpu-memory-utilization", "0.5", "--dtype", "float32"),
             *("--additional-config", '{"dllm": {"a": 1}}', "--x", "*", "--seed", "1"),

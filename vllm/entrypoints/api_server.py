@@ -18,6 +18,7 @@ from vllm.diffusion.process import prestart
 if TYPE_CHECKING:
     from argparse import Namespace
 
+PROGRAM = "python -m vllm.entrypoints.api_server"
 TLS_ARGUMENTS = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers")
 
 
@@ -40,6 +41,7 @@ def main() -> None:
     configure_logging_from_args(args)
     log_filter.leave_out_what_does_not_apply()
     with cli.errors_in_one_line(args):
+        cli.check_arguments(args)
         cli.fold_into_additional_config(args)
         validate_parsed_serve_args(args)
         check_http(args)
@@ -72,8 +74,10 @@ def parse_arguments() -> Namespace:
 
     parser = make_arg_parser(
         cli.ServerParser(
-            prog="python -m vllm.entrypoints.api_server",
-            description="Serve a diffusion language model over HTTP.",
+            prog=PROGRAM,
+            usage=f"{PROGRAM} MODEL [options]",
+            description="Serve a diffusion language model over HTTP. --help=Diffusion shows its "
+            "own options, --help=all every option, --help=max-model-len one.",
         )
     )
     parser.set_defaults(

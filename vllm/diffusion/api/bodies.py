@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.diffusion.api.schema import MAX_CHOICES
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.guided.guides import STRUCTURED, asked_spec
@@ -161,8 +162,8 @@ def check_num_answers(body: Mapping[str, Any]) -> None:
     Raises:
         InvalidParameterError: naming the prompts, conversations or items, and their number.
     """
-    limit, n = envs.max_answers(), body.get("n")
-    n = n if isinstance(n, int) and n > 1 else 1
+    limit, given = envs.max_answers(), body.get("n")
+    n = given if isinstance(given, int) and 1 <= given <= MAX_CHOICES else 1  # refused elsewhere
     for field in ("prompt", "messages", "items"):
         num_inputs = _num_inputs(body.get(field))
         if num_inputs * n > limit:

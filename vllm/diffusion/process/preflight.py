@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.process.upstream_flags import UPSTREAM_FLAGS
 from vllm.diffusion.request import families
+from vllm.diffusion.request.fields import BY_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +34,12 @@ _ONLY_TOLD = frozenset({"-h", "--help", "--version"})
 _SPECULATION = (
     *("--speculative-config", "-sc"),
     *("--spec-method", "--spec-model", "--spec-tokens"),
+)
+OUR_FLAGS = frozenset(
+    {
+        *("dllm-algorithm", "dllm-algorithm-config", "sequence-parallel-size", "version"),
+        *("no-page", "family", "help"),
+    }
 )
 _HUB_TIMEOUT_S = 5.0
 
@@ -61,7 +69,18 @@ def _is_yaml(value: str) -> bool:
     return value.endswith((".yaml", ".yml")) and Path(value).is_file()
 
 
+def _is_object(value: str) -> bool:
+    with suppress(ValueError):
+        return isinstance(json.loads(value), dict)
+    return False
+
+
+_ALGORITHMS = BY_NAME["algorithm"].choices
+_DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 _FLAGS = {
+    "--additional-config": _Flag("a JSON object", _is_object),
+    "--dllm-algorithm": _Flag(f"one of {', '.join(_ALGORITHMS)}", _ALGORITHMS.__contains__),
+    "--dtype": _Flag(f"one of {', '.join(_DTYPES)}", _DTYPES.__contains__),
     "--port": _Flag("a whole number from 0 to 65535", _is_port),
     "--max-model-len": _Flag("tokens, as 4096 or 4k, or auto", _is_length),
     "--gpu-memory-utilization": _Flag("a number above 0, at most 1", _is_share),
@@ -149,6 +168,7 @@ def check_family(
 
 
 def _check_arguments(words: Sequence[str]) -> None:
+    _check_names(words)
     values = _values(words)
     for flag, (wanted, is_usable) in _FLAGS.items():
         value = values.get(flag)
@@ -162,10 +182,30 @@ def _check_arguments(words: Sequence[str]) -> None:
             # An override may make it one of another family.
             family=None if "--hf-overrides" in values else values.get("--family"),
         )
+        tokenizer = values.get("--tokenizer", "")
+        if _reads_like_a_path(tokenizer) and not Path(tokenizer).exists():
+            raise ServerConfigError(
+                f"--tokenizer: given {tokenizer!r}; wanted a folder that is there"
+                f"{_did_you_mean(tokenizer)}"
+            )
         if not Path(model).exists() and "://" not in model:
             _check_hub(model, values.get("--revision"))
     if values.keys().isdisjoint(("--uds", "--headless")):
         _check_address(values)
+
+
+def _check_names(words: Sequence[str]) -> None:
+    """Refuse a flag that neither upstream's parser nor ours knows."""
+    known = UPSTREAM_FLAGS | OUR_FLAGS
+    for word in words:
+        name = word.partition("=")[0].partition(".")[0].replace("_", "-").removeprefix("--")
+        if word == "--":
+            return
+        if not word.startswith("--") or name in known or name.removeprefix("no-") in known:
+            continue
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+        hint = f"did you mean --{near[0]}?" if near else "--help=all lists those that exist"
+        raise ServerConfigError(f"--{name}: unknown; {hint}")
 
 
 def _values(words: Sequence[str]) -> dict[str, str]:
@@ -175,8 +215,8 @@ def _values(words: Sequence[str]) -> dict[str, str]:
         name, is_joined, value = word.partition("=")
         if name.startswith("-"):
             # Upstream takes --max_model_len, and --speculative-config.method.
-            name = name.partition(".")[0].replace("_", "-")
-            found[name] = value if is_joined else following
+            name, is_part, _ = name.replace("_", "-").partition(".")
+            found[name] = "" if is_part else value if is_joined else following
     return found
 
 

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from jinja2 import TemplateSyntaxError
 from pydantic import ValidationError
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from vllm.diffusion import __version__
 from vllm.diffusion.api.server import lifecycle
@@ -27,7 +29,9 @@ from vllm.diffusion.request import families
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
+from vllm.renderers.chat_utils import load_chat_template
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-SEE_HELP = "--help tells those that there are"
+SEE_HELP = "--help=all lists those that exist"
 NO_MODEL = (
     "wanted a checkpoint: a folder, or a name on the Hugging Face Hub; for a try without a "
     "download: scripts/make_tiny_model.py makes models/llada-tiny"
@@ -44,6 +48,9 @@ NO_MODEL = (
 
 class ServerParser(FlexibleArgumentParser):
     """Upstream's parser, which reports a mistake in one line, with the closest valid name."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **options)
 
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -77,6 +84,10 @@ def errors_in_one_line(args: Namespace) -> Iterator[None]:
         logger.debug("the server ended", exc_info=True)
         raise SystemExit(f"error: {one_line(error, args)}") from None
     except RuntimeError as error:
+        parser = args.reasoning_parser
+        if parser and "reasoning parser" in str(error):
+            wanted = f"wanted one that fits the model's tokenizer: {one_line(error, args)}"
+            raise SystemExit(f"error: --reasoning-parser: given {parser!r}; {wanted}") from None
         if not is_loss(error):
             raise
         raise SystemExit(f"error: {error}") from None
@@ -118,6 +129,38 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="NAME",
         help=f"refuse a checkpoint of another family: {', '.join(families.SERVED_AS)}",
     )
+
+
+def check_arguments(args: Namespace) -> None:
+    """Refuse values that upstream would accept now and fail on later, or never use.
+
+    Raises:
+        ServerConfigError: naming the argument, the given and the wanted value.
+    """
+    for name in args.middleware or []:
+        try:
+            resolve_obj_by_qualname(name)
+        except (AttributeError, ImportError, ValueError) as error:
+            raise ServerConfigError(
+                f"--middleware: given {name!r}; wanted MODULE.NAME that can be imported: {error}"
+            ) from None
+    if args.logits_processors:
+        raise ServerConfigError(
+            f"--logits-processors: given {args.logits_processors!r}; wanted none: no processor of "
+            "logits runs between the steps of a diffusion language model"
+        )
+    if args.chat_template is not None:
+        _check_template(args.chat_template)
+
+
+def _check_template(given: str) -> None:
+    try:
+        render_jinja_template([[]], chat_template=load_chat_template(given))
+    except TemplateSyntaxError as error:
+        wanted = f"wanted a Jinja template: line {error.lineno}: {error.message}"
+        raise ServerConfigError(f"--chat-template: given {given[:80]!r}; {wanted}") from None
+    except Exception:
+        return  # of no conversation: one that it does not take
 
 
 def fold_into_additional_config(args: Namespace) -> None:

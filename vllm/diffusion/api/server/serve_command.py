@@ -22,6 +22,7 @@ class ServeCommand(ServeSubcommand):
         parser = super().subparser_init(subparsers)
         cli.add_arguments(parser)
         parser.__class__ = cli.ServerParser
+        parser.allow_abbrev = False
         return parser
 
     def validate(self, args: Namespace) -> None:
@@ -29,6 +30,7 @@ class ServeCommand(ServeSubcommand):
         if args.model_tag is None and args.model == ModelConfig.model:
             raise SystemExit(f"error: {cli.NO_MODEL}; vllm serve models/llada-tiny serves it")
         with cli.errors_in_one_line(args):
+            cli.check_arguments(args)
             cli.fold_into_additional_config(args)
             super().validate(args)
 

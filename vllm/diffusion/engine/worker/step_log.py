@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-SLOW_STEP_MS = 100.0  # steps from here on are logged at INFO
+SLOW_STEP_MS = 10_000.0  # steps from here on are logged at INFO: at most six lines a minute
 
 
 class StepLog:
