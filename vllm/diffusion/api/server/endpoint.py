@@ -14,6 +14,7 @@ from vllm.diffusion import __version__
 from vllm.diffusion.api import prometheus as metrics
 from vllm.diffusion.api.bodies import (
     check_body,
+    check_model_name,
     check_num_answers,
     check_prompt,
     refuse_fields,
@@ -125,7 +126,7 @@ def checked_by(*checks: Callable[[Any], None]) -> list[Any]:
         body = await raw_request.json() if await raw_request.body() else None
         if isinstance(body, dict):
             try:
-                for one in (*checks, check_num_answers):
+                for one in (check_model_name, *checks, check_num_answers):
                     one(body)
             except InvalidParameterError as error:
                 raise RequestRefused(error) from None
@@ -166,7 +167,7 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response: 
 
 @openai_router.post(
     "/v1/loglikelihood",
-    dependencies=[Depends(validate_json_request)],
+    dependencies=checked_by(),
     response_model=None,
     responses={200: {"model": LikelihoodResponse}, **_ANSWERS},
     openapi_extra=shown("/v1/loglikelihood"),

@@ -10,6 +10,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
@@ -34,6 +35,7 @@ def install(app: FastAPI) -> None:
     """Let the routes of `app` answer errors by this module, not by upstream's handlers."""
     app.add_exception_handler(RequestRefused, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(ValidationError, _invalid_inside)
     app.add_exception_handler(VLLMValidationError, _refused_by_upstream)
     app.add_exception_handler(HTTPException, _no_such_route)
     for kind in (VLLMError, Exception):
@@ -58,6 +60,13 @@ async def _invalid(raw_request: Request, error: Exception) -> Response:
         given = raw_request.headers.get("content-type")
         refusal = InvalidParameterError("Content-Type", given, "wanted application/json")
     return await _refused(raw_request, RequestRefused(refusal))
+
+
+async def _invalid_inside(raw_request: Request, error: Exception) -> Response:
+    """Refuse a body whose parts upstream has made into a model of another route."""
+    assert isinstance(error, ValidationError)
+    found = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
+    return await _refused(raw_request, RequestRefused(refusal_of(found)))
 
 
 async def _refused_by_upstream(raw_request: Request, error: Exception) -> Response:
