@@ -10,6 +10,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
@@ -35,6 +36,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestRefused, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(VLLMValidationError, _refused_by_upstream)
+    app.add_exception_handler(ValidationError, _invalid_later)
     app.add_exception_handler(HTTPException, _no_such_route)
     for kind in (VLLMError, Exception):
         handler = app.exception_handlers.get(kind)
@@ -58,6 +60,13 @@ async def _invalid(raw_request: Request, error: Exception) -> Response:
         given = raw_request.headers.get("content-type")
         refusal = InvalidParameterError("Content-Type", given, "wanted application/json")
     return await _refused(raw_request, RequestRefused(refusal))
+
+
+async def _invalid_later(raw_request: Request, error: Exception) -> Response:
+    """Answer an error of a model that upstream makes of a body."""
+    assert isinstance(error, ValidationError)
+    found = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
+    return await _refused(raw_request, RequestRefused(refusal_of(found)))
 
 
 async def _refused_by_upstream(raw_request: Request, error: Exception) -> Response:
