@@ -148,6 +148,26 @@ def test_every_front_end_makes_its_requests_in_one_place(
     assert own.extra_args == {"gen_length": 8, "steps": 1}  # the caller's stays as it was
 
 
+def test_a_detokenizer_asks_for_its_stop_strings_behind_each_text(engine: Engine) -> None:
+    """Those of requests with tools have none once their text is a call, whatever came first."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    from vllm import SamplingParams
+    from vllm.diffusion.guided.guides import SPEC, packed, spec_of_tools
+    from vllm.diffusion.guided.tool_grammar import Tools
+
+    assert inspect.iscoroutinefunction(AsyncLLM.add_request)
+    processor, tokenizer = engine.llm.llm_engine.input_processor, engine.llm.get_tokenizer()
+    tools = packed(spec_of_tools(Tools({"f": {"type": "object"}}, may_answer=True)))
+    for text, found in (("<tool_call>", None), ("ab tool", "tool")):
+        params = SamplingParams(stop=["tool"], extra_args={"gen_length": 96, SPEC: tools})
+        prompt = {"type": "token", "prompt_token_ids": [1, 2, 3]}
+        request = processor.process_inputs("r", prompt, params, supported_tasks=("generate",))
+        detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
+        assert detokenizer.update(tokenizer.encode(text, add_special_tokens=False), False) == found
+
+
 def test_a_request_that_fails_on_its_way_leaves_nothing(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

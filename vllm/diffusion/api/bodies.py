@@ -13,7 +13,7 @@ from vllm.diffusion.request.decision import refuse_unsupported
 from vllm.diffusion.request.fields import SPELLINGS, near_miss
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
 MOST_LEFT_OUT = 64  # fields of a request; each is compared with all parameters
 MAX_TOOLS = 1_024  # of a body; their schemas together are limited as all formats are
@@ -192,6 +192,41 @@ def _num_inputs(given: Any) -> int:
     """Return the number of prompts, conversations or items in a field of a body."""
     is_several = isinstance(given, list) and bool(given) and isinstance(given[0], (str, list))
     return len(given) if is_several else 1
+
+
+def check_text_lengths(body: Mapping[str, Any], most: int) -> None:
+    """Refuse a body with a longer text than the model can read, before anything is done with it.
+
+    A conversation counts as one text, because a template makes one of it.
+
+    Args:
+        body: the fields as sent.
+        most: the most characters of a text.
+
+    Raises:
+        InvalidParameterError: naming the field, and the characters of its longest text.
+    """
+    for field, value in body.items():
+        is_batch = isinstance(value, list) and bool(value) and isinstance(value[0], list)
+        parts = value if is_batch else [value]
+        lengths = [[0, *map(len, _texts_in(part))] for part in parts]
+        length = max(map(sum if field in ("messages", "input") else max, lengths))
+        if length > most:
+            wanted = f"wanted at most {most} in a text; the model's longest prompt has fewer"
+            raise InvalidParameterError(field, f"{length} characters", wanted)
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yield the strings of a JSON value, however deep it is nested."""
+    pending = [value]
+    while pending:
+        found = pending.pop()
+        if isinstance(found, str):
+            yield found
+        elif isinstance(found, dict):
+            pending += found.values()
+        elif isinstance(found, list):
+            pending += found
 
 
 def check_text_length(field: str, text: str, tokenizer: Any, max_tokens: int) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -27,6 +29,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 MAX_PARTS = 200_000  # of an expression with its repetitions written out
 MAX_STATES = 20_000  # of the automaton, over bytes as over tokens
 _MAX_SUBSETS = 3 * MAX_STATES  # before equivalent states are merged
+_MANY_SETS = 256  # that are joined at once
 _UNCOUNTED_WORK = 1 << 16  # operations that are counted together
 
 
@@ -171,18 +174,7 @@ def _determine(nfa: _Nfa, end: int, allowance: Allowance) -> tuple[Array, Array,
     numbers = {subsets[0]: 0}
     rows: list[dict[int, int]] = []
     for subset in subsets:  # which grows meanwhile
-        targets: dict[int, frozenset[int]] = {}
-        work = 1
-        for state in subset:
-            for mask, target in nfa.moves[state]:
-                reached = closures.of(target)
-                for kind in of_mask[mask]:
-                    targets[kind] = targets[kind] | reached if kind in targets else reached
-                    work += 1 + len(targets[kind]) // 4
-            if work > _UNCOUNTED_WORK:
-                allowance.spend(work)
-                work = 0
-        allowance.spend(work)
+        targets = _targets(subset, nfa, closures, of_mask, allowance)
         for reached in targets.values():
             if reached not in numbers:
                 numbers[reached] = len(subsets)
@@ -194,6 +186,40 @@ def _determine(nfa: _Nfa, end: int, allowance: Allowance) -> tuple[Array, Array,
     for number, row in enumerate(rows):
         table[number, list(row)] = list(row.values())
     return table, np.array([*(end in subset for subset in subsets), False]), classes
+
+
+def _targets(
+    subset: frozenset[int],
+    nfa: _Nfa,
+    closures: _Closures,
+    of_mask: dict[int, tuple[int, ...]],
+    allowance: Allowance,
+) -> dict[int, frozenset[int]]:
+    """Return the subset that each class of bytes leads to from `subset`."""
+    parts: dict[int, list[frozenset[int]]] = {}
+    work = 1
+    for state in subset:
+        for mask, target in nfa.moves[state]:
+            reached = closures.of(target)
+            for kind in of_mask[mask]:
+                parts.setdefault(kind, []).append(reached)
+            work += len(of_mask[mask]) * (1 + len(reached) // 4)
+        if work > _UNCOUNTED_WORK:
+            allowance.spend(work)
+            work = 0
+    allowance.spend(work)
+    return {kind: _union(found) for kind, found in parts.items()}
+
+
+def _union(sets: list[frozenset[int]]) -> frozenset[int]:
+    """Join sets, many of them at once.
+
+    The order of a set depends on how it was made, states are numbered in that order, and draws go
+    by these numbers. So the two ways must not be exchanged.
+    """
+    if len(sets) > _MANY_SETS:
+        return sets[0].union(*sets[1:])
+    return functools.reduce(operator.or_, sets)
 
 
 class _Closures:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from contextlib import aclosing
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict
@@ -25,11 +26,13 @@ from vllm.entrypoints.anthropic.protocol import (
     AnthropicMessagesResponse,
 )
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.exceptions import GracefulHTTPError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
 _UPSTREAMS = SPELLINGS.keys() & AnthropicMessagesRequest.model_fields.keys()
+_FAILED = 'data: {"error"'  # the chunk of a chat stream that ends early
 _REPORTED = ("message_start", "message_delta", "error")  # events that differ from upstream's
 _STATUS_TYPES = {
     400: "invalid_request_error",
@@ -139,17 +142,23 @@ class DiffusionServingMessages(DiffusionServingChat, AnthropicServingMessages):
         self, generator: AsyncGenerator[str, None]
     ) -> AsyncGenerator[str, None]:
         report: dict[str, Any] = {}
+        status = HTTPStatus.INTERNAL_SERVER_ERROR
 
         async def heard() -> AsyncGenerator[str, None]:
+            nonlocal status
             async with aclosing(generator):
                 async for text in generator:
+                    if text.startswith(_FAILED):  # upstream's converter expects a chunk here
+                        error = json.loads(text.removeprefix("data: "))["error"]
+                        status = HTTPStatus(error["code"])
+                        raise GracefulHTTPError(error["message"], status)
                     if '"diffusion": ' in text:
                         report.update(json.loads(text.removeprefix("data: ")).get("diffusion", {}))
                     yield text
 
         async with aclosing(super().message_stream_converter(heard())) as events:
             async for text in events:
-                yield _changed(text, report)
+                yield _changed(text, report, status)
 
 
 def _continue_answer(made: Any, field: str) -> None:
@@ -168,8 +177,14 @@ def _own_id(of_chat: str) -> str:
     return f"msg_{of_chat.removeprefix('chatcmpl-')}"
 
 
-def _changed(text: str, report: dict[str, Any]) -> str:
-    """Return an event of a stream with what is Anthropic's and ours in it."""
+def _changed(text: str, report: dict[str, Any], status: int) -> str:
+    """Return an event of a stream with what is Anthropic's and ours in it.
+
+    Args:
+        text: upstream's event.
+        report: the diffusion report, for the last event.
+        status: HTTP status of a failure, which gives its type.
+    """
     name, _, data = text.partition("\ndata: ")
     kind = name.removeprefix("event: ")
     if kind not in _REPORTED:
@@ -180,5 +195,5 @@ def _changed(text: str, report: dict[str, Any]) -> str:
     elif kind == "message_delta":
         content["diffusion"] = report
     else:
-        content["error"]["type"] = error_type(500)
+        content["error"]["type"] = error_type(status)
     return f"{name}\ndata: {json.dumps(content)}\n\n"

@@ -62,7 +62,7 @@ from vllm.diffusion.api.server import (
     trainer_routes,
     upstream_routes,
 )
-from vllm.diffusion.api.server.body_reading import BodyReading
+from vllm.diffusion.api.server.body_reading import BodyReading, max_text_length
 from vllm.diffusion.api.server.body_validation import stop_at_first_fault
 from vllm.diffusion.api.server.lifecycle import Lifecycle
 from vllm.diffusion.api.server.welcome import log_welcome, warn_of_arguments_without_effect
@@ -356,7 +356,8 @@ class DiffusionEndpoint:
         refusals.install(self._app)
         stop_at_first_fault(self._app)
         connections.install(args)
-        self._app.user_middleware.insert(0, Middleware(BodyReading))  # the gate builds the stack
+        reading = Middleware(BodyReading, max_text_length=max_text_length(engine_client))
+        self._app.user_middleware.insert(0, reading)  # the gate builds the stack
         gate.install(self._app, state.diffusion_lifecycle, args)
         documentation.install(self._app, has_keys=bool(gate.keys_of(args)))
         capacities = await engine_client.collective_rpc("capacity")
