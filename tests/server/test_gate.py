@@ -185,7 +185,7 @@ async def test_a_body_above_the_limit_is_refused(site: Site) -> None:
 
 @on_site()
 async def test_failures_of_anthropics_routes_have_their_shape(site: Site) -> None:
-    """Also where upstream's handlers answer: for an unexpected error, for an engine that is gone."""
+    """Also where upstream's handlers answer: an unexpected error, an engine that is gone."""
 
     async def fail(request: Request) -> None:
         gone = GracefulHTTPError("gone", HTTPStatus.SERVICE_UNAVAILABLE)
