@@ -241,6 +241,10 @@ def test_a_batch_refuses_what_it_has_not(client: Client) -> None:
     body = {"messages": [[ASKED]], "max_tokens": 32}
     assert refusal(client.http.post(BATCH, json={**body, "tools": TOOLS}))["param"] == "tools"
     assert refusal(client.http.post(BATCH, json={**body, "algoritm": "x"}))["param"] == "algoritm"
+    for name, value in (("seed", "x"), ("top_p", []), ("bad_words", [[]]), ("ignore_eos", "maybe")):
+        error = refusal(client.http.post(BATCH, json={**body, name: value}))
+        assert (error["param"] or "").startswith(name)
+        assert error["message"].startswith(name) and "\n" not in error["message"]
 
 
 def test_a_prompt_is_rendered_as_the_request_has_it(client: Client) -> None:
