@@ -109,7 +109,10 @@ def guarded() -> Iterator[str]:
         return {"key": request.headers["authorization"], "asked": list(body)}
 
     args = Namespace(
-        api_key=[KEY], disable_access_log_for_endpoints="", disable_uvicorn_access_log=True
+        api_key=[KEY],
+        allowed_origins=[],
+        disable_access_log_for_endpoints="",
+        disable_uvicorn_access_log=True,
     )
     gate.install(app, Leaving(), args)  # type: ignore[arg-type]
     documentation.install(app, has_keys=bool(gate.keys_of(args)))
