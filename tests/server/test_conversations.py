@@ -120,6 +120,20 @@ def test_results_and_calls_are_written_whether_tools_are_given_or_not(client: Cl
             assert ("You may call" in prompt) == (fields == {"tools": TOOLS})
 
 
+def test_the_older_form_of_calls_is_written_as_tools_are(client: Client) -> None:
+    older: list[dict[str, Any]] = [
+        ASKED,
+        {"role": "assistant", "content": None, "function_call": CALL["function"]},
+        {"role": "function", "name": "weather", "content": "Sunny"},
+    ]
+    newer = [ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT]
+    assert prompt_of(client, older) == prompt_of(client, newer)
+    for wrong, step in (({"name": "f"}, ".arguments"), (5, "")):
+        body = {"messages": [ASKED, {**older[1], "function_call": wrong}]}
+        error = refusal(client.http.post(CHAT, json=body))
+        assert error["param"] == f"messages[1].function_call{step}"
+
+
 CALL_FAULTS: list[tuple[Any, str, str]] = [
     (5, "", "5"),
     ([5], "[0]", "5"),
@@ -219,6 +233,7 @@ def test_tokens_are_counted_as_the_request_has_them(client: Client) -> None:
         {"role": "assistant", "content": [called]},
         {"role": "user", "content": [result]},
     ]
+    fields: dict[str, Any]
     for fields in (
         {},
         {"tools": tools},
@@ -259,8 +274,8 @@ def test_a_prompt_is_rendered_as_the_request_has_it(client: Client) -> None:
         tokenised["tokens"]
         == client.answer(f"{CHAT}/render", {**body, "tools": TOOLS})["token_ids"]
     )
-    for fields, name in (({"algoritm": "x"}, "algoritm"), ({"gen_length": 0}, "gen_length")):
-        error = refusal(client.http.post(f"{CHAT}/render", json={**body, **fields}))
+    for name, value in (("algoritm", "x"), ("gen_length", 0)):
+        error = refusal(client.http.post(f"{CHAT}/render", json={**body, name: value}))
         assert error["param"] == name
 
 

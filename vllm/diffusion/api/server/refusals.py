@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from vllm.diffusion.api import prometheus as metrics
+from vllm.diffusion.api.choices import RequestTimedOut
 from vllm.diffusion.api.openai.anthropic import error_type
 from vllm.diffusion.api.server import body_reading
 from vllm.diffusion.api.validator import RequestRefused
@@ -38,6 +39,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(VLLMValidationError, _refused_by_upstream)
     app.add_exception_handler(ValidationError, _invalid_later)
     app.add_exception_handler(HTTPException, _no_such_route)
+    app.add_exception_handler(RequestTimedOut, _late)
     for kind in (VLLMError, Exception):
         handler = app.exception_handlers.get(kind)
         if handler is not None:
@@ -88,6 +90,12 @@ def _in_our_words(field: str, text: str) -> str:
     text = re.sub(rf"^{name} must be (.*), got .*$", r"wanted \1", text)
     limit = rf"^{name}=\S+ cannot be greater than (\w+)=(\d+)\b.*$"
     return re.sub(limit, r"wanted at most \2, the \1", text)
+
+
+async def _late(raw_request: Request, error: Exception) -> Response:
+    found = create_error_response(error)
+    found.error.param = "timeout_s"
+    return answer(raw_request, found)
 
 
 async def _as_upstream(handler: Any, raw_request: Request, error: Exception) -> Response:
