@@ -8,6 +8,7 @@ import json
 import os
 import re
 import socket
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,7 +25,7 @@ from tests.programs import ROOT, run_python
 from vllm.diffusion.api.server import cli
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import ServerConfigError
-from vllm.diffusion.process.preflight import OUR_FLAGS
+from vllm.diffusion.process.preflight import OUR_FLAGS, check_model
 from vllm.diffusion.process.upstream_flags import UPSTREAM_FLAGS
 
 OURS = ("-m", "vllm.entrypoints.api_server", "--model")
@@ -210,6 +211,95 @@ def test_a_checkpoint_of_another_family(architecture: str, hint: str, home: Path
         f"error: model models/llada-tiny: architectures: given {architecture}; "
         f"scripts/run_dream_server.sh wants DreamForDiffusionLM or DreamModel{hint}"
     )
+
+
+# ---- files of a checkpoint ----------------------------------------------------------------------
+
+
+def safetensors(num_bytes: int, *, written: int | None = None) -> bytes:
+    """A file of one tensor of so many bytes, of which only some may be written."""
+    tensor = {"dtype": "U8", "shape": [num_bytes], "data_offsets": [0, num_bytes]}
+    header = json.dumps({"__metadata__": {"format": "pt"}, "x": tensor}).encode()
+    kept = num_bytes if written is None else written
+    return struct.pack("<Q", len(header)) + header + bytes(kept)
+
+
+WHOLE = safetensors(1000)
+HTML = b"\n<!DOCTYPE html><html><body>404</body></html>"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1935432\n"
+INDEX = "model.safetensors.index.json"
+SHARD = "model-00001-of-00001.safetensors"
+WRONG_FILES: list[tuple[dict[str, bytes], str, str]] = [
+    ({SHARD: WHOLE[:-7]}, SHARD, f"{len(WHOLE) - 7} bytes, header says {len(WHOLE)}"),
+    ({SHARD: WHOLE + b"0"}, SHARD, f"{len(WHOLE) + 1} bytes, header says {len(WHOLE)}"),
+    ({SHARD: WHOLE[:30]}, SHARD, "30 bytes, header says"),
+    ({SHARD: b""}, SHARD, "0 bytes, it is empty"),
+    ({SHARD: b"abcdefghijkl" * 9}, SHARD, "108 bytes, no header of safetensors"),
+    ({SHARD: struct.pack("<Q", 5) + b"hello"}, SHARD, "13 bytes, no header of safetensors"),
+    ({SHARD: struct.pack("<Q", 2) + b"[]"}, SHARD, "10 bytes, no header of safetensors"),
+    ({SHARD: HTML}, SHARD, f"{len(HTML)} bytes, a page of HTML"),
+    ({SHARD: POINTER}, SHARD, f"{len(POINTER)} bytes, a pointer of git LFS"),
+    ({"pytorch_model.bin": POINTER}, "pytorch_model.bin", "a pointer of git LFS"),
+    ({"pytorch_model.bin": b"PK\3\4" + bytes(99)}, "pytorch_model.bin", "103 bytes, its end"),
+    ({SHARD: WHOLE, "adapter_model.safetensors": WHOLE}, "adapter_model.safetensors", "adapter"),
+    ({INDEX: b'{"weight_map": {"x"'}, INDEX, "given no JSON"),
+    ({INDEX: b"[]"}, INDEX, "given a list; wanted an object"),
+    ({INDEX: b'{"weight_map": 3}'}, INDEX, "weight_map: wanted an object"),
+    (
+        {INDEX: b'{"weight_map": {"x": "a.safetensors"}}', "a.safetensors": WHOLE[:-1]},
+        "a.safetensors",
+        f"{len(WHOLE) - 1} bytes, header says {len(WHOLE)}",
+    ),
+    ({"tokenizer.json": POINTER}, "tokenizer.json", "a pointer of git LFS"),
+    ({"tokenizer.json": b"[]"}, "tokenizer.json", "2 bytes, wanted an object of JSON"),
+    ({"config.json": b"[1]"}, "config.json", "given a list; wanted an object"),
+    ({"config.json": b"{"}, "config.json", "given no JSON"),
+    ({"config.json": b'{"architectures": 5}'}, "config.json", "architectures: given 5; wanted"),
+    *(
+        ({name: content}, name, told)
+        for name in ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+        for content, told in (
+            (b"[]", "given a list; wanted an object"),
+            (b"null", "given null; wanted an object"),
+            (b"7", "given a number; wanted an object"),
+            (b"{'a': 1}", "given no JSON"),
+            (b"\xff\xfe\0", "given no JSON"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("files", "name", "told"), WRONG_FILES)
+def test_a_file_that_is_not_what_it_says(
+    files: dict[str, bytes], name: str, told: str, home: Path
+) -> None:
+    folder = home / "models" / "llada-tiny"
+    for file, content in files.items():
+        (folder / file).write_bytes(content)
+    with pytest.raises(ServerConfigError) as refused:
+        check_model(str(folder))
+    assert str(refused.value).startswith(f"{folder / name}: ")
+    assert told in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_wrong_file_ends_a_start(home: Path) -> None:
+    (home / "models" / "llada-tiny" / SHARD).write_bytes(WHOLE[:-7])
+    told = start(home, *OURS, "models/llada-tiny", "--port", "0")
+    assert told.startswith(f"error: models/llada-tiny/{SHARD}: {len(WHOLE) - 7} bytes, header says")
+    words = ("models/llada-tiny", "--port", "0", "--load-format", "dummy")
+    assert start(home, *OURS, *words) == PASSED
+
+
+def test_files_that_are_whole_are_none_of_its_business(home: Path) -> None:
+    folder = home / "models" / "llada-tiny"
+    (folder / SHARD).write_bytes(WHOLE)
+    (folder / "config.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(TINY).encode())
+    (folder / "generation_config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text(' {"version": "1.0"}')
+    check_model(str(folder))
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"x": SHARD, "y": "absent"}}))
+    (folder / "adapter_model.safetensors").write_bytes(b"?")  # which the index does not name
+    check_model(str(folder))
 
 
 # ---- the hub -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,14 @@ from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeigh
 from tests.checkpoints import llada_config, make_checkpoint
 from tests.models.support import (
     assert_same_logits,
+    engine_config,
     logits,
     quantise_checkpoint,
     staged_logits,
 )
 from tests.reference.models import LLaDAReference
 from vllm.diffusion import ops
-from vllm.diffusion.core.errors import CheckpointError
+from vllm.diffusion.core.errors import CheckpointError, ServerConfigError
 from vllm.diffusion.models.llada import LLaDAConfig
 from vllm.diffusion.models.weights import module_names
 
@@ -188,3 +190,12 @@ def test_names_in_a_quantisations_lists_become_those_of_the_model() -> None:
         "self_attn.o_proj",
         "re:.*mlp.gate_proj$",
     ]
+
+
+@pytest.mark.skipif(find_spec("torchao") is not None, reason="torchao is installed")
+def test_a_method_of_an_absent_package_is_one_line(tmp_path: Path) -> None:
+    config = {"quant_method": "torchao", "quant_type": {}}
+    path = make_checkpoint(tmp_path, family="dream", quantization_config=config)
+    with pytest.raises(ServerConfigError, match=r"model .*torchao") as refused:
+        engine_config(path)
+    assert "\n" not in str(refused.value)

@@ -111,6 +111,22 @@ def test_missing_tensors_are_named(
     assert (listed or missing) in str(refused.value)
 
 
+@pytest.mark.parametrize("kind", ["inv_freq", "cos_cached", "sin_cached"])
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("mha", BLOCK), ("dream", "model.layers.0.self_attn"), ("stable_diffcoder", "model.layers.0")],
+)
+def test_buffers_of_rotary_embeddings_are_left_out(
+    name: str, module: str, kind: str, scratch_model: Callable[[str], DiffusionModel]
+) -> None:
+    """Files of the time of Llama 2 have them; config.json says what they hold."""
+    model = scratch_model(name)
+    weights = {**weights_of(name), f"{module}.rotary_emb.{kind}": torch.ones(16)}
+    assert model.load_weights(weights.items()) == {key for key, _ in model.named_parameters()}
+    with pytest.raises(CheckpointError, match="not part of the model"):
+        model.load_weights({**weights, f"{module}.rotary_emb.weight": torch.ones(16)}.items())
+
+
 @pytest.mark.parametrize(
     ("name", "unknown"),
     [

@@ -57,6 +57,7 @@ def _check_engines_first() -> None:
     """Refuse an engine that cannot start before upstream looks for a model on the Hub."""
     from vllm.diffusion.config import Settings, server_settings
     from vllm.diffusion.core import envs
+    from vllm.diffusion.core.errors import ServerConfigError
     from vllm.diffusion.process import preflight
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model_loader
@@ -69,8 +70,14 @@ def _check_engines_first() -> None:
     def create_checked(engine: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
         envs.check()  # here, where the user is, and not in the engine's process
         speculation = (engine.speculative_config, engine.spec_method, engine.spec_model)
-        preflight.check_model(engine.model, is_speculating=any(speculation))
-        config = create(engine, *args, **kwargs)
+        preflight.check_model(
+            engine.model, is_speculating=any(speculation), load_format=str(engine.load_format)
+        )
+        try:
+            config = create(engine, *args, **kwargs)
+        except ImportError as error:  # a quantisation, a loader or a parser of another package
+            reason = " ".join(str(error).split())
+            raise ServerConfigError(f"model {engine.model}: {reason}") from error
         get_model_loader(config.load_config)  # refuses an unknown --load-format
         family = Settings.of(server_settings(config.additional_config)).family
         if family is not None:

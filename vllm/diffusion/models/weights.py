@@ -62,6 +62,10 @@ class Destination(NamedTuple):
     )
 
 
+# Of `rotary_emb` modules, in checkpoints of old versions of transformers: made of config.json.
+ROTARY_BUFFERS = frozenset(("inv_freq", "original_inv_freq", "cos_cached", "sin_cached"))
+
+
 def module_names(architecture: Architecture) -> WeightsMapper:
     """Map the checkpoint's names of modules, with or without a layer's, to the model's."""
     names = {theirs: ours for ours, theirs in architecture.module_names.items()}
@@ -118,6 +122,8 @@ def load_checkpoint(
     for name, tensor in weights:
         path, _, kind = name.rpartition(".")
         if path in ignored:
+            continue
+        if kind in ROTARY_BUFFERS and path.rpartition(".")[2] == "rotary_emb":
             continue
         destination = destinations.get(path)
         target = f"{destination.module}.{kind}" if destination is not None else None

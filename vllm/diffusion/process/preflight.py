@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.process.checkpoint_files import check_files, object_of
 from vllm.diffusion.process.upstream_flags import UPSTREAM_FLAGS
 from vllm.diffusion.request import families
 from vllm.diffusion.request.fields import BY_NAME
@@ -41,6 +42,7 @@ OUR_FLAGS = frozenset(
         *("no-page", "family", "help"),
     }
 )
+_FILES_OF_FORMAT = ("auto", "hf", "safetensors", "pt", "fastsafetensors")
 _HUB_TIMEOUT_S = 5.0
 
 
@@ -125,16 +127,24 @@ def server_arguments() -> list[str] | None:
     return words[1:] if program in _UPSTREAMS and words[:1] == ["serve"] else None
 
 
-def check_model(name: str, *, is_speculating: bool = False, family: str | None = None) -> None:
+def check_model(
+    name: str,
+    *,
+    is_speculating: bool = False,
+    family: str | None = None,
+    load_format: str = "auto",
+) -> None:
     """Refuse a path that is no folder, and a folder without the wanted files.
 
     Args:
         name: name of the model, as a user gives it.
         is_speculating: whether speculative decoding is asked for.
         family: the wanted family (`families.SERVED_AS`); None for any.
+        load_format: upstream's --load-format.
 
     Raises:
-        ServerConfigError: naming the model, and a folder with a similar name.
+        ServerConfigError: naming the model, and a folder with a similar name; or a file of it
+            that is not what its name says.
     """
     path = Path(name)
     if not path.exists() and _reads_like_a_path(name):
@@ -145,11 +155,16 @@ def check_model(name: str, *, is_speculating: bool = False, family: str | None =
             f"{_of(name)}: a folder without config.json"
             f"{f'; did you mean {inside}?' if inside else ''}"
         )
-    try:
-        config = json.loads((path / "config.json").read_text())
-        found = config.get("architectures"), config.get("model_type"), config
-    except (OSError, ValueError, AttributeError):
-        return  # on the hub, of another format, or broken: upstream tells of it
+    if not (path / "config.json").is_file():
+        return  # on the hub, or of another format
+    config = object_of(path / "config.json")
+    named = config.get("architectures")
+    if named is not None and not (isinstance(named, list) and all(type(x) is str for x in named)):
+        wanted = f"given {named!r}; wanted a list of names"
+        raise ServerConfigError(f"{path / 'config.json'}: architectures: {wanted}")
+    found = named, config.get("model_type"), config
+    if families.family_of(*found) is not None or "LlamaForCausalLM" in (named or ()):
+        check_files(path, has_weights=load_format in _FILES_OF_FORMAT)
     if is_speculating and families.family_of(*found) is not None:
         raise ServerConfigError(
             f"{_of(name)}: --speculative-config: wanted none; a diffusion language model guesses "
@@ -188,6 +203,7 @@ def _check_arguments(words: Sequence[str]) -> None:
         check_model(
             model,
             is_speculating=not values.keys().isdisjoint(_SPECULATION),
+            load_format=values.get("--load-format", "auto"),
             # An override may make it one of another family.
             family=None if "--hf-overrides" in values else values.get("--family"),
         )

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of a checkpoint's files: whole, and what their names say.
+
+A download that broke off, a pointer of git LFS or a page of HTML in a file's place ends a start
+with one line before an engine's process is there. Only the beginnings of weights are read. Nothing
+here imports torch or upstream.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zipfile
+from typing import TYPE_CHECKING, Any
+
+from vllm.diffusion.core.errors import ServerConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+OBJECTS = (
+    *("config.json", "generation_config.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json"),
+)
+INDEX = "model.safetensors.index.json"
+TOKENIZER = "tokenizer.json"
+ADAPTER = "adapter_model.safetensors"
+_LFS = b"version https://git-lfs"
+_KINDS = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+
+
+def check_files(folder: Path, *, has_weights: bool = True) -> None:
+    """Refuse a folder in which a file is not what its name says.
+
+    Args:
+        folder: the checkpoint.
+        has_weights: whether its weights are read.
+
+    Raises:
+        ServerConfigError: naming the file, its bytes and what is wrong with them.
+    """
+    for name in (*OBJECTS, INDEX):
+        if (folder / name).is_file():
+            object_of(folder / name)
+    if (folder / TOKENIZER).is_file():  # too long to be read twice
+        beginning = _beginning(folder / TOKENIZER)
+        if not beginning.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
+            raise _refusal(folder / TOKENIZER, "wanted an object of JSON")
+    if has_weights:
+        for file in _weights_of(folder):
+            _check_weights(file)
+
+
+def _weights_of(folder: Path) -> Iterable[Path]:
+    """Return the files of weights that upstream reads, as far as they are there."""
+    index = folder / INDEX
+    if index.is_file():
+        names = object_of(index).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(x, str) for x in names.values()):
+            raise ServerConfigError(f"{index}: weight_map: wanted an object of names of files")
+        return [folder / name for name in sorted({*names.values()}) if (folder / name).is_file()]
+    found = sorted(folder.glob("*.safetensors"))
+    if (folder / ADAPTER) in found:
+        raise ServerConfigError(
+            f"{folder / ADAPTER}: weights of an adapter beside those of the model; wanted them in "
+            "a folder of their own"
+        )
+    return found or sorted(folder.glob("*.bin"))
+
+
+def object_of(file: Path) -> dict[str, Any]:
+    """Return the object that a file of JSON holds.
+
+    Raises:
+        ServerConfigError: naming the file, and what it holds.
+    """
+    _beginning(file)
+    try:
+        found = json.loads(file.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise ServerConfigError(f"{file}: given no JSON ({error}); wanted an object") from None
+    if not isinstance(found, dict):
+        given = _KINDS.get(type(found), "a number")
+        raise ServerConfigError(f"{file}: given {given}; wanted an object")
+    return found
+
+
+def _beginning(file: Path) -> bytes:
+    """Return the first bytes of a file, unless another one stands in its place."""
+    with open(file, "rb") as opened:
+        beginning = opened.read(1024)
+    if not beginning:
+        raise _refusal(file, "it is empty")
+    if beginning.startswith(_LFS):
+        raise _refusal(file, "a pointer of git LFS; wanted the file itself: git lfs pull")
+    if beginning.lstrip()[:9].lower().startswith((b"<!doctype", b"<html", b"<?xml")):
+        raise _refusal(file, "a page of HTML or XML; wanted the file itself")
+    return beginning
+
+
+def _check_weights(file: Path) -> None:
+    beginning = _beginning(file)
+    if file.suffix == ".safetensors":
+        _check_safetensors(file)
+    elif beginning.startswith(b"PK") and not zipfile.is_zipfile(file):
+        raise _refusal(file, "its end is missing")
+
+
+def _check_safetensors(file: Path) -> None:
+    """Compare a file's bytes with its header."""
+    size = file.stat().st_size
+    with open(file, "rb") as opened:
+        length = struct.unpack("<Q", opened.read(8).ljust(8, b"\0"))[0]
+        if not 2 <= length <= size - 8:
+            is_cut = 2 <= length < 1 << 27  # the longest header that the format allows
+            wanted = f"header says {8 + length} at least" if is_cut else "no header of safetensors"
+            raise _refusal(file, wanted)
+        header = opened.read(length)
+    try:
+        tensors = {name: x for name, x in json.loads(header).items() if name != "__metadata__"}
+        end = max((int(x["data_offsets"][1]) for x in tensors.values()), default=0)
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+        raise _refusal(file, "no header of safetensors") from None
+    if 8 + length + end != size:
+        raise _refusal(file, f"header says {8 + length + end}")
+
+
+def _refusal(file: Path, what: str) -> ServerConfigError:
+    return ServerConfigError(f"{file}: {file.stat().st_size} bytes, {what}")
