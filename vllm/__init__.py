@@ -30,6 +30,7 @@ _prestart.say_nothing_twice()
 _preflight.check()
 _environment.allow_our_plugins()
 _environment.let_threads_sleep_soon()
+_environment.take_stop_strings()
 _prestart.begin()  # before the server's own imports, so that both go on at the same time
 
 _deferred_imports.read_models_once()

@@ -131,13 +131,8 @@ def bounded(loop: Loop, budget: int) -> Loop:
 
 def unedited(loop: Loop) -> Loop:
     """The same loop where nothing proposes to delete or to insert."""
-
-    def run(logits_of: Any, *args: Any, **options: Any) -> block_loops.Decoded:
-        logits_of = block_loops.without(logits_of, (DELETE_ID, SPLIT_ID))
-        decoded: block_loops.Decoded = loop.run(logits_of, *args, **options)
-        return decoded
-
-    return loop._replace(run=run)
+    draw = block_loops.Draw(scores_all=True, never=(DELETE_ID, SPLIT_ID))
+    return loop._replace(options={**loop.options, "draw": draw})
 
 
 # prompt length, block length, length of the answer, loop
@@ -172,6 +167,8 @@ CASES: dict[str, list[tuple[int, int, int, Loop]]] = {
         (90, 32, 33, edited(0.6, 0.3, 16)),
         (40, 8, 24, unedited(dynamic(8, 0.4))),
         (130, 16, 21, unedited(paced("semi_ar", "static", 8))),
+        (5, 8, 32, unedited(dynamic(8, 0.9))),
+        (5, 8, 32, unedited(joint(0.6, 0.3, 2))),  # where what edits has no share, others change
     ],
     "nemotron": [
         (20, 8, 24, seeded(0.5)),

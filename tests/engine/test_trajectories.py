@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import MASK_ID, random_prompt
+from tests.checkpoints import EOS_ID, MASK_ID, random_prompt
 from tests.engine.cases import ADABLOCK, DREAM, MULTI
 from tests.engine.harness import BLOCKS, MAX_MODEL_LEN, NOISY, Ask, Engine, refusal_error, running
 from tests.programs import ROOT
 from tests.reference import golden
 from tests.reference.models import load_reference
+from vllm.diffusion.request.algorithms import algorithms_for
 
 sys.path.append(str(ROOT / "scripts"))
 from replay_trajectory import main, replay
@@ -24,6 +25,8 @@ from replay_trajectory import main, replay
 ASKED = {"return_trajectory": True, "return_entropy": True}
 OF_LOOPS = ("moe_dense_mix", "moe_bias", "mha", "dream", "moe", "sdar", "llada2", "fast_dllm")
 OF_LOOPS = (*OF_LOOPS, "diffullama")
+PLAIN = {"gen_length": 48, "block_length": 16, "return_trajectory": True}
+SEVERAL = {"threshold": 1.0, "block_add_threshold": 1.0, "decoded_token_threshold": 1.0}
 HOLES = [5, MASK_ID, 7, MASK_ID, MASK_ID, 9]
 PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": -0.2}
 GRID = {"gen_length": 21, "block_length": 8, "temperature": 1.0, "seed": 3}
@@ -126,6 +129,59 @@ def test_options_are_replayed(family: str, checkpoint: Callable[[str], Path]) ->
         assert replayed.agrees, (ask.extra, replayed)
         for step, logprob in zip(found["commit_steps"], found["logprobs"], strict=True):
             assert step > 0 or logprob is None
+
+
+@pytest.mark.parametrize(
+    "family",
+    [*("mha", "predicts_mask", "dream", "sdar", "llada2", "llada22", "fast_dllm", "nemotron")],
+)
+def test_every_token_of_an_answer_has_its_step(
+    family: str, checkpoint: Callable[[str], Path]
+) -> None:
+    """With every algorithm, also where the last step ends the answer."""
+    ways = ({}, {"ignore_eos": True}, {"max_tokens": 37}, {"complete_blocks": True})
+    with running(checkpoint(family)) as engine:
+        asks = [
+            Ask(
+                random_prompt(5 + seed, seed),
+                {**PLAIN, **(SEVERAL if name == "multi_block" else {})}
+                | {**way, **drawn, "algorithm": name},
+            )
+            for name in algorithms_for(engine.runner.model.family)
+            for way in ways
+            for seed in (1, 2)
+            for drawn in ({"temperature": 0}, {"temperature": 1.0, "seed": seed})
+            if not (name == "self_speculation" and "complete_blocks" in way)
+        ]
+        answers = engine.ask(*asks)
+    for ask, answer in zip(asks, answers, strict=True):
+        found, own = answer.report["trajectory"], range(len(answer.token_ids))
+        assert found["token_ids"][: own.stop] == answer.token_ids, ask.extra
+        assert all(found["commit_steps"][index] > 0 for index in own), ask.extra
+        has_none = {index for index in own if found["logprobs"][index] is None}
+        if ask.extra["algorithm"] != "levenshtein":  # whose tokens move
+            assert has_none <= {*found["filled"]}, ask.extra
+
+
+@pytest.mark.parametrize("family", ["mha", "moe"])
+def test_what_an_early_stop_fills_is_recorded(
+    family: str, checkpoint: Callable[[str], Path]
+) -> None:
+    """Also where the step that ends the answer is the one after which it is filled."""
+    asked = {**PLAIN, **SEVERAL, "algorithm": "multi_block", "early_stop": True}
+    asks = [
+        Ask(random_prompt(5 + seed, seed), {**asked, "logit_bias": {str(EOS_ID): bias}})
+        for seed in range(8)
+        for bias in (0.5, 2.0, 4.0)
+    ]
+    with running(checkpoint(family)) as engine:
+        answers = engine.ask(*asks)
+    early = [answer for answer in answers if answer.token_ids[-1] == EOS_ID]
+    assert early
+    for answer in early:
+        found, end = answer.report["trajectory"], len(answer.token_ids)
+        assert found["token_ids"] == [*answer.token_ids, *[EOS_ID] * (48 - end)]
+        assert min(found["commit_steps"]) > 0
 
 
 def complete(found: dict[str, Any], start: int, stop: int) -> bool:

@@ -48,12 +48,13 @@ class Draw:
     top_p: float | None = None
     scores_all: bool = False  # the confidence is taken before top-k and top-p
     uniform: Uniform | None = None
+    never: tuple[int, ...] = ()  # no tokens of an answer; they keep their probability
 
     def __call__(self, logits: Tensor, forward: int, position: int) -> tuple[int, float, Tensor]:
         """Token, confidence and distribution of one row of logits [V]."""
         if self.temperature == 0:
             p = torch.softmax(logits, dim=-1)
-            token = int(p.argmax())
+            token = int(self._allowed(p).argmax())
             return token, float(p[token]), p
         scaled = logits / self.temperature
         everything = torch.softmax(scaled, dim=-1)
@@ -67,12 +68,20 @@ class Draw:
             scaled = scaled.clone()
             scaled[columns[before > self.top_p]] = -torch.inf
         kept = torch.softmax(scaled, dim=-1)
-        token = int(kept.argmax())
+        token = int(self._allowed(kept).argmax())
         if self.uniform is not None:
             noise = -torch.log(-torch.log(self.uniform(forward, position)))
-            token = int((kept.double().log() + noise).argmax())
+            token = int((self._allowed(kept).double().log() + noise).argmax())
         scored = everything if self.scores_all else kept
         return token, float(scored[token]), scored
+
+    def _allowed(self, p: Tensor) -> Tensor:
+        """Probabilities [V], without what is no token of an answer."""
+        if not self.never:
+            return p
+        allowed = p.clone()
+        allowed[list(self.never)] = 0
+        return allowed
 
 
 class _Row:
@@ -373,8 +382,8 @@ def llada22(
             for p in [*fills, *edits]:
                 among = [x for x in ranked[p] if x not in edit_ids] if is_last else ranked[p]
                 written[p] = among[0]
-            changed = [p for p in own if written[p] != row.tokens[p]]
             for _ in range(5):
+                changed = [p for p in own if written[p] != row.tokens[p]]
                 if is_last or not changed or list(written.values()) not in seen:
                     break
                 weak = min(changed, key=lambda p: (conf[p], p))

@@ -15,7 +15,7 @@ from tests.reference.philox import uniform_matrix
 from vllm.diffusion.core.random_streams import CATEGORICAL
 from vllm.diffusion.core.scoring import Scoring
 from vllm.diffusion.request import decision, fields
-from vllm.diffusion.request.families import DREAM, SDAR
+from vllm.diffusion.request.families import DREAM, LLADA22, SDAR
 from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 from vllm.diffusion.sampling import RowGroup, sample_group
 from vllm.diffusion.sampling.plain import draw_categorical
@@ -98,9 +98,11 @@ def test_equal_probabilities_go_to_the_lowest_token() -> None:
 BLOCK_MODEL = dataclasses.replace(MODEL, family=SDAR)
 
 
-def of_block(logits: Tensor, scoring: Scoring, **asked: Any) -> ops.Sampled:
+def of_block(
+    logits: Tensor, scoring: Scoring, served: ServedModel = BLOCK_MODEL, **asked: Any
+) -> ops.Sampled:
     """What rows at canvas positions 0, 1, ... are sampled to, in step 2."""
-    params = decision.decide(fields.canonical({"seed": 77, **asked}), BLOCK_MODEL, [1])
+    params = decision.decide(fields.canonical({"seed": 77, **asked}), served, [1])
     part = RowGroup(
         params=params,
         scoring=scoring,
@@ -112,6 +114,29 @@ def of_block(logits: Tensor, scoring: Scoring, **asked: Any) -> ops.Sampled:
     )
     model: Any = SimpleNamespace(vocab_start=0, vocab_size=logits.shape[1])
     return sample_group(logits.clone(), part, model)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("algorithm", ["low_confidence_dynamic", "entropy_bounded"])
+def test_tokens_that_edit_keep_their_probability(temperature: float, algorithm: str) -> None:
+    """Others have the scores that they have where such tokens may be proposed."""
+    ids = dataclasses.replace(MODEL.ids, edit=(7, 9))
+    served = dataclasses.replace(MODEL, family=LLADA22, ids=ids)
+    logits = 2 * torch.randn(200, 40, generator=torch.Generator().manual_seed(5))
+    logits[:, 7] += 3
+    logits[0, 7] = 1000.0  # no other token has a probability that is above 0
+    kind = "negative_entropy" if algorithm == "entropy_bounded" else "confidence"
+    scoring = Scoring(draw="filtered", score=kind, epsilon=1e-12)  # type: ignore[arg-type]
+    found = of_block(logits, scoring, served, algorithm=algorithm, temperature=temperature)
+    assert not {7, 9} & set(found.token.tolist())
+    p = torch.softmax(logits / (temperature or 1), dim=-1)
+    if temperature == 0:
+        allowed = logits.clone()
+        allowed[:, [7, 9]] = -torch.inf
+        assert found.token.tolist() == allowed.argmax(dim=-1).tolist()
+    chance = p.gather(1, found.token[:, None])[:, 0]
+    entropy = torch.special.entr(p).sum(dim=-1)
+    torch.testing.assert_close(found.score, chance if kind == "confidence" else -entropy)
 
 
 def test_top_k_comes_before_top_p() -> None:

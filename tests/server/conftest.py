@@ -27,7 +27,7 @@ def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     With an argument that cannot act.
     """
     command = [*SERVER, "--model", str(model_dir), "--served-model-name", MODEL_NAME]
-    command += ["--dtype", "float32", "--enable-prefix-caching"]
+    command += ["--dtype", "float32", "--enable-prefix-caching", "--enable-scale-out"]
     process = ServerProcess(command, tmp_path_factory.mktemp("server") / "server.log")
     with healthy(process):
         yield process

@@ -13,6 +13,7 @@ from openai import OpenAI
 from tests.server.client import (
     ANSWER,
     CHAT,
+    COMPLETIONS,
     GENERATE,
     PUZZLE,
     QUESTION,
@@ -166,16 +167,16 @@ def test_readers_that_stop_reading_hold_up_nobody(client: Client, server: Server
 
 
 def test_a_reader_that_leaves_ends_the_request(client: Client) -> None:
-    """A canvas of 2048 tokens in as many steps would take minutes."""
+    """A canvas of 2048 tokens in as many steps would take minutes. Its answers count as one."""
     long = {"gen_length": 2048, "steps": 2048, "block_length": 4, "ignore_eos": True}
-    for route in ROUTES:
+    for route, n in ((CHAT, 1), (CHAT, 3), (COMPLETIONS, 3), (GENERATE, 3)):
         aborted = client.metric("dllm:requests_aborted_total")
-        body = body_for(route, **long, stream_canvas=True, stream=True)
+        body = body_for(route, **long, stream_canvas=True, stream=True, n=n)
         with client.http.stream("POST", route, json=body) as response:
             stream = events(response.iter_lines())  # unnamed it would close the connection
             begun = json.loads(next(stream))
             assert "error" not in begun, begun
-            client.wait_for_num_requests(1)
+            client.wait_for_num_requests(n)
         client.wait_for_num_requests(0)
         assert client.metric("dllm:requests_aborted_total") == aborted + 1
 

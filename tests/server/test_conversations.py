@@ -241,6 +241,38 @@ def test_a_batch_refuses_what_it_has_not(client: Client) -> None:
     body = {"messages": [[ASKED]], "max_tokens": 32}
     assert refusal(client.http.post(BATCH, json={**body, "tools": TOOLS}))["param"] == "tools"
     assert refusal(client.http.post(BATCH, json={**body, "algoritm": "x"}))["param"] == "algoritm"
+    for name, value in (("seed", "x"), ("top_p", []), ("bad_words", [[]]), ("ignore_eos", "maybe")):
+        error = refusal(client.http.post(BATCH, json={**body, name: value}))
+        assert (error["param"] or "").startswith(name)
+        assert error["message"].startswith(name) and "\n" not in error["message"]
+
+
+def test_a_prompt_is_rendered_as_the_request_has_it(client: Client) -> None:
+    """With tools, parts of every dialect, and the refusals of the real route."""
+    body = {"messages": [{"role": "user", "content": PARTS[:2]}], "max_tokens": 64}
+    for fields in ({}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}):
+        rendered = client.answer(f"{CHAT}/render", {**body, **fields})
+        asked = client.answer(CHAT, {**body, **fields, "return_token_ids": True})
+        assert rendered["token_ids"] == asked["prompt_token_ids"]
+        tokenised = client.answer("/tokenize", {"messages": body["messages"], "tools": TOOLS})
+    assert (
+        tokenised["tokens"]
+        == client.answer(f"{CHAT}/render", {**body, "tools": TOOLS})["token_ids"]
+    )
+    for fields, name in (({"algoritm": "x"}, "algoritm"), ({"gen_length": 0}, "gen_length")):
+        error = refusal(client.http.post(f"{CHAT}/render", json={**body, **fields}))
+        assert error["param"] == name
+
+
+def test_ten_stop_strings(client: Client) -> None:
+    """Editors that complete code send so many; the first one that stands in the answer ends it."""
+    stops = [f"never {i}" for i in range(9)] + ["France"]
+    for route, name in ((CHAT, "stop"), (MESSAGES, "stop_sequences"), (BATCH, "stop")):
+        body = with_content(route, QUESTION) | {"max_tokens": 32}
+        assert text_of(client.answer(route, {**body, name: stops})) == "The capital of "
+        error = refusal(client.http.post(route, json={**body, name: ["a"] * 2000}))
+        assert error["message"].startswith(f"{name}: given ['a', 'a', ")
+        assert "at most 1024" in error["message"]
 
 
 TYPES = {400: "invalid_request_error", 404: "not_found_error"}

@@ -171,7 +171,7 @@ def test_scores_of_items_are_read_in_one_step(client: Client, apply_softmax: boo
     [
         ({"timeout_s": 0.001}, 504, "timeout: not complete 0.001 s after arrival"),
         ({"timeout_s": 0}, 400, "timeout_s: given 0; wanted at least 0.001"),
-        ({"steps": 3}, 400, "steps: given 3; unknown parameter; known: "),
+        ({"steps": 3}, 400, "steps: given 3; unknown parameter; the nearest are "),
         ({"label_token_ids": [1, 99999]}, 400, "label_token_id 99999 is out of vocabulary range"),
     ],
 )
@@ -221,8 +221,8 @@ def test_labels_that_are_refused(client: Client, ids: list[int], message: str) -
     ("body", "message"),
     [
         ({"passes": 3}, "passes: given 3; wanted at most 2"),
-        ({"passes": "x"}, "passes: given 'x'; wanted a finite number"),
-        ({"temperature": 1}, "temperature: given 1; unknown parameter; known: "),
+        ({"passes": "x"}, "passes: given 'x'; wanted a whole number"),
+        ({"temperature": 1}, "temperature: given 1; unknown parameter; the nearest are "),
         ({"timeout_s": -1}, "timeout_s: given -1; wanted at least 0.001"),
         ({"state": "a <|mdm_mask|> b"}, "wanted them without mask tokens"),
         ({"questions": {}}, "questions: needs at least one question"),

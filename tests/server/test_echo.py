@@ -96,3 +96,20 @@ def test_what_is_refused(client: Client, body: dict[str, Any], message: str) -> 
     asked = {"prompt": PROMPTS[0], "echo": True, "logprobs": 1, **body}
     error = refusal(client.http.post(COMPLETIONS, json=body_for(COMPLETIONS, **asked)))
     assert message in error["message"]
+
+
+def test_offsets_lie_within_a_text_of_characters_of_several_tokens(client: Client) -> None:
+    """The last token of such a character has it, so that the tokens' texts are the prompt."""
+    for prompt in (
+        "h\u00e9llo \U0001f408 \u65e5\u672c",
+        "a\u00e9\u00e9b",
+        "\U0001f408\u00e9",
+        "\u65e5",
+    ):
+        (choice,) = echoed(client, prompt=prompt, max_tokens=0, logprobs=1)["choices"]
+        found = choice["logprobs"]
+        texts, offsets = found["tokens"], found["text_offset"]
+        assert choice["text"] == prompt
+        assert len("".join(texts)) == len(prompt)
+        assert "".join(texts)[1:] == prompt[1:]
+        assert offsets == [len("".join(texts[:i])) for i in range(len(texts))]

@@ -23,6 +23,8 @@ from tests.server.client import (
     CHAT,
     COMPLETIONS,
     GENERATE,
+    LONG,
+    MESSAGES,
     PUZZLE,
     Client,
     body_for,
@@ -83,7 +85,7 @@ def servers(
         "vllm serve": ServerProcess(
             [
                 *(sys.executable, upstream, "serve", str(model_dir)),
-                *("--served-model-name", MODEL_NAME, "--shutdown-timeout", "30", "--no-page"),
+                *("--served-model-name", MODEL_NAME, "--shutdown-timeout", "1", "--no-page"),
             ],
             folder / "serve.log",
             VLLM_API_KEY="secret",
@@ -260,10 +262,31 @@ def test_vllm_serve_has_the_diffusion_routes(servers: dict[str, ServerProcess]) 
 
 
 def test_vllm_serve_ends_well(servers: dict[str, ServerProcess]) -> None:
+    """Streams that are cut off end with an error, and leave one line in the log."""
     server = servers["vllm serve"]
-    server.terminate()
+    routes = (GENERATE, CHAT, COMPLETIONS, MESSAGES)
+    with server.client() as http, ThreadPoolExecutor(len(routes)) as pool:
+        http.headers["Authorization"] = "Bearer secret"
+        assert (
+            "nobody"
+            in refusal(http.post(CHAT, json=body_for(CHAT, model="nobody")), 404)["message"]
+        )
+
+        def stream(route: str) -> str:
+            fields = {k: v for k, v in LONG.items() if k != "prompt"}
+            return http.post(route, json=body_for(route, **fields, stream=True)).text
+
+        streams = [pool.submit(stream, route) for route in routes]
+        Client(http).wait_for_num_requests(len(routes))
+        server.terminate()
+        for found in streams:
+            assert "the server is shutting down" in found.result()
+        kind = json.loads(streams[-1].result().strip().rpartition("data: ")[2])["error"]["type"]
+        assert kind == "overloaded_error"
     assert server.wait() == 0, server.log()
-    assert "Traceback" not in server.log()
+    assert f"{len(routes)} requests are cut off" in server.log()
+    for word in ("Traceback", "ERROR"):
+        assert word not in server.log()
     assert server.group_is_empty()
 
 

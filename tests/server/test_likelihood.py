@@ -112,7 +112,7 @@ def test_what_the_model_writes_is_greedy(client: Client) -> None:
         ({"masks": [[1, 1]]}, "masks: given [1, 1]; wanted every position once"),
         ({"masks": [[0]], "mc_num": 4}, "mc_num: given 4; wanted it left out beside masks"),
         ({"context": "", "is_greedy": True}, "check_greedy: given True; wanted false without"),
-        ({"steps": 4}, "steps: given 4; unknown parameter; known: add_special_tokens, batch_size"),
+        ({"steps": 4}, "steps: given 4; unknown parameter; the nearest are "),
         ({"timeout_s": 0}, "timeout_s: given 0; wanted at least 0.001"),
     ],
 )

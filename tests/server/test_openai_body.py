@@ -18,15 +18,16 @@ from vllm.diffusion.request.fields import SPELLINGS
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-def model_config(**defaults: Any) -> Any:
-    return SimpleNamespace(
-        max_logprobs=20, get_diff_sampling_param=lambda: {"temperature": 0.0, **defaults}
-    )
+GREEDY = {"temperature": 0.0}  # the server's default
+
+
+def model_config() -> Any:
+    return SimpleNamespace(max_logprobs=20)
 
 
 def chat(kind: Any = ChatCompletionBody, **fields: Any) -> Any:
     request = kind(messages=MESSAGES, **fields)
-    prepare(request, model_config())
+    prepare(request, model_config(), defaults=GREEDY)
     return request
 
 

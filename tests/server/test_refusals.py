@@ -85,7 +85,7 @@ GENERATE_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": [0]}, "temperature", "number"),
     ({"algorithm": None, "remasking": {}}, "remasking", "low_confidence"),
     ({"messages": [{"role": "user", "content": "hi"}]}, "prompt", "either prompt or messages"),
-    ({"prompt": None}, "prompt", "either prompt or messages"),
+    ({"prompt": None}, "prompt", "given nothing; wanted either prompt or messages"),
     ({"prompt": ["a", "b"], "apply_chat_template": True}, "apply_chat_template", "string prompt"),
     ({"prompt": ""}, "prompt", "at least one token"),
     ({"prompt": ["hello", ""]}, "prompt", "at least one token"),
@@ -255,7 +255,9 @@ def test_fields_that_nobody_knows_are_counted(client: Client) -> None:
 def test_generate_refuses_fields_that_nobody_knows(client: Client) -> None:
     for name, value in FOREIGN.items():
         error = refusal(client.http.post(GENERATE, json={"prompt": "hello", name: value}))
-        assert (error["param"], "known: " in error["message"]) == (name, True)
+        assert error["param"] == name
+        assert "; the nearest are " in error["message"] and "/docs" in error["message"]
+        assert error["message"].count(", ") <= 3 and len(error["message"]) < 300
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -344,6 +346,17 @@ def test_a_model_that_is_not_served(client: Client, route: str) -> None:
     assert "llada-tiny" in error["message"]
 
 
+def test_models_are_listed_and_found(client: Client) -> None:
+    (listed,) = client.http.get("/v1/models").json()["data"]
+    found = client.http.get(f"/v1/models/{MODEL_NAME}").json()
+    for card in (listed, found):
+        del card["created"], card["permission"]
+    assert found == listed
+    error = refusal(client.http.get("/v1/models/a/other"), 404)
+    assert error["message"] == f"model: given 'a/other'; wanted one of: {MODEL_NAME}"
+    assert error["type"] == "NotFoundError"
+
+
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
 def test_methods(client: Client, method: str) -> None:
     error = refusal(client.http.request(method, GENERATE), 405)
@@ -351,9 +364,12 @@ def test_methods(client: Client, method: str) -> None:
 
 
 def test_paths(client: Client) -> None:
-    for method, path in (("GET", "/nope"), ("POST", "/v1/nope"), ("GET", "/v1/models/other")):
+    """A path without its /v1, as a client with a wrong base URL sends it, names the right one."""
+    for method, path in (("GET", "/nope"), ("POST", "/v1/nope"), ("POST", "/chat/completions")):
         error = refusal(client.http.request(method, path), 404)
         assert error["message"].startswith(f"path: given '{path}'; wanted ")
+        assert error["type"] == "NotFoundError"
+    assert "wanted /v1/chat/completions" in error["message"]
 
 
 MESSAGE_FAULTS: list[tuple[Any, str, str]] = [
@@ -387,8 +403,19 @@ TYPE_FAULTS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"stop": 5}, "stop: given 5; wanted a valid string or a valid list"),
     (CHAT, {"stop": [5]}, "stop[0]: given 5; wanted a valid string"),
     (CHAT, {"stream": "maybe"}, "stream: given 'maybe'; wanted a valid boolean"),
+    (
+        CHAT,
+        {
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "tool_choice": {"type": "function", "function": {"name": "g"}},
+        },
+        "tool_choice.function.name: given 'g'; wanted one of: f",
+    ),
     (CHAT, {"tools": [{}]}, "tools[0].function: given nothing; wanted a value"),
-    (CHAT, {"temperature": 3}, "temperature: given 3"),
+    (CHAT, {"temperature": 3}, "temperature: given 3.0; wanted in [0, 2]"),
+    (CHAT, {"max_tokens": 10**6}, "max_tokens: given 1000000; wanted at most 4096, the max_model"),
+    (CHAT, {"stop": ["a"] * 2000}, "stop: given ['a', 'a', 'a'"),
+    (GENERATE, {"seed": "abc"}, "seed: given 'abc'; wanted a whole number"),
     (COMPLETIONS, {"prompt": ""}, "prompt: given ''; wanted a string, token ids"),
     (COMPLETIONS, {"prompt": None}, "prompt: given nothing; wanted a string, token ids"),
     ("/v1/systemone", {}, "state, questions: given nothing; wanted a value"),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Large and wrong bodies: each is refused in one line, and the server answers others meanwhile."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -33,21 +34,21 @@ CALL = {"type": "function_call", "name": "shell", "arguments": {"cmd": "ls"}, "c
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"input": [SAID, *[CALL] * 60]}, "input[1]"),
     (RESPONSES, {"input": [SAID, *[CALL] * 5000]}, "input[1]"),
-    (RESPONSES, {"input": "hi", "tools": [{"type": "nothing"}] * 5000}, "tools[0]"),
+    (RESPONSES, {"input": "hi", "tools": [{"type": "nothing"}] * 1000}, "tools[0]"),
     (RESPONSES, {"input": "hi", "metadata": {str(i): {} for i in range(MANY)}}, "metadata[0]"),
     (CHAT, {"messages": [SAID], "stop_token_ids": ["x"] * MANY}, "stop_token_ids[0]"),
     (CHAT, {"messages": [{"role": "user", "content": [{}] * 50}] * 1000}, "messages[0].content[0]"),
     (
         MESSAGES,
-        {"messages": [SAID], "model": MODEL_NAME, "max_tokens": 8, "tools": [1] * MANY},
+        {"messages": [SAID], "model": MODEL_NAME, "max_tokens": 8, "tools": [1] * 1000},
         "tools[0]",
     ),
-    (COUNT, {"model": MODEL_NAME, "messages": [SAID], "tools": [{}] * MANY}, "tools[0].name"),
+    (COUNT, {"model": MODEL_NAME, "messages": [SAID], "tools": [{}] * 1000}, "tools[0].name"),
     (COMPLETIONS, {"prompt": [*[1] * MANY, "hi"]}, f"prompt[{MANY}]"),
     (COMPLETIONS, {"prompt": "hi", "suffix": "x" * 10 * MANY}, "suffix"),
     ("/detokenize", {"tokens": ["x"] * MANY}, "tokens[0]"),
     (LIKELIHOOD, {"context": "hi", "continuation": "yes " * 15_000}, "context + continuation"),
-    (LIKELIHOOD, {"context": "hi", "continuation": "yes " * 10 * MANY}, "context + continuation"),
+    (LIKELIHOOD, {"context": "hi", "continuation": "yes " * 10 * MANY}, "continuation"),
     (LIKELIHOOD, {"context": [5] * 4000, "continuation": [6] * 97}, "context + continuation"),
 ]
 
@@ -99,9 +100,58 @@ def test_invocations_of_no_route(client: Client, body: Any) -> None:
     assert refusal(client.http.post(INVOCATIONS, json=body))["param"] == "body"
 
 
+@pytest.mark.parametrize("seed", ["x", [{}] * MANY, {}])
+def test_a_batch_names_its_fields_in_one_line(client: Client, seed: Any) -> None:
+    error = refusal(client.http.post(BATCH, json={"messages": [[SAID]], "seed": seed}))
+    assert error["message"].startswith("seed: given ")
+    assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize("route", [GENERATE, CHAT, COMPLETIONS, MESSAGES, RESPONSES, LIKELIHOOD])
+def test_a_long_name_of_a_model(client: Client, route: str) -> None:
+    error = refusal(client.http.post(route, json=body_for(route, model="x" * MANY)))
+    assert error["param"] == "model"
+    assert len(error["message"]) < 300
+
+
+def test_many_variables_of_a_template(client: Client) -> None:
+    fields = {"chat_template_kwargs": {f"x{i}": i for i in range(MANY)}}
+    for route in (CHAT, MESSAGES):
+        error = refusal(client.http.post(route, json=body_for(route, **fields)))
+        assert error["message"] == "chat_template_kwargs: given 100000; wanted at most 64 variables"
+
+
 def test_long_names_are_shortened(client: Client) -> None:
     name = "x" * MANY
     error = refusal(client.http.post(GENERATE, json=body_for(GENERATE, **{name: 1})))
     assert len(error["message"]) < 2500
     given = {"max_tokens": [1] * MANY, "max_output_tokens": 8, "input": "hi"}
     assert len(refusal(client.http.post(RESPONSES, json=given))["message"]) < 2000
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "field"),
+    [
+        ("/tokenize", {"prompt": "x " * 15_000_000}, "prompt"),
+        (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": "x " * 10_000}] * 1000},
+            "messages",
+        ),
+        (CHAT, {"messages": [{"role": "user", "content": "x " * 1_000_000}]}, "messages"),
+        (GENERATE, {"prompt": ["x", "y" * 2_000_000]}, "prompt"),
+        (RESPONSES, {"input": [{"role": "user", "content": "x " * 10_000}] * 1000}, "input"),
+        (BATCH, {"messages": [[SAID], [{"role": "user", "content": "x" * 2_000_000}]]}, "messages"),
+        (COMPLETIONS, {"prompt": "x", "stop": ["x" * 2_000_000]}, "stop"),
+    ],
+)
+def test_texts_that_no_prompt_can_hold(
+    client: Client, route: str, fields: dict[str, Any], field: str
+) -> None:
+    """Refused before a template or a tokenizer reads them; many prompts may be long together."""
+    message = refusal(client.http.post(route, json=fields, timeout=PATIENCE_S))["message"]
+    assert re.match(rf"{field}: given '\d+ characters'; wanted at most 1048576 in a text", message)
+    several = [[5] * 100_000, "x" * 100_000]
+    for prompt in several:  # other refusals
+        error = refusal(client.http.post(GENERATE, json={"prompt": [prompt] * 20}))
+        assert "in a text" not in error["message"]

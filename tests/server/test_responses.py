@@ -21,7 +21,10 @@ ODD_FIELDS: list[dict[str, Any]] = [
     *({"temperature": value} for value in ("hot", -1)),
     *({"max_output_tokens": value} for value in (0, -5, 10**9, "x")),
     *({"tools": value} for value in (5, [{}])),
-    {"tools": [{"type": "function", "name": "f", "parameters": {}}], "tool_choice": "required"},
+    {"tools": [{"type": "function", "name": "no name", "parameters": {}}]},
+    {"tools": [{"type": "function", "name": "f", "parameters": {}}] * 2},
+    {"tool_choice": "required"},
+    {"tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "web_search_preview"}},
     *({name: 5} for name in ("text", "reasoning", "metadata", "instructions", "vllm_xargs")),
     *({"vllm_xargs": value} for value in ({"steps": 0}, {"stepz": 1}, {"dllm_decision": 5})),
     *({"previous_response_id": "x"}, {"background": True}, {"model": "other"}),
@@ -57,6 +60,54 @@ def test_it_is_answered_and_streamed(client: Client) -> None:
     assert response.json()["output"][0]["content"][0]["text"] == ANSWER
     *_, event, _ = streamed(client, body)
     assert event == "event: response.completed"
+
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"number": {"type": "integer", "maximum": 99}},
+    "required": ["number"],
+}
+TOOLS: list[dict[str, Any]] = [{"type": "function", "name": "add", "parameters": PARAMETERS}]
+
+
+def test_functions_are_called(client: Client) -> None:
+    asked = {"input": QUESTION, "tools": TOOLS, "max_output_tokens": 96}
+    for choice in ("required", {"type": "function", "name": "add"}):
+        body = {**asked, "tool_choice": choice}
+        answer = ask(client, body).json()
+        (call,) = answer["output"]
+        assert (call["type"], call["name"], answer["status"]) == (
+            "function_call",
+            "add",
+            "completed",
+        )
+        assert list(json.loads(call["arguments"])) == ["number"]
+        assert answer["tool_choice"] == choice and answer["diffusion"]["ignored"] == []
+        found = [json.loads(line[6:]) for line in streamed(client, body) if line[:6] == "data: "]
+        parts = [e["delta"] for e in found if e["type"].endswith("function_call_arguments.delta")]
+        (item,) = found[-1]["response"]["output"]
+        assert "".join(parts) == item["arguments"]
+        assert list(json.loads(item["arguments"])) == ["number"]
+    called = [
+        {"role": "user", "content": QUESTION},
+        {**call, "call_id": "c"},
+        {"type": "function_call_output", "call_id": "c", "output": "4"},
+    ]
+    with_history = ask(client, {**asked, "input": called}).json()["usage"]["input_tokens"]
+    assert with_history > answer["usage"]["input_tokens"]
+    unknown = refusal(ask(client, {**asked, "tool_choice": {"type": "function", "name": "nope"}}))
+    assert unknown["message"] == "tool_choice.name: given 'nope'; wanted one of: add"
+
+
+def test_tools_that_do_not_act(client: Client) -> None:
+    """Those that are no functions are named; with `tool_choice: none` none is in the prompt."""
+    plain = ask(client, {"input": QUESTION, "max_output_tokens": 32}).json()
+    search = {"type": "web_search_preview"}
+    body = {"input": QUESTION, "max_output_tokens": 32, "tools": [search], "tool_choice": "auto"}
+    assert ask(client, body).json()["diffusion"]["ignored"] == ["tools[0]"]
+    none = ask(client, {**body, "tools": TOOLS, "tool_choice": "none"}).json()
+    assert none["usage"] == plain["usage"]
+    assert none["tools"][0]["name"] == "add"
 
 
 def test_diffusion_parameters_stand_at_top_level(client: Client) -> None:

@@ -59,6 +59,7 @@ def _check_engines_first() -> None:
     from vllm.diffusion.core import envs
     from vllm.diffusion.process import preflight
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model_loader
 
     create = EngineArgs.create_engine_config
     if hasattr(create, "__wrapped__"):
@@ -70,6 +71,7 @@ def _check_engines_first() -> None:
         speculation = (engine.speculative_config, engine.spec_method, engine.spec_model)
         preflight.check_model(engine.model, is_speculating=any(speculation))
         config = create(engine, *args, **kwargs)
+        get_model_loader(config.load_config)  # refuses an unknown --load-format
         family = Settings.of(server_settings(config.additional_config)).family
         if family is not None:
             found = config.model_config.hf_config

@@ -13,10 +13,11 @@ from vllm.diffusion.request.decision import refuse_unsupported
 from vllm.diffusion.request.fields import SPELLINGS, near_miss
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
 MOST_LEFT_OUT = 64  # fields of a request; each is compared with all parameters
 MAX_TOOLS = 1_024  # of a body; their schemas together are limited as all formats are
+MAX_MODEL_NAME_LENGTH = 1024
 MAX_LABELS = 128  # token ids whose probabilities are compared, as many as upstream's logprobs have
 PROMPT = "a string, token ids, or a list of either, none of them empty"
 
@@ -148,10 +149,39 @@ def check_template_kwargs(given: Any, field: str = "chat_template_kwargs") -> No
     Raises:
         InvalidParameterError: naming the first of them.
     """
-    for name in given if isinstance(given, dict) else ():
+    names = given if isinstance(given, dict) else {}
+    if len(names) > MOST_LEFT_OUT:
+        raise InvalidParameterError(field, len(names), f"wanted at most {MOST_LEFT_OUT} variables")
+    for name in names:
         if name in _TEMPLATE_ARGUMENTS:
             wanted = "wanted none: only variables that the chat template reads"
             raise InvalidParameterError(f"{field}.{name}", given[name], wanted)
+
+
+def check_chosen_tool(name: Any, tools: Any, field: str) -> None:
+    """Refuse the choice of a function that is not among the tools of a body.
+
+    Raises:
+        InvalidParameterError: naming the field, and the functions that there are.
+    """
+    listed = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    functions = [tool.get("function", tool) for tool in listed]
+    names = [f.get("name") for f in functions if isinstance(f, dict)]
+    if name not in names and not any(tool.get("type") == "namespace" for tool in listed):
+        wanted = f"wanted one of: {', '.join(map(str, names))}" if names else "wanted it in tools"
+        raise InvalidParameterError(field, name, wanted)
+
+
+def check_model_name(body: Mapping[str, Any]) -> None:
+    """Refuse a name of a model that is too long to repeat in an error or in the log.
+
+    Raises:
+        InvalidParameterError: naming `model`.
+    """
+    name = body.get("model")
+    if isinstance(name, str) and len(name) > MAX_MODEL_NAME_LENGTH:
+        wanted = f"wanted a served model's name, of at most {MAX_MODEL_NAME_LENGTH} characters"
+        raise InvalidParameterError("model", name, wanted)
 
 
 def check_num_answers(body: Mapping[str, Any]) -> None:
@@ -178,6 +208,41 @@ def _num_inputs(given: Any) -> int:
     """Return the number of prompts, conversations or items in a field of a body."""
     is_several = isinstance(given, list) and bool(given) and isinstance(given[0], (str, list))
     return len(given) if is_several else 1
+
+
+def check_text_lengths(body: Mapping[str, Any], most: int) -> None:
+    """Refuse a body with a longer text than the model can read, before anything is done with it.
+
+    A conversation counts as one text, because a template makes one of it.
+
+    Args:
+        body: the fields as sent.
+        most: the most characters of a text.
+
+    Raises:
+        InvalidParameterError: naming the field, and the characters of its longest text.
+    """
+    for field, value in body.items():
+        is_batch = isinstance(value, list) and bool(value) and isinstance(value[0], list)
+        parts = value if is_batch else [value]
+        lengths = [[0, *map(len, _texts_in(part))] for part in parts]
+        length = max(map(sum if field in ("messages", "input") else max, lengths))
+        if length > most:
+            wanted = f"wanted at most {most} in a text; the model's longest prompt has fewer"
+            raise InvalidParameterError(field, f"{length} characters", wanted)
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yield the strings of a JSON value, however deep it is nested."""
+    pending = [value]
+    while pending:
+        found = pending.pop()
+        if isinstance(found, str):
+            yield found
+        elif isinstance(found, dict):
+            pending += found.values()
+        elif isinstance(found, list):
+            pending += found
 
 
 def check_text_length(field: str, text: str, tokenizer: Any, max_tokens: int) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ _REASONS = frozenset(
         *fields.SPELLINGS,
     }
 )
+_parts_aborted: ContextVar[list[bool] | None] = ContextVar("_parts_aborted", default=None)
 _installed: list[DiffusionStatLogger] = []  # of this process's newest diffusion engine
 
 
@@ -136,8 +138,21 @@ def install(engine: EngineClient, build_info: Mapping[str, str]) -> None:
         _installed.append(ours)
 
 
+def begin_request() -> None:
+    """Begin a request of a client, which this task and those that it starts work on."""
+    _parts_aborted.set([])
+
+
 def count_abort() -> None:
-    """Count a request whose client went away before its answer was complete."""
+    """Count a request whose client went away before its answer was complete.
+
+    Of the parts of one request, answers and readings, the first one that ends so is counted.
+    """
+    parts = _parts_aborted.get()
+    if parts:
+        return
+    if parts is not None:
+        parts.append(True)
     for logger in _installed:
         logger.aborted()
 

@@ -104,8 +104,7 @@ def check_body(body: GenerateBody) -> None:
         raise InvalidParameterError("n", body.n, f"wanted 1 to {MAX_CHOICES}")
     refuse_unsupported(extra)
     if (body.prompt is None) == (body.messages is None):
-        given = "neither" if body.prompt is None else "both"
-        raise InvalidParameterError("prompt", given, "wanted either prompt or messages")
+        raise InvalidParameterError("prompt", body.prompt, "wanted either prompt or messages")
     if body.messages is not None:
         body.messages = read_chat(body.messages)
     if body.apply_chat_template and not isinstance(body.prompt, str):
@@ -139,7 +138,10 @@ def _are_token_ids(value: Any) -> bool:
 
 
 class Usage(BaseModel):
-    """Token counts; completion tokens include the stop token where one ended the answer."""
+    """Token counts; completion tokens include the stop token where one ended the answer.
+
+    `token_ids` of the answer leave it out, so that they may be one fewer.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -172,7 +174,10 @@ class GenerateResponse(BaseModel):
     created: int
     model: str
     text: list[str]
-    token_ids: list[list[int]]
+    token_ids: list[list[int]] = Field(
+        description="tokens of each answer, without the stop token that ended it, which "
+        "usage.completion_tokens counts"
+    )
     finish_reason: list[str]
     logprobs: list[list[TokenLogprob]] | None = None
     trajectory: list[dict[str, Any] | None] | None = Field(

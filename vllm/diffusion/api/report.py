@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from vllm.outputs import RequestOutput
 
@@ -103,6 +103,8 @@ class DiffusionReport(BaseModel):
         return self.model_dump(exclude={n for n in _RARE if getattr(self, n) is None})
 
 
+_INCOMPLETE = "\ufffd"  # as which tokenizers write bytes that are no whole character
+_MOST_BYTES = 4  # of a character in UTF-8
 _RARE = ("replaced_by", "infilled", "trajectories", "error")
 _REPLACED_BY = {
     "guided_json": "structured_outputs.json",
@@ -132,6 +134,30 @@ class TokenTexts:
             unknown, convert_ids_list_to_tokens(self._tokenizer, unknown), strict=True
         )
         return [self._known[token] for token in token_ids]
+
+    def in_turn(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text that each token adds to those before it; together they are the text.
+
+        Of several tokens that are bytes of one character, the last one has the character. A
+        prompt's first token is written alone, as upstream writes it.
+        """
+        found = self.of(list(token_ids))
+        part: list[int] = []
+        for index, text in enumerate(found):
+            if not part and _INCOMPLETE not in text:
+                continue
+            part.append(token_ids[index])
+            whole = self._tokenizer.decode(part)
+            if _INCOMPLETE in whole and len(part) < _MOST_BYTES:
+                found[index] = ""
+                continue
+            found[index] = whole
+            if index == len(part) - 1 and len(part) > 1:  # the first token of the prompt is in it
+                found[0], found[index] = _INCOMPLETE, whole[1:]
+            part.clear()
+        if part:
+            found[-1] = self._tokenizer.decode(part)
+        return found
 
 
 class CanvasState(BaseModel):

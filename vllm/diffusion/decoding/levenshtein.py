@@ -164,15 +164,16 @@ class Levenshtein(GridRule):
         return plain
 
     def _leave_loop(self, written: Array, confidence: Array, best: _Best) -> None:
-        """Change the least certain of the changed tokens until the block is a new one."""
-        changed = (written != self._before).nonzero()[0]
-        if not changed.size:
-            return
-        weakest = changed[confidence[changed].argmin()]
-        first, second, _ = best.tokens[weakest].tolist()
+        """Change the least certain of the changed tokens until the block is a new one.
+
+        A token that is as it was before is none of them any more.
+        """
         for _ in range(MOST_SWAPS):
-            if written.tobytes() not in self._seen:
+            changed = (written != self._before).nonzero()[0]
+            if not changed.size or written.tobytes() not in self._seen:
                 return
+            weakest = changed[confidence[changed].argmin()]
+            first, second, _ = best.tokens[weakest].tolist()
             written[weakest] = second if written[weakest] == first else first
 
     def _scan(self, written: Array) -> Array:

@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 from vllm.diffusion import __version__
 from vllm.diffusion.request.families import ARCHITECTURES
+from vllm.exceptions import GracefulHTTPError
 from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -32,6 +33,10 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     "vllm.config.vllm": ("Inductor compilation was disabled",),
     "vllm.distributed.parallel_state": ("world_size=%d rank=%d", "rank %s in world size"),
     "vllm.entrypoints.launchers.api_server.entry": ("Supported tasks: %s",),
+    # A model that is not served: the client's mistake, and the access log has its status.
+    "vllm.entrypoints.openai.chat_completion.batch_serving": ("Error with model %s",),
+    "vllm.entrypoints.openai.chat_completion.serving": ("Error with model %s",),
+    "vllm.entrypoints.openai.responses.serving": ("Error with model %s",),
     "vllm.entrypoints.launchers.launcher": ("Available routes are:", "Route: %s"),
     "vllm.entrypoints.scale_out.factories": ("Scale-out endpoints are disabled",),
     "vllm.model_executor.model_loader.base_loader": ("Initializing model took",),
@@ -47,7 +52,13 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
 }
 
 # Loggers of upstream's that trace an engine's end; what it says of a process that has ended.
-TRACING = ("vllm.v1.engine.async_llm", "vllm.v1.utils")
+TRACING = (
+    *("vllm.v1.engine.async_llm", "vllm.v1.utils", "vllm.entrypoints.anthropic.serving"),
+    *(
+        "vllm.entrypoints.openai.chat_completion.serving",
+        "vllm.entrypoints.openai.completion.serving",
+    ),
+)
 DIED = (" died unexpectedly", " died with exit code ")
 
 
@@ -98,14 +109,14 @@ class _Shortened(logging.Filter):
 
 
 class _WithoutTraces(logging.Filter):
-    """Drops the stack traces that the end of an engine's process leaves in the server's.
+    """Drops the stack traces that the end of an engine, or of the server, leaves of each stream.
 
-    They say where the server waited for it. The line that says what has ended stays.
+    They say where the server waited. The line that says what has ended stays.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        return not (isinstance(error, EngineDeadError) or is_loss(error))
+        return not (isinstance(error, (EngineDeadError, GracefulHTTPError)) or is_loss(error))
 
 
 def is_loss(error: BaseException | None) -> bool:

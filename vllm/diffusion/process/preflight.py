@@ -75,11 +75,20 @@ def _is_object(value: str) -> bool:
     return False
 
 
+def _is_file(value: str) -> bool:
+    return Path(value).is_file()
+
+
+_A_FILE = _Flag("a file that is there", _is_file)
 _ALGORITHMS = BY_NAME["algorithm"].choices
 _DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 _FLAGS = {
     "--additional-config": _Flag("a JSON object", _is_object),
     "--dllm-algorithm": _Flag(f"one of {', '.join(_ALGORITHMS)}", _ALGORITHMS.__contains__),
+    "--dllm-algorithm-config": _A_FILE,
+    "--log-config-file": _A_FILE,
+    "--reasoning-parser-plugin": _A_FILE,
+    "--tool-parser-plugin": _A_FILE,
     "--dtype": _Flag(f"one of {', '.join(_DTYPES)}", _DTYPES.__contains__),
     "--port": _Flag("a whole number from 0 to 65535", _is_port),
     "--max-model-len": _Flag("tokens, as 4096 or 4k, or auto", _is_length),

@@ -360,6 +360,7 @@ _STANDARD = frozenset({*OF_SAMPLING, "max_tokens", "priority"})
 OWN_SPELLINGS = tuple(name for name, field in SPELLINGS.items() if field.name not in _STANDARD)
 MOST_BIAS = 100.0  # of a logit, as in OpenAI's interface
 MOST_DIGITS = 18  # of a token id
+_MOST_LETTERS = 64  # of a name that is compared with all others
 _ALIKE = 0.8  # share of two names' letters that are common to both, in order
 
 
@@ -398,8 +399,12 @@ def checked(
 
 def unknown(name: str, value: Any, known: Iterable[str]) -> InvalidParameterError:
     """Make the refusal of an unknown parameter."""
-    meant = near_miss(name, known)
-    hint = f"did you mean {meant}?" if meant else f"known: {', '.join(sorted(known))}"
+    names = sorted(known)
+    meant = near_miss(name, names)
+    if meant is not None:
+        return InvalidParameterError(name, value, f"unknown parameter; did you mean {meant}?")
+    nearest = difflib.get_close_matches(name[:_MOST_LETTERS], names, n=3, cutoff=0.0)
+    hint = f"the nearest are {', '.join(nearest)}; /docs lists all"
     return InvalidParameterError(name, value, f"unknown parameter; {hint}")
 
 
@@ -468,7 +473,8 @@ def check(spec: Field, spelling: str, value: Any) -> Any:
             )
         return value
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
-        raise InvalidParameterError(spelling, value, "wanted a finite number")
+        kind = "whole" if spec.kind is int and not isinstance(value, (int, float)) else "finite"
+        raise InvalidParameterError(spelling, value, f"wanted a {kind} number")
     if spec.kind is int:
         if value != int(value) or not -(2**63) <= value < 2**64:
             raise InvalidParameterError(spelling, value, "wanted a whole number of 64 bits")

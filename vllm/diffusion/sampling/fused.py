@@ -55,13 +55,14 @@ class LaunchKey(NamedTuple):
 def launch_key(group: RowGroup, logits: torch.Tensor) -> LaunchKey | None:
     """Return the key of a group's launch; None where the group needs more than a launch does.
 
-    More is: float64, or scores that each operation rounds to a narrow dtype. Dream's draw
-    on CPU stays as its reference rounds it, where probabilities that are equal in fp32 compete.
+    More is: float64, scores that each operation rounds to a narrow dtype, or forbidden tokens that
+    count in the probability of others. Dream's draw on CPU stays as its reference rounds it, where
+    probabilities that are equal in fp32 compete.
     """
     scoring, filters = group.scoring, group.filters
     dtype = group.confidence_dtype(logits)
     is_categorical = scoring.is_categorical
-    if dtype == torch.float64:
+    if dtype == torch.float64 or group.counted:
         return None
     if is_categorical and not logits.is_cuda:
         return None

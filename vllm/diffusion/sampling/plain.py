@@ -42,14 +42,15 @@ def sample_plain(
     if scoring.is_categorical or filters is not None:
         logits, first_column = ops.gather_columns(logits, vocab_size), 0
     columns = range(first_column, first_column + logits.shape[1])
-    for token in group.forbidden:
+    for token in set(group.forbidden) - set(group.counted):
         if token in columns:
             logits[:, token - first_column] = -torch.inf
     dtype = group.confidence_dtype(logits)
     if scoring.is_categorical:
         tokens, scores = draw_categorical(logits.to(dtype), group)
-        is_drawn = scoring.greedy and params.temperature > 0
-        return ops.Sampled(tokens, scores, logits.argmax(dim=-1) if is_drawn else tokens)
+        if scoring.greedy and params.temperature > 0:
+            return ops.Sampled(tokens, scores, _without(logits, group.counted).argmax(-1))
+        return ops.Sampled(tokens, scores, tokens)
     whole_rows = logits.shape[1] == vocab_size
     most_likely = partial(
         ops.most_likely, logits, first_column=first_column, whole_rows=whole_rows, dtype=dtype
@@ -90,7 +91,8 @@ def draw_categorical(logits: torch.Tensor, group: RowGroup) -> tuple[torch.Tenso
     """
     if group.params.temperature > 0:
         logits = logits / group.params.temperature
-    kept, filters = logits, group.filters
+    whole, filters = logits, group.filters
+    kept = logits = _without(whole, group.counted)
     if filters is not None:
         removed = ~ops.kept_columns(logits, 1.0, filters)
         kept = logits.masked_fill(removed, torch.finfo(logits.dtype).min)
@@ -101,9 +103,19 @@ def draw_categorical(logits: torch.Tensor, group: RowGroup) -> tuple[torch.Tenso
         tokens = (probabilities.double().log() - torch.log(-torch.log(u))).argmax(dim=-1)
     else:
         tokens = probabilities.argmax(dim=-1)
-    if group.scoring.scores_all and filters is not None:
-        probabilities = torch.softmax(logits, dim=-1)
+    if group.counted or (group.scoring.scores_all and filters is not None):
+        probabilities = torch.softmax(whole, dim=-1)
     return tokens, _scores(probabilities, tokens, group.scoring)
+
+
+def _without(logits: torch.Tensor, columns: tuple[int, ...]) -> torch.Tensor:
+    """Return `logits` [R, V] with -inf in some columns, which is a copy if there are any."""
+    if not columns:
+        return logits
+    found = logits.clone()
+    for column in columns:  # a list as an index would make the host wait for the device
+        found[:, column] = -torch.inf
+    return found
 
 
 def _scores(probabilities: torch.Tensor, tokens: torch.Tensor, scoring: Scoring) -> torch.Tensor:

@@ -95,6 +95,14 @@ class RowGroup:
         return (*never, mask_id) if self.forbid_mask else never
 
     @property
+    def counted(self) -> tuple[int, ...]:
+        """Forbidden token ids that keep their probability, as in loops that may propose them.
+
+        Filters leave none of them.
+        """
+        return () if self.params.has_filters else self.params.forbidden_ids
+
+    @property
     def excluded(self) -> tuple[int, ...]:
         """Token ids that count as probability zero although they may be chosen.
 

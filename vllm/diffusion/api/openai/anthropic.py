@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 from contextlib import aclosing
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict
 
-from vllm.diffusion.api.bodies import left_out, refuse_canvas
+from vllm.diffusion.api.bodies import check_chosen_tool, left_out, refuse_canvas
 from vllm.diffusion.api.conversations import joined, read_anthropic, read_texts
 from vllm.diffusion.api.openai.openai_serving import DiffusionServingChat
 from vllm.diffusion.api.report import DiffusionReport
@@ -25,11 +26,13 @@ from vllm.entrypoints.anthropic.protocol import (
     AnthropicMessagesResponse,
 )
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.exceptions import GracefulHTTPError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
 _UPSTREAMS = SPELLINGS.keys() & AnthropicMessagesRequest.model_fields.keys()
+_FAILED = 'data: {"error"'  # the chunk of a chat stream that ends early
 _REPORTED = ("message_start", "message_delta", "error")  # events that differ from upstream's
 _STATUS_TYPES = {
     400: "invalid_request_error",
@@ -57,12 +60,9 @@ def _read_messages(body: dict[str, Any]) -> dict[str, Any]:
     read = {**body, "messages": read_anthropic(body.get("messages"))}
     if "system" in body:
         read["system"] = read_texts(body["system"], "system")
-    choice, tools = body.get("tool_choice"), body.get("tools")
-    if isinstance(choice, dict) and choice.get("type") == "tool" and isinstance(tools, list):
-        names = [tool.get("name") for tool in tools if isinstance(tool, dict)]
-        if choice.get("name") not in names:
-            wanted = f"wanted one of: {', '.join(map(str, names))}"
-            raise InvalidParameterError("tool_choice.name", choice.get("name"), wanted)
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "tool":
+        check_chosen_tool(choice.get("name"), body.get("tools"), "tool_choice.name")
     return read
 
 
@@ -142,17 +142,23 @@ class DiffusionServingMessages(DiffusionServingChat, AnthropicServingMessages):
         self, generator: AsyncGenerator[str, None]
     ) -> AsyncGenerator[str, None]:
         report: dict[str, Any] = {}
+        status = HTTPStatus.INTERNAL_SERVER_ERROR
 
         async def heard() -> AsyncGenerator[str, None]:
+            nonlocal status
             async with aclosing(generator):
                 async for text in generator:
+                    if text.startswith(_FAILED):  # upstream's converter expects a chunk here
+                        error = json.loads(text.removeprefix("data: "))["error"]
+                        status = HTTPStatus(error["code"])
+                        raise GracefulHTTPError(error["message"], status)
                     if '"diffusion": ' in text:
                         report.update(json.loads(text.removeprefix("data: ")).get("diffusion", {}))
                     yield text
 
         async with aclosing(super().message_stream_converter(heard())) as events:
             async for text in events:
-                yield _changed(text, report)
+                yield _changed(text, report, status)
 
 
 def _continue_answer(made: Any, field: str) -> None:
@@ -171,8 +177,14 @@ def _own_id(of_chat: str) -> str:
     return f"msg_{of_chat.removeprefix('chatcmpl-')}"
 
 
-def _changed(text: str, report: dict[str, Any]) -> str:
-    """Return an event of a stream with what is Anthropic's and ours in it."""
+def _changed(text: str, report: dict[str, Any], status: int) -> str:
+    """Return an event of a stream with what is Anthropic's and ours in it.
+
+    Args:
+        text: upstream's event.
+        report: the diffusion report, for the last event.
+        status: HTTP status of a failure, which gives its type.
+    """
     name, _, data = text.partition("\ndata: ")
     kind = name.removeprefix("event: ")
     if kind not in _REPORTED:
@@ -183,5 +195,5 @@ def _changed(text: str, report: dict[str, Any]) -> str:
     elif kind == "message_delta":
         content["diffusion"] = report
     else:
-        content["error"]["type"] = error_type(500)
+        content["error"]["type"] = error_type(status)
     return f"{name}\ndata: {json.dumps(content)}\n\n"

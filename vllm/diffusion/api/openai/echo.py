@@ -136,13 +136,14 @@ def prompt_logprobs(
 ) -> PromptLogprobs:
     """Convert readings to upstream's type: for each token, itself first and then the likeliest."""
     rows: PromptLogprobs = [None]
-    for token, read in zip(prompt[1:], found, strict=True):
+    written = texts.in_turn(prompt)[1:]
+    for token, text, read in zip(prompt[1:], written, found, strict=True):
         scores = read.scores
         ids = [token, *scores.top_tokens[0]]
         values = [scores.logprobs[0][0], *scores.top_logprobs[0]]
         row: dict[int, Logprob] = {}
-        for rank, (own, value, text) in enumerate(zip(ids, values, texts.of(ids), strict=True)):
-            row[own] = Logprob(value, rank or None, text)
+        for rank, (own, value, alone) in enumerate(zip(ids, values, texts.of(ids), strict=True)):
+            row[own] = Logprob(value, rank or None, text if own == token else alone)
         rows.append(row)
     return rows
 

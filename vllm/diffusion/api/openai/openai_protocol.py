@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field, model_validator
 
-from vllm.diffusion.api.bodies import check_text_length, left_out, refuse_fields
+from vllm.diffusion.api.bodies import (
+    check_chosen_tool,
+    check_text_length,
+    left_out,
+    refuse_fields,
+)
 from vllm.diffusion.api.conversations import read_chat
 from vllm.diffusion.api.openai.tool_calls import asked_tools
 from vllm.diffusion.api.report import DiffusionReport
@@ -58,6 +63,10 @@ class _CompletionBase(CompletionRequest):
 
 
 def _read_chat(body: dict[str, Any]) -> dict[str, Any]:
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict) and isinstance(choice.get("function"), dict):
+        name = choice["function"].get("name")
+        check_chosen_tool(name, body.get("tools"), "tool_choice.function.name")
     return {**body, "messages": read_chat(body.get("messages"))}
 
 
@@ -103,13 +112,16 @@ class CompletionAnswer(CompletionResponse, _Reporting):
     """Answer of POST /v1/completions."""
 
 
-def prepare(request: Any, model_config: Any, template: str = "") -> None:
+def prepare(
+    request: Any, model_config: Any, template: str = "", defaults: Mapping[str, Any] | None = None
+) -> None:
     """Bring a body into the form that upstream passes on to the engine.
 
     Args:
         request: ChatCompletionRequest or CompletionRequest, or one of the bodies above; changed.
         model_config: upstream's config of the served model.
         template: the chat template.
+        defaults: upstream's defaults of sampling parameters, as read when the server started.
 
     Raises:
         InvalidParameterError: naming the field, the given and the wanted value.
@@ -134,7 +146,7 @@ def prepare(request: Any, model_config: Any, template: str = "") -> None:
         request.tools = None
     request.response_format = request.structured_outputs = None  # upstream has its own grammars
     request.vllm_xargs = extra if spec is None else {**extra, SPEC: packed(spec)}
-    _allow_several_greedy_answers(request, model_config)
+    _allow_several_greedy_answers(request, defaults or {})
 
 
 def _suffix_ids(text: str, extra: Mapping[str, Any], model_config: Any) -> list[int]:
@@ -241,9 +253,9 @@ def _shortest_canvas(given: dict[str, Any]) -> None:
         given["gen_length"] = 1
 
 
-def _allow_several_greedy_answers(request: Any, model_config: Any) -> None:
+def _allow_several_greedy_answers(request: Any, defaults: Mapping[str, Any]) -> None:
     """Let several greedy answers pass upstream, since random remasking may make them differ."""
-    default = model_config.get_diff_sampling_param().get("temperature", 1.0)
+    default = defaults.get("temperature", 1.0)
     given = request.temperature if request.temperature is not None else default
     if (request.n or 1) > 1 and given == 0:
         request.vllm_xargs.setdefault("temperature", 0.0)  # the one that counts

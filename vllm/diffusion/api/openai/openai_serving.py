@@ -64,6 +64,7 @@ class Diffusion:
     validator: Validator
     engine_client: Any
     enable_prompt_tokens_details: bool
+    default_sampling_params: dict[str, Any]
     model_config: Any
     online_renderer: Any
     renderer: Any
@@ -76,7 +77,8 @@ class Diffusion:
         """
         try:
             self.refuse_template(request)
-            prepare(request, self.model_config, self.template_of(request))
+            template = self.template_of(request)
+            prepare(request, self.model_config, template, self.default_sampling_params)
             given = request.vllm_xargs.get(SPEC)
             spec = None if given is None else unpacked(given)
         except InvalidParameterError as error:

@@ -12,24 +12,29 @@ from typing import TYPE_CHECKING, Any
 from openai.types.responses import ResponseErrorEvent
 from pydantic import ValidationError
 
-from vllm.diffusion.api.bodies import refuse_canvas
+from vllm.diffusion.api.bodies import check_chosen_tool, refuse_canvas
 from vllm.diffusion.api.choices import primed
 from vllm.diffusion.api.conversations import read_items
 from vllm.diffusion.api.openai.openai_protocol import extra_args, plain
 from vllm.diffusion.api.openai.openai_serving import Diffusion, put_report
+from vllm.diffusion.api.openai.tool_calls import CallParser, offered
 from vllm.diffusion.api.schema import with_diffusion_fields
+from vllm.diffusion.api.tool_prompts import reads_tools
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
-from vllm.diffusion.guided.guides import spec_of
-from vllm.diffusion.request.decision import attach
+from vllm.diffusion.guided.guides import SPEC, packed, spec_of, spec_of_tools
+from vllm.diffusion.request.decision import IGNORED, attach
 from vllm.diffusion.request.fields import SPELLINGS
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.entrypoints.openai.responses.utils import construct_tool_dicts
 from vllm.exceptions import VLLMError
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
+
+    from vllm.diffusion.guided.tool_grammar import Tools
 
 logger = init_logger(__name__)
 
@@ -37,6 +42,9 @@ _UPSTREAMS = (SPELLINGS.keys() & ResponsesRequest.model_fields.keys()) - {"seed"
 
 
 def _read_responses(body: dict[str, Any]) -> dict[str, Any]:
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        check_chosen_tool(choice.get("name"), body.get("tools"), "tool_choice.name")
     return {**body, "input": read_items(body.get("input"))}
 
 
@@ -45,26 +53,41 @@ ResponsesBody = with_diffusion_fields(
 )
 
 
+_FUNCTION_TYPES = ("function", "custom", "namespace")  # which upstream writes as functions
+
+
 class DiffusionServingResponses(Diffusion, OpenAIServingResponses):
     """Handler of POST /v1/responses."""
 
     async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
         try:
-            if request.tool_choice not in ("auto", "none"):
-                wanted = "wanted auto or none here; /v1/chat/completions calls functions"
-                raise InvalidParameterError("tool_choice", request.tool_choice, wanted)
             request.vllm_xargs = extra_args(request, self.template_of(request))
             refuse_canvas(request.vllm_xargs.get("stream_canvas"))
             spec = spec_of(plain(request.extract_structured_outputs()))
+            tools = _asked_tools(request)
+            if tools is not None:
+                if spec is not None:
+                    wanted = "wanted none beside a format of the answer"
+                    raise InvalidParameterError("tools", list(tools.parameters), wanted)
+                spec = spec_of_tools(tools)
+                request.vllm_xargs[SPEC] = packed(spec)
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
         await self.validator.compile(spec)
         answer = await super().create_responses(request, raw_request)
         return await primed(answer) if hasattr(answer, "__aiter__") else answer
 
+    def _make_response_parser(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if SPEC in request.vllm_xargs:
+            return CallParser()
+        return super()._make_response_parser(request, *args, **kwargs)
+
     async def _render_resolved_response_inputs(
         self, request: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        given = request.tools
+        if request.tool_choice == "none" and not reads_tools(self.template_of(request)):
+            request.tools = []
         try:
             return await super()._render_resolved_response_inputs(request, *args, **kwargs)
         except ValidationError as error:
@@ -75,6 +98,8 @@ class DiffusionServingResponses(Diffusion, OpenAIServingResponses):
             # Upstream's parser takes parts that are missing, or of another kind, for given.
             logger.debug("input of a response", exc_info=True)
             wanted = f"it cannot be read: {type(error).__name__} {error}".rstrip()
+        finally:
+            request.tools = given
         raise RequestRefused(InvalidParameterError("input", request.input, wanted))
 
     def _generate_with_builtin_tools(
@@ -112,6 +137,29 @@ class DiffusionServingResponses(Diffusion, OpenAIServingResponses):
                 message=str(error) or type(error).__name__,
                 sequence_number=number + 1,
             )
+
+
+def _asked_tools(request: Any) -> Tools | None:
+    """Return the tools that the answer may call; those that are no functions are named as ignored.
+
+    Raises:
+        InvalidParameterError: naming what is wrong with them, or with the choice.
+    """
+    listed = construct_tool_dicts(request.tools, request.tool_choice) or []
+    functions = [(tool["function"]["name"], tool["function"]["parameters"]) for tool in listed]
+    others = [
+        f"tools[{i}]" for i, tool in enumerate(request.tools) if tool.type not in _FUNCTION_TYPES
+    ]
+    request.vllm_xargs[IGNORED] += others
+    choice = request.tool_choice
+    if not functions or choice == "none":
+        return None
+    if choice in ("auto", "required"):
+        return offered(functions, None, may_answer=choice == "auto")
+    if getattr(choice, "type", None) not in ("function", "custom"):
+        wanted = "wanted auto, none, required, or a function of tools"
+        raise InvalidParameterError("tool_choice", plain(choice), wanted)
+    return offered(functions, ("tool_choice.name", choice.name))
 
 
 def _reporting(response: Any) -> Any:

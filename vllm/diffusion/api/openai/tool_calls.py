@@ -21,10 +21,10 @@ from uuid import uuid4
 from vllm.diffusion.api.events import DONE, event
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.guided.tool_grammar import CALL_END, CALL_START, Tools
-from vllm.entrypoints.generate.base.protocol import FunctionCall, ToolCall
+from vllm.entrypoints.generate.base.protocol import DeltaMessage, FunctionCall, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Sequence
 
 _CALL = re.compile(
     re.escape(CALL_START) + r'"([\w-]+)", "arguments": (.*)' + re.escape(CALL_END), re.DOTALL
@@ -37,27 +37,47 @@ def asked_tools(request: Any) -> Tools | None:
     """Return the tools that the answer of a body may call; None if it may call none.
 
     Raises:
-        InvalidParameterError: two tools have one name, or a name that no call can have.
+        InvalidParameterError: two tools have one name, a name that no call can have, or the one
+            that is chosen is not among them.
     """
     choice = "auto" if request.tool_choice is None else request.tool_choice
     if not request.tools or choice == "none":
         return None
-    functions = [tool.function for tool in request.tools]
-    names = [function.name for function in functions]
-    seen: set[str] = set()
-    for name in names:
-        if not _NAME.fullmatch(name) or name in seen:
+    functions = [(tool.function.name, tool.function.parameters) for tool in request.tools]
+    if isinstance(choice, str):
+        return offered(functions, None, may_answer=choice == "auto")
+    return offered(functions, ("tool_choice.function.name", choice.function.name))
+
+
+def offered(
+    functions: Sequence[tuple[str, Any]],
+    chosen: tuple[str, str] | None,
+    *,
+    may_answer: bool = False,
+) -> Tools:
+    """Return the tools that an answer may call.
+
+    Args:
+        functions: name and schema of the parameters of each function.
+        chosen: field that names the only one, and its name; None if any may be called.
+        may_answer: whether the answer may be text instead.
+
+    Raises:
+        InvalidParameterError: as `asked_tools`.
+    """
+    names: dict[str, Any] = {}
+    for name, parameters in functions:
+        if not _NAME.fullmatch(name) or name in names:
             raise InvalidParameterError(
                 "tools", name, "wanted different names of 1 to 64 letters, digits, _ and -"
             )
-        seen.add(name)
-    named = None if isinstance(choice, str) else choice.function.name
-    if named is not None and named not in names:
-        wanted = f"wanted one of: {', '.join(names)}"
-        raise InvalidParameterError("tool_choice.function.name", named, wanted)
-    offered = [f for f in functions if named in (None, f.name)]
-    parameters = {f.name: f.parameters or {"type": "object", "properties": {}} for f in offered}
-    return Tools(parameters, may_answer=choice == "auto")
+        names[name] = parameters or {"type": "object", "properties": {}}
+    if chosen is None:
+        return Tools(names, may_answer=may_answer)
+    field, name = chosen
+    if name not in names:
+        raise InvalidParameterError(field, name, f"wanted one of: {', '.join(names)}")
+    return Tools({name: names[name]}, may_answer=may_answer)
 
 
 def put_calls(response: Any) -> None:
@@ -123,6 +143,40 @@ class _CallWriter:
             return []
         function = {**found.get("function", {}), "arguments": new}
         return [{**found, "index": 0, "function": function}]
+
+
+class CallParser:
+    """Parser of an answer of `/v1/responses`, with what is used of upstream's.
+
+    Attributes:
+        reasoning_parser: none; a call is all of an answer.
+    """
+
+    reasoning_parser = None
+
+    def __init__(self) -> None:
+        self._writer = _CallWriter()
+
+    def set_prompt_token_ids(self, token_ids: Sequence[int]) -> None:
+        """Do nothing: a call does not depend on the prompt."""
+
+    def count_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
+        return 0
+
+    def parse(
+        self, text: str, *_: Any, **__: Any
+    ) -> tuple[None, str | None, list[FunctionCall] | None]:
+        """Return reasoning, content and calls of a whole answer."""
+        found = _CALL.fullmatch(text.strip())
+        if found is None:
+            return None, text, None
+        return None, None, [FunctionCall(id=_new_id(), name=found[1], arguments=found[2])]
+
+    def parse_delta(self, *, delta_text: str, finished: bool, **_: Any) -> DeltaMessage:
+        """Return what an answer that grows has new: text, or a part of a call."""
+        delta: dict[str, Any] = {"content": delta_text}
+        self._writer.rewrite({"delta": delta, "finish_reason": "stop" if finished else None})
+        return DeltaMessage(**delta)
 
 
 def _new_id() -> str:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
 
-from vllm.diffusion.api.bodies import check_template_kwargs
+from vllm.diffusion.api.bodies import check_template_kwargs, check_text_lengths
+from vllm.diffusion.api.prometheus import begin_request
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.core.surrogates import refuse_lone_surrogates
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 # A surrogate as JSON escapes it, or as bytes that Python's JSON parser lets pass. Most of the
 # escapes are pairs, so a match only says that the body has to be looked at.
 _MAYBE_LONE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+MIN_TEXT_LENGTH = (
+    1 << 20
+)  # characters that `/tokenize` takes, however short the model's prompts are
 _TEMPLATE_KWARGS = "chat_template_kwargs"
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\x78\x9c": "zlib"}
 _OTHER_UNICODE = (b"\xff\xfe", b"\xfe\xff", b"\x00")
@@ -32,14 +36,18 @@ class BodyReading:
     """Middleware that refuses unreadable JSON while a route waits for it.
 
     The error is raised by `receive`, so that it takes the way of all errors of routes.
+
+    Args:
+        max_text_length: the most characters of a text.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, max_text_length: int) -> None:
+        self._app, self._max_text_length = app, max_text_length
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return await self._app(scope, receive, send)
+        begin_request()
         if "json" not in Headers(scope=scope).get("content-type", "json"):
             return await self._app(scope, receive, send)
         chunks: list[bytes] = []
@@ -50,7 +58,7 @@ class BodyReading:
                 chunks.append(message.get("body", b""))
                 if not message.get("more_body", False):
                     try:
-                        check(b"".join(chunks))
+                        check(b"".join(chunks), self._max_text_length)
                     except InvalidParameterError as error:
                         raise RequestRefused(error) from None
                     chunks.clear()
@@ -59,8 +67,8 @@ class BodyReading:
         await self._app(scope, checked, send)
 
 
-def check(body: bytes) -> None:
-    """Refuse a body that is not JSON in UTF-8, holds a lone surrogate, or steers the tokenizer.
+def check(body: bytes, max_text_length: int) -> None:
+    """Refuse a body that is no JSON in UTF-8, has unreadable texts, or steers the tokenizer.
 
     What is no JSON at all is left to the route.
 
@@ -73,14 +81,28 @@ def check(body: bytes) -> None:
             raise InvalidParameterError("body", f"{name} data", wanted)
     if body.startswith(_OTHER_UNICODE) or body[1:2] == b"\x00":
         raise InvalidParameterError("body", "UTF-16 or UTF-32", "wanted JSON in UTF-8")
-    if _MAYBE_LONE.search(body) or _TEMPLATE_KWARGS.encode() in body:
+    is_long = len(body) > max_text_length
+    if is_long or _MAYBE_LONE.search(body) or _TEMPLATE_KWARGS.encode() in body:
         try:
             content = json.loads(body)
         except (ValueError, RecursionError):
             return
         refuse_lone_surrogates(content)
         if isinstance(content, dict):
+            if is_long:
+                check_text_lengths(content, max_text_length)
             check_template_kwargs(content.get(_TEMPLATE_KWARGS))
+
+
+def max_text_length(engine: Any) -> int:
+    """Return the most characters that the model's longest prompt can have, at least a mebi.
+
+    Args:
+        engine: upstream's client.
+    """
+    tokenizer, max_tokens = engine.renderer.tokenizer, engine.model_config.max_model_len
+    per_token = 1 if tokenizer is None else int(tokenizer.max_chars_per_token)
+    return max(MIN_TEXT_LENGTH, int(max_tokens) * per_token)
 
 
 def fault_of(cause: BaseException | None) -> InvalidParameterError | None:

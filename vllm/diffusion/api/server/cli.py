@@ -149,6 +149,9 @@ def check_arguments(args: Namespace) -> None:
             f"--logits-processors: given {args.logits_processors!r}; wanted none: no processor of "
             "logits runs between the steps of a diffusion language model"
         )
+    if args.lora_modules:
+        given = ", ".join(str(getattr(module, "name", module)) for module in args.lora_modules)
+        raise ServerConfigError(f"--lora-modules: given {given}; wanted none: not supported")
     if args.chat_template is not None:
         _check_template(args.chat_template)
 

@@ -14,6 +14,7 @@ from vllm.diffusion import __version__
 from vllm.diffusion.api import prometheus as metrics
 from vllm.diffusion.api.bodies import (
     check_body,
+    check_model_name,
     check_num_answers,
     check_prompt,
     refuse_fields,
@@ -60,8 +61,9 @@ from vllm.diffusion.api.server import (
     invocations,
     refusals,
     trainer_routes,
+    upstream_routes,
 )
-from vllm.diffusion.api.server.body_reading import BodyReading
+from vllm.diffusion.api.server.body_reading import BodyReading, max_text_length
 from vllm.diffusion.api.server.body_validation import stop_at_first_fault
 from vllm.diffusion.api.server.lifecycle import Lifecycle
 from vllm.diffusion.api.server.welcome import log_welcome, warn_of_arguments_without_effect
@@ -124,7 +126,7 @@ def checked_by(*checks: Callable[[Any], None]) -> list[Any]:
         body = await raw_request.json() if await raw_request.body() else None
         if isinstance(body, dict):
             try:
-                for one in (*checks, check_num_answers):
+                for one in (check_model_name, *checks, check_num_answers):
                     one(body)
             except InvalidParameterError as error:
                 raise RequestRefused(error) from None
@@ -165,7 +167,7 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response: 
 
 @openai_router.post(
     "/v1/loglikelihood",
-    dependencies=[Depends(validate_json_request)],
+    dependencies=checked_by(),
     response_model=None,
     responses={200: {"model": LikelihoodResponse}, **_ANSWERS},
     openapi_extra=shown("/v1/loglikelihood"),
@@ -332,6 +334,7 @@ class DiffusionEndpoint:
         if is_installed():  # other models keep upstream's routes
             app.include_router(openai_router)
             trainer_routes.attach(app)
+            upstream_routes.attach(app)
             register()
 
     async def init_state(
@@ -354,7 +357,8 @@ class DiffusionEndpoint:
         refusals.install(self._app)
         stop_at_first_fault(self._app)
         connections.install(args)
-        self._app.user_middleware.insert(0, Middleware(BodyReading))  # the gate builds the stack
+        reading = Middleware(BodyReading, max_text_length=max_text_length(engine_client))
+        self._app.user_middleware.insert(0, reading)  # the gate builds the stack
         gate.install(self._app, state.diffusion_lifecycle, args)
         documentation.install(self._app, has_keys=bool(gate.keys_of(args)))
         capacities = await engine_client.collective_rpc("capacity")

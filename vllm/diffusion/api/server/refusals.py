@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
@@ -34,6 +36,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestRefused, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(VLLMValidationError, _refused_by_upstream)
+    app.add_exception_handler(ValidationError, _invalid_later)
     app.add_exception_handler(HTTPException, _no_such_route)
     for kind in (VLLMError, Exception):
         handler = app.exception_handlers.get(kind)
@@ -59,15 +62,32 @@ async def _invalid(raw_request: Request, error: Exception) -> Response:
     return await _refused(raw_request, RequestRefused(refusal))
 
 
+async def _invalid_later(raw_request: Request, error: Exception) -> Response:
+    """Answer an error of a model that upstream makes of a body."""
+    assert isinstance(error, ValidationError)
+    found = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
+    return await _refused(raw_request, RequestRefused(refusal_of(found)))
+
+
 async def _refused_by_upstream(raw_request: Request, error: Exception) -> Response:
     assert isinstance(error, VLLMValidationError)
     field, text = error.parameter, " ".join(str(error.args[0]).split())
+    if field is not None:
+        text = _in_our_words(field, text)
     if field is not None and error.value is not None:
         return await _refused(
             raw_request, RequestRefused(InvalidParameterError(field, error.value, text))
         )
     told = text if field is None else f"{field}: {text}"
     return answer(raw_request, create_error_response(told, param=field))
+
+
+def _in_our_words(field: str, text: str) -> str:
+    """Rewrite the forms of upstream's messages that repeat the field and the given value."""
+    name = re.escape(field)
+    text = re.sub(rf"^{name} must be (.*), got .*$", r"wanted \1", text)
+    limit = rf"^{name}=\S+ cannot be greater than (\w+)=(\d+)\b.*$"
+    return re.sub(limit, r"wanted at most \2, the \1", text)
 
 
 async def _as_upstream(handler: Any, raw_request: Request, error: Exception) -> Response:
@@ -91,11 +111,14 @@ async def _no_such_route(raw_request: Request, error: Exception) -> Response:
     status, path = HTTPStatus(error.status_code), raw_request.url.path
     message, headers = str(error.detail), dict(error.headers or {})
     if message == status.phrase and status == HTTPStatus.NOT_FOUND:
-        message = f"path: given {path!r}; wanted one of those that /docs lists"
+        known = {getattr(route, "path", None) for route in raw_request.app.routes}
+        wanted = f"/v1{path}" if f"/v1{path}" in known else "one of those that /docs lists"
+        message = f"path: given {path!r}; wanted {wanted}"
     if message == status.phrase and status == HTTPStatus.METHOD_NOT_ALLOWED:
         wanted = headers.get("Allow", "another method")
         message = f"method: given {raw_request.method!r}; {path} wants {wanted}"
-    return answer(raw_request, create_error_response(message, status.phrase, status), headers)
+    kind = "NotFoundError" if status == HTTPStatus.NOT_FOUND else status.phrase
+    return answer(raw_request, create_error_response(message, kind, status), headers)
 
 
 def answer(
@@ -170,5 +193,7 @@ def _wanted(error: Mapping[str, Any]) -> str:
         return "a JSON object"
     if error["type"] == "missing":
         return "a value"
+    if error["type"] == "too_long":
+        return f"at most {error['ctx']['max_length']} items"
     text = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
     return text.partition(", unable")[0]

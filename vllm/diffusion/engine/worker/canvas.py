@@ -346,6 +346,8 @@ class Canvas:
     def report(self) -> StepResult:
         """Return what clients see of the commits since the newest report."""
         num_committed, more = self.num_committed, dict[str, Any]()
+        if self.is_complete and self.params.early_stop:
+            self._prepare()  # which fills what stands behind the end
         newest, self._newest = self._newest, []
         final = range(self._num_final - len(newest), self._num_final)
         for guest in self._guests:
