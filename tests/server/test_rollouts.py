@@ -109,7 +109,10 @@ def test_an_answer_is_as_long_as_its_stop_string_leaves_it(trained: Client) -> N
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (("/abort_requests", {"ids": ["a"]}, {}), "ids: given ['a']; unknown parameter; the nearest are request_ids"),
+        (
+            ("/abort_requests", {"ids": ["a"]}, {}),
+            "ids: given ['a']; unknown parameter; the nearest are request_ids",
+        ),
         (("/abort_requests", {"request_id": "a"}, {}), "did you mean request_ids?"),
         (("/pause", None, {"mod": "keep"}), "mod: given 'keep'; unknown parameter; did you mean"),
         (("/finish_weight_update", {"weights_version": "1"}, {}), "did you mean weight_version?"),
