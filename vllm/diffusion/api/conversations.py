@@ -174,13 +174,15 @@ def check_call(function: Mapping[str, Any], field: str) -> None:
     """
     _check_text(function, "name", field)
     _check_text(function, "arguments", field, "wanted a string of JSON")
-    arguments = function["arguments"]
-    if "\\u" in arguments:  # it may escape half a character, which is read with the rest
-        try:
-            found = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return
-        refuse_lone_surrogates(found, f"{field}.arguments")
+    place, arguments = f"{field}.arguments", function["arguments"]
+    try:  # upstream reads it, too, if it is JSON
+        found = json.loads(arguments)
+    except json.JSONDecodeError:
+        return
+    except (RecursionError, ValueError):
+        wanted = "wanted JSON of a few hundred levels, with numbers of 64 bits"
+        raise InvalidParameterError(place, arguments, wanted) from None
+    refuse_lone_surrogates(found, place)
 
 
 def _check_text(
