@@ -78,18 +78,18 @@ void bind_arena(py::module_& module) {
       .def("statistics", &Arena::statistics, release)
       .def_property_readonly("base", &Arena::base);
   py::class_<View>(module, "View")
-      .def(py::init<std::shared_ptr<Arena>, size_t, size_t>(), py::arg("arena"), py::arg("offset"),
-           py::arg("num_bytes"), release);
+      .def(py::init<std::shared_ptr<Arena>, size_t, size_t>(), py::arg("arena").none(false),
+           py::arg("offset"), py::arg("num_bytes"), release);
 }
 
 void bind_segment_pool(py::module_& module) {
   const auto release = py::call_guard<py::gil_scoped_release>();
   py::class_<SegmentPool, std::shared_ptr<SegmentPool>>(module, "SegmentPool")
-      .def(py::init<std::shared_ptr<Arena>, size_t>(), py::arg("arena"), py::arg("reserve_bytes"),
-           release)
+      .def(py::init<std::shared_ptr<Arena>, size_t>(), py::arg("arena").none(false),
+           py::arg("reserve_bytes"), release)
       .def("close", &SegmentPool::close, release)
       .def_property_readonly("in_use_bytes", &SegmentPool::in_use_bytes);
-  module.def("attach_hooks", &vmm_allocator::attach_hooks, py::arg("pool"), release);
+  module.def("attach_hooks", &vmm_allocator::attach_hooks, py::arg("pool").none(false), release);
 }
 
 }  // namespace

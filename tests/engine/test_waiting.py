@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who waits, and for what: the line of requests, and the groups of a prompt."""
 
+import time
 from dataclasses import dataclass, field
 from itertools import count
 from types import SimpleNamespace
@@ -82,6 +83,20 @@ def test_of_two_equal_requests_the_one_that_is_meant_leaves() -> None:
     line = line_of(first, second)
     line.remove(second)
     assert [item is first for item in line.requests] == [True]
+
+
+def test_thousands_leave_one_after_the_other() -> None:
+    """As a client with many answers that goes away; each leaves in the same time."""
+    first = waiting(10)
+    items = [RequestState(first.request, first.params, first.demand) for _ in range(20_000)]
+    line, begun = line_of(*items), time.monotonic()
+    for left, item in enumerate(reversed(items[12:]), 1):
+        line.remove(item)
+        assert len(line) == len(items) - left
+    assert line.requests == items[:12]
+    assert line.named(first.req_id) == items[:12] and line.named("another") == []
+    assert started(line) == items[:10] and line.named(first.req_id) == items[10:12]
+    assert time.monotonic() - begun < 120  # a hang, not a speed
 
 
 def test_requests_start_in_order_while_they_fit() -> None:

@@ -8,9 +8,11 @@ from torch.nn import functional
 from vllm_add_llada.cuda_kernels.fused_ops import (
     FP8,
     Epilogue,
+    Fp8Heads,
     QuantisedRows,
     Tiling,
     add_linear_fp8,
+    apply_rotary,
     fused_linear_fp8,
     has_add_linear_fp8,
     has_quantise,
@@ -27,6 +29,7 @@ DEVICES = [
 ]
 ERROR = 8e-3  # norm of the error over that of the result: sums of the tensor cores, bf16
 STEP = 2**-4  # of e4m3: half a step of three bits, relative to the number
+ONES, WEIGHT = torch.ones(16), torch.zeros(16, 16).to(FP8)
 TINY = 2**-10  # half a step of numbers below 2^-6, relative to the largest over 448
 
 
@@ -240,12 +243,81 @@ def test_gated_rows_against_float64(generator, tiling, num_rows, num_columns):
         (lambda x, out: rms_norm_quantised(x, x[0, :4], 1e-5, out), "weight must be"),
         (lambda x, out: silu_mul_quantised(x, out), r"out.values must be .* \[2, 8\]"),
         (lambda x, out: rescale(x, x[0], x[0], x), r"row_scales must be .* \[2\]"),
+        (lambda x, out: rescale(x, x[:, 0], x[0], x), "row_scales must be contiguous"),
+        (lambda x, out: rescale(x, ONES[:2], ONES.double(), x), "column_scales must be float32"),
+        (lambda x, out: rescale(x, ONES[:2], ONES, x[:1]), r"out must be .* \[2, 16\]"),
+        (lambda x, out: rescale(x, ONES[:2], ONES, x.half()), r"out must be torch.float32"),
+        (
+            lambda x, out: rescale(x, ONES[:2], ONES, x, bias=ONES[:5]),
+            r"bias must be float32 \[16\] on cpu, got torch.float32 \[5\]",
+        ),
+        (
+            lambda x, out: rescale(x, ONES[:2], ONES, x, bias=ONES.half()),
+            r"bias must be float32 \[16\] on cpu, got torch.float16",
+        ),
+        (
+            lambda x, out: silu_mul_quantised(x.repeat(1, 2), out, row_scales=ONES[:2]),
+            "row_scales and column_scales, or neither",
+        ),
         (
             lambda x, out: fused_linear_fp8(out, out.values, x[0], x[:, :5]),
             r"a weight \[5, D\] and 5 scales",
+        ),
+        (
+            lambda x, out: fused_linear_fp8(out, WEIGHT, ONES.half(), x),
+            r"scales must be float32 \[16\]",
+        ),
+        (
+            lambda x, out: fused_linear_fp8(out, WEIGHT, ONES.repeat(2)[::2], x),
+            "scales must be contiguous",
+        ),
+        (
+            lambda x, out: fused_linear_fp8(out._replace(scales=ONES), WEIGHT, ONES, x),
+            r"x.scales must be float32 \[2\]",
+        ),
+        (
+            lambda x, out: fused_linear_fp8(out._replace(values=x), WEIGHT, ONES, x),
+            r"x.values must be float8_e4m3fn \[2, 16\]",
+        ),
+        (
+            lambda x, out: fused_linear_fp8(out, WEIGHT, ONES, x, bias=ONES[:4]),
+            r"bias must be float32 \[16\]",
+        ),
+        (
+            lambda x, out: fused_linear_fp8(
+                out, WEIGHT, ONES, x[:, :8], bias=ONES, epilogue=Epilogue.SILU_MUL
+            ),
+            "SILU_MUL wants no bias",
+        ),
+        (
+            lambda x, out: add_linear_fp8(out, WEIGHT, ONES.half(), x),
+            r"add_linear_fp8: scales must be float32 \[16\]",
         ),
     ],
 )
 def test_arguments_are_checked(op, message):
     with pytest.raises(ValueError, match=message):
         op(torch.zeros(2, 16), empty_rows(2, 16, "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scales": ONES[:2]}, "scales must have 3 numbers or more, got 2"),
+        ({"scales": ONES[:3].half()}, "scales must be float32"),
+        ({"scales": ONES[:6:2]}, "scales must be contiguous"),
+        ({"mean": ONES[:4]}, r"mean must be float32 \[2, 4\]"),
+        ({"v": None}, r"wanted fp8\.k, fp8\.v and fp8\.values, or none"),
+        ({"values": None}, r"wanted fp8\.k, fp8\.v and fp8\.values, or none"),
+        ({"k": torch.zeros(3, 1, 4, dtype=FP8)}, r"fp8\.k must be float8_e4m3fn \[3, 2, 4\]"),
+        ({"q": torch.zeros(3, 2, 4)}, r"fp8\.q must be float8_e4m3fn \[3, 2, 4\]"),
+    ],
+)
+def test_copies_of_heads_are_checked(changes, message):
+    heads = torch.zeros(3, 2, 4)
+    copies = [heads.to(FP8) for _ in range(3)]
+    fp8 = Fp8Heads(*copies, heads, torch.zeros(2, 4), ONES[:3])
+    tables = torch.ones(3, 4), torch.zeros(3, 4)
+    apply_rotary(heads.clone(), heads.clone(), *tables, None, fp8)
+    with pytest.raises(ValueError, match=message):
+        apply_rotary(heads.clone(), heads.clone(), *tables, None, fp8._replace(**changes))

@@ -60,6 +60,16 @@ def test_a_pool_checks_its_arguments_first(arguments):
         TorchPool(None, *arguments)
 
 
+@pytest.mark.skipif(not vmm_allocator.is_built(), reason="vmm_allocator is not built")
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [("View", (None, 0, CHUNK)), ("SegmentPool", (None, CHUNK)), ("attach_hooks", (None,))],
+)
+def test_nothing_is_no_arena_and_no_pool(function, arguments):
+    with pytest.raises(TypeError, match="incompatible"):
+        getattr(_native.native(), function)(*arguments)
+
+
 def test_unbuilt_is_a_typed_error(monkeypatch):
     monkeypatch.setattr(_native, "_module", None)
     assert not vmm_allocator.is_built()

@@ -73,15 +73,20 @@ def places_of(fp8: Fp8Heads) -> tuple[Any, ...]:
 
 def _check(name: str, q: Tensor, k: Tensor, fp8: Fp8Heads) -> None:
     check_vector(name, "scales", fp8.scales, (torch.float32,), (-1,), q.device)
+    if len(fp8.scales) < 3:
+        raise ValueError(f"{name}: scales must have 3 numbers or more, got {len(fp8.scales)}")
+    if len({x is None for x in (fp8.k, fp8.v, fp8.values)}) > 1:
+        raise ValueError(f"{name}: wanted fp8.k, fp8.v and fp8.values, or none of them")
     if fp8.k is not None:
         check_vector(name, "mean", fp8.mean, (torch.float32,), k.shape[1:], q.device)
     for argument, out, heads in (("q", fp8.q, q), ("k", fp8.k, k), ("v", fp8.v, k)):
         if out is None:
             continue
-        if out.shape != heads.shape or out.dtype != FP8 or out.stride(-1) != 1:
+        is_like = out.shape == heads.shape and out.device == heads.device
+        if not is_like or out.dtype != FP8 or out.stride(-1) != 1:
             raise ValueError(
-                f"{name}: fp8.{argument} must be float8_e4m3fn {list(heads.shape)}, "
-                f"got {out.dtype} {list(out.shape)}"
+                f"{name}: fp8.{argument} must be float8_e4m3fn {list(heads.shape)} on "
+                f"{heads.device}, got {out.dtype} {list(out.shape)} on {out.device}"
             )
     if fp8.values is not None:
         check_like(name, "fp8.values", fp8.values, k, k.shape)

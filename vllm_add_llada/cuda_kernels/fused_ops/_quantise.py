@@ -15,6 +15,8 @@ from ._linear import PORTABLE, Epilogue, Tiling, gated, launch_linear
 from ._portable import has_portable, takes_columns
 from ._support import (
     capability_of,
+    check_columns,
+    check_like,
     check_rows,
     check_vector,
     feeds_tensor_cores,
@@ -115,7 +117,9 @@ def silu_mul_quantised(
     _check(op, gate_up, out, gate_up.shape[-1] // 2)
     if row_scales is not None and column_scales is not None:
         _check_scales(op, gate_up, row_scales, column_scales)
-    if has_quantise(gate_up[:, : gate_up.shape[1] // 2]):
+    elif row_scales is not None or column_scales is not None:
+        raise ValueError(f"{op}: wanted row_scales and column_scales, or neither; got one of them")
+    if has_quantise(gate_up[:, : gate_up.shape[1] // 2]) and _are_aligned(column_scales):
         _quantise(gate_up, out, row_scales=row_scales, column_scales=column_scales, is_gated=True)
         return
     meant = gate_up
@@ -149,9 +153,10 @@ def rescale(
     op = "rescale"
     check_rows(op, "product", product, (2,))
     _check_scales(op, product, row_scales, column_scales)
-    if out.shape != product.shape or out.dtype != product.dtype:
-        raise ValueError(f"{op}: out must be like product, got {out.dtype} {list(out.shape)}")
-    if not (has_quantise(product) and has_quantise(out)):
+    check_like(op, "out", out, product, tuple(product.shape))
+    if bias is not None:
+        check_vector(op, "bias", bias, (product.dtype,), product.shape[1:], product.device)
+    if not (has_quantise(product) and has_quantise(out) and _are_aligned(column_scales, bias)):
         result = reference.rescaled(product, row_scales, column_scales)
         result = result if bias is None else result + bias
         out.copy_(result + out.float() if adds else result)
@@ -202,10 +207,14 @@ def fused_linear_fp8(
     """
     num_columns = out.shape[1] * (2 if epilogue is Epilogue.SILU_MUL else 1)
     _check_linear("fused_linear_fp8", x, weight, scales, out, num_columns)
+    if bias is not None and epilogue is Epilogue.SILU_MUL:
+        raise ValueError("fused_linear_fp8: SILU_MUL wants no bias, got one")
+    if bias is not None:
+        check_vector("fused_linear_fp8", "bias", bias, (out.dtype,), (num_columns,), out.device)
     is_tiled = tiling is not None and tiling.rows > 0  # and written eight elements at once
     if tiling == PORTABLE:
         has_kernel = out.dtype == torch.bfloat16 and has_portable(x.values, weight)
-        has_kernel = has_kernel and takes_columns(weight, out)
+        has_kernel = has_kernel and takes_columns(weight, out) and _are_aligned(scales, bias)
     else:
         has_kernel = tiling is not None and _has_linear(x, weight, scales, out)
         has_kernel = has_kernel and (not is_tiled or feeds_tensor_cores(out))
@@ -276,6 +285,17 @@ def _check_linear(
             f"scales for out {list(out.shape)}, got {list(x.values.shape)}, {weight.dtype} "
             f"{list(weight.shape)} and {list(scales.shape)}"
         )
+    check_columns(op, "weight", weight)
+    check_vector(op, "x.values", x.values, (FP8,), tuple(x.values.shape), out.device)
+    check_vector(op, "x.scales", x.scales, (torch.float32,), (len(out),), out.device)
+    check_vector(op, "scales", scales, (torch.float32,), (num_columns,), out.device)
+    if weight.device != out.device:
+        raise ValueError(f"{op}: weight must be on {out.device}, got {weight.device}")
+
+
+def _are_aligned(*vectors: Tensor | None) -> bool:
+    """Whether kernels can read whole vectors of 16 bytes of these tensors."""
+    return all(vector is None or vector.data_ptr() % 16 == 0 for vector in vectors)
 
 
 def _linear(

@@ -15,7 +15,7 @@ its first forward, and the others wait for it. What they read of it depends on t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -41,17 +41,25 @@ class Prompt(NamedTuple):
     params: DiffusionParams
 
 
-@dataclass
+@dataclass(eq=False)
 class _PromptGroup:
-    """Running requests that share what one of them has computed.
+    """Requests of one prompt, and those of them that share what one of them has computed.
 
     Attributes:
-        members: requests, of which the first one's demand includes the room of all.
+        key: what they have in common.
+        num_known: number of requests, waiting or running.
+        members: running requests, of which the first one's demand includes the room of all.
         num_places: number of requests that may still join.
     """
 
-    members: list[RequestState]
-    num_places: int
+    key: Prompt
+    num_known: int = 0
+    members: dict[RequestState, None] = field(default_factory=dict)
+    num_places: int = 0
+
+    @property
+    def first(self) -> RequestState:
+        return next(iter(self.members))
 
 
 class PromptGroups(AdmissionGate):
@@ -59,70 +67,71 @@ class PromptGroups(AdmissionGate):
 
     def __init__(self) -> None:
         self._groups: dict[Prompt, _PromptGroup] = {}
-        self._prompts: dict[RequestState, Prompt] = {}
+        # A key may be long, so it is compared once, when a request arrives.
+        self._group_of: dict[RequestState, _PromptGroup] = {}
 
     def arrived(self, item: RequestState) -> bool:
         """Take in one of several answers; it is expected to compute its prompt, for now."""
         if item.params.num_answers == 1 or not _may_share(item):
             return False
         token_ids = np.array(item.request.prompt_token_ids or []).tobytes()
-        self._prompts[item] = Prompt(token_ids, replace(item.params, seed=None))
+        key = Prompt(token_ids, replace(item.params, seed=None))
+        group = self._group_of[item] = self._groups.setdefault(key, _PromptGroup(key))
+        group.num_known += 1
         _let_compute(item)
         return True
 
     def prepare(self, item: RequestState) -> None:
         """Set a waiting request's demand by whose prompt it would read if it started now."""
-        group = self._group_of(item)
-        if group is None or not group.num_places:
+        group = self._group_of[item]
+        if not group.members or not group.num_places:
             _let_compute(item)
             return
-        item.prompt_of = group.members[0].req_id
+        item.prompt_of = group.first.req_id
         if item.params.cache == "frozen":
             item.demand = replace(item.demand, reads_prompt=True, spare=0, host_layers=0)
             item.next_rows = item.demand.first_rows
 
     def waits_for(self, item: RequestState) -> WaitsFor | None:
         """Return "prompt" while another request computes what this one is to begin with."""
-        group = self._group_of(item)
-        if group is None or not group.num_places:
+        group = self._group_of[item]
+        if not group.members or not group.num_places:
             is_ready = item.prompt_of is None  # else it is prepared anew in the next step
         else:
-            is_ready = item.prompt_of is not None and group.members[0].num_forwards > 0
+            is_ready = item.prompt_of is not None and group.first.num_forwards > 0
         return None if is_ready else "prompt"
 
     def started(self, item: RequestState) -> None:
         """Make a request a member of its group, which it founds if it computes the prompt."""
-        prompt, group = self._prompts[item], self._group_of(item)
-        if group is None:
+        group = self._group_of[item]
+        if not group.members:
             demand, is_frozen = item.demand, item.params.cache == "frozen"
             if not demand.host_layers and (demand.spare or not is_frozen):
-                self._groups[prompt] = _PromptGroup([item], item.params.num_answers - 1)
+                group.members[item], group.num_places = None, item.params.num_answers - 1
         elif item.prompt_of is not None:
-            group.members.append(item)
+            group.members[item] = None
             group.num_places -= 1
 
     def renew(self, items: Sequence[RequestState], generation: int) -> None:
         """Part all groups: those that run compute their prompts again, each by itself."""
         for group in self._groups.values():
-            for item in group.members[1:]:
+            for item in [*group.members][1:]:
                 if item.params.cache == "frozen":
                     item.demand = replace(item.demand, reads_prompt=False)
-        self._groups.clear()
+            group.members.clear()
 
     def left(self, item: RequestState) -> None:
         """Remove a request; if it computed the prompt, the next one's demand counts all room."""
-        group, prompt = self._group_of(item), self._prompts.pop(item)
-        if group is None or item not in group.members:
+        group = self._group_of.pop(item)
+        group.num_known -= 1
+        if not group.num_known:
+            del self._groups[group.key]
+        if item not in group.members:
             return
-        was_first = group.members[0] is item
-        group.members.remove(item)
-        if not group.members:
-            del self._groups[prompt]
-        elif was_first:
-            group.members[0].demand = item.demand
-
-    def _group_of(self, item: RequestState) -> _PromptGroup | None:
-        return self._groups.get(self._prompts[item])
+        was_first = group.first is item
+        del group.members[item]
+        if group.members and was_first:
+            group.first.demand = item.demand
 
 
 def _let_compute(item: RequestState) -> None:

@@ -150,10 +150,12 @@ class DiffusionScheduler(CanvasSchedulerInterface):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
-        items = [*self._running.values(), *self._waiting.requests]
-        if request_ids is not None:
-            wanted = {request_ids} if isinstance(request_ids, str) else set(request_ids)
-            items = [item for item in items if item.req_id in wanted]
+        if request_ids is None:
+            items = [*self._running.values(), *self._waiting.requests]
+        else:
+            wanted = {request_ids: None} if isinstance(request_ids, str) else {*request_ids}
+            items = [self._running[req_id] for req_id in wanted if req_id in self._running]
+            items += [item for req_id in wanted for item in self._waiting.named(req_id)]
         for item in items:
             if item.req_id not in self._running:
                 self._waiting.remove(item)
@@ -180,7 +182,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         if self.paging is not None:
             self.paging.provide(self._running.values(), launched)
         is_unpaused = self._pause_state == PauseState.UNPAUSED
-        admitted = self._start_waiting() if is_unpaused and self._waiting.requests else []
+        admitted = self._start_waiting() if is_unpaused and len(self._waiting) else []
         rows, next_slice, long = self._divide(launched)
         finished, self._finished_req_ids = self._finished_req_ids, set()
         return DiffusionSchedulerOutput(
@@ -280,7 +282,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             if item is not None:  # else it was aborted while the step ran
                 self._outbox.put(item.request, *self._advance(item, result, done.usage))
         to_the_end(self._running, done.results)
-        is_told = not self._outbox.is_empty or not (self._running or self._waiting.requests)
+        is_told = not self._outbox.is_empty or not (self._running or len(self._waiting))
         return self._outbox.take(self.make_stats(only_if_due=not is_told))
 
     def _learn(self, done: DiffusionRunnerOutput) -> None:

@@ -67,14 +67,14 @@ class CanvasSchedulerInterface(SchedulerInterface):
         if self._pause_state == PauseState.PAUSED_ALL:
             return count + len(self._launched_step(self._running))
         if self._pause_state == PauseState.UNPAUSED:
-            count += len(self._waiting.requests)
+            count += len(self._waiting)
         return count + len(self._running)
 
     def has_finished_requests(self) -> bool:
         return bool(self._finished_req_ids)
 
     def get_request_counts(self) -> tuple[int, int]:
-        return len(self._running), len(self._waiting.requests)
+        return len(self._running), len(self._waiting)
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

@@ -11,9 +11,8 @@ out.
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from functools import cache
-from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from vllm.diffusion.core.errors import ActivationBudgetError
@@ -33,27 +32,49 @@ class WaitingLine:
 
     Args:
         max_running: requests that may run at once.
-
-    Attributes:
-        requests: the queue, to be read only.
     """
 
     def __init__(self, max_running: int) -> None:
         self._max_running = max_running
-        self.requests: deque[RequestState] = deque()
+        self._line: list[RequestState] = []  # with those that have left, as far as nobody reads it
+        self._left: set[RequestState] = set()
+        self._by_id: dict[str, list[RequestState]] = {}
         self._gated: dict[RequestState, None] = {}  # those that a gate has taken in
-        self._looked_at: list[RequestState] = []  # those whose `waits_for` the last call has set
+        # Those whose `waits_for` the last call has set.
+        self._looked_at: dict[RequestState, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._line) - len(self._left)
+
+    @property
+    def requests(self) -> list[RequestState]:
+        """The queue, to be read only."""
+        if self._left:
+            self._line = [item for item in self._line if item not in self._left]
+            self._left.clear()
+        return self._line
+
+    def named(self, req_id: str) -> list[RequestState]:
+        """Return the waiting requests of an id."""
+        return list(self._by_id.get(req_id, ()))
 
     def append(self, item: RequestState) -> None:
-        later = takewhile(lambda other: other.priority > item.priority, reversed(self.requests))
-        self.requests.insert(len(self.requests) - sum(1 for _ in later), item)
+        insort(self.requests, item, key=lambda other: other.priority)
+        self._by_id.setdefault(item.req_id, []).append(item)
         if item.gates:
             self._gated[item] = None
 
     def remove(self, item: RequestState) -> None:
-        self.requests.remove(item)
+        self._left.add(item)
+        self._forget(item)
+        self._looked_at.pop(item, None)
+
+    def _forget(self, item: RequestState) -> None:
         self._gated.pop(item, None)
-        self._looked_at = [other for other in self._looked_at if other is not item]
+        alike = self._by_id[item.req_id]
+        alike.remove(item)
+        if not alike:
+            del self._by_id[item.req_id]
 
     def admit(
         self,
@@ -77,7 +98,7 @@ class WaitingLine:
             for gate in item.gates:
                 gate.prepare(item)
         is_long = cache(is_long)  # each of those that run is asked about again for each that waits
-        stay: list[RequestState] = []
+        stay: dict[RequestState, None] = {}
         self._looked_at = stay
         passed: list[RequestState] = []  # came earlier, do not fit now; the first was passed most
         while len(stay) < len(self.requests) and len(passed) < MAX_PASSED:
@@ -94,10 +115,10 @@ class WaitingLine:
                     passed.append(item)
             if reason is not None:
                 item.waits_for = reason
-                stay.append(item)
+                stay[item] = None
                 continue
             del self.requests[len(stay)]
-            self._gated.pop(item, None)
+            self._forget(item)
             if error is None:
                 for earlier in passed:
                     earlier.num_overtaken += 1
