@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm.diffusion.api.server import cli
@@ -235,15 +236,45 @@ class TestUpstreamsCommand:
         (KeyError("invalid tool call parser: x"), "error: invalid tool call parser: x"),
         (ValueError("a\n b"), "error: a b"),
         (RuntimeError("Engine x died unexpectedly."), "error: Engine x died unexpectedly."),
+        (
+            RuntimeError("X reasoning parser could not locate tokens"),
+            "error: --reasoning-parser: given 'x'; wanted one that fits the model's tokenizer: X "
+            "reasoning parser could not locate tokens",
+        ),
     ],
 )
 def test_what_ends_a_server_is_one_line(error: Exception, told: str) -> None:
-    with pytest.raises(SystemExit) as caught, cli.errors_in_one_line(argparse.Namespace(model="m")):
+    args = argparse.Namespace(model="m", reasoning_parser="x")
+    with pytest.raises(SystemExit) as caught, cli.errors_in_one_line(args):
         raise error
     assert str(caught.value) == told
     for mistake in (KeyError("a mistake of ours"), RuntimeError("another one")):
-        with pytest.raises(type(mistake)), cli.errors_in_one_line(argparse.Namespace()):
+        with pytest.raises(type(mistake)), cli.errors_in_one_line(args):
             raise mistake
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--middleware", "nope.Middle"], "--middleware: given 'nope.Middle'; wanted MODULE.NAME"),
+        (
+            ["--middleware", "os.path.nope"],
+            "--middleware: given 'os.path.nope'; wanted",
+        ),
+        (["--logits-processors", "nope:X"], "--logits-processors: given ['nope:X']; wanted none"),
+        (["--lora-modules", "a=b"], "--lora-modules: given a; wanted none: not supported"),
+        (["--chat-template", "{% x }"], "--chat-template: given '{% x }'; wanted a Jinja template"),
+    ],
+)
+def test_values_that_would_fail_later_or_never_act(words: list[str], told: str) -> None:
+    parser = make_arg_parser(cli.ServerParser())
+    cli.add_arguments(parser)
+    with pytest.raises(ServerConfigError) as caught:
+        cli.check_arguments(parser.parse_args(["models/llada-tiny", *words]))
+    assert str(caught.value).startswith(told)
+    assert "\n" not in str(caught.value)
+    good = ["--chat-template", "{% for message in messages %}{{ message.content }}{% endfor %}"]
+    cli.check_arguments(parser.parse_args(["models/llada-tiny", *good]))
 
 
 def test_the_version_is_ours_and_upstreams(capsys: pytest.CaptureFixture[str]) -> None:

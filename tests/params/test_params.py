@@ -931,3 +931,36 @@ def test_a_family_may_have_defaults_of_its_own() -> None:
     assert resolve(served, max_tokens=96, steps=8, alg="entropy").steps == 8
     assert resolve(model(family=DIFFULLAMA, default_steps=16), max_tokens=96).steps == 16
     assert resolve(served, max_tokens=96, algorithm="semi_ar").steps == 96
+
+
+LETTER = "x'\"é\n"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        5,
+        LETTER * 3,
+        LETTER * 100,
+        [LETTER] * 100,
+        (1, (2, [3] * 200)),
+        {str(index): [index, {"a": LETTER}] for index in range(100)},
+        [[[[0] * 50] * 50] * 50],
+        [],
+        {},
+    ],
+)
+def test_an_error_shows_the_start_of_what_was_given(value: Any) -> None:
+    """As Python writes it, though only the start is looked at."""
+    written = repr(value)
+    shown = written if len(written) <= 80 else f"{written[:77]}..."
+    assert str(InvalidParameterError("f", value, "wanted less")) == f"f: given {shown}; wanted less"
+
+
+def test_an_error_looks_at_no_more_than_it_shows() -> None:
+    class Unread(list[int]):
+        def __repr__(self) -> str:
+            raise AssertionError
+
+    values: list[Any] = [*range(100), Unread()]
+    assert "0, 1, 2" in str(InvalidParameterError("f", values, "wanted less"))

@@ -120,6 +120,20 @@ def test_results_and_calls_are_written_whether_tools_are_given_or_not(client: Cl
             assert ("You may call" in prompt) == (fields == {"tools": TOOLS})
 
 
+def test_the_older_form_of_calls_is_written_as_tools_are(client: Client) -> None:
+    older: list[dict[str, Any]] = [
+        ASKED,
+        {"role": "assistant", "content": None, "function_call": CALL["function"]},
+        {"role": "function", "name": "weather", "content": "Sunny"},
+    ]
+    newer = [ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT]
+    assert prompt_of(client, older) == prompt_of(client, newer)
+    for wrong, step in (({"name": "f"}, ".arguments"), (5, "")):
+        body = {"messages": [ASKED, {**older[1], "function_call": wrong}]}
+        error = refusal(client.http.post(CHAT, json=body))
+        assert error["param"] == f"messages[1].function_call{step}"
+
+
 CALL_FAULTS: list[tuple[Any, str, str]] = [
     (5, "", "5"),
     ([5], "[0]", "5"),
@@ -129,6 +143,16 @@ CALL_FAULTS: list[tuple[Any, str, str]] = [
     ([CALL, {**CALL, "function": {"name": "f"}}], "[1].function.arguments", "nothing"),
     ([{**CALL, "function": {"name": "f", "arguments": {}}}], "[0].function.arguments", "{}"),
     ([{**CALL, "function": {"arguments": "{}"}}], "[0].function.name", "nothing"),
+    (
+        [{**CALL, "function": {"name": "f", "arguments": "[" * 5000 + "]" * 5000}}],
+        "[0].function.arguments",
+        "'[[[",
+    ),
+    (
+        [{**CALL, "function": {"name": "f", "arguments": "9" * 5000}}],
+        "[0].function.arguments",
+        "'999",
+    ),
     (
         [{**CALL, "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}],
         "[0].function.arguments.a",
@@ -149,7 +173,7 @@ def test_calls_of_the_history_are_refused_by_their_path(
     ):
         error = refusal(client.http.post(route, json={"messages": messages}))
         assert error["param"] == f"{place}.tool_calls{step}"
-        assert error["message"].startswith(f"{error['param']}: given {given}; wanted ")
+        assert error["message"].startswith(f"{error['param']}: given {given}")
 
 
 def test_items_of_a_response_are_refused_by_their_path(client: Client) -> None:
@@ -219,6 +243,7 @@ def test_tokens_are_counted_as_the_request_has_them(client: Client) -> None:
         {"role": "assistant", "content": [called]},
         {"role": "user", "content": [result]},
     ]
+    fields: dict[str, Any]
     for fields in (
         {},
         {"tools": tools},
@@ -241,6 +266,10 @@ def test_a_batch_refuses_what_it_has_not(client: Client) -> None:
     body = {"messages": [[ASKED]], "max_tokens": 32}
     assert refusal(client.http.post(BATCH, json={**body, "tools": TOOLS}))["param"] == "tools"
     assert refusal(client.http.post(BATCH, json={**body, "algoritm": "x"}))["param"] == "algoritm"
+    for name, value in (("seed", "x"), ("top_p", []), ("bad_words", [[]]), ("ignore_eos", "maybe")):
+        error = refusal(client.http.post(BATCH, json={**body, name: value}))
+        assert (error["param"] or "").startswith(name)
+        assert error["message"].startswith(name) and "\n" not in error["message"]
 
 
 def test_a_prompt_is_rendered_as_the_request_has_it(client: Client) -> None:
@@ -255,8 +284,8 @@ def test_a_prompt_is_rendered_as_the_request_has_it(client: Client) -> None:
         tokenised["tokens"]
         == client.answer(f"{CHAT}/render", {**body, "tools": TOOLS})["token_ids"]
     )
-    for fields, name in (({"algoritm": "x"}, "algoritm"), ({"gen_length": 0}, "gen_length")):
-        error = refusal(client.http.post(f"{CHAT}/render", json={**body, **fields}))
+    for name, value in (("algoritm", "x"), ("gen_length", 0)):
+        error = refusal(client.http.post(f"{CHAT}/render", json={**body, name: value}))
         assert error["param"] == name
 
 

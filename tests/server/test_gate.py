@@ -7,6 +7,7 @@ import signal
 import subprocess
 from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable
+from http import HTTPStatus
 from typing import Any
 
 import httpx
@@ -16,7 +17,7 @@ from vllm.entrypoints.serve.exception_handling.register import init_exception_ha
 from vllm.exceptions import GracefulHTTPError
 
 from tests.server.client import MESSAGES, refusal
-from vllm.diffusion.api.server import gate, lifecycle
+from vllm.diffusion.api.server import gate, lifecycle, refusals
 
 WORK = "/generate"
 BREAKS = 7  # bytes of a body at which the application fails
@@ -180,6 +181,28 @@ async def test_a_body_above_the_limit_is_refused(site: Site) -> None:
     headers = {"Content-Length": "5000"}
     error = refusal(await site.http.post(MESSAGES, headers=headers), 413)
     assert error["type"] == "request_too_large"
+
+
+@on_site()
+async def test_failures_of_anthropics_routes_have_their_shape(site: Site) -> None:
+    """Also where upstream's handlers answer: an unexpected error, an engine that is gone."""
+
+    async def fail(request: Request) -> None:
+        gone = GracefulHTTPError("gone", HTTPStatus.SERVICE_UNAVAILABLE)
+        raise gone if await request.body() else RuntimeError("no")
+
+    app = FastAPI()
+    app.add_api_route(MESSAGES, fail, methods=["POST"])
+    app.add_api_route(WORK, fail, methods=["POST"])
+    init_exception_handler(app)
+    refusals.install(app)
+    app.state.args = site.args
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://site") as http:
+        for content, status, kind in ((b"", 500, "api_error"), (b"a", 503, "overloaded_error")):
+            error = refusal(await http.post(MESSAGES, content=content), status)
+            assert error["type"] == kind
+            assert refusal(await http.post(WORK, content=content), status)["type"] != kind
 
 
 # ---- ids and the log ---------------------------------------------------------------------------

@@ -55,6 +55,17 @@ def main():
             found["cut"].append("answered")
         except ValueError as error:
             found["cut"].append(str(error))
+    found["templates"] = []
+    for options in (
+        {"chat_template": "{% for }"},
+        {"chat_template": "{{ nothing.at.all }}"},
+        {"chat_template": "{{ raise_exception('never') }}"},
+        {"chat_template_kwargs": {"padding": "max_length", "max_length": 10**9}},
+    ):
+        try:
+            llm.chat(conversation, greedy, **options)
+        except ValueError as error:
+            found["templates"].append(str(error))
     found["held"] = llm.llm_engine.has_unfinished_requests()
     two = [canvas(), canvas(remasking="random")]
     found["several"] = told(llm.generate([PUZZLE, QUESTION], two))
@@ -112,3 +123,12 @@ def test_a_request_that_cannot_be_sent_leaves_nothing(found: dict[str, Any]) -> 
     assert extra.startswith("extra_args.algorithm: given '")
     assert empty.startswith("ignore_eos: given nothing; ")
     assert found["held"] is False
+
+
+def test_a_template_that_fails_is_named_in_one_line(found: dict[str, Any]) -> None:
+    syntax, undefined, own, padding = found["templates"]
+    assert syntax.startswith("chat_template: given '{% for }'; wanted ")
+    assert undefined.startswith("chat_template: given '{{ nothing.at.all }}'; wanted ")
+    assert own.startswith("messages: given [{") and own.endswith("refuses them: never")
+    assert padding.startswith("chat_template_kwargs.padding: given 'max_length'; wanted none")
+    assert not any("\n" in message for message in found["templates"])

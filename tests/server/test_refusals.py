@@ -413,6 +413,7 @@ TYPE_FAULTS: list[tuple[str, dict[str, Any], str]] = [
     ),
     (CHAT, {"tools": [{}]}, "tools[0].function: given nothing; wanted a value"),
     (CHAT, {"temperature": 3}, "temperature: given 3.0; wanted in [0, 2]"),
+    (CHAT, {"max_tokens": 10**6}, "max_tokens: given 1000000; wanted at most 4096, the max_model"),
     (CHAT, {"stop": ["a"] * 2000}, "stop: given ['a', 'a', 'a'"),
     (GENERATE, {"seed": "abc"}, "seed: given 'abc'; wanted a whole number"),
     (COMPLETIONS, {"prompt": ""}, "prompt: given ''; wanted a string, token ids"),

@@ -100,6 +100,27 @@ def test_invocations_of_no_route(client: Client, body: Any) -> None:
     assert refusal(client.http.post(INVOCATIONS, json=body))["param"] == "body"
 
 
+@pytest.mark.parametrize("seed", ["x", [{}] * MANY, {}])
+def test_a_batch_names_its_fields_in_one_line(client: Client, seed: Any) -> None:
+    error = refusal(client.http.post(BATCH, json={"messages": [[SAID]], "seed": seed}))
+    assert error["message"].startswith("seed: given ")
+    assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize("route", [GENERATE, CHAT, COMPLETIONS, MESSAGES, RESPONSES, LIKELIHOOD])
+def test_a_long_name_of_a_model(client: Client, route: str) -> None:
+    error = refusal(client.http.post(route, json=body_for(route, model="x" * MANY)))
+    assert error["param"] == "model"
+    assert len(error["message"]) < 300
+
+
+def test_many_variables_of_a_template(client: Client) -> None:
+    fields = {"chat_template_kwargs": {f"x{i}": i for i in range(MANY)}}
+    for route in (CHAT, MESSAGES):
+        error = refusal(client.http.post(route, json=body_for(route, **fields)))
+        assert error["message"] == "chat_template_kwargs: given 100000; wanted at most 64 variables"
+
+
 def test_long_names_are_shortened(client: Client) -> None:
     name = "x" * MANY
     error = refusal(client.http.post(GENERATE, json=body_for(GENERATE, **{name: 1})))

@@ -22,6 +22,7 @@ def test_a_request_that_is_not_complete_in_time_is_a_504(
     body = body_for(route, **SLOW, **fields, timeout_s=seconds)
     error = refusal(client.http.post(route, json=body), 504)
     assert f"timeout: not complete {seconds:g} s after arrival" in error["message"]
+    assert error["param"] == "timeout_s"
     client.wait_for_num_requests(0)
     assert client.metric(TIMED_OUT) == before + fields.get("n", 1)
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 MOST_LEFT_OUT = 64  # fields of a request; each is compared with all parameters
 MAX_TOOLS = 1_024  # of a body; their schemas together are limited as all formats are
+MAX_MODEL_NAME_LENGTH = 1024
 MAX_LABELS = 128  # token ids whose probabilities are compared, as many as upstream's logprobs have
 PROMPT = "a string, token ids, or a list of either, none of them empty"
 
@@ -148,7 +149,10 @@ def check_template_kwargs(given: Any, field: str = "chat_template_kwargs") -> No
     Raises:
         InvalidParameterError: naming the first of them.
     """
-    for name in given if isinstance(given, dict) else ():
+    names = given if isinstance(given, dict) else {}
+    if len(names) > MOST_LEFT_OUT:
+        raise InvalidParameterError(field, len(names), f"wanted at most {MOST_LEFT_OUT} variables")
+    for name in names:
         if name in _TEMPLATE_ARGUMENTS:
             wanted = "wanted none: only variables that the chat template reads"
             raise InvalidParameterError(f"{field}.{name}", given[name], wanted)
@@ -166,6 +170,18 @@ def check_chosen_tool(name: Any, tools: Any, field: str) -> None:
     if name not in names and not any(tool.get("type") == "namespace" for tool in listed):
         wanted = f"wanted one of: {', '.join(map(str, names))}" if names else "wanted it in tools"
         raise InvalidParameterError(field, name, wanted)
+
+
+def check_model_name(body: Mapping[str, Any]) -> None:
+    """Refuse a name of a model that is too long to repeat in an error or in the log.
+
+    Raises:
+        InvalidParameterError: naming `model`.
+    """
+    name = body.get("model")
+    if isinstance(name, str) and len(name) > MAX_MODEL_NAME_LENGTH:
+        wanted = f"wanted a served model's name, of at most {MAX_MODEL_NAME_LENGTH} characters"
+        raise InvalidParameterError("model", name, wanted)
 
 
 def check_num_answers(body: Mapping[str, Any]) -> None:

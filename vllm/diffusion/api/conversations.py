@@ -128,27 +128,42 @@ def _as_content(content: Any) -> Any:
 
 
 def _read_calls(message: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """Check the calls of an assistant's message; null ones are none."""
+    """Check the calls of an assistant's message; null ones are none.
+
+    The older form, `function_call` and the role `function`, becomes that of tools.
+    """
     read = dict(message)
-    calls = read.pop("tool_calls", None)
-    if calls is None:
+    calls, older = read.pop("tool_calls", None), read.pop("function_call", None)
+    if read["role"] == "function":
+        _check_text(read, "name", field)
+        read |= {"role": "tool", "tool_call_id": read["name"]}
+    if calls is not None:
+        return {**read, "tool_calls": _checked_calls(calls, f"{field}.tool_calls")}
+    if older is None:
         return read
-    place = f"{field}.tool_calls"
+    _check_function(older, f"{field}.function_call")
+    call = {"id": older["name"], "type": "function", "function": older}
+    return {**read, "tool_calls": [call]}
+
+
+def _checked_calls(calls: Any, field: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
-        raise InvalidParameterError(place, calls, "wanted a list of calls")
+        raise InvalidParameterError(field, calls, "wanted a list of calls")
     for index, call in enumerate(calls):
-        own = f"{place}[{index}]"
+        place = f"{field}[{index}]"
         if not isinstance(call, dict):
-            raise InvalidParameterError(own, call, "wanted an object with id and function")
+            raise InvalidParameterError(place, call, "wanted an object with id and function")
         if call.get("type", "function") != "function":
-            raise InvalidParameterError(f"{own}.type", call["type"], "wanted function")
-        _check_text(call, "id", own)
-        function = call.get("function")
-        if not isinstance(function, dict):
-            wanted = "wanted an object with name and arguments"
-            raise InvalidParameterError(f"{own}.function", function, wanted)
-        check_call(function, f"{own}.function")
-    return {**read, "tool_calls": [{**call, "type": "function"} for call in calls]}
+            raise InvalidParameterError(f"{place}.type", call["type"], "wanted function")
+        _check_text(call, "id", place)
+        _check_function(call.get("function"), f"{place}.function")
+    return [{**call, "type": "function"} for call in calls]
+
+
+def _check_function(function: Any, field: str) -> None:
+    if not isinstance(function, dict):
+        raise InvalidParameterError(field, function, "wanted an object with name and arguments")
+    check_call(function, field)
 
 
 def check_call(function: Mapping[str, Any], field: str) -> None:
@@ -159,13 +174,15 @@ def check_call(function: Mapping[str, Any], field: str) -> None:
     """
     _check_text(function, "name", field)
     _check_text(function, "arguments", field, "wanted a string of JSON")
-    arguments = function["arguments"]
-    if "\\u" in arguments:  # it may escape half a character, which is read with the rest
-        try:
-            found = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return
-        refuse_lone_surrogates(found, f"{field}.arguments")
+    place, arguments = f"{field}.arguments", function["arguments"]
+    try:  # upstream reads it, too, if it is JSON
+        found = json.loads(arguments)
+    except json.JSONDecodeError:
+        return
+    except (RecursionError, ValueError):
+        wanted = "wanted JSON of a few hundred levels, with numbers of 64 bits"
+        raise InvalidParameterError(place, arguments, wanted) from None
+    refuse_lone_surrogates(found, place)
 
 
 def _check_text(

@@ -13,7 +13,11 @@ DiffusionError
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # Longest parts of a refusal, in characters.
 MAX_NAME_LENGTH = 200
@@ -104,7 +108,26 @@ class ServerConfigError(DiffusionError, ValueError):
 
 
 def _short(value: Any) -> str:
-    return _cut("nothing" if value is None else repr(value), MAX_GIVEN_LENGTH)
+    if value is None:
+        return "nothing"
+    return _cut(repr(_start_of(value, itertools.count())), MAX_GIVEN_LENGTH)
+
+
+def _start_of(value: Any, looked_at: Iterator[int]) -> Any:
+    """Return as much of a value as can be seen of it: a client may have sent megabytes."""
+    if isinstance(value, str):
+        return value[: MAX_GIVEN_LENGTH + 1]
+    if type(value) not in (list, tuple, dict):
+        return value
+    found: list[Any] = []
+    for item in value.items() if isinstance(value, dict) else value:
+        if next(looked_at) > MAX_GIVEN_LENGTH:  # each of them has a character, at least
+            break
+        if isinstance(value, dict):
+            found.append((item[0], _start_of(item[1], looked_at)))
+        else:
+            found.append(_start_of(item, looked_at))
+    return type(value)(found)
 
 
 def _cut(text: str, limit: int) -> str:

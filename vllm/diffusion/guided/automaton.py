@@ -29,6 +29,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 MAX_PARTS = 200_000  # of an expression with its repetitions written out
 MAX_STATES = 20_000  # of the automaton, over bytes as over tokens
 _MAX_SUBSETS = 3 * MAX_STATES  # before equivalent states are merged
+_NOWHERE = -1  # in a row that is not complete yet
 _MANY_SETS = 256  # that are joined at once
 _UNCOUNTED_WORK = 1 << 16  # operations that are counted together
 
@@ -169,10 +170,11 @@ def _byte_classes(masks: set[int]) -> tuple[Array, dict[int, tuple[int, ...]]]:
 def _determine(nfa: _Nfa, end: int, allowance: Allowance) -> tuple[Array, Array, Array]:
     """Run the subset construction: table [Q + 1, K], accepting [Q + 1], classes of bytes [256]."""
     classes, of_mask = _byte_classes({mask for moves in nfa.moves for mask, _ in moves})
+    num_kinds = int(classes.max()) + 1
     closures = _Closures(nfa, end, allowance)
     subsets = [closures.of(0)]
     numbers = {subsets[0]: 0}
-    rows: list[dict[int, int]] = []
+    rows: list[Array] = []
     for subset in subsets:  # which grows meanwhile
         targets = _targets(subset, nfa, closures, of_mask, allowance)
         for reached in targets.values():
@@ -181,10 +183,11 @@ def _determine(nfa: _Nfa, end: int, allowance: Allowance) -> tuple[Array, Array,
                 subsets.append(reached)
         if len(subsets) > _MAX_SUBSETS:
             raise TooLargeError(f"it has more than {MAX_STATES} states; wanted at most as many")
-        rows.append({kind: numbers[reached] for kind, reached in targets.items()})
-    table = np.full((len(rows) + 1, int(classes.max()) + 1), len(rows), dtype=np.int32)
-    for number, row in enumerate(rows):
-        table[number, list(row)] = list(row.values())
+        row = np.full(num_kinds, _NOWHERE, dtype=np.int32)
+        row[list(targets)] = [numbers[reached] for reached in targets.values()]
+        rows.append(row)
+    table = np.stack([*rows, np.full(num_kinds, _NOWHERE, dtype=np.int32)])
+    table[table == _NOWHERE] = len(rows)
     return table, np.array([*(end in subset for subset in subsets), False]), classes
 
 

@@ -150,7 +150,7 @@ def _spec(kind: str, value: Any, field: str) -> Spec:
     if kind == "json" and isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise InvalidParameterError(field, value, f"wanted {wanted[kind]}") from None
     is_right = {
         "regex": isinstance(value, str),
@@ -159,7 +159,7 @@ def _spec(kind: str, value: Any, field: str) -> Spec:
         and all(isinstance(option, str) for option in value),
         "json": isinstance(value, (dict, bool)),
         "json_object": value is True,
-        "tools": True,
+        "tools": isinstance(value, list) and [type(part) for part in value] == [dict, bool],
     }
     if not is_right[kind]:
         raise InvalidParameterError(field, value, f"wanted {wanted.get(kind, 'true')}")
@@ -442,7 +442,11 @@ def unpacked(given: Any) -> Spec:
     is_spec = isinstance(given, list) and len(given) == 3
     if not is_spec or not all(isinstance(x, str) for x in given) or given[0] not in _WRITERS:
         raise InvalidParameterError(SPEC, given, f"wanted {STRUCTURED}")
-    return _spec(given[0], json.loads(given[1]), given[2])
+    try:
+        value = json.loads(given[1])
+    except (ValueError, RecursionError):
+        raise InvalidParameterError(SPEC, given, f"wanted {STRUCTURED}") from None
+    return _spec(given[0], value, given[2])
 
 
 def spec_of_tools(tools: Tools) -> Spec:

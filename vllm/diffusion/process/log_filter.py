@@ -30,9 +30,13 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     "transformers.generation.configuration_utils": ("The following generation flags",),
     "vllm.config.model": ("Default vLLM sampling parameters", "User-specified max_model_len ("),
     "vllm.config.kernel": ("Final IR op priority",),
+    "vllm.config.scheduler": ("Chunked prefill is enabled",),
     "vllm.config.vllm": ("Inductor compilation was disabled",),
     "vllm.distributed.parallel_state": ("world_size=%d rank=%d", "rank %s in world size"),
-    "vllm.entrypoints.launchers.api_server.entry": ("Supported tasks: %s",),
+    "vllm.entrypoints.launchers.api_server.entry": (
+        "Supported tasks: %s",
+        "Starting vLLM server on",  # said with the page's address before
+    ),
     # A model that is not served: the client's mistake, and the access log has its status.
     "vllm.entrypoints.openai.chat_completion.batch_serving": ("Error with model %s",),
     "vllm.entrypoints.openai.chat_completion.serving": ("Error with model %s",),
@@ -47,6 +51,7 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     ),
     "vllm.plugins": ("Available plugins for group", "- %s -> %s", "Loading plugin", "Loaded end"),
     "vllm.plugins.endpoint_plugins.interface": ("Endpoint plugin overrides",),
+    "vllm.renderers.hf": ("Detected the chat template content format",),
     "vllm.v1.attention.backends.utils": ("Using %s KV cache layout",),
     "vllm.v1.engine.core": ("init engine (profile",),
 }

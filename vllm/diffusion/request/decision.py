@@ -243,8 +243,7 @@ def decide(
     algorithm = _algorithm(request, model, spec)
     _check_thinking(request, model)
     ignored = _ignored(request, algorithm, model)
-    for name in ignored:
-        request.pop(name, None)
+    request = {name: value for name, value in request.items() if name not in ignored}
     _check(request, algorithm, model)
     _check_prompt(prompt_token_ids, model, request.get("allow_infill", False))
     if score is None:

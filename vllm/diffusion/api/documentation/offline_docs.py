@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, HTTPException, Request, Response
 
 from vllm.diffusion import __version__
+from vllm.diffusion.api.documentation.route_groups import arrange
 from vllm.diffusion.api.files import WebFile
 from vllm.diffusion.api.page.site import STATIC as PAGE
 from vllm.entrypoints.serve.instrumentator import offline_docs
@@ -71,6 +72,7 @@ def install(app: FastAPI, *, has_keys: bool) -> None:
 
     def openapi() -> dict[str, Any]:
         document = made()
+        arrange(document)
         if has_keys:
             schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
             schemes["api_key"] = {"type": "http", "scheme": "bearer"}

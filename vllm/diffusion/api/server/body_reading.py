@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # A surrogate as JSON escapes it, or as bytes that Python's JSON parser lets pass. Most of the
 # escapes are pairs, so a match only says that the body has to be looked at.
+_MARKS = (b"\\ud", b"\\uD", b"\xed")  # without which a search, ten times as slow, finds none
 _MAYBE_LONE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 MIN_TEXT_LENGTH = (
     1 << 20

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -14,6 +15,7 @@ from vllm.diffusion import __version__
 from vllm.diffusion.api import prometheus as metrics
 from vllm.diffusion.api.bodies import (
     check_body,
+    check_model_name,
     check_num_answers,
     check_prompt,
     refuse_fields,
@@ -55,7 +57,6 @@ from vllm.diffusion.api.page.options import page_options
 from vllm.diffusion.api.page.site import Status
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse, set_priority
 from vllm.diffusion.api.server import (
-    connections,
     gate,
     invocations,
     refusals,
@@ -125,7 +126,7 @@ def checked_by(*checks: Callable[[Any], None]) -> list[Any]:
         body = await raw_request.json() if await raw_request.body() else None
         if isinstance(body, dict):
             try:
-                for one in (*checks, check_num_answers):
+                for one in (check_model_name, *checks, check_num_answers):
                     one(body)
             except InvalidParameterError as error:
                 raise RequestRefused(error) from None
@@ -166,7 +167,7 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response: 
 
 @openai_router.post(
     "/v1/loglikelihood",
-    dependencies=[Depends(validate_json_request)],
+    dependencies=checked_by(),
     response_model=None,
     responses={200: {"model": LikelihoodResponse}, **_ANSWERS},
     openapi_extra=shown("/v1/loglikelihood"),
@@ -353,12 +354,7 @@ class DiffusionEndpoint:
             end=lambda: setattr(state.server, "should_exit", True),
             engines=watchdog.engine_processes(),
         )
-        refusals.install(self._app)
-        stop_at_first_fault(self._app)
-        connections.install(args)
-        reading = Middleware(BodyReading, max_text_length=max_text_length(engine_client))
-        self._app.user_middleware.insert(0, reading)  # the gate builds the stack
-        gate.install(self._app, state.diffusion_lifecycle, args)
+        self._limit_requests(engine_client, state.diffusion_lifecycle, args)
         documentation.install(self._app, has_keys=bool(gate.keys_of(args)))
         capacities = await engine_client.collective_rpc("capacity")
         (_, rates), *_ = capacities  # which are the same on all ranks
@@ -395,6 +391,20 @@ class DiffusionEndpoint:
                 chat_template_kwargs={"add_generation_prompt": True},
             ),
         )
+
+    def _limit_requests(
+        self, engine_client: EngineClient, lifecycle: Lifecycle, args: Namespace
+    ) -> None:
+        """Bound what a request may send, and answer what is refused in one line."""
+        refusals.install(self._app)
+        stop_at_first_fault(self._app)
+        if find_spec("httptools") is not None:  # else uvicorn parses with h11, which has no hooks
+            from vllm.diffusion.api.server import connections
+
+            connections.install(args)
+        reading = Middleware(BodyReading, max_text_length=max_text_length(engine_client))
+        self._app.user_middleware.insert(0, reading)  # the gate builds the stack
+        gate.install(self._app, lifecycle, args)
 
 
 def _adopt_handlers(state: Any, validator: Validator) -> None:

@@ -10,10 +10,12 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from vllm.diffusion.api import prometheus as metrics
+from vllm.diffusion.api.choices import RequestTimedOut
 from vllm.diffusion.api.openai.anthropic import error_type
 from vllm.diffusion.api.server import body_reading
 from vllm.diffusion.api.validator import RequestRefused
@@ -35,7 +37,9 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestRefused, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(VLLMValidationError, _refused_by_upstream)
+    app.add_exception_handler(ValidationError, _invalid_later)
     app.add_exception_handler(HTTPException, _no_such_route)
+    app.add_exception_handler(RequestTimedOut, _late)
     for kind in (VLLMError, Exception):
         handler = app.exception_handlers.get(kind)
         if handler is not None:
@@ -60,17 +64,38 @@ async def _invalid(raw_request: Request, error: Exception) -> Response:
     return await _refused(raw_request, RequestRefused(refusal))
 
 
+async def _invalid_later(raw_request: Request, error: Exception) -> Response:
+    """Answer an error of a model that upstream makes of a body."""
+    assert isinstance(error, ValidationError)
+    found = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
+    return await _refused(raw_request, RequestRefused(refusal_of(found)))
+
+
 async def _refused_by_upstream(raw_request: Request, error: Exception) -> Response:
     assert isinstance(error, VLLMValidationError)
     field, text = error.parameter, " ".join(str(error.args[0]).split())
-    if field is not None:  # upstream writes some as "FIELD must be X, got Y."
-        text = re.sub(rf"^{re.escape(field)} must be (.*), got .*$", r"wanted \1", text)
+    if field is not None:
+        text = _in_our_words(field, text)
     if field is not None and error.value is not None:
         return await _refused(
             raw_request, RequestRefused(InvalidParameterError(field, error.value, text))
         )
     told = text if field is None else f"{field}: {text}"
     return answer(raw_request, create_error_response(told, param=field))
+
+
+def _in_our_words(field: str, text: str) -> str:
+    """Rewrite the forms of upstream's messages that repeat the field and the given value."""
+    name = re.escape(field)
+    text = re.sub(rf"^{name} must be (.*), got .*$", r"wanted \1", text)
+    limit = rf"^{name}=\S+ cannot be greater than (\w+)=(\d+)\b.*$"
+    return re.sub(limit, r"wanted at most \2, the \1", text)
+
+
+async def _late(raw_request: Request, error: Exception) -> Response:
+    found = create_error_response(error)
+    found.error.param = "timeout_s"
+    return answer(raw_request, found)
 
 
 async def _as_upstream(handler: Any, raw_request: Request, error: Exception) -> Response:

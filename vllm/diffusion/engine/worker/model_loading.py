@@ -23,6 +23,7 @@ from vllm.diffusion.memory import (
     activation_pool,
     rates_of,
 )
+from vllm.diffusion.memory.plan import readable
 from vllm.diffusion.models.draft_weights import load_draft_adapter
 from vllm.diffusion.models.transformer import order_products
 from vllm.diffusion.models.weights import quantised_sizes
@@ -71,9 +72,8 @@ def load_model(
     unknown = vllm_config.model_config.hf_config.unknown_keys
     if unknown and vllm_config.parallel_config.rank == 0:
         logger.warning("config.json: nothing here knows the keys %s; they change nothing", unknown)
-    logger.info(
-        "model loaded: %.2f GiB of weights in %.1f s", size / 2**30, time.perf_counter() - start
-    )
+    seconds = time.perf_counter() - start
+    logger.info("model loaded: %s of weights in %.1f s", readable(size), seconds)
     count, quantised, plain = quantised_sizes(model, dtype)
     if count:
         logger.info(

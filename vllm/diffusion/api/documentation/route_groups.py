@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups, order and names of the routes in the page at `/docs`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Group(NamedTuple):
+    """Routes that serve one purpose.
+
+    Attributes:
+        name: heading of the group.
+        description: one sentence below it.
+        routes: what each route does, by path, in the order of the page.
+    """
+
+    name: str
+    description: str
+    routes: dict[str, str]
+
+
+GROUPS = (
+    Group(
+        "Ask",
+        "Generate text, with the bodies of OpenAI and Anthropic or with all diffusion parameters.",
+        {
+            "/v1/chat/completions": "Answer a conversation (OpenAI chat completions)",
+            "/v1/responses": "Answer a conversation (OpenAI responses)",
+            "/v1/messages": "Answer a conversation (Anthropic messages)",
+            "/v1/completions": "Continue a text (OpenAI completions)",
+            "/generate": "Denoise one or more canvases, with every diffusion parameter",
+            "/v1/chat/completions/batch": "Answer several conversations in one request",
+            "/invocations": "Chat or completions, by the fields of the body (SageMaker)",
+        },
+    ),
+    Group(
+        "Score",
+        "Measure how likely the model finds a text, choose among options, and count tokens.",
+        {
+            "/v1/loglikelihood": "Log likelihood of a continuation",
+            "/v1/systemone": "Answer typed questions about a state in one forward pass",
+            "/generative_scoring": "Probabilities of label tokens behind each item",
+            "/tokenize": "Token ids of a text or a conversation",
+            "/detokenize": "Text of token ids",
+            "/v1/messages/count_tokens": "Number of tokens of a conversation (Anthropic)",
+        },
+    ),
+    Group(
+        "Watch",
+        "See whether the server is ready, what it serves and how it performs.",
+        {
+            "/ready": "Whether the server accepts new requests",
+            "/health": "Whether the engine lives",
+            "/metrics": "Prometheus metrics",
+            "/v1/models": "The served models",
+            "/v1/models/{model_id}": "One served model",
+            "/version": "Versions of vLLM and Mosaic",
+            "/load": "Number of requests in progress",
+        },
+    ),
+    Group(
+        "Train",
+        "Pause generation, update the weights and lend memory to a trainer; for trusted networks.",
+        {
+            "/pause": "Pause generation",
+            "/resume": "Resume generation",
+            "/is_paused": "Whether generation is paused",
+            "/abort_requests": "Abort some or all requests",
+            "/init_weight_transfer_engine": "Connect to the trainer",
+            "/start_weight_update": "Begin an update of the weights",
+            "/update_weights": "Load tensors",
+            "/finish_weight_update": "End an update of the weights",
+            "/update_weight_version": "Set the label of the weights",
+            "/weight_info": "The label of the weights",
+            "/weight_checker": "Compare checksums of the weights",
+            "/get_world_size": "Number of processes that hold weights",
+            "/sleep": "Release memory",
+            "/wake_up": "Allocate released memory again",
+            "/is_sleeping": "Whether memory is released",
+        },
+    ),
+)
+_OTHERS = Group("vLLM", "Further routes of vLLM, as it serves them.", {})
+
+
+def arrange(document: dict[str, Any]) -> None:
+    """Order the routes of an OpenAPI document by group, and name them by what they do."""
+    rest: dict[str, Any] = document["paths"]
+    document["tags"], document["paths"] = [], {}
+    for group in (*GROUPS, _OTHERS):
+        names = list(rest) if group is _OTHERS else [path for path in group.routes if path in rest]
+        if names:
+            document["tags"].append({"name": group.name, "description": group.description})
+        for path in names:
+            document["paths"][path] = operations = rest.pop(path)
+            for operation in operations.values():
+                operation["tags"] = [group.name]
+                operation["summary"] = group.routes.get(path, operation["summary"])
