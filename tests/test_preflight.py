@@ -290,6 +290,27 @@ def test_a_wrong_file_ends_a_start(home: Path) -> None:
     assert start(home, *OURS, *words) == PASSED
 
 
+def test_a_checkpoint_that_names_no_mask_token(home: Path) -> None:
+    """Where its own tokenizer is used; one that nobody has looked for is none that is missing."""
+    folder, words = home / "models" / "llada-tiny", ("models/llada-tiny", "--port", "0")
+    told = "error: models/llada-tiny/config.json: mask_token_id: given nothing; wanted the id of "
+    named = folder / "tokenizer_config.json"
+    assert start(home, *OURS, *words) == PASSED
+    for text in ("{}", '{"mask_token": null}'):
+        named.write_text(text)
+        assert start(home, *OURS, *words).startswith(told)
+    assert start(home, *OURS, *words, "--tokenizer", "other") == PASSED
+    named.write_text('{"mask_token" : "<|mask|>"}')
+    assert start(home, *OURS, *words) == PASSED
+    named.write_text("{}")
+    (folder / "config.json").write_text(json.dumps({**TINY, "mask_token_id": 0}))
+    assert start(home, *OURS, *words) == PASSED
+    sdar = {"architectures": ["SDARForCausalLM"], "model_type": "sdar"}
+    (folder / "config.json").write_text(json.dumps(sdar))
+    (folder / "tokenizer.json").write_text('{"added_tokens": [{"content": "<|MASK|>"}]}')
+    assert start(home, *OURS, *words) == PASSED
+
+
 def test_files_that_are_whole_are_none_of_its_business(home: Path) -> None:
     folder = home / "models" / "llada-tiny"
     (folder / SHARD).write_bytes(WHOLE)

@@ -9,6 +9,7 @@ here imports torch or upstream.
 from __future__ import annotations
 
 import json
+import re
 import struct
 import zipfile
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.diffusion.core.errors import ServerConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
 OBJECTS = (
@@ -50,6 +51,30 @@ def check_files(folder: Path, *, has_weights: bool = True) -> None:
     if has_weights:
         for file in _weights_of(folder):
             _check_weights(file)
+
+
+def check_mask_token(folder: Path, config: Mapping[str, Any], name: str | None) -> None:
+    """Refuse a checkpoint with a tokenizer, none of whose files names the mask token.
+
+    Args:
+        folder: the checkpoint.
+        config: its config.json.
+        name: the mask token of the family's releases, by which the tokenizer may have it.
+
+    Raises:
+        ServerConfigError: naming config.json and its key.
+    """
+    files = [folder / file for file in (*OBJECTS[2:], TOKENIZER) if (folder / file).is_file()]
+    if config.get("mask_token_id") is not None or not files:
+        return
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    is_named = re.compile(r'"mask_token"\s*:(?!\s*null\b)').search
+    if any(is_named(text) or (name is not None and name in text) for text in texts):
+        return
+    raise ServerConfigError(
+        f"{folder / 'config.json'}: mask_token_id: given nothing; wanted the id of the mask token, "
+        "there or as the tokenizer's mask_token"
+    )
 
 
 def _weights_of(folder: Path) -> Iterable[Path]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import ServerConfigError
-from vllm.diffusion.process.checkpoint_files import check_files, object_of
+from vllm.diffusion.process.checkpoint_files import check_files, check_mask_token, object_of
 from vllm.diffusion.process.upstream_flags import UPSTREAM_FLAGS
 from vllm.diffusion.request import families
 from vllm.diffusion.request.fields import BY_NAME
@@ -42,6 +42,7 @@ OUR_FLAGS = frozenset(
         *("no-page", "family", "help"),
     }
 )
+_OTHER_TOKENS = ("--tokenizer", "--hf-overrides", "--skip-tokenizer-init", "--hf-config-path")
 _FILES_OF_FORMAT = ("auto", "hf", "safetensors", "pt", "fastsafetensors")
 _HUB_TIMEOUT_S = 5.0
 
@@ -133,6 +134,7 @@ def check_model(
     is_speculating: bool = False,
     family: str | None = None,
     load_format: str = "auto",
+    has_tokenizer: bool = False,
 ) -> None:
     """Refuse a path that is no folder, and a folder without the wanted files.
 
@@ -141,6 +143,7 @@ def check_model(
         is_speculating: whether speculative decoding is asked for.
         family: the wanted family (`families.SERVED_AS`); None for any.
         load_format: upstream's --load-format.
+        has_tokenizer: whether its own tokenizer and config.json are used as they are.
 
     Raises:
         ServerConfigError: naming the model, and a folder with a similar name; or a file of it
@@ -163,9 +166,12 @@ def check_model(
         wanted = f"given {named!r}; wanted a list of names"
         raise ServerConfigError(f"{path / 'config.json'}: architectures: {wanted}")
     found = named, config.get("model_type"), config
-    if families.family_of(*found) is not None or "LlamaForCausalLM" in (named or ()):
+    ours = families.family_of(*found)
+    if ours is not None or "LlamaForCausalLM" in (named or ()):
         check_files(path, has_weights=load_format in _FILES_OF_FORMAT)
-    if is_speculating and families.family_of(*found) is not None:
+    if ours is not None and has_tokenizer:
+        check_mask_token(path, config, ours.mask_token)
+    if is_speculating and ours is not None:
         raise ServerConfigError(
             f"{_of(name)}: --speculative-config: wanted none; a diffusion language model guesses "
             """states of its own: --additional-config '{"dllm": {"num_speculative_states": 7}}'"""
@@ -204,6 +210,7 @@ def _check_arguments(words: Sequence[str]) -> None:
             model,
             is_speculating=not values.keys().isdisjoint(_SPECULATION),
             load_format=values.get("--load-format", "auto"),
+            has_tokenizer=values.keys().isdisjoint(_OTHER_TOKENS),
             # An override may make it one of another family.
             family=None if "--hf-overrides" in values else values.get("--family"),
         )
