@@ -3,10 +3,15 @@
 
 import contextlib
 import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import random_prompt
 from tests.engine.harness import (
@@ -18,10 +23,11 @@ from tests.engine.harness import (
     clear_case,
     finish,
     record_steps,
+    running,
     start,
 )
 from tests.reference.models import LLaDAReference
-from vllm.diffusion.engine.worker import step_log
+from vllm.diffusion.engine.worker import model_loading, step_log
 from vllm.diffusion.engine.worker.first_forwards import FirstForwards
 from vllm.diffusion.memory import PoolExhaustedError
 from vllm.diffusion.ops import HostCopy
@@ -284,3 +290,43 @@ def test_paused_requests_go_on_where_they_were(
     assert finish(engine)["paused"].token_ids == wanted.ids
     assert canvas.num_forwards == wanted.num_forwards == len(launches)
     assert engine.is_idle()
+
+
+def broken_weights(folder: Path, source: Path) -> Path:
+    """A copy of a checkpoint in which a norm of every layer is NaN."""
+    shutil.copytree(source, folder)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(str(file))
+        for name in (name for name in tensors if "attn_norm" in name or "input_layernorm" in name):
+            tensors[name] = torch.full_like(tensors[name], torch.nan)
+        save_file(tensors, str(file), metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("family", ["mha", "dream", "sdar", "llada22"])
+def test_weights_that_are_no_numbers_are_told_of(
+    family: str, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the log of the start, and to every client; a likelihood has none."""
+    folder = broken_weights(tmp_path / family, checkpoint(family))
+    lengths: dict[str, Any] = {"gen_length": 16, "block_length": 8}
+    score = {"positions": [3], "token_ids": [[5, 6]]}
+    asks = [
+        Ask(random_prompt(9), lengths),
+        Ask(random_prompt(7), {**lengths, "temperature": 1.0, "seed": 3}),
+        Ask(random_prompt(5), {**lengths, "return_trajectory": True}, {"logprobs": 2}),
+        *([] if family in ("sdar", "llada22") else [Ask(random_prompt(8), {"score": score})]),
+    ]
+    told: list[str] = []
+    monkeypatch.setattr(
+        model_loading.logger, "warning", lambda text, *values: told.append(text % values)
+    )
+    with running(folder) as engine:
+        for answers in (engine.ask(*asks), engine.ask(asks[0])):
+            for answer in answers:
+                assert answer.finish_reason == "error"
+                assert "logits are NaN" in answer.report["error"]
+                assert "\n" not in answer.report["error"]
+        assert engine.is_idle()
+    (line,) = told
+    assert "NaN or infinite" in line and "norm.weight" in line

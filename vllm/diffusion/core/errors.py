@@ -7,6 +7,7 @@ DiffusionError
 ├── ModelConfigError        a checkpoint's config.json describes a model we do not run
 ├── CheckpointError         tensors are missing from a checkpoint, or not part of the model
 ├── ServerConfigError       a server-wide setting is unknown or out of range
+├── BrokenLogitsError       a model computes what are no numbers
 └── RankError               another rank of the engine failed in a step of both
 """
 
@@ -131,6 +132,13 @@ def _start_of(value: Any, looked_at: Iterator[int]) -> Any:
 
 def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+class BrokenLogitsError(DiffusionError):
+    """A step of a request has found no number at all."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's logits are NaN: wanted numbers; are its weights whole?")
 
 
 class RankError(DiffusionError):

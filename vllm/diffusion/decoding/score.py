@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm.diffusion.core.errors import BrokenLogitsError
 from vllm.diffusion.core.scoring import ScoredTokens
 from vllm.diffusion.decoding.base import Candidates, DecodingRule, ForwardTarget
 from vllm.diffusion.request.likelihood import TokenScores
@@ -39,6 +40,8 @@ class ScoreTokens(DecodingRule):
         if candidates.logprobs is None:
             raise ValueError("logprobs: a scoring request needs them, got None")
         found = ScoredTokens.unpack(candidates.logprobs, self._width, self._asked.num_top)
+        if np.isnan(found.named).any():
+            raise BrokenLogitsError
         named = found.named.T.astype(np.float32).tolist()
         self.scores = TokenScores(
             logprobs=[

@@ -6,6 +6,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import torch
+
 from vllm.config import set_current_vllm_config
 from vllm.diffusion import ops
 from vllm.diffusion.config import settings_of
@@ -34,8 +36,6 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 if TYPE_CHECKING:
-    import torch
-
     from vllm.config import LoadConfig, VllmConfig
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.parallel.groups import Ranks
@@ -61,6 +61,7 @@ def load_model(
         )
         if load_config.load_format != "dummy":
             load_draft_adapter(model, vllm_config.model_config.model)
+            _warn_of_broken(model)
     model.is_loaded = True  # dummy weights, too, may be replaced tensor by tensor
     device = model.rotary_frequencies.device
     memory = WeightMemory(model)
@@ -83,6 +84,25 @@ def load_model(
             plain / 2**30,
         )
     return model, memory
+
+
+def _warn_of_broken(model: DiffusionModel) -> None:
+    """Log a warning if weights are no numbers, from which no answer can come."""
+    plain = [(n, p) for n, p in model.named_parameters() if p.is_floating_point()]
+    names = [name for name, p in plain if p.numel() and p.dtype.itemsize > 1]
+    # Both carry NaN on, and neither needs memory.
+    ends = [torch.stack(p.detach().aminmax()).float() for n, p in plain if n in {*names}]
+    if not ends:
+        return
+    is_whole = torch.stack(ends).isfinite().all(dim=1).tolist()
+    broken = [name for name, whole in zip(names, is_whole, strict=True) if not whole]
+    if broken:
+        logger.warning(
+            "weights: NaN or infinite numbers in %d of %d tensors, %s first; answers are noise",
+            len(broken),
+            len(names),
+            broken[0],
+        )
 
 
 def join_ranks(ranks: Ranks, model: DiffusionModel, device: torch.device) -> Agreement | None:

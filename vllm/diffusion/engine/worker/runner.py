@@ -12,9 +12,12 @@ import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
 import torch
 
 from vllm.diffusion import ops
+from vllm.diffusion.core.errors import BrokenLogitsError
+from vllm.diffusion.decoding import Candidates
 from vllm.diffusion.engine.messages import StepUsage
 from vllm.diffusion.engine.worker.agreement import Agreement
 from vllm.diffusion.engine.worker.batch import build_batch
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from vllm.config import VllmConfig
-    from vllm.diffusion.decoding import BatchedCommit, Candidates
+    from vllm.diffusion.decoding import BatchedCommit
     from vllm.diffusion.engine.messages import NewCanvas, NewPages
     from vllm.diffusion.engine.slices import Slice
     from vllm.diffusion.engine.worker.batch import Packing, StepBatch
@@ -325,6 +328,8 @@ class DiffusionModelRunner:
 
 def _commit(canvas: Canvas, found: Candidates | BatchedCommit) -> Exception | None:
     """Commit what a step found for a request; return the error that ends it alone, if any."""
+    if isinstance(found, Candidates) and found.scores.size and np.isnan(found.scores).all():
+        return BrokenLogitsError()
     try:
         canvas.commit(found)
     except Exception as error:

@@ -152,6 +152,11 @@ class SampleRows:
         choices: list[BatchedCommit | None] = [None] * len(self.batch.works)
         if together is not None:
             choices = together.decide(tokens, scores)
+        if np.isnan(scores).any():  # which the requests of these rows are to see
+            choices = [
+                None if np.isnan(scores[own]).any() else choice
+                for choice, (_, own, *_) in zip(choices, awaited, strict=True)
+            ]
         return [
             _told(choice, eligible, logprobs)
             or Candidates(eligible, tokens[own], certain, greedy[own], draws, logprobs)
