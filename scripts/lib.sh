@@ -124,25 +124,30 @@ PTH
   done
 }
 
-# setup [test]: the virtual environment, the packages of this machine's kind, the native rooms.
+# setup [test|--all-gpus]...: the virtual environment, the packages of this machine's kind, the
+# native kernels. Without a GPU they are compiled only for the tests or when asked for.
 setup() {
   local kind rooms=
   make_venv
   kind=$(device_kind)
-  if find_nvcc >/dev/null; then
+  case " $* " in
+    *' --all-gpus '*) export NATIVE_CUDA_ARCHS=${NATIVE_CUDA_ARCHS:-80 89 90a 100 120} ;;
+  esac
+  if ! find_nvcc >/dev/null; then # PyTorch's references serve
+    say "left out: the native rooms: nvcc not found (CUDA_HOME names the toolkit); PyTorch serves" \
+      "in their place: on a GPU slower and in more memory, on a CPU no difference"
+  elif [ "$kind" = cpu ] && [ $# = 0 ] && [ -z "${NATIVE_CUDA_ARCHS:-}" ]; then
+    say "left out: the native kernels, because there is no NVIDIA GPU: PyTorch serves in their place" \
+      "(scripts/setup.sh --all-gpus compiles them)"
+  else
     command -v c++ >/dev/null || command -v g++ >/dev/null || die "nvcc is here but no C++" \
       "compiler; on Debian or Ubuntu: sudo apt-get install build-essential"
     install_once build install_build "$ROOT/requirements/build.txt"
     build_native_rooms & # compilers work while packages come
     rooms=$!
-  else # PyTorch's references serve
-    say "left out: the native rooms: nvcc not found (CUDA_HOME names the toolkit); PyTorch serves" \
-      "in their place: on a GPU slower and in more memory, on a CPU no difference"
   fi
   install_once "$kind" "install_$kind" "$ROOT/requirements/$kind.txt"
-  if [ "${1:-}" = test ]; then
-    install_once test install_test "$ROOT/requirements/test.txt"
-  fi
+  case " $* " in *' test '*) install_once test install_test "$ROOT/requirements/test.txt" ;; esac
   put_on_path
   [ -z "$rooms" ] || wait "$rooms" || exit 1
 }

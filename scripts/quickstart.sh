@@ -5,8 +5,8 @@
 # usage: scripts/quickstart.sh [--help]
 #
 # Works on a fresh Linux machine with Python 3.11 or later, with or without a GPU. It makes .venv,
-# installs the pinned packages, builds the native rooms where nvcc is, trains models/llada-tiny
-# (each only when missing), starts the server on a free port of 127.0.0.1, sends one request with
+# installs the pinned packages, compiles the native kernels where there is a GPU and nvcc, trains
+# models/llada-tiny (each only when missing), starts the server on a free port of 127.0.0.1, sends one request with
 # scripts/test_api_request.py and leaves no process behind. The server's log is in
 # results/quickstart/server.log.
 #
@@ -64,7 +64,7 @@ start_server() {
   done
 }
 
-setup
+setup "$@"
 make_tiny_model
 
 PORT=$(free_port)
@@ -87,4 +87,5 @@ print(f"answer: {text}" if text else f"empty answer: {num_ends} end tokens")' <<
 
 say "stopping the server"
 stop_server
-say "done"
+say "done; to serve it with the web page: MODEL_DIR=models/llada-tiny scripts/run_llada_server.sh," \
+  "then open http://127.0.0.1:8901/"

@@ -1,19 +1,23 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Make .venv, install the pinned packages and build the native rooms; what is there is kept.
+# Make .venv, install the pinned packages and compile the native kernels; what is there is kept.
 #
-# usage: scripts/setup.sh [test]
-#   test    also what the tests and scripts/check need
+# usage: scripts/setup.sh [test] [--all-gpus]
+#   test          also what the tests and scripts/check need
+#   --all-gpus    compile for every supported GPU, also where there is none; otherwise for the GPU
+#                 of this machine
 #
 # Environment: as scripts/quickstart.sh.
 
 # shellcheck source=scripts/lib.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
-case "${1:-}" in
-  '' | test) ;;
-  -h | --help) show_help "$0" && exit ;;
-  *) die "unknown argument '$1' (see --help)" ;;
-esac
+for argument in "$@"; do
+  case "$argument" in
+    test | --all-gpus) ;;
+    -h | --help) show_help "$0" && exit ;;
+    *) die "unknown argument '$argument' (see --help)" ;;
+  esac
+done
 
 setup "$@"

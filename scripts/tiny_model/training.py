@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import nn
 from torch.nn import functional as F
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from tiny_model.family import SeededNetwork
+from tiny_model.progress import progress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -159,8 +159,8 @@ def train(
         for optimizer in optimizers
     ]
     network.train()
-    progress = tqdm(schedule, desc="train", unit="it")
-    for batches, canvas in progress:
+    bar = progress(schedule, "train")
+    for batches, canvas in bar:
         batch = batches.draw(canvas)
         if isinstance(network, SeededNetwork):
             hidden, wanted = _seeded(network, batch)
@@ -177,7 +177,7 @@ def train(
         torch.nn.utils.clip_grad_norm_(network.parameters(), settings.max_gradient_norm)
         for step in (*optimizers, *rates):
             step.step()
-        progress.set_postfix(canvas=canvas, loss=f"{loss.item():.4f}")
+        bar.set_postfix(canvas=canvas, loss=f"{loss.item():.4f}", refresh=False)
 
 
 def _seeded(network: SeededNetwork, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -7,9 +7,9 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, cast
 
 import torch
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from tiny_model.checkpoint import load_weights, read_config
+from tiny_model.progress import progress
 from tiny_model.tokenizer import load_tokenizer, prompts_of
 
 if TYPE_CHECKING:
@@ -55,11 +55,11 @@ class Verifier:
             by_length[len(prompt)].append(index)
         answers = [""] * len(prompts)
         num_forwards = setting.steps * len(by_length)
-        with tqdm(total=num_forwards, desc=f"verify canvas {setting.canvas}") as progress:
+        with progress(None, f"verify canvas {setting.canvas}", num_forwards) as bar:
             for length, indices in by_length.items():
                 rows = torch.tensor([prompts[index] for index in indices])
                 filled = self._decode(
-                    self._network, rows, self._mask_id, setting, lambda _: progress.update()
+                    self._network, rows, self._mask_id, setting, lambda _: bar.update()
                 )
                 for index, row in zip(indices, filled, strict=True):
                     answers[index] = self._text(row[length:])

@@ -65,6 +65,32 @@ class TestMachine:
         assert done.returncode == 1
         assert done.stderr == "error: MOSAIC_DEVICE: given 'tpu'; wanted cpu or cuda\n"
 
+    def test_kernels_are_compiled_where_they_can_run(self, home: Path) -> None:
+        """Without a GPU only for the tests, or when they are asked for."""
+        (home / "requirements").mkdir()
+        for name in ("cpu", "build", "test"):
+            (home / "requirements" / f"{name}.txt").write_text("torch==2.13.0\n")
+        log = home / "log"
+        add_recorder(home, f'#!/bin/sh\necho "$NATIVE_CUDA_ARCHS $@" >>{log}\n')
+        env = {"PATH": self.path_with(home, nvcc="#!/bin/sh\n"), "MOSAIC_DEVICE": "cpu"}
+        (home / "bin" / "c++").symlink_to("/bin/true")
+
+        def compiled(*words: str, **more: str) -> list[str]:
+            log.write_text("")
+            done = run_in(home, " ".join(["setup", *words]), **env, **more)
+            assert done.returncode == 0, done.stderr
+            found = [line for line in log.read_text().splitlines() if "build_ext" in line]
+            assert ("scripts/setup.sh --all-gpus compiles them" in done.stderr) == (not found)
+            return [line.partition(" setup.py")[0] for line in found]
+
+        assert compiled() == []
+        assert compiled("test") == [""]
+        assert compiled(NATIVE_CUDA_ARCHS="90a") == ["90a"]
+        assert compiled("--all-gpus") == ["80 89 90a 100 120"]
+        env["MOSAIC_DEVICE"] = "cuda"
+        (home / "requirements" / "cuda.txt").write_text("torch==2.13.0\n")
+        assert compiled() == [""]
+
     def test_installs_once_per_content_of_the_requirement_files(self, home: Path) -> None:
         """The recorder, standing for pip, tells what was installed; the second run does nothing."""
         requirements = home / "requirements"

@@ -8,6 +8,7 @@ running requests get 30 s to finish at shutdown, and probes and `/metrics` are n
 from __future__ import annotations
 
 import gc
+import sys
 from typing import TYPE_CHECKING
 
 from vllm.diffusion.core.errors import ServerConfigError
@@ -85,6 +86,7 @@ def parse_arguments() -> Namespace:
         shutdown_timeout=30,
         disable_access_log_for_endpoints="/health,/ready,/metrics",
         model=None,
+        use_tqdm_on_load=sys.stderr.isatty(),  # a log file is not filled with bars
     )
     cli.add_arguments(parser)
     args: Namespace = parser.parse_args()
