@@ -93,6 +93,10 @@ def _by_all_ranks(what: str | None = None) -> Callable[[Call], Call]:
     return wrapped
 
 
+class RefusedUpdateError(RefusedCallError, ValueError):
+    """Tensors that cannot be read, refused by all ranks before a weight has changed."""
+
+
 class WeightSink(nn.Module):
     """The model as upstream's transfer engines see it: it loads tensors, and has no parameters.
 
@@ -118,6 +122,7 @@ class WeightWorker(WorkerBase):
     _transfer: WeightTransferEngine[Any, Any] | None = None
     _is_updating = False
     _has_loaded = False  # whether tensors have come since the update began
+    _failed_before: str | None = None  # why no step was taken when the update began
     _did_last = False  # whether the last call of an update was carried out
     _fixed_pages: tuple[int, int] | None = None  # of keys and values, while their memory is lent
     _reasons: Mapping[str, str] = MappingProxyType({})  # why no step is taken, by who says so
@@ -156,6 +161,7 @@ class WeightWorker(WorkerBase):
         transfer.set_weight_update_target(WeightSink(model), self.model_config)
         transfer.start_weight_update()
         self._is_updating, self._has_loaded = True, False
+        self._failed_before = self._reasons.get("update")
         self._hold("update", _UPDATE)
 
     @_by_all_ranks()
@@ -172,16 +178,15 @@ class WeightWorker(WorkerBase):
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Load some tensors of the trainer; of a list, what is meant for this rank."""
         self._check_turn("update_weights", is_updating=True)
-        transfer = self._transfer_engine()
+        own_info, transfer = self._info_of_this_rank(update_info), self._transfer_engine()
         refusal: Exception | None = None
         try:
-            own_info = self._info_of_this_rank(update_info)
             transfer.parse_update_info(own_info)
-        except (CheckpointError, RefusedCallError, TypeError, ValueError) as error:
+        except (CheckpointError, TypeError, ValueError) as error:
             refusal = error
         refusal = self.agreed(refusal)
         if refusal is not None:
-            raise RefusedCallError(str(refusal))
+            raise RefusedUpdateError(str(refusal))
         self._has_loaded = True
         transfer.update_weights(own_info)
 
@@ -275,13 +280,13 @@ class WeightWorker(WorkerBase):
 
     @_by_all_ranks()
     def cancel_update(self) -> None:
-        """End an update that has changed nothing; steps go on with the weights as they are."""
+        """End an update that has changed nothing, as if it had not begun."""
         if not self._is_updating or self._has_loaded:
             return
         self.model_runner.model.cancel_update()
         self._transfer_engine().reset_weight_update_target()
         self._is_updating = False
-        self._hold("update", None)
+        self._hold("update", self._failed_before)
 
     def _transfer_engine(self) -> WeightTransferEngine[Any, Any]:
         """Return the engine of `weight_transfer_config`; made at first use."""
