@@ -405,11 +405,11 @@ def test_what_cannot_be_is_told_in_one_line(
             ({"path": "empty"}, "path: given 'empty'; wanted a file of safetensors"),
             ({"path": "missing"}, "path: given 'missing'; wanted a file of safetensors"),
             ({"path": "text.safetensors"}, "given 'text.safetensors'; wanted a file of safet"),
+            ({"path": "whole.safetensors"}, "given torch.int32; wanted floating point"),
+            ({"path": "shapes"}, "given shape"),
             ({"path": 3}, "path: given 3; wanted a string"),
             ({}, "update_info: given no fields; wanted path alone"),
             ({"path": "empty", "names": []}, "update_info: given path, names; wanted path alone"),
-            ({"path": "whole.safetensors"}, "given torch.int32; wanted floating point"),
-            ({"path": "shapes"}, "given shape"),
         ):
             llm.start_weight_update()
             with pytest.raises(RuntimeError, match="wanted finish_weight_update before"):
@@ -420,13 +420,7 @@ def test_what_cannot_be_is_told_in_one_line(
                 llm.update_weights({"update_info": []})
             with pytest.raises(ValueError, match=match):
                 llm.update_weights({"update_info": info})
-            if "torch" not in match and "shape" not in match:  # no tensor was written
-                llm.collective_rpc("cancel_update")
-                assert engine.ask(ask)[0].token_ids == before
-        llm.start_weight_update()
-        with pytest.raises(ValueError, match="given 'missing'"):
-            llm.update_weights({"update_info": {"path": "missing"}})
-        llm.collective_rpc("cancel_update")  # which makes nothing good of what failed before
+        llm.collective_rpc("cancel_update")  # the last one; it mends nothing that failed before
         start(engine, "a", ask)
         for _ in range(3):
             llm.llm_engine.step()

@@ -122,6 +122,7 @@ class WeightWorker(WorkerBase):
     _transfer: WeightTransferEngine[Any, Any] | None = None
     _is_updating = False
     _has_loaded = False  # whether tensors have come since the update began
+    _may_cancel = False  # whether the last update was refused before a weight changed
     _failed_before: str | None = None  # why no step was taken when the update began
     _did_last = False  # whether the last call of an update was carried out
     _fixed_pages: tuple[int, int] | None = None  # of keys and values, while their memory is lent
@@ -160,7 +161,7 @@ class WeightWorker(WorkerBase):
         model.begin_update()
         transfer.set_weight_update_target(WeightSink(model), self.model_config)
         transfer.start_weight_update()
-        self._is_updating, self._has_loaded = True, False
+        self._is_updating, self._has_loaded, self._may_cancel = True, False, False
         self._failed_before = self._reasons.get("update")
         self._hold("update", _UPDATE)
 
@@ -186,6 +187,9 @@ class WeightWorker(WorkerBase):
             refusal = error
         refusal = self.agreed(refusal)
         if refusal is not None:
+            if not self._has_loaded:
+                self.give_up("the update was refused", refusal)
+                self._may_cancel = True
             raise RefusedUpdateError(str(refusal))
         self._has_loaded = True
         transfer.update_weights(own_info)
@@ -236,6 +240,7 @@ class WeightWorker(WorkerBase):
     @_by_all_ranks()
     def fail_with_others(self, reason: str) -> None:
         """Take no step, as a call of an update failed on another replica and not on all."""
+        self._may_cancel = False
         if self._did_last or self._is_updating:
             self._did_last = False
             self.give_up("an update failed on another replica", RuntimeError(reason))
@@ -280,13 +285,11 @@ class WeightWorker(WorkerBase):
 
     @_by_all_ranks()
     def cancel_update(self) -> None:
-        """End an update that has changed nothing, as if it had not begun."""
-        if not self._is_updating or self._has_loaded:
-            return
-        self.model_runner.model.cancel_update()
-        self._transfer_engine().reset_weight_update_target()
-        self._is_updating = False
-        self._hold("update", self._failed_before)
+        """Forget an update that was refused before a weight changed; steps go on as before it."""
+        if self._may_cancel:
+            self._may_cancel = False
+            self.model_runner.model.cancel_update()
+            self._hold("update", self._failed_before)
 
     def _transfer_engine(self) -> WeightTransferEngine[Any, Any]:
         """Return the engine of `weight_transfer_config`; made at first use."""
