@@ -144,7 +144,7 @@ async def answers(
 async def _in_time(
     outputs: AsyncIterator[RequestOutput], timeout_s: float | None
 ) -> AsyncIterator[RequestOutput]:
-    """Yield outputs; end a request whose timeout the engine does not keep, as one that is stuck.
+    """Yield outputs; raise if a stuck engine has not ended the request `GRACE_S` after its timeout.
 
     Raises:
         RequestTimedOut: the engine has been silent for `GRACE_S` since it should have ended.

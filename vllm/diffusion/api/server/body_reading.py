@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 # escapes are pairs, so a match only says that the body has to be looked at.
 _MARKS = (b"\\ud", b"\\uD", b"\xed")  # without which a search, ten times as slow, finds none
 _MAYBE_LONE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-MIN_TEXT_LENGTH = (
-    1 << 20
-)  # characters that `/tokenize` takes, however short the model's prompts are
+# Characters that every server accepts, because `/tokenize` also counts texts longer than a prompt.
+MIN_TEXT_LENGTH = 1 << 20
 _TEMPLATE_KWARGS = "chat_template_kwargs"
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\x78\x9c": "zlib"}
 _OTHER_UNICODE = (b"\xff\xfe", b"\xfe\xff", b"\x00")
@@ -96,7 +95,7 @@ def check(body: bytes, max_text_length: int) -> None:
 
 
 def max_text_length(engine: Any) -> int:
-    """Return the most characters that the model's longest prompt can have, at least a mebi.
+    """Return the maximum number of characters of a prompt, at least `MIN_TEXT_LENGTH`.
 
     Args:
         engine: upstream's client.

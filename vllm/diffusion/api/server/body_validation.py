@@ -28,7 +28,7 @@ def stop_at_first_fault(app: FastAPI) -> None:
         for field in route.dependant.body_params:
             adapter = field._type_adapter
             _fail_fast(adapter.core_schema, set())
-            # Not the validators that pydantic has built of nested models: they go on.
+            # The prebuilt validators of nested models do not stop at the first error.
             adapter.validator = SchemaValidator(adapter.core_schema, _use_prebuilt=False)
 
 

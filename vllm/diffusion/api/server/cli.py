@@ -18,9 +18,9 @@ import yaml
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from jinja2 import TemplateSyntaxError
 from pydantic import ValidationError
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from vllm.diffusion import __version__
+from vllm.diffusion.api.rendering import parse
 from vllm.diffusion.api.server import lifecycle
 from vllm.diffusion.config import check_settings, server_settings
 from vllm.diffusion.core.errors import ServerConfigError
@@ -158,12 +158,12 @@ def check_arguments(args: Namespace) -> None:
 
 def _check_template(given: str) -> None:
     try:
-        render_jinja_template([[]], chat_template=load_chat_template(given))
+        parse(load_chat_template(given))
     except TemplateSyntaxError as error:
         wanted = f"wanted a Jinja template: line {error.lineno}: {error.message}"
         raise ServerConfigError(f"--chat-template: given {given[:80]!r}; {wanted}") from None
-    except Exception:
-        return  # of no conversation: one that it does not take
+    except (OSError, ValueError, VLLMValidationError):
+        return  # a file that cannot be read: upstream's own check, which follows, names it
 
 
 def fold_into_additional_config(args: Namespace) -> None:
