@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Sequence
 
-MOST_GUESSES = 7
+MAX_DRAFTS = 7
 LENGTH, QUOTAS = 32, (1, 2, 4)  # of answers of trained checkpoints; tokens a step
 REACHED = {"model": "<16", "temperature": ">11", "1 a step": ">8.2f", "2 a step": ">8.2f"}
 REACHED |= {"4 a step": ">8.2f", "threshold": ">9.2f"}
@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for clients in options.clients:
             plain = case.measured(clients, None, None, table)
             for chance in options.chances:
-                case.measured(clients, MOST_GUESSES + 1, chance, table, plain)
+                case.measured(clients, MAX_DRAFTS + 1, chance, table, plain)
     harness.write("speculation", options, table.rows)
     governed = table.rows[num_forced:]
     harness.draw(options.output_dir / "speculation.png", lambda axis: paint(axis, governed))
@@ -221,7 +221,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.gen_length % options.block_length:
         parser.error("--gen-length: wanted whole blocks")
-    if max(*options.states, MOST_GUESSES + 1) * options.block_length > options.context:
+    if max(*options.states, MAX_DRAFTS + 1) * options.block_length > options.context:
         parser.error("--context: wanted more tokens than the states of a forward have rows")
     return options
 
@@ -379,7 +379,7 @@ def steps_per_forward(
     """Return the steps that a forward served, over all answers, one after the other."""
     from vllm import SamplingParams
 
-    parameters = {"gen_length": LENGTH, "num_speculative_states": MOST_GUESSES, **asked}
+    parameters = {"gen_length": LENGTH, "num_speculative_states": MAX_DRAFTS, **asked}
     sampling = SamplingParams(temperature=temperature, seed=0, extra_args=parameters)
     reports = [
         harness.report_of(llm.chat([chat], sampling, use_tqdm=False)[0])

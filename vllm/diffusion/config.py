@@ -32,7 +32,7 @@ _LINE_END = ("\n", "\u010a", "<0x0A>")  # in plain text, in byte-level BPE, as a
 SCHEDULER = "vllm.diffusion.engine.scheduler.scheduler.DiffusionScheduler"
 TRANSFERS = ("nccl", "ipc", "disk")  # ways in which weights may come while the server runs
 EXECUTOR = "vllm.diffusion.engine.executor.RanksExecutor"
-USUAL_GUESSES = 7  # of a forward, where they are weighed by times of a GPU
+DEFAULT_NUM_DRAFTS = 7  # of a forward, where they are weighed by times of a GPU
 
 
 def configure(vllm_config: VllmConfig) -> None:
@@ -200,7 +200,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
     vocab_size = config.architecture.num_embeddings
     encode = None if model.skip_tokenizer_init else partial(_encode, model)
     settings, is_on_gpu = settings_of(vllm_config), vllm_config.device_config.device_type == "cuda"
-    usual = {"num_speculative_states": USUAL_GUESSES} if is_on_gpu else {}
+    usual = {"num_speculative_states": DEFAULT_NUM_DRAFTS} if is_on_gpu else {}
     return ServedModel(
         family=family,
         ids=ids,

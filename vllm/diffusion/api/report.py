@@ -104,7 +104,7 @@ class DiffusionReport(BaseModel):
 
 
 _INCOMPLETE = "\ufffd"  # as which tokenizers write bytes that are no whole character
-_MOST_BYTES = 4  # of a character in UTF-8
+_MAX_CHARACTER_BYTES = 4  # of a character in UTF-8
 _RARE = ("replaced_by", "infilled", "trajectories", "error")
 _REPLACED_BY = {
     "guided_json": "structured_outputs.json",
@@ -148,7 +148,7 @@ class TokenTexts:
                 continue
             part.append(token_ids[index])
             whole = self._tokenizer.decode(part)
-            if _INCOMPLETE in whole and len(part) < _MOST_BYTES:
+            if _INCOMPLETE in whole and len(part) < _MAX_CHARACTER_BYTES:
                 found[index] = ""
                 continue
             found[index] = whole

@@ -29,8 +29,8 @@ T = TypeVar("T")
 # Chance of a guess whose parent holds, by how many candidates are committed, and by depth.
 Chance: TypeAlias = "Callable[[int | None, int], float]"
 
-MOST_TOGETHER = 8  # candidates of a guess that a rule may commit in a step
-_COUNTS = range(1, MOST_TOGETHER + 1)
+MAX_DRAFTED_COMMITS = 8  # candidates of a guess that a rule may commit in a step
+_COUNTS = range(1, MAX_DRAFTED_COMMITS + 1)
 _UNSURE = -1e9  # score below every threshold, of confidences and of entropies
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import LogprobsLists
 
 # Sample rows of a first forward whose hidden states are kept for requests that share its prompt.
-MOST_SHARED_ROWS = 8_192
+MAX_SHARED_ROWS = 8_192
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.ops.projection import ParallelLayer
 
 _UNPACKED = 36 << 20  # numbers unpacked at a time on a GPU, but for matrices of great depth
-_LEAST_COLUMNS = 256
+_MIN_COLUMNS = 256
 _AT_REST = True  # no kernel of a step writes a weight, so it may be read before the one before ends
 _SMALLEST_GROUP = 8
 
@@ -312,7 +312,7 @@ def _slices_of(x: Tensor, num_columns: int, packed: Packed, tiling: Tiling) -> I
 
 def _most_columns(depth: int) -> int:
     """Number of columns that are unpacked at a time."""
-    return max(_UNPACKED // depth, _LEAST_COLUMNS)
+    return max(_UNPACKED // depth, _MIN_COLUMNS)
 
 
 def reserve_unpacked(device: torch.device, num_rows: int, depth: int, dtype: torch.dtype) -> None:

@@ -65,7 +65,7 @@ DECISION = "dllm_decision"  # the key of extra_args under which it travels
 # connectors are unknown parameters here: there is no such cache.
 RESERVED_EXTRA_ARGS = frozenset({"kv_cache_report_mode"})
 
-MOST_TOLD_IDS = 128  # upstream's limit of `logprob_token_ids`
+MAX_LOGPROB_TOKEN_IDS = 128  # upstream's limit of `logprob_token_ids`
 
 IGNORED = "dllm_ignored"  # key of extra_args for names of fields that our own routes leave out
 
@@ -377,9 +377,11 @@ def _values(
 def _told_ids(given: Any, model: ServedModel) -> tuple[int, ...]:
     """Return the tokens whose log probabilities are reported in place of the most likely ones."""
     ids = tuple(given or ())
-    if len(ids) > MOST_TOLD_IDS or len(set(ids)) < len(ids):
+    if len(ids) > MAX_LOGPROB_TOKEN_IDS or len(set(ids)) < len(ids):
         raise InvalidParameterError(
-            "logprob_token_ids", given, f"wanted at most {MOST_TOLD_IDS} token ids, each once"
+            "logprob_token_ids",
+            given,
+            f"wanted at most {MAX_LOGPROB_TOKEN_IDS} token ids, each once",
         )
     if not all(type(token) is int and 0 <= token < model.vocab_size for token in ids):
         raise InvalidParameterError(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.api.validator import Validator
     from vllm.sampling_params import SamplingParams
 
-MOST_TOKENS = 2048  # of a prompt: as many forwards of as many rows
+MAX_PROMPT_TOKENS = 2048  # of a prompt: as many forwards of as many rows
 PromptLogprobs = list[dict[int, Logprob] | None]
 
 
@@ -70,8 +70,8 @@ class EchoClient:
             RequestRefused: HTTP 400, naming the field.
         """
         prompt = list(engine_input["prompt_token_ids"])
-        if len(prompt) > MOST_TOKENS:
-            wanted = f"wanted at most {MOST_TOKENS} tokens beside echo and logprobs"
+        if len(prompt) > MAX_PROMPT_TOKENS:
+            wanted = f"wanted at most {MAX_PROMPT_TOKENS} tokens beside echo and logprobs"
             raise RequestRefused(InvalidParameterError("prompt", len(prompt), wanted))
         block_length, mask_id = self._validator.block_length, self._validator.mask_id
         readings = readings_of(prompt, mask_id, sampling.prompt_logprobs or 0, block_length)

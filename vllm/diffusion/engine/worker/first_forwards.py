@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion import ops
 from vllm.diffusion.core.samples import Samples
-from vllm.diffusion.engine.messages import MOST_SHARED_ROWS
+from vllm.diffusion.engine.messages import MAX_SHARED_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -56,7 +56,7 @@ class FirstForwards:
         """Keep, of a part's `hidden` states [r, D], those that other requests will need."""
         for number, own, unconditional in part.pieces:
             canvas = batch.canvases[number]
-            if not is_shared(canvas) or batch.works[number].eligible.size > MOST_SHARED_ROWS:
+            if not is_shared(canvas) or batch.works[number].eligible.size > MAX_SHARED_ROWS:
                 continue
             num_rows = own.stop - own.start
             rows = slice(own.start, (unconditional or own).stop)

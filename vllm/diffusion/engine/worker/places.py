@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.worker.window import Window
     from vllm.diffusion.memory import KeptSequence, PageAllocator
 
-MOST_PLACES = 64  # of all requests
+MAX_DRAFT_PAGES = 64  # of all requests
 
 
 class Places:
@@ -54,7 +54,7 @@ class Places:
             self._pages.copy_again(canvas.req_id, names[:num_held])
         if num_held < count:
             own = [range(start + first, start + stop) for start in canvas.window.kept_starts]
-            room = MOST_PLACES - sum(len(held.places) for held in self._held.values())
+            room = MAX_DRAFT_PAGES - sum(len(held.places) for held in self._held.values())
             with suppress(*OUT_OF_MEMORY):
                 more = names[num_held:][: max(room, 0)]
                 held.places += self._pages.places(canvas.req_id, own, more, grows=self._grows)

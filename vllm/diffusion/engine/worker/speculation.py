@@ -20,7 +20,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion.core.errors import ActivationBudgetError
-from vllm.diffusion.decoding.drafting import MOST_TOGETHER, Drafter, State
+from vllm.diffusion.decoding.drafting import MAX_DRAFTED_COMMITS, Drafter, State
 from vllm.diffusion.engine.worker.branches import Branch
 from vllm.diffusion.engine.worker.governor import HoldingRates, Offer, StepTimes, worthwhile
 from vllm.diffusion.engine.worker.last_candidates import LastCandidates, has_random_scores
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-MOST_BLOCKS = 3  # of a window of exact keys: two are finished, but not kept yet
-MOST_LATER_DRAWS = 3  # each samples all rows once more
-MOST_REQUESTS = 32  # of a step with guesses: drafting is work of the host
+MAX_BLOCKS = 3  # of a window of exact keys: two are finished, but not kept yet
+MAX_EXTRA_DRAWS = 3  # each samples all rows once more
+MAX_REQUESTS = 32  # of a step with guesses: drafting is work of the host
 _GONE = RuntimeError("its request is over")
 # Where no guess is worth it: steps after which that is looked at again, of few requests and of
 # more, and in how many of them.
@@ -194,7 +194,7 @@ class Speculation:
 
     def _is_resting(self, num_requests: int) -> bool:
         """Whether nothing is guessed for so many requests, nor looked at whether it would pay."""
-        return num_requests > MOST_REQUESTS or self._num_rounds < self._rests_until
+        return num_requests > MAX_REQUESTS or self._num_rounds < self._rests_until
 
     def _stand_by(self, canvases: Sequence[Canvas]) -> None:
         """Hold nothing for guesses: there are none for some steps."""
@@ -295,7 +295,7 @@ class Speculation:
             work = canvas.begin()
         except Exception:  # the next step, which it is for, will tell
             return
-        for state in self._drafted(canvas, step.certain, step.source, MOST_TOGETHER):
+        for state in self._drafted(canvas, step.certain, step.source, MAX_DRAFTED_COMMITS):
             if state.depth == 1:
                 holds = state.is_of(canvas.tokens, canvas.rule, work)
                 self._rates.learn(kind, state.committed, 1, holds=holds)
@@ -412,7 +412,7 @@ def _later_draws(canvas: Canvas, number: int) -> int:
     """
     if canvas.params.temperature == 0 or canvas.wants_logprobs:
         return 0
-    return min(MOST_LATER_DRAWS, number) or int(canvas.num_steps % NOISY_INTERVAL == 0)
+    return min(MAX_EXTRA_DRAWS, number) or int(canvas.num_steps % NOISY_INTERVAL == 0)
 
 
 def _may_guess(canvas: Canvas, work: ForwardTarget, window: Window) -> bool:
@@ -424,5 +424,5 @@ def _may_guess(canvas: Canvas, work: ForwardTarget, window: Window) -> bool:
     if not work.eligible.size or canvas.window.cache is None:
         return work.eligible.size > 0
     if canvas.params.cache == "exact":
-        return window.num_rows <= MOST_BLOCKS * canvas.params.block_length
+        return window.num_rows <= MAX_BLOCKS * canvas.params.block_length
     return window.reads_kept
