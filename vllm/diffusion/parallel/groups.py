@@ -64,8 +64,8 @@ class RankGroup:
         """Return the least number of any rank; the host waits for all of them."""
         return number
 
-    def told(self, text: str | None) -> list[str | None]:
-        """Return what every rank says, by rank; the host waits for all of them."""
+    def all_gather_object(self, text: str | None) -> list[str | None]:
+        """Return the texts of all ranks, by rank; the host waits for all of them."""
         return [text]
 
     def join_board(self) -> HostBoard | None:
@@ -104,14 +104,14 @@ class ConnectedGroup(RankGroup):
         return tensor
 
     def least(self, number: int) -> int:
-        found = torch.tensor(number)
-        self._run(dist.all_reduce, found, op=dist.ReduceOp.MIN, group=self._host)
-        return int(found)
+        smallest = torch.tensor(number)
+        self._run(dist.all_reduce, smallest, op=dist.ReduceOp.MIN, group=self._host)
+        return int(smallest)
 
-    def told(self, text: str | None) -> list[str | None]:
-        found: list[str | None] = [None] * self.size
-        dist.all_gather_object(found, text, group=self._host)
-        return found
+    def all_gather_object(self, text: str | None) -> list[str | None]:
+        texts: list[str | None] = [None] * self.size
+        dist.all_gather_object(texts, text, group=self._host)
+        return texts
 
     def _run(self, collective: Callable[..., Any], *arguments: Any, **named: Any) -> None:
         """Run a collective; once the ranks listen, wait only as long as all of them are well."""

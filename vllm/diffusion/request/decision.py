@@ -237,7 +237,7 @@ def decide(
     spec, score = request.pop(STRUCTURED, None), request.pop(SCORE, None)
     stop_token_ids = frozenset(request.pop("stop_token_ids", ()))
     end_ids = model.ids.stop | stop_token_ids
-    told_ids = _told_ids(request.pop("logprob_token_ids", None), model)
+    logprob_token_ids = _logprob_token_ids(request.pop("logprob_token_ids", None), model)
     logprobs, left_out = request.pop("logprobs", None), request.pop(IGNORED, ())
     upstream_max_tokens = request.pop("upstream_max_tokens", None)
     algorithm = _algorithm(request, model, spec)
@@ -262,8 +262,8 @@ def decide(
         seed=None,
         stop_ids=frozenset() if values["ignore_eos"] else end_ids,
         edits=edits_of(request, model, end_ids, lengths.max_tokens, num_prompt + lengths.canvas),
-        logprobs=len(told_ids) if told_ids else logprobs,
-        logprob_token_ids=told_ids,
+        logprobs=len(logprob_token_ids) if logprob_token_ids else logprobs,
+        logprob_token_ids=logprob_token_ids,
         ignored=(*ignored, *left_out),
         **values,
     )
@@ -374,7 +374,7 @@ def _values(
     }
 
 
-def _told_ids(given: Any, model: ServedModel) -> tuple[int, ...]:
+def _logprob_token_ids(given: Any, model: ServedModel) -> tuple[int, ...]:
     """Return the tokens whose log probabilities are reported in place of the most likely ones."""
     ids = tuple(given or ())
     if len(ids) > MAX_LOGPROB_TOKEN_IDS or len(set(ids)) < len(ids):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from vllm.diffusion.api.choices import Cancelling, answers, last
-from vllm.diffusion.api.report import told
+from vllm.diffusion.api.report import reports_by_choice
 from vllm.diffusion.request.decision import attach
 from vllm.diffusion.request.likelihood import BESIDE_A_SCORE, ScoreRequest, TokenScores
 from vllm.inputs.engine import tokens_input
@@ -144,7 +144,7 @@ class Reader:
                     f"{request_id}-{index}",
                     **options,
                 )
-                found = told(await last(outputs)).get(0, {})
+                found = reports_by_choice(await last(outputs)).get(0, {})
             scores = msgspec.convert(found["scores"], TokenScores)
             return Read(scores, {name: value for name, value in found.items() if name != "scores"})
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.api.choices import Cancelling
 from vllm.diffusion.api.likelihood.prompt_scores import Reader, Reading
-from vllm.diffusion.api.report import told
+from vllm.diffusion.api.report import reports_by_choice
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.logprobs import Logprob
@@ -105,7 +105,7 @@ class EchoClient:
     def _with(self, found: list[Read], prompt: list[int], output: RequestOutput) -> RequestOutput:
         """Add the log probabilities of its prompt to an output, and the forwards that they took."""
         output.prompt_logprobs = prompt_logprobs(prompt, found, self._texts)
-        reports = told(output)
+        reports = reports_by_choice(output)
         if not self._writes and found:
             reports = {0: {**found[0].report, "num_forwards": 0, "num_steps": 0}}
         if "num_forwards" in reports.get(0, {}):  # of the first of several answers

@@ -158,7 +158,7 @@ class SampleRows:
                 for choice, (_, own, *_) in zip(choices, awaited, strict=True)
             ]
         return [
-            _told(choice, eligible, logprobs)
+            _with_logprobs(choice, eligible, logprobs)
             or Candidates(eligible, tokens[own], certain, greedy[own], draws, logprobs)
             for choice, (eligible, own, certain, draws, logprobs) in zip(
                 choices, awaited, strict=True
@@ -183,7 +183,7 @@ class SampleRows:
         return np.cumsum([work.eligible.size for work in self.batch.works])
 
 
-def _told(
+def _with_logprobs(
     choice: BatchedCommit | None, eligible: Array, logprobs: Array | None
 ) -> BatchedCommit | None:
     """Return a choice, with the log probabilities of all that it was made from, if wanted."""

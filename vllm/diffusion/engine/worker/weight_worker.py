@@ -311,8 +311,8 @@ class WeightWorker(WorkerBase):
         if (agreement := self.model_runner.agreement) is not None:
             with suppress(Exception):  # this rank's: here the others hear of it in any case
                 agreement.reach(failure)
-        told = self.ranks.every.told(None if failure is None else str(failure))
-        others = [text for text in told if text is not None]
+        failures = self.ranks.every.all_gather_object(None if failure is None else str(failure))
+        others = [text for text in failures if text is not None]
         return RuntimeError(others[0]) if failure is None and others else failure
 
     def give_up(self, what: str, failure: Exception) -> None:
