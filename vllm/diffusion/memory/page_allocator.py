@@ -88,7 +88,7 @@ class PageAllocator:
                     f"page store: host_layers: wanted {self.store.host_layers}, as other requests "
                     f"have, given {host_layers}"
                 )
-            self.store.begin_anew(host_layers)
+            self.store.reset(host_layers)
         wanted = num_pages(length)
         self._provide(wanted)
         self.store.take_host_memory()
@@ -270,7 +270,7 @@ class PageAllocator:
         self.store.free += [p for p in kept.pages[::-1].tolist() if not self._holders[p]]
         is_large = 2 * self.store.reserved_bytes > self._pool.budget_bytes
         if not self._sequences and (is_large or self.store.host_layers):
-            self.store.begin_anew(host_layers=0)
+            self.store.reset(host_layers=0)
 
     @property
     def fixed_bytes(self) -> int:

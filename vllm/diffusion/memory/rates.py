@@ -61,9 +61,14 @@ def rates_of(device: torch.device, ranks: RankGroup) -> Rates:
     """
     if device.type != "cuda":
         return CPU
-    found, source = _rates_here(device)
-    least = {name: ranks.least(int(getattr(found, name))) for name in (*MEASURED, "host_bytes")}
-    rates = found._replace(**least, multiprocessors=ranks.least(found.multiprocessors))
+    own_rates, source = _rates_here(device)
+    slowest = {
+        name: ranks.all_reduce_min(int(getattr(own_rates, name)))
+        for name in (*MEASURED, "host_bytes")
+    }
+    rates = own_rates._replace(
+        **slowest, multiprocessors=ranks.all_reduce_min(own_rates.multiprocessors)
+    )
     if ranks.rank == 0:
         logger.info(
             "%s: products %.0f and attention %.0f TFLOP/s, memory %.2f TB/s, host %.1f GB/s; %s",

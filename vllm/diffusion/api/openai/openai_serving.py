@@ -284,8 +284,8 @@ async def _after_the_first(
 ) -> AsyncGenerator[str, None]:
     async with aclosing(chunks):
         yield await anext(chunks)
-        async with aclosing(follow(chunks)) as rest:
-            async for text in rest:
+        async with aclosing(follow(chunks)) as remaining:
+            async for text in remaining:
                 yield text
 
 

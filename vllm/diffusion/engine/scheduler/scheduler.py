@@ -91,7 +91,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         self._finished_req_ids: set[str] = set()
         self._generation = 0  # of the weights, as workers have said
         self.labels = {0: trainer_calls.DEFAULT}  # of the weights, by the number of changes before
-        trainer_calls.follow()
+        trainer_calls.patch_engine_core()
         # Guests.
         self._observer = Observer() if log_stats else None
         settings = settings_of(vllm_config)

@@ -133,7 +133,7 @@ class ForwardPass:
         table: Tensor = samples.table
         if self.ranks.sequence.size == 1 or not table.numel():
             return table
-        return self.ranks.sequence.follow(table.contiguous())
+        return self.ranks.sequence.broadcast(table.contiguous())
 
 
 def run_to_end(work: Chunked[T]) -> T:

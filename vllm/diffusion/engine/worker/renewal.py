@@ -127,7 +127,7 @@ def rest(runner: DiffusionModelRunner) -> tuple[int, int] | None:
     for req_id, canvas in runner.canvases.items():
         pages.release(req_id)
         canvas.window.assign(None, 0 if canvas.params.cache == "exact" else None)
-    store.begin_anew(store.host_layers)
+    store.reset(store.host_layers)
     runner.pool.trim()
     return fixed
 

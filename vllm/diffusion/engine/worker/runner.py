@@ -272,7 +272,7 @@ class DiffusionModelRunner:
         """Drop what is kept of forwards between steps, but for keys and values in pages."""
         self.drop_slices()
         if self._speculation is not None:
-            self._speculation.begin_anew()
+            self._speculation.reset()
         if self._firsts is not None:
             self._firsts.forget_all()
         self._packing = None

@@ -146,7 +146,7 @@ class Speculation:
         self._places.release_all()
         return had
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forget what other weights have said, and how often guesses by them have held."""
         self.pause()
         self._watched.clear()

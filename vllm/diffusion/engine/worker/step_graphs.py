@@ -239,7 +239,7 @@ class GraphRunner:
             is_stale = captured.generation != self._caches.generation * bucket.is_cached
             if is_stale or bucket.sequences == 1 or bucket.rows > MAX_TIMED_ROWS:
                 continue  # what is stale writes to pages of the past
-            took_us = self._agreement.most(
+            took_us = self._agreement.all_reduce_max(
                 round(1e6 * min(_replayed(captured.graph) for _ in "12"))
             )
             known = found[bucket.is_cached]
@@ -263,7 +263,7 @@ class GraphRunner:
         if stale is None and not self.captures_more:
             return None
         has_room = stale is not None or self._memory.has_room_for(self._bytes_of(batch))
-        if self._agreement.most(int(not has_room)):  # of any rank
+        if self._agreement.all_reduce_max(int(not has_room)):  # of any rank
             return None
         if stale is not None:
             stale.inputs.wait()  # before their memory is another's
@@ -287,7 +287,7 @@ class GraphRunner:
         with self._memory.capture(graph):
             outputs = run()
             ops.align_ranks()
-        self._memory.settle(self._agreement.most(self._memory.used_bytes))
+        self._memory.settle(self._agreement.all_reduce_max(self._memory.used_bytes))
         generation = self._caches.generation * bucket.is_cached
         self._captured[bucket] = _Captured(graph, given, outputs, generation)
         return self._captured[bucket]

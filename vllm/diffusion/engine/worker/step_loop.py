@@ -79,7 +79,7 @@ class StepLoop:
         self._runner, self._agreement = runner, agreement
         self.runs_ahead, self.limits = runs_ahead, limits
         self._under_way: list[LaunchResult] = []  # in the order in which they were launched
-        self._begun_anew: str | None = None  # whose long step has run out of memory once
+        self._restarted: str | None = None  # whose long step has run out of memory once
         self._num_rows = 0  # of the steps collected for this message
         self.standstill: Standstill | None = None
 
@@ -219,13 +219,13 @@ class StepLoop:
             step, failure = self._tried(what, self._runner.launch_slice, asked)
             if failure is not None:
                 self._runner.drop_slices()
-                if isinstance(failure, OUT_OF_MEMORY) and self._begun_anew != req_id:
-                    self._begun_anew = req_id
+                if isinstance(failure, OUT_OF_MEMORY) and self._restarted != req_id:
+                    self._restarted = req_id
                     self._runner.pool.trim()
                     return {}
                 failures[req_id] = failure
         if step is not None:
-            self._begun_anew = None
+            self._restarted = None
         return self._results(self._collect(LaunchResult(step, failures)))
 
     def _start(self, new: NewCanvas) -> Exception | None:
