@@ -275,8 +275,8 @@ class Settings:
             is cut.
         sequence_parallel_size: ranks that divide the rows of a long step; 1 divides nothing.
         sequence_parallel_min_tokens: rows of a step from which they do; None for where that pays.
-        weighs_guesses: whether no more states are guessed than save time
-            (`engine/worker/governor.py`), or as many as requests ask for; None weighs them on a
+        weighs_guesses: whether no more states are drafted than save time
+            (`engine/worker/draft_budget.py`), or as many as requests ask for; None weighs them on a
             GPU.
         page: whether the server has its web pages.
         fp8_head: whether the output head is quantised, too.

@@ -21,12 +21,12 @@ class DiffusionReport(BaseModel):
 
     Attributes:
         steps: denoise steps asked for; null where nothing bounds them.
-        num_steps: denoise steps of the answers; guesses that come true let a forward serve several.
+        num_steps: denoise steps of the answers; accepted drafts let a forward serve several.
         num_forwards: forwards that were run.
         num_forwards_saved: forwards that were not, because the answer was complete, a step would
-            have committed nothing, or a guess came true. Where the number of steps does not set the
-            pace, at least so many.
-        states_drafted, states_accepted: states that were guessed, and those of them that came true.
+            have committed nothing, or a draft was accepted. A lower bound where the number of steps
+            does not set the pace.
+        states_drafted, states_accepted: drafts, and those of them that were accepted.
         steps_per_forward: steps that a forward served.
         num_end_tokens: canvas positions from the token that ended an answer on, which are no part
             of it: of an empty answer all.
@@ -171,8 +171,8 @@ class CanvasState(BaseModel):
         committed: whether the token is final.
         confidence: the model's probability of the token in the step that proposed it; null where
             there was none.
-        guessed: whether a guess that came true committed the token, without a forward of its own;
-            left out for requests without guesses.
+        guessed: whether an accepted draft committed the token, without a forward of its own;
+            left out for requests without drafts.
     """
 
     step: int

@@ -64,8 +64,8 @@ class CanvasView:
         committed: N bytes, 1 where the token is committed.
         confidence: N fp32, little-endian: the model's probability of the token in the forward that
             proposed it; NaN where none has.
-        guessed: N bytes, 1 where a guess that came true committed the token; None for requests
-            without guesses.
+        guessed: N bytes, 1 where an accepted draft committed the token; None for requests
+            without drafts.
     """
 
     step: int
@@ -83,7 +83,7 @@ class StepResult:
         new_token_ids: tokens that became part of the finished prefix of the canvas.
         num_steps: steps of the request so far: forwards of the loop that takes one at a time.
         num_forwards: forwards of the request so far; one may serve several steps.
-        num_drafted: states that were guessed, and evaluated beside a step's own, so far.
+        num_drafts: drafts that were evaluated so far.
         num_committed: canvas positions committed so far.
         next_rows: rows of its next forward; 0 where it has none.
         infilled: tokens that replaced mask tokens of the prompt so far, by position.
@@ -102,7 +102,7 @@ class StepResult:
     num_forwards: int
     num_committed: int
     next_rows: int = 0
-    num_drafted: int = 0
+    num_drafts: int = 0
     infilled: dict[int, int] = field(default_factory=dict)
     error: str | None = None
     logprobs: LogprobsLists | None = None

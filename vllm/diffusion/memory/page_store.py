@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.ops import Array
 
 
-ENTRIES_PER_PAGE = 16  # of the table: a request's guesses read most of its pages, too
+ENTRIES_PER_PAGE = 16  # of the table: a request's drafts read most of its pages, too
 
 
 class PageStore:

@@ -100,7 +100,7 @@ _SCORES = (
     "delimiter_threshold",
 )
 
-# Its steps are those of one request, without guesses.
+# Its steps are those of one request, without drafts.
 _WITH_FP8_ATTENTION: dict[str, Any] = {"num_speculative_states": 0}
 
 

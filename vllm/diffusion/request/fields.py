@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.algorithms import Algorithm
     from vllm.diffusion.request.families import Family
 
-MAX_DRAFTS = 15  # that are guessed for a forward
+MAX_DRAFTS = 15  # drafts of a forward
 REMASKING: tuple[str, ...] = ("low_confidence", "random")
 ATTENTION_DTYPES = ("model", "fp8")
 _RECORDS = (*ALGORITHMS.values(), *BLOCK_ALGORITHMS.values())

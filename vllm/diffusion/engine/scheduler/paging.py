@@ -49,7 +49,7 @@ def most_positions(num_pages: int, max_model_len: int) -> int:
 
 
 def scratch_pages(num_pages: int) -> int:
-    """Pages that the store has beside `num_pages` that requests may have: for guesses."""
+    """Pages that the store has beside `num_pages` that requests may have: for drafts."""
     return min(MAX_SCRATCH_PAGES, num_pages // PAGES_PER_SCRATCH)
 
 

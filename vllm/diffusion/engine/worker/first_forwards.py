@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.engine.messages import NewCanvas
     from vllm.diffusion.engine.worker.batch import StepBatch
-    from vllm.diffusion.engine.worker.branches import Packed
     from vllm.diffusion.engine.worker.canvas import Canvas
+    from vllm.diffusion.engine.worker.drafts import BatchItem
     from vllm.diffusion.engine.worker.forward import ForwardPass
     from vllm.diffusion.engine.worker.sample_rows import SamplePart, SampleRows
     from vllm.diffusion.memory import PageAllocator
@@ -56,7 +56,7 @@ class FirstForwards:
         """Keep, of a part's `hidden` states [r, D], those that other requests will need."""
         for number, own, unconditional in part.pieces:
             canvas = batch.canvases[number]
-            if not is_shared(canvas) or batch.works[number].eligible.size > MAX_SHARED_ROWS:
+            if not is_shared(canvas) or batch.targets[number].eligible.size > MAX_SHARED_ROWS:
                 continue
             num_rows = own.stop - own.start
             rows = slice(own.start, (unconditional or own).stop)
@@ -117,7 +117,7 @@ class FirstForwards:
         self._known.pop(req_id, None)
 
 
-def is_shared(canvas: Packed) -> bool:
+def is_shared(canvas: BatchItem) -> bool:
     """Whether the next forward is the first one, and equal for all requests of its prompt."""
     return canvas.num_steps == 0 and shares_first_forward(canvas.params)
 

@@ -121,7 +121,7 @@ def rest(runner: DiffusionModelRunner) -> tuple[int, int] | None:
     Returns:
         what `wake` needs.
     """
-    runner.forget_computed()  # guesses hold pages, too
+    runner.forget_computed()  # drafts hold pages, too
     store, pages = runner.caches, runner.pages
     fixed = (store.num_pages, store.most_entries) if pages.fixed_bytes else None
     for req_id, canvas in runner.canvases.items():

@@ -26,7 +26,7 @@ from vllm.diffusion.engine.worker.first_forwards import FirstForwards, shares_fi
 from vllm.diffusion.engine.worker.forward import ForwardPass, run_to_end
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.engine.worker.sliced_step import SlicedStep
-from vllm.diffusion.engine.worker.speculation import Speculation, serves_guesses, times_of
+from vllm.diffusion.engine.worker.speculation import Speculation, serves_drafts, step_times_of
 from vllm.diffusion.engine.worker.step_graphs import GraphRunner
 from vllm.diffusion.engine.worker.step_log import StepLog
 from vllm.diffusion.engine.worker.step_log import logger as step_logger
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.messages import NewCanvas, NewPages
     from vllm.diffusion.engine.slices import Slice
     from vllm.diffusion.engine.worker.batch import Packing, StepBatch
-    from vllm.diffusion.engine.worker.branches import Packed
+    from vllm.diffusion.engine.worker.drafts import BatchItem
     from vllm.diffusion.engine.worker.forward import BodyOutputs, Chunked
     from vllm.diffusion.memory import ActivationPool, GraphMemory, Plan, Planner
     from vllm.diffusion.models.base import DiffusionModel
@@ -68,7 +68,7 @@ class DiffusionModelRunner:
         graph_memory: memory for CUDA graphs of the layers; None runs without graphs.
         max_model_len: positions of the longest sequence.
         ranks: ranks that compute the same steps; None where there are no others.
-        weighs_guesses: guess no more states than save time, or as many as requests ask for.
+        weighs_guesses: draft no more states than save time, or as many as requests ask for.
     """
 
     vllm_config: VllmConfig  # set by the worker; trainers' extensions of it look for it here
@@ -130,11 +130,11 @@ class DiffusionModelRunner:
         """Give the device one denoise step of the named requests, without waiting for a GPU."""
         started = time.perf_counter()
         canvases = [self.canvases[req_id] for req_id in req_ids]
-        packed: Sequence[Packed] = canvases
+        packed: Sequence[BatchItem] = canvases
         if self._speculation is not None:
-            packed = self._speculation.with_branches(canvases, self.planner.row_budget)
+            packed = self._speculation.with_drafts(canvases, self.planner.row_budget)
         batch, plan, planner_us = self._planned(packed)
-        if len(packed) > len(canvases) and not serves_guesses(batch, plan, self.graphs):
+        if len(packed) > len(canvases) and not serves_drafts(batch, plan, self.graphs):
             batch, plan, planner_us = self._planned(canvases)
         self.pool.reset_peak(looks_often=not plan.is_whole(batch.num_rows))
         rows = SampleRows(batch)
@@ -170,13 +170,13 @@ class DiffusionModelRunner:
         self._over.append((step, time.perf_counter()))
         return outcomes
 
-    def take_note(self) -> None:
+    def report_collected(self) -> None:
         """Log collected steps and publish their memory use.
 
         Called after the next launch, so the GPU never waits for it.
         """
         if self._speculation is not None:
-            self._speculation.take_note()
+            self._speculation.learn_from_probes()
         over, self._over = self._over, []
         for step, ended in over:
             self.usage = step.memory.usage(self.idle_usage)
@@ -199,7 +199,7 @@ class DiffusionModelRunner:
         return self.sliced is not None and self.sliced.drop()
 
     def _planned(
-        self, canvases: Sequence[Packed], longest_chunk_s: float = math.inf
+        self, canvases: Sequence[BatchItem], longest_chunk_s: float = math.inf
     ) -> tuple[StepBatch, Plan, float]:
         """Build and plan a step; also return the microseconds that planning took."""
         generation = self.caches.generation
@@ -209,11 +209,11 @@ class DiffusionModelRunner:
             batch = self._batch(canvases)
         return batch, plan, planner_us
 
-    def drop_guesses(self) -> bool:
-        """Guess no states in the next step; whether there may have been some in the last one."""
+    def drop_drafts(self) -> bool:
+        """Draft nothing in the next step; return whether the last one may have had drafts."""
         return self._speculation is not None and self._speculation.pause()
 
-    def _batch(self, canvases: Sequence[Packed]) -> StepBatch:
+    def _batch(self, canvases: Sequence[BatchItem]) -> StepBatch:
         shift, pages = self.model.family.logit_shift, self.caches.table
         batch = build_batch(canvases, shift, pages, self._packing)
         self._packing = batch.packing
@@ -249,7 +249,7 @@ class DiffusionModelRunner:
         self.canvases[new.req_id] = canvas
         if new.params.num_speculative_states and not layers and self._ranks.sequence.size == 1:
             if self._speculation is None:
-                times = times_of(self.graphs, self.planner, weighs=self._weighs_guesses)
+                times = step_times_of(self.graphs, self.planner, weighs=self._weighs_guesses)
                 # Graphs would be captured anew, and another rank might not have the memory.
                 grows = self.graphs is None and self.agreement is None
                 self._speculation = Speculation(self.canvases, self.pages, times, grows=grows)
@@ -290,7 +290,7 @@ class DiffusionModelRunner:
             if new.num_kept is not None and self.sliced is not None:
                 self.sliced.drop(req_id)
             if self._speculation is not None:
-                self._speculation.leave_places(req_id)
+                self._speculation.release_draft_pages(req_id)
             kept = self.pages.assign(req_id, new.page_ids, behind=new.num_kept is None)
             canvas.assign(kept, new.num_kept)
         if new_pages:

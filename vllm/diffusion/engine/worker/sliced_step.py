@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.engine.slices import Slice
     from vllm.diffusion.engine.worker.batch import StepBatch
-    from vllm.diffusion.engine.worker.branches import Packed
     from vllm.diffusion.engine.worker.canvas import Canvas
+    from vllm.diffusion.engine.worker.drafts import BatchItem
     from vllm.diffusion.engine.worker.forward import Chunked
     from vllm.diffusion.engine.worker.step_memory import PoolAccount
     from vllm.diffusion.memory import ActivationPool, PageStore, Plan
@@ -133,7 +133,7 @@ class SlicedStep:
             return False
         return paused.kept_at == self._generation_of(canvas)
 
-    def _generation_of(self, canvas: Packed) -> int | None:
+    def _generation_of(self, canvas: BatchItem) -> int | None:
         return None if canvas.window.cache is None else self._caches.generation
 
     def begin(self, batch: StepBatch, plan: Plan, planner_us: float) -> None:

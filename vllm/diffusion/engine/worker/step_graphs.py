@@ -21,8 +21,8 @@ from vllm.diffusion import ops
 from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.spans import AttentionLayout, PageTable
 from vllm.diffusion.engine.worker.batch import StepInputs
+from vllm.diffusion.engine.worker.draft_budget import StepTimes
 from vllm.diffusion.engine.worker.forward import run_body, run_to_end
-from vllm.diffusion.engine.worker.governor import StepTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +50,7 @@ MAX_WHOLE_ROWS = 1536
 MAX_WHOLE_ROWS_FP8 = 3072
 MAX_WINDOW_ROWS = 1024
 ENDED_ROWS = 128  # up to which all rows go through the last layer
-MAX_TIMED_ROWS = 512  # of a step: more rows take longer on any card, so guesses save nothing
+MAX_TIMED_ROWS = 512  # of a step: more rows take longer on any card, so drafts save nothing
 MAX_SEQUENCES = 256  # of a bucket: every program of attention counts them
 
 
@@ -212,7 +212,7 @@ class GraphRunner:
             return None
         if (bucket.is_cached or self._has_blocks) and not self._reads_pages:
             return None  # other kernels need the host's spans
-        if batch.num_drafted and self._model.adapts_drafts:
+        if batch.num_adapter_rows and self._model.adapts_drafts:
             return None  # of some rows only
         if bucket.is_cached:
             self._copy_table()

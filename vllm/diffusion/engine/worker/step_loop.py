@@ -114,7 +114,7 @@ class StepLoop:
             results |= self._plain(stepping)
         if asked is not None and asked.req_id not in results:
             results |= self._slice(asked)
-        self._runner.take_note()
+        self._runner.report_collected()
         return self._output(message, results)
 
     def _output(
@@ -138,7 +138,7 @@ class StepLoop:
         still = self.standstill = self.standstill or Standstill(self._runner, self._results)
         while self._under_way:
             still.add(self._collect(self._under_way.pop(0)))
-        self._runner.take_note()
+        self._runner.report_collected()
         self._runner.drop_slices()
         return still
 
@@ -163,7 +163,7 @@ class StepLoop:
         for new in admitted:
             error = self._start(new)
             if isinstance(error, OUT_OF_MEMORY):
-                self._runner.drop_guesses()
+                self._runner.drop_drafts()
                 self._runner.drop_slices()
                 self._runner.pool.trim()  # what steps have left behind
                 error = self._start(new)
@@ -248,7 +248,7 @@ class StepLoop:
     def _launch(self, rows: Mapping[str, int]) -> LaunchResult:
         """Launch a step with these rows a request.
 
-        Where memory runs out, guesses are left out, then what other steps have left behind is
+        Where memory runs out, drafts are left out, then what other steps have left behind is
         released, then what a paused step holds, then the requests that take most are left out, each
         time with another try. Where it fails for another reason, what fails alone is left out.
         """
@@ -265,7 +265,7 @@ class StepLoop:
                 failures |= alone or dict.fromkeys(ready, failure)
                 ready = [req_id for req_id in ready if req_id not in failures]
                 continue
-            if self._runner.drop_guesses():
+            if self._runner.drop_drafts():
                 continue
             if has_trimmed and not self._runner.drop_slices():
                 largest = self._largest(ready)
