@@ -38,7 +38,7 @@ def test_rates_are_learned_by_kind_count_and_depth() -> None:
     for _ in range(500):
         rates.learn("a", None, 1, is_accepted=True)
     assert rates.chance("a", None, 1) > 0.9
-    rates.forget()
+    rates.clear()
     assert rates.chance("a", None, 1) == 0.5
 
 

@@ -298,7 +298,7 @@ def test_assigned_pages_may_be_shared_and_come_behind_others() -> None:
     b = pages.assign("b", [4, 5, 1])
     a = pages.assign("a", [3], behind=True)
     assert pages.assign("a", [], behind=True) is a
-    pages.renew_table()
+    pages.update_table()
     assert a is not None and b is not None
     assert (a.length, b.length, a.start, b.start) == (192, 192, 0, 192)
     page_rows = 2 * PAGE_SIZE
@@ -308,7 +308,7 @@ def test_assigned_pages_may_be_shared_and_come_behind_others() -> None:
     assert (a.slots[:PAGE_SIZE] == b.slots[:PAGE_SIZE]).all()
     pages.assign("b", [0])
     assert pages.assign("a", []) is None
-    pages.renew_table()
+    pages.update_table()
     assert (store.table.rows // page_rows).tolist() == [0]
     generation = store.generation
     pages.trim()

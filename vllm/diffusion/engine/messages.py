@@ -174,8 +174,8 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
     `usage` is the memory that the step took, and what there is; `num_rows` the rows computed;
     `launched` the requests of each of the next steps under way; `paused` the long step that waits
     for its next slice; `worked` the slices that have ended since the last message. `generation`
-    is that of the weights, and `renewed` has, where it is a new one, the rows of every request's
-    next forward, which begins without kept keys and values.
+    is that of the weights. If it is a new one, `invalidated` has the rows of every request's next
+    forward, which begins without kept keys and values.
     """
 
     results: dict[str, StepResult] = field(default_factory=dict)
@@ -185,4 +185,4 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
     paused: PausedStep | None = None
     worked: SliceTiming | None = None
     generation: int = 0
-    renewed: dict[str, int] = field(default_factory=dict)
+    invalidated: dict[str, int] = field(default_factory=dict)

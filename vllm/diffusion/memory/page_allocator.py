@@ -94,7 +94,7 @@ class PageAllocator:
         self.store.take_host_memory()
         pages = np.array([self.store.free.pop() for _ in range(wanted)], dtype=np.int64)
         kept = self._hold(req_id, length, pages)
-        self.renew_table()
+        self.update_table()
         return kept
 
     def share(self, req_id: str, owner: str, length: int, shared: Sequence[range]) -> KeptSequence:
@@ -178,7 +178,7 @@ class PageAllocator:
             pages[own] = [self.store.free.pop() for _ in own]
             self.store.copy(sources.tolist(), pages[copied].tolist())
             shares.append(self._hold(name, length, pages))
-        self.renew_table()
+        self.update_table()
         return shares
 
     def copy(self, req_id: str, owner: str) -> None:
@@ -221,7 +221,7 @@ class PageAllocator:
     def assign(
         self, req_id: str, pages: Sequence[int], *, behind: bool = False
     ) -> KeptSequence | None:
-        """Give a request pages of a fixed store; call `renew_table` before they are read.
+        """Give a request pages of a fixed store; call `update_table` before they are read.
 
         Args:
             req_id: the request.
@@ -247,7 +247,7 @@ class PageAllocator:
         """Whether a request has pages."""
         return req_id in self._sequences
 
-    def renew_table(self) -> None:
+    def update_table(self) -> None:
         """Name the pages of all sequences; steps under way have the table before."""
         if not self._sequences:
             return
@@ -287,7 +287,7 @@ class PageAllocator:
         try:
             self.store.resize(self.store.num_pages - len(self.store.free))
         finally:
-            self.renew_table()
+            self.update_table()
 
     @property
     def unused_bytes(self) -> int:

@@ -117,8 +117,8 @@ class Fp8Method(StreamedMethod[Fp8Scheme]):
 
             def put_largest(rows: slice, part: Tensor) -> None:  # of those that share rows
                 fixed = largest.data
-                if largest.begins_anew:
-                    largest.begins_anew = False
+                if largest.should_reset:
+                    largest.should_reset = False
                     fixed.zero_()
                 fixed.copy_(torch.maximum(fixed, part.to(fixed)))
 

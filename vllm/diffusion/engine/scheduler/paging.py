@@ -124,7 +124,7 @@ class Paging(AdmissionGate):
         request.block_hashes.clear()
         request.update_block_hashes()
 
-    def renew(self, items: Sequence[RequestState], generation: int) -> None:
+    def weights_changed(self, items: Sequence[RequestState], generation: int) -> None:
         self._generation = generation
         own = [item for item in items if item.is_paged]
         if not self.reset(own):

@@ -112,7 +112,7 @@ class PromptGroups(AdmissionGate):
             group.members[item] = None
             group.num_places -= 1
 
-    def renew(self, items: Sequence[RequestState], generation: int) -> None:
+    def weights_changed(self, items: Sequence[RequestState], generation: int) -> None:
         """Part all groups: those that run compute their prompts again, each by itself."""
         for group in self._groups.values():
             for item in [*group.members][1:]:

@@ -276,7 +276,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         self._learn(done)
         self._launched = done.launched
         if done.generation != self._generation:
-            self._renew(done)
+            self._invalidate(done)
         for req_id, result in done.results.items():
             item = self._running.get(req_id)
             if item is not None:  # else it was aborted while the step ran
@@ -286,7 +286,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         return self._outbox.take(self.make_stats(only_if_due=not is_told))
 
     def _learn(self, done: DiffusionRunnerOutput) -> None:
-        """Take in how large the memory is, what the step took of it, and how long slices took."""
+        """Update the memory budget and the speed estimate of long steps from a worker's report."""
         now = time.monotonic()
         passed_s, self._heard_at = now - self._heard_at, now
         usage, slicing = done.usage, self.slicing
@@ -300,13 +300,13 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         if slicing is not None and (is_reported or not slicing.is_idle):
             slicing.learn(done, passed_s, self._running.values(), self._admission)
 
-    def _renew(self, done: DiffusionRunnerOutput) -> None:
-        """Take in that weights have changed: nothing that was computed before is used any more."""
+    def _invalidate(self, done: DiffusionRunnerOutput) -> None:
+        """Invalidate all cached results after a weight update."""
         self._generation = done.generation
         items = [*self._running.values(), *self._waiting.requests]
         for gate in self._gates:
-            gate.renew(items, done.generation)
-        for req_id, rows in done.renewed.items():
+            gate.weights_changed(items, done.generation)
+        for req_id, rows in done.invalidated.items():
             item = self._running.get(req_id)
             if item is not None and not item.is_paged:
                 item.next_rows = rows

@@ -296,9 +296,9 @@ class Canvas:
         for guest in self._guests:
             guest.use_weights(generation)
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Let the next forward compute all positions; what is committed stays."""
-        self.window.forget()
+        self.window.invalidate()
         self._next_news = 0
         if not self.keeps_approximately or self.params.cache == "frozen" or self.is_complete:
             return

@@ -30,7 +30,7 @@ class AcceptanceRates:
     def __init__(self) -> None:
         self._known: dict[tuple[Kind, int | None, int], tuple[float, float]] = {}
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Forget all counts."""
         self._known.clear()
 

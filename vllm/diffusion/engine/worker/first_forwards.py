@@ -104,15 +104,15 @@ class FirstForwards:
                 found.append(forward.sampled(rows, part, positions, sample_rows))
         return forward.agreed(rows.choose_jointly(Samples.joined(found)))
 
-    def to_be_copied(self, req_ids: Iterable[str]) -> list[str]:
+    def requests_to_copy(self, req_ids: Iterable[str]) -> list[str]:
         """Return the requests whose keys and values others may copy with the next message."""
         return [req_id for req_id in req_ids if is_copied(self._canvases[req_id])]
 
-    def forget_all(self) -> None:
+    def clear(self) -> None:
         """Drop everything, as other weights would compute other hidden states."""
         self._known.clear()
 
-    def forget(self, req_id: str) -> None:
+    def remove(self, req_id: str) -> None:
         """Drop a request that has gone; others may hold what it shared."""
         self._known.pop(req_id, None)
 

@@ -256,7 +256,7 @@ class DiffusionModelRunner:
             self._speculation.start(canvas)
 
     @torch.inference_mode()
-    def step_known(self, new: NewCanvas) -> Outcomes:
+    def run_known_step(self, new: NewCanvas) -> Outcomes:
         """Run a started request's first step from what another one computed; empty if unknown."""
         firsts = self._firsts
         if firsts is None or not firsts.serves(new):
@@ -268,18 +268,18 @@ class DiffusionModelRunner:
         (found,) = rows.found(ops.HostCopy(sampled))
         return {new.req_id: _commit(self.canvases[new.req_id], found)}
 
-    def forget_computed(self) -> None:
+    def invalidate(self) -> None:
         """Drop what is kept of forwards between steps, but for keys and values in pages."""
         self.drop_slices()
         if self._speculation is not None:
             self._speculation.reset()
         if self._firsts is not None:
-            self._firsts.forget_all()
+            self._firsts.clear()
         self._packing = None
 
-    def to_be_copied(self, req_ids: Iterable[str]) -> list[str]:
+    def requests_to_copy(self, req_ids: Iterable[str]) -> list[str]:
         """Return the requests whose keys and values others may copy with the next message."""
-        return [] if self._firsts is None else self._firsts.to_be_copied(req_ids)
+        return [] if self._firsts is None else self._firsts.requests_to_copy(req_ids)
 
     def assign(self, new_pages: Mapping[str, NewPages]) -> None:
         """Take in the pages that the scheduler hands to requests."""
@@ -294,18 +294,18 @@ class DiffusionModelRunner:
             kept = self.pages.assign(req_id, new.page_ids, behind=new.num_kept is None)
             canvas.assign(kept, new.num_kept)
         if new_pages:
-            self.pages.renew_table()
+            self.pages.update_table()
 
-    def forget(self, req_id: str) -> None:
+    def remove(self, req_id: str) -> None:
         if self.sliced is not None:
             self.sliced.drop(req_id)
         self.canvases.pop(req_id, None)
         self.pages.release(req_id)
         self._packing = None
         if self._speculation is not None:
-            self._speculation.forget(req_id)
+            self._speculation.remove(req_id)
         if self._firsts is not None:
-            self._firsts.forget(req_id)
+            self._firsts.remove(req_id)
 
     # ---- what memory there is ----
 

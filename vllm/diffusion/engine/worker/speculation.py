@@ -134,7 +134,7 @@ class Speculation:
         chance = partial(self._rates.chance, kind)
         self._drafting[canvas.req_id] = _RequestDrafting(drafter, kind, chance)
 
-    def forget(self, req_id: str) -> None:
+    def remove(self, req_id: str) -> None:
         """Drop a request, if it has drafts."""
         self._drafting.pop(req_id, None)
         self._sources.pop(req_id, None)
@@ -154,7 +154,7 @@ class Speculation:
         """Forget candidates and acceptance rates of earlier weights."""
         self.pause()
         self._probes.clear()
-        self._rates.forget()
+        self._rates.clear()
 
     def release_draft_pages(self, req_id: str) -> None:
         """Release the draft pages of a request, which gets other pages."""

@@ -16,9 +16,9 @@ import torch
 from vllm.diffusion.engine.messages import DiffusionRunnerOutput, StepResult
 from vllm.diffusion.engine.scheduler.turns import to_the_end
 from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY
-from vllm.diffusion.engine.worker.renewal import Standstill
 from vllm.diffusion.engine.worker.reuse import ALL_ROWS
 from vllm.diffusion.engine.worker.run_ahead import next_behind
+from vllm.diffusion.engine.worker.step_pause import StepPause
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class StepLoop:
         limits: limits above which a step takes only some requests, where it is launched so.
 
     Attributes:
-        standstill: what happens instead of steps; None where they go on.
+        step_pause: the pause of steps; None while steps go on.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class StepLoop:
         self._under_way: list[LaunchResult] = []  # in the order in which they were launched
         self._restarted: str | None = None  # whose long step has run out of memory once
         self._num_rows = 0  # of the steps collected for this message
-        self.standstill: Standstill | None = None
+        self.step_pause: StepPause | None = None
 
     def execute(self, message: DiffusionSchedulerOutput) -> DiffusionRunnerOutput:
         """Take in started and finished requests, then return the results of one step.
@@ -89,17 +89,17 @@ class StepLoop:
         Requests that start while a step is under way take part in one after it.
         """
         self._num_rows = 0
-        self._forget(message.finished_req_ids)
+        self._remove_finished(message.finished_req_ids)
         if self._runner.weights != self._runner.model.weight_generation:
-            self.stop().renew()
-        still = self.standstill
-        if still is not None and still.is_over(message):
-            self.standstill = still = None
-        results = self._start_all(message.admitted if still is None else still.admitted(message))
+            self.pause_steps().invalidate()
+        pause = self.step_pause
+        if pause is not None and pause.can_resume(message):
+            self.step_pause = pause = None
+        results = self._start_all(message.admitted if pause is None else pause.admitted(message))
         self._runner.assign(message.new_pages)
-        if still is not None:
-            results |= still.take_results()
-            return still.tell(self._output(message, results), message)
+        if pause is not None:
+            results |= pause.take_results()
+            return pause.add_results_to(self._output(message, results), message)
         asked = message.next_slice
         stepping = {
             req_id: rows
@@ -133,19 +133,19 @@ class StepLoop:
             generation=runner.generation,
         )
 
-    def stop(self) -> Standstill:
-        """Collect the steps under way, and take none before what stands still is over."""
-        still = self.standstill = self.standstill or Standstill(self._runner, self._results)
+    def pause_steps(self) -> StepPause:
+        """Collect the steps in flight, and take no other step until the pause ends."""
+        pause = self.step_pause = self.step_pause or StepPause(self._runner, self._results)
         while self._under_way:
-            still.add(self._collect(self._under_way.pop(0)))
+            pause.add(self._collect(self._under_way.pop(0)))
         self._runner.report_collected()
         self._runner.drop_slices()
-        return still
+        return pause
 
-    def _forget(self, req_ids: Collection[str]) -> None:
+    def _remove_finished(self, req_ids: Collection[str]) -> None:
         """Drop requests that are over, and steps under way whose requests have all gone."""
         for req_id in req_ids:
-            self._runner.forget(req_id)
+            self._runner.remove(req_id)
         if req_ids:
             running = self._runner.canvases.keys()
             self._under_way = [s for s in self._under_way if not running.isdisjoint(s.req_ids)]
@@ -171,7 +171,7 @@ class StepLoop:
                 results[new.req_id] = self._failed(new.req_id, error)
                 continue
             what = f"request {new.req_id} computes its first step itself"
-            outcomes, _ = self._tried(what, self._runner.step_known, new)
+            outcomes, _ = self._tried(what, self._runner.run_known_step, new)
             results |= self._results(outcomes or {})
         return results
 
@@ -197,7 +197,7 @@ class StepLoop:
         self._launch_behind(apart)
         outcomes = self._collect(self._under_way.pop(0))
         failed = [req_id for req_id, error in outcomes.items() if error]
-        self._launch_behind({*apart, *failed, *self._runner.to_be_copied(outcomes)})
+        self._launch_behind({*apart, *failed, *self._runner.requests_to_copy(outcomes)})
         return self._results(outcomes)
 
     @torch.inference_mode()
@@ -232,7 +232,7 @@ class StepLoop:
         """Take in a request; return why it could not start on some rank, if so."""
         _, failure = self._tried(f"request {new.req_id} cannot start", self._runner.start, new)
         if failure is not None:
-            self._runner.forget(new.req_id)
+            self._runner.remove(new.req_id)
         return failure
 
     def _launch_behind(self, apart: Collection[str]) -> None:

@@ -89,7 +89,7 @@ def run_alone(
         failure = error.with_traceback(None)
     finally:
         for new in requests:
-            runner.forget(new.req_id)
+            runner.remove(new.req_id)
     if runner.agreement is not None:
         failure = runner.agreement.reach(failure)
     if failure is not None:
