@@ -125,8 +125,8 @@ class Bench:
     def __init__(self, llm: Any, options: argparse.Namespace) -> None:
         self._engine, self._llm, self._options = llm.llm_engine, llm, options
         self._vocab_size = llm.model_config.get_vocab_size()
-        self._slicing = llm.llm_engine.engine_core.engine_core.scheduler.slicing
-        self._pause_s = self._slicing.longest_pause_s
+        self._long_steps = llm.llm_engine.engine_core.engine_core.scheduler.long_steps
+        self._pause_s = self._long_steps.longest_pause_s
         self._share: float = options.long_share
         self._num_sent = 0
         self._uncut_s = self._sliced_s = 0.0  # of the long request alone
@@ -200,14 +200,14 @@ class Bench:
 
     def long_alone(self, pause_s: float) -> float:
         """Measure the seconds of a step of the long request by itself."""
-        self._slicing.longest_pause_s = pause_s
+        self._long_steps.longest_pause_s = pause_s
         self._finish()
         started = time.perf_counter()
         name, _ = self._send_long()
         self.drive([], lambda ended: name in ended)
         self._synchronise()
         seconds = time.perf_counter() - started
-        self._slicing.longest_pause_s = self._pause_s
+        self._long_steps.longest_pause_s = self._pause_s
         self._finish()
         return seconds / int(self._options.steps)
 

@@ -270,7 +270,7 @@ class Settings:
 
     Attributes:
         long_share: share of the time for long requests while short ones run
-            (`engine/scheduler/long_requests.py`).
+            (`engine/scheduler/long_step_policy.py`).
         longest_pause_ms: longest pause that a short request sees; 0 for no bound, so that no step
             is cut.
         sequence_parallel_size: ranks that divide the rows of a long step; 1 divides nothing.

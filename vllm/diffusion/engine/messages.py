@@ -11,7 +11,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 if TYPE_CHECKING:
     from vllm.diffusion.core.trajectory import Trajectory
-    from vllm.diffusion.engine.slices import PausedStep, Slice, SliceTiming
+    from vllm.diffusion.engine.long_steps import PausedStep, SliceTiming, StepSlice
     from vllm.diffusion.memory import Rates
     from vllm.diffusion.request.likelihood import TokenScores
     from vllm.diffusion.request.params import DiffusionParams
@@ -161,7 +161,7 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     admitted: list[NewCanvas] = field(default_factory=list)
     new_pages: dict[str, NewPages] = field(default_factory=dict)
     scheduled_at: float = 0.0
-    next_slice: Slice | None = None
+    next_slice: StepSlice | None = None
     long: list[str] = field(default_factory=list)
     drains: bool = False
     generation: int = 0
@@ -173,9 +173,9 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
 
     `usage` is the memory that the step took, and what there is; `num_rows` the rows computed;
     `launched` the requests of each of the next steps under way; `paused` the long step that waits
-    for its next slice; `worked` the slices that have ended since the last message. `generation`
-    is that of the weights. If it is a new one, `invalidated` has the rows of every request's next
-    forward, which begins without kept keys and values.
+    for its next slice; `slice_timing` sums the slices that have ended since the last message.
+    `generation` is that of the weights. If it is a new one, `invalidated` has the rows of every
+    request's next forward, which begins without kept keys and values.
     """
 
     results: dict[str, StepResult] = field(default_factory=dict)
@@ -183,6 +183,6 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
     num_rows: int = 0
     launched: list[list[str]] = field(default_factory=list)
     paused: PausedStep | None = None
-    worked: SliceTiming | None = None
+    slice_timing: SliceTiming | None = None
     generation: int = 0
     invalidated: dict[str, int] = field(default_factory=dict)

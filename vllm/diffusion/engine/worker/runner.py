@@ -24,8 +24,8 @@ from vllm.diffusion.engine.worker.batch import build_batch
 from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.engine.worker.first_forwards import FirstForwards, shares_first_forward
 from vllm.diffusion.engine.worker.forward import ForwardPass, run_to_end
+from vllm.diffusion.engine.worker.long_step_runner import LongStepRunner
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
-from vllm.diffusion.engine.worker.sliced_step import SlicedStep
 from vllm.diffusion.engine.worker.speculation import Speculation, serves_drafts, step_times_of
 from vllm.diffusion.engine.worker.step_graphs import GraphRunner
 from vllm.diffusion.engine.worker.step_log import StepLog
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.diffusion.decoding import BatchedCommit
+    from vllm.diffusion.engine.long_steps import StepSlice
     from vllm.diffusion.engine.messages import NewCanvas, NewPages
-    from vllm.diffusion.engine.slices import Slice
     from vllm.diffusion.engine.worker.batch import Packing, StepBatch
     from vllm.diffusion.engine.worker.drafts import BatchItem
     from vllm.diffusion.engine.worker.forward import BodyOutputs, Chunked
@@ -117,7 +117,7 @@ class DiffusionModelRunner:
         self._firsts: FirstForwards | None = None  # from the first request that shares a prompt on
         self._weighs_guesses = weighs_guesses
         self._speculation: Speculation | None = None  # from the first request that asks for it on
-        self.sliced: SlicedStep | None = None  # from the first long step on
+        self.long_steps: LongStepRunner | None = None  # from the first long step on
         self._log = StepLog() if is_reporting else None
         self.usage = self.idle_usage  # of the newest step whose results were handed out
         self._packing: Packing | None = None  # of the newest step
@@ -183,20 +183,22 @@ class DiffusionModelRunner:
             if self._log is not None and step_logger.isEnabledFor(logging.INFO):
                 self._log.step(step.started, ended, step.batch, self.usage, step.memory.plan)
 
-    def launch_slice(self, asked: Slice) -> Step | None:
+    def launch_slice(self, step_slice: StepSlice) -> Step | None:
         """Launch the next slice of a request's step; return the step if it was the last one."""
-        if self.sliced is None:
-            self.sliced = SlicedStep(
+        if self.long_steps is None:
+            self.long_steps = LongStepRunner(
                 self._chunks, self._account, self.pool, self.caches, self.device
             )
-        if not self.sliced.is_of(self.canvases[asked.req_id]):
-            self.sliced.drop()
-            self.sliced.begin(*self._planned([self.canvases[asked.req_id]], asked.seconds))
-        return self.sliced.run(asked)
+        if not self.long_steps.is_of(self.canvases[step_slice.req_id]):
+            self.long_steps.drop()
+            self.long_steps.begin(
+                *self._planned([self.canvases[step_slice.req_id]], step_slice.seconds)
+            )
+        return self.long_steps.run(step_slice)
 
-    def drop_slices(self) -> bool:
+    def drop_paused_step(self) -> bool:
         """Give back the memory of a paused step, which will begin anew; whether there was one."""
-        return self.sliced is not None and self.sliced.drop()
+        return self.long_steps is not None and self.long_steps.drop()
 
     def _planned(
         self, canvases: Sequence[BatchItem], longest_chunk_s: float = math.inf
@@ -270,7 +272,7 @@ class DiffusionModelRunner:
 
     def invalidate(self) -> None:
         """Drop what is kept of forwards between steps, but for keys and values in pages."""
-        self.drop_slices()
+        self.drop_paused_step()
         if self._speculation is not None:
             self._speculation.reset()
         if self._firsts is not None:
@@ -287,8 +289,8 @@ class DiffusionModelRunner:
             canvas = self.canvases.get(req_id)
             if canvas is None:
                 continue  # it could not start
-            if new.num_kept is not None and self.sliced is not None:
-                self.sliced.drop(req_id)
+            if new.num_kept is not None and self.long_steps is not None:
+                self.long_steps.drop(req_id)
             if self._speculation is not None:
                 self._speculation.release_draft_pages(req_id)
             kept = self.pages.assign(req_id, new.page_ids, behind=new.num_kept is None)
@@ -297,8 +299,8 @@ class DiffusionModelRunner:
             self.pages.update_table()
 
     def remove(self, req_id: str) -> None:
-        if self.sliced is not None:
-            self.sliced.drop(req_id)
+        if self.long_steps is not None:
+            self.long_steps.drop(req_id)
         self.canvases.pop(req_id, None)
         self.pages.release(req_id)
         self._packing = None

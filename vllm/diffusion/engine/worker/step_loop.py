@@ -24,9 +24,9 @@ from vllm.logger import init_logger
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+    from vllm.diffusion.engine.long_steps import StepSlice
     from vllm.diffusion.engine.messages import DiffusionSchedulerOutput, NewCanvas
     from vllm.diffusion.engine.scheduler.turns import StepLimits
-    from vllm.diffusion.engine.slices import Slice
     from vllm.diffusion.engine.worker.agreement import Agreement
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner, Outcomes
     from vllm.diffusion.engine.worker.step_memory import Step
@@ -100,11 +100,11 @@ class StepLoop:
         if pause is not None:
             results |= pause.take_results()
             return pause.add_results_to(self._output(message, results), message)
-        asked = message.next_slice
+        step_slice = message.next_slice
         stepping = {
             req_id: rows
             for req_id, rows in message.num_scheduled_tokens.items()
-            if req_id not in results and (asked is None or req_id != asked.req_id)
+            if req_id not in results and (step_slice is None or req_id != step_slice.req_id)
         }
         if stepping and message.drains:
             results |= self._drain()
@@ -112,8 +112,8 @@ class StepLoop:
             results |= self._ahead(stepping, message.long)
         elif stepping:
             results |= self._plain(stepping)
-        if asked is not None and asked.req_id not in results:
-            results |= self._slice(asked)
+        if step_slice is not None and step_slice.req_id not in results:
+            results |= self._slice(step_slice)
         self._runner.report_collected()
         return self._output(message, results)
 
@@ -128,8 +128,8 @@ class StepLoop:
             usage=runner.usage if req_ids else runner.idle_usage,
             num_rows=self._num_rows,
             launched=[s.req_ids for s in self._under_way],
-            paused=None if runner.sliced is None else runner.sliced.paused,
-            worked=None if runner.sliced is None else runner.sliced.take_worked(),
+            paused=None if runner.long_steps is None else runner.long_steps.paused,
+            slice_timing=None if runner.long_steps is None else runner.long_steps.pop_timing(),
             generation=runner.generation,
         )
 
@@ -139,7 +139,7 @@ class StepLoop:
         while self._under_way:
             pause.add(self._collect(self._under_way.pop(0)))
         self._runner.report_collected()
-        self._runner.drop_slices()
+        self._runner.drop_paused_step()
         return pause
 
     def _remove_finished(self, req_ids: Collection[str]) -> None:
@@ -164,7 +164,7 @@ class StepLoop:
             error = self._start(new)
             if isinstance(error, OUT_OF_MEMORY):
                 self._runner.drop_drafts()
-                self._runner.drop_slices()
+                self._runner.drop_paused_step()
                 self._runner.pool.trim()  # what steps have left behind
                 error = self._start(new)
             if error is not None:
@@ -206,19 +206,19 @@ class StepLoop:
         return self._results(self._collect(self._under_way.pop(0))) if self._under_way else {}
 
     @torch.inference_mode()
-    def _slice(self, asked: Slice) -> dict[str, StepResult]:
+    def _slice(self, step_slice: StepSlice) -> dict[str, StepResult]:
         """Run the next slice of a long step; return the request's result if it was the last one.
 
         Where memory runs out, what steps have left behind is given back, and the step begins anew
         with the next slice, once.
         """
         failures: dict[str, Exception] = {}
-        step, req_id = None, asked.req_id
-        if self._is_ready(req_id, failures, asked.rows):
+        step, req_id = None, step_slice.req_id
+        if self._is_ready(req_id, failures, step_slice.rows):
             what = f"a slice of request {req_id} could not be launched"
-            step, failure = self._tried(what, self._runner.launch_slice, asked)
+            step, failure = self._tried(what, self._runner.launch_slice, step_slice)
             if failure is not None:
-                self._runner.drop_slices()
+                self._runner.drop_paused_step()
                 if isinstance(failure, OUT_OF_MEMORY) and self._restarted != req_id:
                     self._restarted = req_id
                     self._runner.pool.trim()
@@ -267,7 +267,7 @@ class StepLoop:
                 continue
             if self._runner.drop_drafts():
                 continue
-            if has_trimmed and not self._runner.drop_slices():
+            if has_trimmed and not self._runner.drop_paused_step():
                 largest = self._largest(ready)
                 failures[largest] = failure
                 ready.remove(largest)
