@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.api.bodies import left_out
-from vllm.diffusion.api.choices import Cancelling, RequestTimedOut, answers, last, primed
+from vllm.diffusion.api.choices import (
+    RequestTimedOut,
+    TaskScope,
+    final_output,
+    stream_outputs,
+    wait_for_first,
+)
 from vllm.diffusion.api.events import DONE, event
 from vllm.diffusion.api.protocol import (
     AlternativeToken,
@@ -120,8 +126,10 @@ class GenerateHandler:
     async def answer(self, body: GenerateBody, request_id: str) -> GenerateResponse:
         """Run a request to its end; cancelling this coroutine aborts it."""
         choices = await self.choices(body, request_id)
-        async with Cancelling() as tasks:
-            finals = await asyncio.gather(*(tasks.start(last(self._run(c))) for c in choices))
+        async with TaskScope() as tasks:
+            finals = await asyncio.gather(
+                *(tasks.start(final_output(self._run(c))) for c in choices)
+            )
         return self._response(request_id, choices, list(finals))
 
     async def stream(self, choices: list[_Choice], request_id: str) -> AsyncIterator[str]:
@@ -132,7 +140,7 @@ class GenerateHandler:
         """
         events = self._stream(choices, request_id)
         is_timed = any(choice.decided.timeout_s is not None for choice in choices)
-        return await primed(events) if is_timed else events
+        return await wait_for_first(events) if is_timed else events
 
     async def _stream(self, choices: list[_Choice], request_id: str) -> AsyncGenerator[str, None]:
         finals: list[RequestOutput | None] = [None] * len(choices)
@@ -207,7 +215,7 @@ class GenerateHandler:
         return rendered
 
     def _run(self, choice: _Choice) -> AsyncGenerator[RequestOutput, None]:
-        return answers(self._engine, choice.engine_input, choice.sampling, choice.request_id)
+        return stream_outputs(self._engine, choice.engine_input, choice.sampling, choice.request_id)
 
     def _response(
         self, request_id: str, choices: list[_Choice], finals: list[RequestOutput]

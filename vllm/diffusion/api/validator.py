@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.params import DiffusionParams
     from vllm.diffusion.request.served_model import ServedModel
 
-MAX_CACHED_DECISIONS = 4096  # decisions on requests that are only read
+MAX_CACHED_DECISIONS = 4096  # decisions on score queries
 
 _upstreams: Callable[..., EngineCoreRequest] = InputProcessor.process_inputs
 _upstreams_adding: Callable[..., Any] = AsyncLLM.add_request
@@ -82,7 +82,7 @@ class Validator:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._vllm_config = vllm_config
         self._admission: Admission | None = None
-        self._readings: dict[Any, DiffusionParams] = {}  # decisions on requests that are only read
+        self._cached_decisions: dict[Any, DiffusionParams] = {}  # of score queries
 
     @cached_property
     def _model(self) -> ServedModel:
@@ -145,7 +145,7 @@ class Validator:
         """
         planner = make_planner(self._vllm_config, budget_bytes, Rates._make(rates))
         self._admission = Admission(planner)
-        self._readings.clear()
+        self._cached_decisions.clear()
 
     async def compile(self, spec: Spec | None) -> None:
         """Compile the requested format, if needed, while other requests are served.
@@ -207,7 +207,7 @@ class Validator:
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
 
-    def decide_reading(
+    def decide_query(
         self, score: Mapping[str, Any], prompt: Sequence[int], terms: Mapping[str, Any]
     ) -> DiffusionParams:
         """Decide the parameters of a likelihood request.
@@ -220,17 +220,17 @@ class Validator:
             terms: further values that it may give.
         """
         key = (len(prompt), score["cfg_scale"], *sorted(terms.items()))
-        if key not in self._readings:
+        if key not in self._cached_decisions:
             decided = self.decide({SCORE: score, **SCORED_AS, **terms}, prompt)
-            if len(self._readings) >= MAX_CACHED_DECISIONS:
-                self._readings.clear()
-            self._readings[key] = decided
+            if len(self._cached_decisions) >= MAX_CACHED_DECISIONS:
+                self._cached_decisions.clear()
+            self._cached_decisions[key] = decided
             return decided
         try:
             check_score(score, self._model, prompt)
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
-        return self._readings[key]
+        return self._cached_decisions[key]
 
     def decide_sampling(self, sampling: Any, prompt_token_ids: Sequence[int]) -> DiffusionParams:
         """Decide the parameters that a `SamplingParams` asks for."""

@@ -13,7 +13,7 @@ from openai.types.responses import ResponseErrorEvent
 from pydantic import ValidationError
 
 from vllm.diffusion.api.bodies import check_chosen_tool, refuse_canvas
-from vllm.diffusion.api.choices import primed
+from vllm.diffusion.api.choices import wait_for_first
 from vllm.diffusion.api.conversations import read_items
 from vllm.diffusion.api.openai.openai_protocol import extra_args, plain
 from vllm.diffusion.api.openai.openai_serving import Diffusion, put_report
@@ -75,7 +75,7 @@ class DiffusionServingResponses(Diffusion, OpenAIServingResponses):
             raise RequestRefused(error) from None
         await self.validator.compile(spec)
         answer = await super().create_responses(request, raw_request)
-        return await primed(answer) if hasattr(answer, "__aiter__") else answer
+        return await wait_for_first(answer) if hasattr(answer, "__aiter__") else answer
 
     def _make_response_parser(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if SPEC in request.vllm_xargs:
