@@ -41,7 +41,7 @@ def configure(vllm_config: VllmConfig) -> None:
     Raises:
         ServerConfigError: a setting has no meaning for these models.
     """
-    log_filter.leave_out_what_does_not_apply()
+    log_filter.drop_irrelevant_lines()
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise ServerConfigError(

@@ -34,7 +34,7 @@ def register() -> None:
 
     watchdog.follow_parent()
     envs.register(vllm.envs.environment_variables)
-    log_filter.tell_what_is_ours()
+    log_filter.rename_start_lines()
     tokenizers.register()
     for name in {*ONLINE, BITSANDBYTES} - set(QUANTIZATION_METHODS):
         register_quantization_config(name)(ops.SchemeConfig)
@@ -103,7 +103,7 @@ def _register_configurations() -> None:
 
         @staticmethod
         def verify_and_update_model_config(model_config: ModelConfig) -> None:
-            llamas.adopt(model_config)
+            llamas.register_llama(model_config)
 
     class DiffusionModelConfig(LlamaModelConfig):
         """Hook for our architectures; it runs while the engine is configured."""
@@ -115,7 +115,7 @@ def _register_configurations() -> None:
             from vllm.diffusion.config import configure, settings_of
 
             configure(vllm_config)
-            ops.adopt_scheme(vllm_config, has_fp8_head=settings_of(vllm_config).fp8_head)
+            ops.use_scheme(vllm_config, has_fp8_head=settings_of(vllm_config).fp8_head)
             validator.install()
 
     for model_type, config_class in config_classes().items():

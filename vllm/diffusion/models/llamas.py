@@ -19,7 +19,7 @@ logger = init_logger(__name__)
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
-def adopt(model: ModelConfig) -> None:
+def register_llama(model: ModelConfig) -> None:
     """Turn the configuration of such a checkpoint into ours; leave any other llama as it is.
 
     Its architecture says which family it is of (that of `--hf-overrides`, where given); a plain

@@ -17,12 +17,12 @@ from vllm.diffusion.ops.experts import (
 from vllm.diffusion.ops.fp8 import Fp8Projection, quantise_weight
 from vllm.diffusion.ops.kinds import (
     SchemeConfig,
-    adopt_scheme,
     kind_of,
     kind_of_head,
     kinds_of,
     projection_of,
     repacked_form,
+    use_scheme,
 )
 from vllm.diffusion.ops.loading import StreamedParameter
 from vllm.diffusion.ops.named_tokens import logprobs_and_entropies, token_logprobs
@@ -99,7 +99,6 @@ __all__ = [
     "Use",
     "Workspace",
     "add_experts",
-    "adopt_scheme",
     "align_ranks",
     "apply_rotary",
     "attention",
@@ -134,4 +133,5 @@ __all__ = [
     "tensor_parallel",
     "to_device",
     "token_logprobs",
+    "use_scheme",
 ]

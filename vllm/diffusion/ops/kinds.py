@@ -134,7 +134,7 @@ def _is_meant(entry: str, path: str) -> bool:
     return re.search(rf"(^|\.){pattern}$", path) is not None
 
 
-def adopt_scheme(vllm_config: VllmConfig, *, has_fp8_head: bool) -> None:
+def use_scheme(vllm_config: VllmConfig, *, has_fp8_head: bool) -> None:
     """Let our methods run a quantisation of our schemes, before upstream's are asked.
 
     Args:

@@ -75,7 +75,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         include_finished_set: bool = False,
         log_stats: bool = False,
     ) -> None:
-        log_filter.leave_out_what_does_not_apply()
+        log_filter.drop_irrelevant_lines()
         watchdog.follow_parent()  # a forked process has not passed the plugin
         self._model = served_model(vllm_config)
         self._vllm_config = vllm_config
