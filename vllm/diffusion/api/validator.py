@@ -215,7 +215,7 @@ class Validator:
         Requests of one length differ only in what is read: all else is decided once.
 
         Args:
-            score: values for `scoring.score_request`; the decision may hold another request's.
+            score: values for `scoring.likelihood_request`; the decision may hold another request's.
             prompt: the sequence.
             terms: further values that it may give.
         """

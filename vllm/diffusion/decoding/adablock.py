@@ -31,7 +31,7 @@ class AdaBlock(Threshold):
         self._window = int(WINDOW * params.gen_length)
         self._start = prompt_length
         self._end: int | None = None  # of the block, once it is sized
-        self.sized_blocks = ()
+        self.block_bounds = ()
 
     def prepare(self, tokens: Array) -> ForwardTarget | None:
         masked = tokens == self.params.mask_id
@@ -53,7 +53,7 @@ class AdaBlock(Threshold):
     def accept(self, candidates: Candidates) -> Mask:
         if self._end is None:
             self._end = self._sized(candidates)
-            self.sized_blocks = (*(self.sized_blocks or ()), (self._start, self._end))
+            self.block_bounds = (*(self.block_bounds or ()), (self._start, self._end))
         inside = candidates.positions < self._end
         accepted = np.zeros_like(inside)
         accepted[inside] = super().accept(Candidates(*(x[inside] for x in candidates[:3])))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from vllm.diffusion.core.scoring import Scoring
+from vllm.diffusion.core.scoring import CandidateScoring
 from vllm.diffusion.decoding.base import Candidates, Commit, ForwardTarget, most_certain_first
 from vllm.diffusion.decoding.block_grid import GridRule
 
@@ -52,7 +52,7 @@ class Levenshtein(GridRule):
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)
         # A drawn token has its probability among all, too; beside it the likeliest one is wanted.
-        self.scoring = Scoring(greedy=True)
+        self.scoring = CandidateScoring(greedy=True)
         self.forbid_mask = True
         self._forbidden = [params.mask_id, *params.never_ids]
         self._delete, self._split = params.edit_ids

@@ -58,7 +58,7 @@ class Joint:
     sets_scores: bool
     excluded: tuple[int, ...] = ()
     num_logprobs: int | None = None
-    beside: Sequence[Joint] = ()
+    peers: Sequence[Joint] = ()
     end: int = 0
     num_seen: int = 0
     on_device: DeviceStep | None = None
@@ -99,8 +99,8 @@ class Joint:
         if self.on_device is None:
             from vllm.diffusion.guided.device import DeviceStep
 
-            step = DeviceStep(self.beside, logits.device)
-            for joint in self.beside:
+            step = DeviceStep(self.peers, logits.device)
+            for joint in self.peers:
                 joint.on_device = step
             return step
         return self.on_device
@@ -127,7 +127,7 @@ def gather(joints: Sequence[Joint], ends: Sequence[int]) -> None:
         ends: for each, the end (last + 1) of its columns among all sample rows.
     """
     for joint, end in zip(joints, ends, strict=True):
-        joint.beside, joint.end = joints, end
+        joint.peers, joint.end = joints, end
 
 
 def read_all(logits: torch.Tensor, readers: Sequence[tuple[Joint, slice, torch.Tensor]]) -> None:

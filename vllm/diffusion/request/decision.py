@@ -44,7 +44,7 @@ from vllm.diffusion.request.likelihood import (
     ONLY_READ,
     SCORE,
     SCORED_AS,
-    score_request,
+    likelihood_request,
 )
 from vllm.diffusion.request.params import SEED_BITS, DiffusionParams
 from vllm.diffusion.request.values import as_score, in_words
@@ -324,7 +324,7 @@ def _scored(
     """Return the parameters of a likelihood request."""
     if spec is not None:
         raise InvalidParameterError(SCORE, score, f"wanted it without {STRUCTURED}")
-    wanted = score_request(score, num_prompt, model.vocab_size)
+    wanted = likelihood_request(score, num_prompt, model.vocab_size)
     return dataclasses.replace(params, **_only_read(wanted, model), score=wanted)
 
 
@@ -699,7 +699,7 @@ def check_score(score: Any, model: ServedModel, prompt: Sequence[int]) -> ScoreR
         InvalidParameterError: naming the prompt, or the key of `score`.
     """
     _check_prompt(prompt, model, allow_infill=True)
-    return score_request(score, len(prompt), model.vocab_size)
+    return likelihood_request(score, len(prompt), model.vocab_size)
 
 
 def _check_prompt(prompt: Sequence[int], model: ServedModel, allow_infill: bool) -> None:

@@ -93,7 +93,7 @@ class TokenScores:
     top_logprobs: list[list[float]]
 
 
-def score_request(given: Any, prompt_length: int, vocab_size: int) -> ScoreRequest:
+def likelihood_request(given: Any, prompt_length: int, vocab_size: int) -> ScoreRequest:
     """Check and convert `{"positions": [...], "token_ids": [[...], ...]}`.
 
     `num_top`, and `cfg_scale` with `context_length`, are optional keys.

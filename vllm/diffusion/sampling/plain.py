@@ -22,7 +22,7 @@ from vllm.diffusion import ops
 from vllm.diffusion.core.random_streams import CATEGORICAL, REMASKING, TOKEN
 
 if TYPE_CHECKING:
-    from vllm.diffusion.core.scoring import Scoring
+    from vllm.diffusion.core.scoring import CandidateScoring
     from vllm.diffusion.sampling.row_group import RowGroup
 
 
@@ -118,7 +118,9 @@ def _without(logits: torch.Tensor, columns: tuple[int, ...]) -> torch.Tensor:
     return found
 
 
-def _scores(probabilities: torch.Tensor, tokens: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+def _scores(
+    probabilities: torch.Tensor, tokens: torch.Tensor, scoring: CandidateScoring
+) -> torch.Tensor:
     """Return the scores [R] of tokens [R] in `probabilities` [R, V]; larger is more certain."""
     if scoring.score == "margin":
         best = probabilities.topk(2, dim=-1).values

@@ -149,7 +149,7 @@ class BlockStrategy(NextTokenStrategy):
     def limits(self) -> DecisionLimits:
         return DecisionLimits(max_questions=MAX_QUESTIONS, max_options=len(LABELS))
 
-    async def run(
+    async def read(
         self,
         questions: list[Question],
         instructions: str | None,

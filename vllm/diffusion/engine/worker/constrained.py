@@ -16,7 +16,7 @@ from vllm.diffusion.guided.language import Language
 from vllm.diffusion.guided.open_window import FREE, OPEN, OpenWindow, can_be_completed
 
 if TYPE_CHECKING:
-    from vllm.diffusion.core.scoring import Scoring
+    from vllm.diffusion.core.scoring import CandidateScoring
     from vllm.diffusion.decoding import Candidates, ForwardTarget
     from vllm.diffusion.ops import Array
     from vllm.diffusion.request.params import DiffusionParams
@@ -108,7 +108,7 @@ class Constraint(CanvasGuest):
         return self._language.is_closed(state)
 
     def joints(
-        self, tokens: Array, target: ForwardTarget, scoring: Scoring, step: int
+        self, tokens: Array, target: ForwardTarget, scoring: CandidateScoring, step: int
     ) -> list[Joint]:
         """Return the joint choices of a forward, in the order of positions."""
         found = []
@@ -119,7 +119,7 @@ class Constraint(CanvasGuest):
                 found.append(self._joint(window, scoring, step))
         return found
 
-    def _joint(self, window: OpenWindow, scoring: Scoring, step: int) -> Joint:
+    def _joint(self, window: OpenWindow, scoring: CandidateScoring, step: int) -> Joint:
         params = self._params
         is_scored = scoring.score == "confidence" and (
             scoring.is_categorical or params.remasking != "random"

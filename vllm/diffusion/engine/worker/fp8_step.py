@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.spans import AttentionLayout, HeadGroup
     from vllm.diffusion.core.stages import Listed
     from vllm.diffusion.engine.worker.forward import Chunked, ForwardPass
-    from vllm.diffusion.engine.worker.row_shares import Chunk, Division
+    from vllm.diffusion.engine.worker.row_shares import Chunk, RowPartition
     from vllm.diffusion.engine.worker.sample_rows import SampleRows
     from vllm.diffusion.memory import HostBuffers, Plan
 
@@ -46,7 +46,7 @@ class Fp8Forward(StreamedForward):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        division: Division = arguments[3]
+        division: RowPartition = arguments[3]
         rows = self.model.layers[0].fp8_attention.surveyed_rows(division.num_rows)
         own = division.own
         mine = rows[(rows >= own.start) & (rows < own.stop)] - own.start

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MAX_PENDING_COMMITS = 32
 
 
-class Blocks:
+class BlockTracker:
     """Blocks of a canvas, as its rule fills them.
 
     Args:
@@ -55,7 +55,7 @@ class Blocks:
 
         They are of the blocks that there are so far, of one position before there is any.
         """
-        sized = self._rule.sized_blocks
+        sized = self._rule.block_bounds
         if sized is None:
             return self._bounds
         start = self._prompt_length
@@ -99,7 +99,7 @@ class Recorder(CanvasGuest):
         self, params: DiffusionParams, tokens: Array, prompt_length: int, rule: DecodingRule
     ) -> None:
         self._params, self._prompt_length, self._rule = params, prompt_length, rule
-        self._blocks = Blocks(params, prompt_length, len(tokens), rule)
+        self._blocks = BlockTracker(params, prompt_length, len(tokens), rule)
         # Of the extras, behind log probabilities that the client sees; others have more of them.
         first_row = 0 if params.num_logprobs is None else 4 + 2 * params.num_logprobs
         self._rows = slice(first_row, first_row + len(CandidateLogprobs._fields))
@@ -271,7 +271,7 @@ class Recorder(CanvasGuest):
         return Commits(steps, positions - self._prompt_length, tokens, logprobs)
 
 
-class WholeBlocks(CanvasGuest):
+class CompleteBlocks(CanvasGuest):
     """Answers end when the block is filled in which their last token stands.
 
     Arguments are those of `Recorder`.
@@ -282,7 +282,7 @@ class WholeBlocks(CanvasGuest):
     def __init__(
         self, params: DiffusionParams, tokens: Array, prompt_length: int, rule: DecodingRule
     ) -> None:
-        self._blocks = Blocks(params, prompt_length, len(tokens), rule)
+        self._blocks = BlockTracker(params, prompt_length, len(tokens), rule)
         self._prompt_length, self._mask_id = prompt_length, params.mask_id
 
     def may_end(self, tokens: Array, end: int) -> bool:

@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
     exchange: HeadExchange | None
 
 
-class Division:
+class RowPartition:
     """Shares of the rows of one step.
 
     Args:
@@ -111,7 +111,7 @@ class Division:
         return ranks
 
 
-class Cuts(NamedTuple):
+class StageChunks(NamedTuple):
     """Chunks of every stage of a step; for the last layer, only those with sample rows.
 
     Where rows choose their experts by windows, chunks hold whole windows in the last layer, too.
@@ -126,12 +126,12 @@ class Cuts(NamedTuple):
     @classmethod
     def of(
         cls,
-        division: Division,
+        division: RowPartition,
         plan: Plan,
         parts: Sequence[SamplePart[Array]],
         *,
         in_windows: bool = False,
-    ) -> Cuts:
+    ) -> StageChunks:
         """Cut a step as planned; `parts` are its sample rows."""
         attend = division.chunks(plan.rows.attend)
         # Every new number of rows takes time before fp8 attention can begin.
@@ -147,7 +147,7 @@ class Cuts(NamedTuple):
         )
 
 
-class Round(NamedTuple):
+class LogitsExchange(NamedTuple):
     """Sample rows that the ranks process at a time, one part each.
 
     Attributes:
@@ -174,7 +174,7 @@ def to_first(parts: Sequence[SamplePart[Array]], size: int) -> list[SamplePart[A
     return [dealt for part in parts for dealt in (part, *[EMPTY_PART] * (size - 1))]
 
 
-def rounds_of(parts: Sequence[SamplePart[Array]], division: Division) -> list[Round]:
+def rounds_of(parts: Sequence[SamplePart[Array]], division: RowPartition) -> list[LogitsExchange]:
     """Deal the parts, whose rows ascend, to the ranks in turn."""
     rank, size = division.peers.rank, division.peers.size
     rounds = []
@@ -185,7 +185,7 @@ def rounds_of(parts: Sequence[SamplePart[Array]], division: Division) -> list[Ro
         owners = division.on_rank(_NO_ROWS if own is None else own.rows)
         sent = [rows.size for rows in given] + [0] * (size - len(taken))
         received = np.bincount(owners, minlength=size).tolist()
-        rounds.append(Round(own, np.concatenate(given), sent, received))
+        rounds.append(LogitsExchange(own, np.concatenate(given), sent, received))
     return rounds
 
 

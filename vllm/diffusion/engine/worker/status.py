@@ -27,10 +27,10 @@ logger = init_logger(__name__)
 
 # What multiplies up to 256 rows, and what would do so faster.
 _PRODUCTS = {
-    dispatch.Tier.HOPPER: "kernels",
-    dispatch.Tier.PORTABLE: "kernels, products by those for every card; compute capability 9.0 has "
-    "faster ones of its own",
-    dispatch.Tier.NONE: "PyTorch's products; kernels, once built, are for a GPU of compute "
+    dispatch.KernelTier.HOPPER: "kernels",
+    dispatch.KernelTier.PORTABLE: "kernels, products by those for every card; "
+    "compute capability 9.0 has faster ones of its own",
+    dispatch.KernelTier.NONE: "PyTorch's products; kernels, once built, are for a GPU of compute "
     "capability 8.0 or later",
 }
 
@@ -107,7 +107,7 @@ def log_build_info(
             )
         elif on_gpu:
             is_told = room.name == "fused_ops" and "fused_ops" in info
-            which = _PRODUCTS[dispatch.Tier(info["fused_ops"])] if is_told else "kernels"
+            which = _PRODUCTS[dispatch.KernelTier(info["fused_ops"])] if is_told else "kernels"
             logger.info("%s: %s", room.name, which)
         else:
             logger.info("%s: PyTorch reference (no GPU)", room.name)

@@ -20,7 +20,13 @@ from vllm.diffusion.core.samples import Samples
 from vllm.diffusion.core.spans import HeadGroup
 from vllm.diffusion.core.stages import INPUTS, RESULTS, keys_values, read_rows, residual
 from vllm.diffusion.engine.worker.forward import sources_of
-from vllm.diffusion.engine.worker.row_shares import Cuts, Division, gathered, rounds_of, to_first
+from vllm.diffusion.engine.worker.row_shares import (
+    RowPartition,
+    StageChunks,
+    gathered,
+    rounds_of,
+    to_first,
+)
 from vllm.diffusion.engine.worker.sample_rows import EMPTY_PART
 from vllm.diffusion.memory import HostRows, ResidualRows
 from vllm.diffusion.parallel.groups import Ranks
@@ -37,7 +43,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.stages import Listed
     from vllm.diffusion.engine.worker.batch import StepInputs
     from vllm.diffusion.engine.worker.forward import Chunked, ForwardPass
-    from vllm.diffusion.engine.worker.row_shares import Chunk, Round
+    from vllm.diffusion.engine.worker.row_shares import Chunk, LogitsExchange
     from vllm.diffusion.engine.worker.sample_rows import SampleRows
     from vllm.diffusion.memory import ActivationPool, HostBuffers, PageStore, Plan
     from vllm.diffusion.models.base import DiffusionModel
@@ -60,7 +66,7 @@ def run_streamed(
     """
     batch, pool, caches = rows.batch, forward.pool, forward.caches
     ranks = forward.ranks if plan.layout.shards > 1 else Ranks()
-    division, peers = Division(ranks, batch.num_rows), ranks.sequence
+    division, peers = RowPartition(ranks, batch.num_rows), ranks.sequence
     even = -(-batch.shape.sample_rows // peers.size)
     parts = list(rows.parts(max(min(plan.rows.read, even), 1)))
     is_joint = any(rows.joints)
@@ -68,7 +74,7 @@ def run_streamed(
         parts = to_first(parts, peers.size)
     in_windows = forward.model.routes_windows
     rounds = rounds_of(parts, division)
-    cuts = Cuts.of(division, plan, parts, in_windows=in_windows)
+    cuts = StageChunks.of(division, plan, parts, in_windows=in_windows)
     with pool.scope("step"):
         INPUTS.expect(pool, division.longest)
         RESULTS.expect(pool, peers.size * even)
@@ -122,8 +128,8 @@ class StreamedForward:
         model: DiffusionModel,
         plan: Plan,
         inputs: StepInputs[Tensor],
-        division: Division,
-        cuts: Cuts,
+        division: RowPartition,
+        cuts: StageChunks,
         pool: ActivationPool,
         host: HostBuffers,
         caches: PageStore,
@@ -167,7 +173,7 @@ class StreamedForward:
             self.x, self._updated = self._updated, self.x
             yield from self._feed_forward(index, feed_forward)
 
-    def hidden(self, taken: Round, given: Tensor) -> Tensor:
+    def hidden(self, taken: LogitsExchange, given: Tensor) -> Tensor:
         """After `run`, return the hidden states [r, D] of this rank's part of a round.
 
         `given` are the rows that this rank has of all parts, on the device.
