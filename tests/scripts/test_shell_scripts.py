@@ -208,6 +208,10 @@ class TestClean:
         assert self.present(filled) == set(self.KEPT) - set(gone)
 
 
+MEMORY_BYTES = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+NUM_PROCESSES = max(1, min(MEMORY_BYTES >> 32, len(os.sched_getaffinity(0)) + 1, 8))
+
+
 def python_log(home: Path, kind: str, line: str) -> Path:
     """Set up for a kind of machine, with a line of a shell in place of Python; what that logs."""
     (home / "requirements").mkdir()
@@ -220,12 +224,13 @@ def python_log(home: Path, kind: str, line: str) -> Path:
 @pytest.mark.parametrize(
     ("kind", "arguments", "options"),
     [
-        ("cpu", "", "-n 2 --dist loadfile --no-loadscope-reorder"),
+        ("cpu", "", f"-n {NUM_PROCESSES} --dist loadfile --no-loadscope-reorder"),
+        ("cpu", "--fast", f"-m not slow -n {NUM_PROCESSES} --dist loadfile --no-loadscope-reorder"),
         ("cpu", "tests/test_docs.py -x", "tests/test_docs.py -x"),
         ("cuda", "", ""),
     ],
 )
-def test_all_tests_run_in_two_processes_where_no_gpu_is_shared(
+def test_all_tests_run_in_several_processes_where_no_gpu_is_shared(
     home: Path, kind: str, arguments: str, options: str
 ) -> None:
     log = python_log(home, kind, 'echo "$@" >>LOG')
