@@ -19,11 +19,11 @@ esac
 
 unset PYTHONDONTWRITEBYTECODE # dozens of processes would compile all modules again
 setup test
-make_tiny_model
 if [ "${1:-}" = --gpu ]; then
   shift
   PYTHON=$PY exec "$ROOT/scripts/gpu_tests.sh" "$@"
 fi
+make_tiny_model
 cd "$ROOT"
 if [ $# -eq 0 ] && [ "$(device_kind)" = cpu ]; then
   # Two whatever the cores: each takes a core, and up to 4 GiB with the servers that it starts. A
