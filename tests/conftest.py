@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from collections import Counter
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,10 @@ WANTED = {"server/test_fuzz.py": "schemathesis", "test_fleet_examples.py": "kube
 collect_ignore = [name for name, wanted in WANTED.items() if find_spec(wanted) is None]
 
 GPU_MARKERS = ("gpu", "multi_gpu")
+# Each GPU test of these folders starts an engine or a server. That takes up to a minute, about as
+# long as ENGINE_CASES cases of a test of a kernel.
+ENGINE_FOLDERS = ("tests/engine/", "tests/server/")
+ENGINE_CASES = 100
 MODEL_VARIABLES = (
     *("MODEL_DIR", "LLADA_MODEL_DIR", "DREAM_MODEL_DIR", "LLADA_MOE_MODEL_DIR"),
     *("LLADA2_MODEL_DIR", "SDAR_MODEL_DIR", "FAST_DLLM_MODEL_DIR"),
@@ -82,8 +87,11 @@ def pytest_configure(config: pytest.Config) -> None:
         warm.share()
 
 
+@pytest.hookimpl(trylast=True)  # after `-m` and `-k` have deselected tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     skip_gpu_tests = not config.getoption("--require-gpu")
+    if not skip_gpu_tests and hasattr(config, "workerinput"):  # a process of pytest-xdist
+        sort_longest_first(items)
     num_gpus: int | None = None  # torch is asked only when some test needs the answer
     skips_references = not any(map(config.getoption, ("--references", "--write-golden")))
     for item in items:
@@ -133,20 +141,36 @@ def quick_starts() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--require-gpu`, a file's tests share a process, and so the kernels compiled for them.
-
-    Those of engines go wherever a process is free: each starts an engine of its own, for long.
-    """
+    """With `--require-gpu`, `unit_of` decides which tests share a process."""
     if not config.getoption("--require-gpu"):
         return None
-    from xdist.scheduler import LoadFileScheduling
+    from xdist.scheduler import LoadScopeScheduling
 
-    class GpuScheduling(LoadFileScheduling):
+    class GpuScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            is_of_engine = nodeid.startswith("tests/engine/")
-            return nodeid if is_of_engine else str(super()._split_scope(nodeid))
+            return unit_of(nodeid)
 
     return GpuScheduling(config, log)
+
+
+def unit_of(nodeid: str) -> str:
+    """Return the name of the tests that a process runs in one go.
+
+    These are all cases of a test, because they share compiled kernels. A case that starts an engine
+    or a server is a unit of its own.
+    """
+    return nodeid if nodeid.startswith(ENGINE_FOLDERS) else nodeid.partition("[")[0]
+
+
+def sort_longest_first(items: list[Any]) -> None:
+    """Sort tests by the length of their units, so that all processes end at about the same time."""
+    num_cases = Counter(unit_of(item.nodeid) for item in items)
+
+    def length(item: Any) -> int:
+        is_of_engine = item.nodeid.startswith(ENGINE_FOLDERS)
+        return ENGINE_CASES if is_of_engine else num_cases[unit_of(item.nodeid)]
+
+    items.sort(key=length, reverse=True)
 
 
 @cache
