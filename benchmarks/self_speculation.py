@@ -50,10 +50,10 @@ class Confirming(SelfSpeculation):
     _block: Array | None = None  # the drafts that a causal forward looks at
 
     def prepare(self, tokens: Array) -> ForwardTarget | None:
-        work = super().prepare(tokens)
-        is_looked_at = work is not None and work.is_causal
-        self._block = tokens[work.eligible[:-1]].copy() if work and is_looked_at else None
-        return work
+        target = super().prepare(tokens)
+        is_looked_at = target is not None and target.is_causal
+        self._block = tokens[target.eligible[:-1]].copy() if target and is_looked_at else None
+        return target
 
     def decide(self, candidates: Candidates) -> Commit:
         if self._block is not None and self._block.size:

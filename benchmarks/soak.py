@@ -67,7 +67,7 @@ MALFORMED: tuple[dict[str, Any], ...] = (
 )
 ANSWER_S = 300.0  # longer is stuck
 SETTLE_S = 30.0
-MOST_GROWTH = 1.03  # of resident memory, from a tenth of the load to its end
+MAX_GROWTH = 1.03  # of resident memory, from a tenth of the load to its end
 WAYS: tuple[dict[str, Any], ...] = (
     {"algorithm": "semi_ar", "temperature": 1.0},
     {"algorithm": "semi_ar", "remasking": "random"},
@@ -106,7 +106,7 @@ class Outcome:
     @property
     def is_good(self) -> bool:
         is_served = not self.different and not self.failures
-        is_flat = self.rss_end <= MOST_GROWTH * self.rss_early
+        is_flat = self.rss_end <= MAX_GROWTH * self.rss_early
         return is_served and is_flat and self.num_unfinished == 0 and self.pool_left == 0
 
 

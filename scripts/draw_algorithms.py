@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 FOLDER = ROOT / "docs" / "images" / "algorithms"
 MASK, LENGTH, BLOCK, PROMPT = 15, 32, 8, 8
-MOST_STEPS = 40
+MAX_STEPS = 40
 FAMILIES = {
     "hierarchy_block": FAST_DLLM,
     "joint_threshold": LLADA21,
@@ -85,8 +85,8 @@ def steps_of(algorithm: Algorithm) -> list[list[tuple[str, float]]]:
     tokens = np.array([1] * PROMPT + [MASK] * LENGTH)
     sure = np.zeros(LENGTH + PROMPT)
     rows: list[list[tuple[str, float]]] = []
-    while len(rows) < MOST_STEPS and (work := rule.prepare(tokens)) is not None:
-        positions = work.eligible[work.eligible < len(tokens)]
+    while len(rows) < MAX_STEPS and (target := rule.prepare(tokens)) is not None:
+        positions = target.eligible[target.eligible < len(tokens)]
         if not positions.size or rule.settled(tokens) >= len(tokens):
             break
         found = confidences(tokens, positions)

@@ -26,7 +26,7 @@ NOT_STARTED = "not started"
 NAME = "context_length"
 GIB = 2**30
 JSON_ONLY = ("diffusion",)
-MOST_REASON = 160  # characters of a reason in the table
+MAX_REASON_LENGTH = 160  # characters of a reason in the table
 COLUMNS = {"length": ">9", "prompt": ">9", "canvas": ">9", "steps": ">5", "first ms": ">11.2f"}
 COLUMNS |= {"median ms": ">11.2f", "last ms": ">11.2f", "GPU GiB": ">8.2f", "host GiB": ">8.2f"}
 COLUMNS |= {"act. GiB": ">8.2f", "KiB/token": ">9.2f", "peak/avg": ">8.2f", "status": "<6"}
@@ -115,8 +115,8 @@ class Point:
     @property
     def told(self) -> str:
         """Status, with the start of the reason of a failure."""
-        short = len(self.reason) <= MOST_REASON
-        reason = self.reason if short else f"{self.reason[: MOST_REASON - 3]}..."
+        short = len(self.reason) <= MAX_REASON_LENGTH
+        reason = self.reason if short else f"{self.reason[: MAX_REASON_LENGTH - 3]}..."
         return self.status if self.runs else f"{self.status}: {reason}"
 
 

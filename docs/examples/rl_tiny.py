@@ -56,7 +56,7 @@ WORDINGS = {
 }
 LEARNING_RATE = 6e-5
 CLIP = 0.2  # of the ratio of probabilities
-MOST_DIFFERENCE = 1e-4  # between log probabilities of the server and of the trainer
+MAX_DIFFERENCE = 1e-4  # between log probabilities of the server and of the trainer
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ def main() -> int:
         if versions != {f"step-{iteration}"}:
             raise SystemExit(f"error: answers of {versions}; wanted step-{iteration} alone")
         difference = trainer.learn(rollouts)
-        if difference > MOST_DIFFERENCE:
+        if difference > MAX_DIFFERENCE:
             raise SystemExit(f"error: log probabilities differ by {difference:.1e}")
         server.update(trainer.network.state_dict(), f"step-{iteration + 1}")
         rewards.append(sum(rollout.reward for rollout in rollouts) / len(rollouts))

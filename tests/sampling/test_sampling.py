@@ -393,7 +393,7 @@ def test_later_draws_are_those_of_the_steps_that_follow() -> None:
     ]
     for count, asked in enumerate(settings):
         groups = [group([0, 1, 2, 3], **asked), group([4, 5, 6, 7], **{**asked, "seed": 5})]
-        later = [dataclasses.replace(groups[0], later_draws=count), groups[1]]
+        later = [dataclasses.replace(groups[0], num_extra_draws=count), groups[1]]
         found = sample(model, [(hidden, later)]).table
         assert len(found) == 3 * (1 + count)
         for number in range(1 + count):

@@ -32,7 +32,7 @@ _LINE_END = ("\n", "\u010a", "<0x0A>")  # in plain text, in byte-level BPE, as a
 SCHEDULER = "vllm.diffusion.engine.scheduler.scheduler.DiffusionScheduler"
 TRANSFERS = ("nccl", "ipc", "disk")  # ways in which weights may come while the server runs
 EXECUTOR = "vllm.diffusion.engine.executor.RanksExecutor"
-USUAL_GUESSES = 7  # of a forward, where they are weighed by times of a GPU
+DEFAULT_NUM_DRAFTS = 7  # of a forward, where they are weighed by times of a GPU
 
 
 def configure(vllm_config: VllmConfig) -> None:
@@ -200,7 +200,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
     vocab_size = config.architecture.num_embeddings
     encode = None if model.skip_tokenizer_init else partial(_encode, model)
     settings, is_on_gpu = settings_of(vllm_config), vllm_config.device_config.device_type == "cuda"
-    usual = {"num_speculative_states": USUAL_GUESSES} if is_on_gpu else {}
+    usual = {"num_speculative_states": DEFAULT_NUM_DRAFTS} if is_on_gpu else {}
     return ServedModel(
         family=family,
         ids=ids,
@@ -270,13 +270,13 @@ class Settings:
 
     Attributes:
         long_share: share of the time for long requests while short ones run
-            (`engine/scheduler/long_requests.py`).
+            (`engine/scheduler/long_step_policy.py`).
         longest_pause_ms: longest pause that a short request sees; 0 for no bound, so that no step
             is cut.
         sequence_parallel_size: ranks that divide the rows of a long step; 1 divides nothing.
         sequence_parallel_min_tokens: rows of a step from which they do; None for where that pays.
-        weighs_guesses: whether no more states are guessed than save time
-            (`engine/worker/governor.py`), or as many as requests ask for; None weighs them on a
+        weighs_guesses: whether no more states are drafted than save time
+            (`engine/worker/draft_budget.py`), or as many as requests ask for; None weighs them on a
             GPU.
         page: whether the server has its web pages.
         fp8_head: whether the output head is quantised, too.

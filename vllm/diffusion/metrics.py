@@ -220,7 +220,7 @@ _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 WAITS_FOR = ("rows", "memory", "requests", "others", "prompt", "call", "order")
-MOST_WAITING = 64  # most requests whose wait is reported
+MAX_REPORTED_WAITS = 64  # most requests whose wait is reported
 _WAITS = "waits"
 
 
@@ -246,7 +246,7 @@ class Observations:
         """Set what each request waits for, by id, in order: the counts, and the first requests."""
         counts = dict.fromkeys(WAITS_FOR, 0) | Counter(waiting.values())
         self._found.update({f"{REQUESTS_WAITING.name} {reason}": n for reason, n in counts.items()})
-        first = islice(waiting.items(), MOST_WAITING)
+        first = islice(waiting.items(), MAX_REPORTED_WAITS)
         self._found.update({f"{_WAITS} {req_id} {reason}": 1 for req_id, reason in first})
 
     def put_into(self, stats: SchedulerStats) -> None:

@@ -14,7 +14,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.api.prometheus import count_abort
-from vllm.diffusion.api.report import timeout_in, told
+from vllm.diffusion.api.report import reports_by_choice, timeout_in
 from vllm.diffusion.request.decision import DECISION, attach, is_decided
 from vllm.exceptions import GenerationError, GracefulHTTPError
 from vllm.sampling_params import RequestOutputKind
@@ -124,7 +124,7 @@ async def answers(
                 completion = output.outputs[0]
                 reason = completion.finish_reason
                 is_complete = reason is not None
-                found = told(output).get(0, {})
+                found = reports_by_choice(output).get(0, {})
                 length = (length if is_delta else 0) + len(completion.token_ids)
                 if "trajectory" in found and isinstance(completion.stop_reason, str):
                     # The engine knows no stop strings.
@@ -218,7 +218,7 @@ async def _together(
             finals[output.outputs[0].index] = output
     ordered = sorted(finals.items())
     _, whole = ordered[0]
-    reports = [told(output).get(index, {}) for index, output in ordered]
+    reports = [reports_by_choice(output).get(index, {}) for index, output in ordered]
     whole.outputs = [output.outputs[0] for _, output in ordered]
     whole.kv_transfer_params = {"dllm": reports}
     yield whole

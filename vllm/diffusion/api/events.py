@@ -12,7 +12,7 @@ import contextlib
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.api.report import timeout_in, told
+from vllm.diffusion.api.report import reports_by_choice, timeout_in
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -51,7 +51,7 @@ class Listener:
         Returns:
             whether there is more to the output than that.
         """
-        for index, found in told(output).items():
+        for index, found in reports_by_choice(output).items():
             choice = first_choice + index
             self.reports[choice] = found
             if "canvas" in found:

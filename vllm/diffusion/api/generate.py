@@ -28,8 +28,8 @@ from vllm.diffusion.api.report import (
     CanvasState,
     DiffusionReport,
     TokenTexts,
+    reports_by_choice,
     timeout_in,
-    told,
     trajectories_in,
 )
 from vllm.diffusion.api.schema import check_logprobs
@@ -141,7 +141,7 @@ class GenerateHandler:
             outputs = merge_async_iterators(*(self._run(c) for c in choices))
             async with aclosing(outputs):
                 async for index, output in outputs:
-                    late = timeout_in(told(output).get(0, {}))
+                    late = timeout_in(reports_by_choice(output).get(0, {}))
                     if late is not None and not is_begun:
                         raise RequestTimedOut(late)
                     news = self._events(request_id, index, choices[index], finals[index], output)
@@ -168,7 +168,7 @@ class GenerateHandler:
         output: RequestOutput,
     ) -> Iterator[str]:
         """Yield the news in an output: the canvas, and the prefix if it has grown or ended."""
-        found, completion = told(output).get(0, {}), output.outputs[0]
+        found, completion = reports_by_choice(output).get(0, {}), output.outputs[0]
         if "canvas" in found:
             canvas = CanvasState.of(found["canvas"], self._token_texts)
             found_canvas = GenerateCanvas(id=request_id, index=index, canvas=canvas)
@@ -213,7 +213,7 @@ class GenerateHandler:
         self, request_id: str, choices: list[_Choice], finals: list[RequestOutput]
     ) -> GenerateResponse:
         completions = [output.outputs[0] for output in finals]
-        reports = [told(output).get(0, {}) for output in finals]
+        reports = [reports_by_choice(output).get(0, {}) for output in finals]
         trajectories = trajectories_in(reports)
         decided = choices[0].decided
         prompt_tokens = sum(choice.num_prompt_tokens for choice in choices)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.params import DiffusionParams
     from vllm.diffusion.request.served_model import ServedModel
 
-MOST_KNOWN = 4096  # decisions on requests that are only read
+MAX_CACHED_DECISIONS = 4096  # decisions on requests that are only read
 
 _upstreams: Callable[..., EngineCoreRequest] = InputProcessor.process_inputs
 _upstreams_adding: Callable[..., Any] = AsyncLLM.add_request
@@ -222,7 +222,7 @@ class Validator:
         key = (len(prompt), score["cfg_scale"], *sorted(terms.items()))
         if key not in self._readings:
             decided = self.decide({SCORE: score, **SCORED_AS, **terms}, prompt)
-            if len(self._readings) >= MOST_KNOWN:
+            if len(self._readings) >= MAX_CACHED_DECISIONS:
                 self._readings.clear()
             self._readings[key] = decided
             return decided

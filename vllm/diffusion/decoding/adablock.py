@@ -39,9 +39,9 @@ class AdaBlock(Threshold):
             self._start, self._end = self._end, None
         if self._start >= len(masked):
             return self.take_what_is_left(masked)
-        return self._work(masked)
+        return self._target(masked)
 
-    def _work(self, masked: Mask) -> ForwardTarget:
+    def _target(self, masked: Mask) -> ForwardTarget:
         start, end, length = self._start, self._end, len(masked)
         if end is None or not self.params.computes_blocks:
             reach = start + max(self._window, self.params.block_length)

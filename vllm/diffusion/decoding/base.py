@@ -118,7 +118,7 @@ class DecodingRule(ABC):
     draw_purpose: int | None = None  # of Candidates.draws
     token_ids: Array | None = None  # [R, k] int64, whose log probabilities are wanted, by candidate
     scores: TokenScores | None = None  # the answer of a rule that reads and does not commit
-    num_drafted = 0  # positions of the answer that hold what the rule may take back
+    num_unconfirmed = 0  # positions of the answer that the rule may take back
     # Blocks begun so far, half-open, in rules that choose where they end.
     sized_blocks: tuple[tuple[int, int], ...] | None = None
 

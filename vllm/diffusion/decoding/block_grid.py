@@ -61,9 +61,9 @@ class GridRule(DecodingRule):
         if start != self.start:
             self.start, self.step, self.forbid_mask = start, 0, False
             self._rows = start, start + self.params.block_length
-        return self.work(masked)
+        return self.target(masked)
 
-    def work(self, masked: Array) -> ForwardTarget:
+    def target(self, masked: Array) -> ForwardTarget:
         """Return the target of a forward of the active block with masked positions `masked` [K]."""
         return ForwardTarget(masked, self._rows)
 
@@ -85,7 +85,7 @@ class GridRule(DecodingRule):
         before, self._first = self._first, int(left[0])
         if self._first > before and self._ends_within(tokens, before, self._first):
             return None
-        return self.work(left)
+        return self.target(left)
 
     # A GPU waits while the requests of a step commit, and there may be hundreds. What they need of
     # their tokens before the next choice is looked up once.

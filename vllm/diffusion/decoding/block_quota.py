@@ -39,11 +39,11 @@ class Quota(GridRule):
         self._num_steps = params.steps_per_block
         self._num_shared = params.block_length  # positions of the block that quotas add up to
 
-    def work(self, masked: Array) -> ForwardTarget:
+    def target(self, masked: Array) -> ForwardTarget:
         if self.step == 0 and self.params.counts_masks:
             self._num_shared = masked.size
         self.forbid_mask |= self.step >= self._num_steps
-        return super().work(masked)
+        return super().target(masked)
 
     @property
     def pick(self) -> ScorePick | None:

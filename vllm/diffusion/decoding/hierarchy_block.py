@@ -24,7 +24,7 @@ class HierarchyBlock(GridRule):
     drawn = Scoring(draw="filtered", greedy=True)
     _is_seed = False
 
-    def work(self, masked: Array) -> ForwardTarget:
+    def target(self, masked: Array) -> ForwardTarget:
         start, first, length = self.start, int(masked[0]), self.params.block_length
         self._is_seed = first == start > 0
         if self._is_seed:

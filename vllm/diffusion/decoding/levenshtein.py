@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array, Mask
     from vllm.diffusion.request.params import DiffusionParams
 
-MOST_FORWARDS = 1000  # of a block
-MOST_SWAPS = 5  # of a token, to leave a loop
+MAX_FORWARDS = 1000  # of a block
+MAX_SWAPS = 5  # of a token, to leave a loop
 NUM_BEST = 3  # one of them neither deletes nor inserts
 
 
@@ -146,7 +146,7 @@ class Levenshtein(GridRule):
 
     def _is_last(self, filled: Mask, is_masked: Mask) -> bool:
         """Whether the round fills all masks and edits no length."""
-        if self.step + 1 >= MOST_FORWARDS:
+        if self.step + 1 >= MAX_FORWARDS:
             return True
         if self.params.max_post_steps:
             return self._num_post >= self.params.max_post_steps
@@ -168,7 +168,7 @@ class Levenshtein(GridRule):
 
         A token that is as it was before is none of them any more.
         """
-        for _ in range(MOST_SWAPS):
+        for _ in range(MAX_SWAPS):
             changed = (written != self._before).nonzero()[0]
             if not changed.size or written.tobytes() not in self._seen:
                 return
@@ -211,4 +211,4 @@ class Levenshtein(GridRule):
             return False
         is_stable = np.array_equal(block, self._before)
         is_over = self._num_post > self.params.max_post_steps
-        return is_stable or is_over or self.step >= MOST_FORWARDS
+        return is_stable or is_over or self.step >= MAX_FORWARDS

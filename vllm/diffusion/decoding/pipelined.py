@@ -75,12 +75,12 @@ class PipelinedRule(DecodingRule):
         self.step += 1
         if self.step == self.params.steps:
             return self.take_what_is_left(masked)
-        work = self.plan(tokens, masked)
-        if work.eligible.size == 0 and work.fill is None:
+        target = self.plan(tokens, masked)
+        if target.eligible.size == 0 and target.fill is None:
             return self.take_what_is_left(masked)  # mask tokens of the prompt out of reach
         unfinished = (b for b in self.blocks if b.is_full and b.num_masked > 0)
         self._first_full = next(unfinished, None)
-        return work
+        return target
 
     def choose(self, candidates: Candidates) -> Array:
         accepted = self.accept(candidates.scores)

@@ -39,19 +39,19 @@ class BatchedChoice:
 
     Args:
         picks: picks of the rules; None where a rule chooses by itself.
-        works: targets of the forwards.
+        targets: targets of the forwards.
         mask_id: the mask token.
     """
 
     def __init__(
-        self, picks: Sequence[ScorePick | None], works: Sequence[ForwardTarget], mask_id: int
+        self, picks: Sequence[ScorePick | None], targets: Sequence[ForwardTarget], mask_id: int
     ) -> None:
         self._has_pick = [pick is not None for pick in picks]
         self._mask_id = mask_id
-        self._counts = counts = np.array([work.eligible.size for work in works])
+        self._counts = counts = np.array([target.eligible.size for target in targets])
         self._starts = counts.cumsum() - counts
         self._owners = np.repeat(np.arange(counts.size), counts)
-        self._positions = np.concatenate([work.eligible for work in works])
+        self._positions = np.concatenate([target.eligible for target in targets])
         quotas, thresholds, in_order = zip(*[pick or ScorePick(0) for pick in picks], strict=True)
         self._quotas = np.array(quotas)
         self._thresholds = np.repeat(thresholds, counts)

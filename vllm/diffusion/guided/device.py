@@ -24,7 +24,7 @@ _CLASSES, _CLASS_SEGMENTS = 16, 64
 _STATES, _EDGES = 512, 16  # that a program looks at together
 _FIELDS = 32
 _BYTES_OF_SEGMENT = 16  # three numbers and a token
-_MOST_BYTES = 32 << 20  # of what is kept of segments
+_MAX_SEGMENT_BYTES = 32 << 20  # of what is kept of segments
 
 
 class DeviceTables:
@@ -112,7 +112,7 @@ class DeviceStep:
 
         Rows of other requests are skipped.
         """
-        most = max(_MOST_BYTES // (_BYTES_OF_SEGMENT * self._most_segments), 1)
+        most = max(_MAX_SEGMENT_BYTES // (_BYTES_OF_SEGMENT * self._most_segments), 1)
         for start in range(0, len(logits), most):
             self._read(logits[start : start + most], first_column + start)
 

@@ -9,7 +9,7 @@ class, is reduced within one program: nothing depends on an order, and nothing i
 import triton
 import triton.language as tl
 
-LEAST_WEIGHT = tl.constexpr(-1e4)
+MIN_WEIGHT = tl.constexpr(-1e4)
 NEVER = tl.constexpr(-1e30)  # instead of -inf, which leaves differences undefined
 FIELDS = tl.constexpr(32)  # of a request's numbers
 
@@ -213,7 +213,7 @@ def class_kernel(
         best = tl.where(is_better, largest, best)
     weight = tl.where(is_drawn, top + tl.log(tl.maximum(total, 1e-37)), best)
     to = row.to(tl.int64) * most_classes + classes
-    tl.store(class_weights + to, tl.maximum(weight - base, LEAST_WEIGHT), mask=is_class)
+    tl.store(class_weights + to, tl.maximum(weight - base, MIN_WEIGHT), mask=is_class)
     value = tl.load(values + offset + taken, mask=is_class)
     tl.store(class_logprobs + to, value - score_of_row, mask=is_class)
     tl.store(class_tokens + to, tl.load(tokens + offset + taken, mask=is_class), mask=is_class)

@@ -31,7 +31,7 @@ MAX_MEMBERS = 100_000  # of all sets of classes: read for every row of logits
 _CELLS_AT_ONCE = 2_000_000  # that are worked on together
 _CELLS_OF_WORK = 128  # cells that take as long as one operation
 DEAD = -1  # the class of tokens that lead nowhere
-_LEAST_WIDTH, _MOST_WIDTH = 8, 128  # of a segment, in tokens
+_MIN_WIDTH, _MAX_WIDTH = 8, 128  # of a segment, in tokens
 _NEVER = 2**30  # tokens to acceptance, where it cannot be reached
 
 
@@ -127,7 +127,7 @@ class Language:
         own = np.where(self.class_of_token < 0, self.num_classes, self.class_of_token)
         order = np.argsort(own, kind="stable")
         sizes = np.bincount(own, minlength=self.num_classes + 1)
-        width = min(max(1 << (len(own) // 1024).bit_length(), _LEAST_WIDTH), _MOST_WIDTH)
+        width = min(max(1 << (len(own) // 1024).bit_length(), _MIN_WIDTH), _MAX_WIDTH)
         starts = np.cumsum([0, *(-(-sizes // width))])
         behind = np.arange(len(own)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         tokens = np.full((starts[-1], width), -1, dtype=np.int32)

@@ -22,7 +22,7 @@ OPEN = -2  # of `OpenWindow.kinds`: there are logits
 FREE = -3  # anything may stand there, later
 _NEVER = -1e30  # instead of -inf, which leaves differences undefined
 _CELLS_AT_ONCE = 4_000_000  # rows times members of sets
-LEAST_WEIGHT = -1e4  # of a token in nats: what the model excludes may still be all that fits
+MIN_WEIGHT = -1e4  # of a token in nats: what the model excludes may still be all that fits
 
 
 class OpenWindow(NamedTuple):
@@ -116,7 +116,7 @@ def read(
     logprobs = np.take_along_axis(scored, tokens, axis=1)
     logprobs -= np.logaddexp.reduce(scored, axis=1, keepdims=True)
     weights = join.reduceat(weights[:, :end], starts, axis=1) - base
-    weights = np.maximum(weights, LEAST_WEIGHT)
+    weights = np.maximum(weights, MIN_WEIGHT)
     return CandidateRows(weights, weights + noise, tokens, logprobs)
 
 

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.spans import AttentionLayout
 
 PACKAGE = "nvidia-cudnn-frontend"
-_LEAST_FRONT_END, _LEAST_CUDNN = (1, 19, 1), 91900
+_MIN_FRONT_END, _MIN_CUDNN = (1, 19, 1), 91900
 _REFERENCE_ROWS = 512  # queries at a time off the GPU
-_MOST_PLANS = 256
-_MOST_ERROR = 0.1  # of results and weights that are rounded to fp8 in another order
+_MAX_PLANS = 256
+_MAX_ERROR = 0.1  # of results and weights that are rounded to fp8 in another order
 _ALIGNMENT = 16  # bytes, of everything that cuDNN reads
 
 
@@ -70,9 +70,9 @@ def why_not(device: torch.device, head_dim: int) -> str | None:
     if util.find_spec("cudnn") is None:
         return f"the package {PACKAGE}: pip install {PACKAGE}"
     versions = _version(metadata.version(PACKAGE)), torch.backends.cudnn.version() or 0
-    if versions[0] < _LEAST_FRONT_END or versions[1] < _LEAST_CUDNN:
+    if versions[0] < _MIN_FRONT_END or versions[1] < _MIN_CUDNN:
         return (
-            f"{PACKAGE} {'.'.join(map(str, _LEAST_FRONT_END))} and cuDNN {_LEAST_CUDNN} at least "
+            f"{PACKAGE} {'.'.join(map(str, _MIN_FRONT_END))} and cuDNN {_MIN_CUDNN} at least "
             f"(given {metadata.version(PACKAGE)} and {versions[1]})"
         )
     try:
@@ -80,7 +80,7 @@ def why_not(device: torch.device, head_dim: int) -> str | None:
     except Exception as failure:
         told = str(failure).strip().splitlines() or [type(failure).__name__]
         return f"a cuDNN that computes it (it says: {told[0]})"
-    if not error < _MOST_ERROR:
+    if not error < _MAX_ERROR:
         return f"a cuDNN that computes it right (relative error {error:.3f})"
     return None
 
@@ -208,7 +208,7 @@ class _Library:
         with torch.cuda.device(device):
             self._handle = self._cudnn.create_handle()
         self._weights = torch.tensor((1.0 / LARGEST, LARGEST), device=device)  # of them, and by
-        self.graph_of = functools.lru_cache(_MOST_PLANS)(
+        self.graph_of = functools.lru_cache(_MAX_PLANS)(
             functools.partial(_Graph, self._cudnn, self._handle)
         )
 

@@ -46,7 +46,7 @@ OTHERS_BYTES = 2 << 30  # of its memory that this process has not allocated: oth
 # Operations of dense 16-bit products with fp32 sums a clock and multiprocessor, by compute
 # capability: of the cards of a kind that have the fewest, which are those for games.
 _OPERATIONS = {(8, 0): 2048, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192}
-_FEWEST_OPERATIONS = 512  # of 8.6, 8.9, 12.0 and 12.1
+_MIN_OPERATIONS = 512  # of 8.6, 8.9, 12.0 and 12.1
 _H200_KILOHERTZ, _H200_MEMORY_KILOHERTZ, _H200_MEMORY_BITS = 1_980_000, 3_201_000, 6144
 
 _ROWS, _DEPTH, _COLUMNS = 8192, 4096, 12_288
@@ -61,9 +61,14 @@ def rates_of(device: torch.device, ranks: RankGroup) -> Rates:
     """
     if device.type != "cuda":
         return CPU
-    found, source = _rates_here(device)
-    least = {name: ranks.least(int(getattr(found, name))) for name in (*MEASURED, "host_bytes")}
-    rates = found._replace(**least, multiprocessors=ranks.least(found.multiprocessors))
+    own_rates, source = _rates_here(device)
+    slowest = {
+        name: ranks.all_reduce_min(int(getattr(own_rates, name)))
+        for name in (*MEASURED, "host_bytes")
+    }
+    rates = own_rates._replace(
+        **slowest, multiprocessors=ranks.all_reduce_min(own_rates.multiprocessors)
+    )
     if ranks.rank == 0:
         logger.info(
             "%s: products %.0f and attention %.0f TFLOP/s, memory %.2f TB/s, host %.1f GB/s; %s",
@@ -106,7 +111,7 @@ def promised_rates(device: torch.device) -> Rates:
     def part(name: str, of: float) -> float:
         return (getattr(card, name, 0) or of) / of
 
-    operations = _OPERATIONS.get((card.major, card.minor), _FEWEST_OPERATIONS)
+    operations = _OPERATIONS.get((card.major, card.minor), _MIN_OPERATIONS)
     products = operations / _OPERATIONS[9, 0] * part("clock_rate", _H200_KILOHERTZ)
     products *= card.multi_processor_count / H200.multiprocessors
     memory = part("memory_clock_rate", _H200_MEMORY_KILOHERTZ)

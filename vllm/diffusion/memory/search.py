@@ -33,7 +33,7 @@ WHOLE_STEP_ROWS = 16_384
 FULL_SPEED_ROWS = 4_096
 LOGITS_CHUNK_BYTES = 256 << 20  # more rows at a time would not be faster
 WORTH_DIVIDING = 0.8  # of one rank's time: several ranks must take less
-MOST_MIN_ROWS = 65_536  # rows that are divided in any case
+MAX_MIN_ROWS = 65_536  # ranks always divide more rows
 
 
 class PlanCandidate:
@@ -167,7 +167,7 @@ class PlanSearch:
         if self._min_rows is not None:
             return self._min_rows
         rows = MIN_CHUNK_ROWS
-        while rows < MOST_MIN_ROWS and not self._gains_by_dividing(StepShape(rows, 1, rows)):
+        while rows < MAX_MIN_ROWS and not self._gains_by_dividing(StepShape(rows, 1, rows)):
             rows *= 2
         return rows
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.positions import QueryGrowth, Yarn
     from vllm.diffusion.request.families import Family
 
-USUAL_BLOCK = 32
+DEFAULT_BLOCK_LENGTH = 32
 
 
 class ExpertScoring(NamedTuple):
@@ -167,7 +167,7 @@ class DiffusionConfig(PreTrainedConfig):
     @property
     def block_length(self) -> int:
         """Positions of a block if a request gives none; in block-causal families."""
-        return int(getattr(self, self.block_length_key, None) or USUAL_BLOCK)
+        return int(getattr(self, self.block_length_key, None) or DEFAULT_BLOCK_LENGTH)
 
     @property
     def architecture(self) -> Architecture:

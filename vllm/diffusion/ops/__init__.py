@@ -38,7 +38,7 @@ from vllm.diffusion.ops.projection import (
 )
 from vllm.diffusion.ops.quantised_projection import QuantisedProjection
 from vllm.diffusion.ops.sampling import (
-    MOST_IN_HEAD,
+    MAX_HEAD_COLUMNS,
     candidates,
     gather_columns,
     kept_columns,
@@ -67,7 +67,7 @@ from vllm_add_llada.cuda_kernels.fused_ops import (
 
 __all__ = [
     "ATTENTION_PAGE",
-    "MOST_IN_HEAD",
+    "MAX_HEAD_COLUMNS",
     "SOFTMAX",
     "Array",
     "Attended",

@@ -58,8 +58,9 @@ _ONE_SCALE_ROWS = 1023  # of gated fp8 products, up to which cuBLAS's without sc
 _ADDED_ROWS = 1024  # of fp8 products, from which cuBLAS's own sum is faster than a pass for it
 _GATED = (Tiling(192, rows=256), Tiling(192, rows=128))
 AHEAD_BYTES = 4 << 20  # of the next weight that few rows' products bring to the cache
-_LEAST_BLOCKS = 0.84  # of the multiprocessors, below which too few bytes are on their way
-_LEAST_USE = 0.9  # of the tiles that the card computes at a time, below which cuBLAS's fit better
+_MIN_BLOCK_SHARE = 0.84  # of the multiprocessors, below which too few bytes are on their way
+# Share of the tiles that the card computes at a time, below which cuBLAS's fit better.
+_MIN_TILE_USE = 0.9
 _STEP_DEPTH = 64
 _PORTABLE_ROWS = 256  # of the kernels for every card
 
@@ -170,7 +171,7 @@ def gated_tiling(num_rows: int, num_columns: int, depth: int, *, card: Card) -> 
         tiles = ceil(num_rows / tiling.rows) * ceil(num_columns / tiling.columns)
         computed = ceil(tiles / multiprocessors) * multiprocessors
         wanted = num_rows * num_columns
-        if wanted > 0 and wanted >= _LEAST_USE * computed * tiling.rows * tiling.columns:
+        if wanted > 0 and wanted >= _MIN_TILE_USE * computed * tiling.rows * tiling.columns:
             return tiling
     return None
 
@@ -211,7 +212,7 @@ def packed_tiling(
 
     def use(tiling: Tiling) -> tuple[float, int]:
         blocks, deepest = turns(tiling)
-        return min(blocks / (deepest * multiprocessors), _LEAST_BLOCKS), -blocks
+        return min(blocks / (deepest * multiprocessors), _MIN_BLOCK_SHARE), -blocks
 
     def microseconds(tiling: Tiling) -> float:
         tile = _PACKED_MANY[tiling.columns, tiling.rows] * depth / tiling.split / 4096
@@ -277,7 +278,7 @@ def _skinny_tiling(
             candidate.min_rows <= num_rows <= candidate.max_rows
             and num_columns % tiling.columns == 0
             and depth % (tiling.split * _STEP_DEPTH) == 0
-            and _LEAST_BLOCKS * multiprocessors <= blocks <= multiprocessors
+            and _MIN_BLOCK_SHARE * multiprocessors <= blocks <= multiprocessors
         ):
             return tiling
     return None

@@ -220,9 +220,9 @@ def add_experts(
     """
     weights = routing.weights
     inner = gated_products(normed, _matrices(w1, x), routing)
-    is_at_rest = isinstance(w2, Matrices)
+    is_constant = isinstance(w2, Matrices)
     second = _matrices(w2, x)
-    terms = weighted_terms(inner, second, routing, is_weighted=not in_fp32, early=is_at_rest)
+    terms = weighted_terms(inner, second, routing, is_weighted=not in_fp32, early=is_constant)
     del inner  # before the sum allocates its own
     if has_shared:
         terms, addend, weights = terms[:, :-1], terms[:, -1], weights[:, :-1]

@@ -21,7 +21,14 @@ from vllm.diffusion.core.errors import CheckpointError, ServerConfigError
 from vllm.diffusion.core.quantisation import Fp8Scheme
 from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter, wide_rows
-from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace
+from vllm.diffusion.ops.projection import (
+    ALL,
+    WEIGHTS_ARE_CONSTANT,
+    Matrix,
+    Projection,
+    Use,
+    Workspace,
+)
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm_add_llada.cuda_kernels.fused_ops import (
     FP8,
@@ -43,7 +50,6 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.buffers import Buffer, Buffers
     from vllm.diffusion.ops.projection import ParallelLayer
 
-_AT_REST = True  # no kernel of a step writes a weight, so it may be read before the one before ends
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # of both sizes of a matrix, on a GPU
 
@@ -111,8 +117,8 @@ class Fp8Method(StreamedMethod[Fp8Scheme]):
 
             def put_largest(rows: slice, part: Tensor) -> None:  # of those that share rows
                 fixed = largest.data
-                if largest.begins_anew:
-                    largest.begins_anew = False
+                if largest.should_reset:
+                    largest.should_reset = False
                     fixed.zero_()
                 fixed.copy_(torch.maximum(fixed, part.to(fixed)))
 
@@ -196,7 +202,7 @@ class Fp8Projection(Projection):
                 out,
                 tiling=tiling,
                 bias=bias,
-                early=_AT_REST,
+                early=WEIGHTS_ARE_CONSTANT,
                 ahead=self._ahead,
             )
             return
@@ -309,7 +315,7 @@ class Fp8Projection(Projection):
             tiling=tiling,
             bias=bias,
             epilogue=epilogue,
-            early=_AT_REST,
+            early=WEIGHTS_ARE_CONSTANT,
             ahead=self._ahead,
         )
 

@@ -20,7 +20,14 @@ from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.core.quantisation import PackedScheme
 from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter, wide_rows
-from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace
+from vllm.diffusion.ops.projection import (
+    ALL,
+    WEIGHTS_ARE_CONSTANT,
+    Matrix,
+    Projection,
+    Use,
+    Workspace,
+)
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm_add_llada.cuda_kernels.fused_ops import (
     Epilogue,
@@ -45,8 +52,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.ops.projection import ParallelLayer
 
 _UNPACKED = 36 << 20  # numbers unpacked at a time on a GPU, but for matrices of great depth
-_LEAST_COLUMNS = 256
-_AT_REST = True  # no kernel of a step writes a weight, so it may be read before the one before ends
+_MIN_COLUMNS = 256
 _SMALLEST_GROUP = 8
 
 # NF4 of QLoRA (Dettmers et al. 2023, arXiv:2305.14314): quantiles of a normal distribution.
@@ -272,7 +278,7 @@ class PackedProjection(Projection):
             look_up=self._look_up,
             bias=bias,
             epilogue=epilogue,
-            early=_AT_REST,
+            early=WEIGHTS_ARE_CONSTANT,
             ahead=self._ahead,
         )
         return True
@@ -312,7 +318,7 @@ def _slices_of(x: Tensor, num_columns: int, packed: Packed, tiling: Tiling) -> I
 
 def _most_columns(depth: int) -> int:
     """Number of columns that are unpacked at a time."""
-    return max(_UNPACKED // depth, _LEAST_COLUMNS)
+    return max(_UNPACKED // depth, _MIN_COLUMNS)
 
 
 def reserve_unpacked(device: torch.device, num_rows: int, depth: int, dtype: torch.dtype) -> None:

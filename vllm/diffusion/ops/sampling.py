@@ -68,7 +68,7 @@ def kept_columns(
     return flash_sample.kept_columns(logits, temperature, filters)
 
 
-MOST_IN_HEAD = gather_gemm.MAX_COLUMNS  # special columns that `most_likely_in_head` takes
+MAX_HEAD_COLUMNS = gather_gemm.MAX_COLUMNS  # special columns that `most_likely_in_head` takes
 
 
 def samples_in_head(x: torch.Tensor, matrix: torch.Tensor) -> bool:
@@ -84,7 +84,7 @@ def most_likely_in_head(x: torch.Tensor, matrix: torch.Tensor, rows: Rows) -> Sa
     Args:
         x: [R, D] normed hidden states.
         matrix: [V, D], the output matrix.
-        rows: sampling parameters of each row; without noise, and with at most `MOST_IN_HEAD`
+        rows: sampling parameters of each row; without noise, and with at most `MAX_HEAD_COLUMNS`
             special columns.
     """
     top = gather_gemm.gather_top(

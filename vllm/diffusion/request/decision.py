@@ -65,7 +65,7 @@ DECISION = "dllm_decision"  # the key of extra_args under which it travels
 # connectors are unknown parameters here: there is no such cache.
 RESERVED_EXTRA_ARGS = frozenset({"kv_cache_report_mode"})
 
-MOST_TOLD_IDS = 128  # upstream's limit of `logprob_token_ids`
+MAX_LOGPROB_TOKEN_IDS = 128  # upstream's limit of `logprob_token_ids`
 
 IGNORED = "dllm_ignored"  # key of extra_args for names of fields that our own routes leave out
 
@@ -100,7 +100,7 @@ _SCORES = (
     "delimiter_threshold",
 )
 
-# Its steps are those of one request, without guesses.
+# Its steps are those of one request, without drafts.
 _WITH_FP8_ATTENTION: dict[str, Any] = {"num_speculative_states": 0}
 
 
@@ -237,7 +237,7 @@ def decide(
     spec, score = request.pop(STRUCTURED, None), request.pop(SCORE, None)
     stop_token_ids = frozenset(request.pop("stop_token_ids", ()))
     end_ids = model.ids.stop | stop_token_ids
-    told_ids = _told_ids(request.pop("logprob_token_ids", None), model)
+    logprob_token_ids = _logprob_token_ids(request.pop("logprob_token_ids", None), model)
     logprobs, left_out = request.pop("logprobs", None), request.pop(IGNORED, ())
     upstream_max_tokens = request.pop("upstream_max_tokens", None)
     algorithm = _algorithm(request, model, spec)
@@ -262,8 +262,8 @@ def decide(
         seed=None,
         stop_ids=frozenset() if values["ignore_eos"] else end_ids,
         edits=edits_of(request, model, end_ids, lengths.max_tokens, num_prompt + lengths.canvas),
-        logprobs=len(told_ids) if told_ids else logprobs,
-        logprob_token_ids=told_ids,
+        logprobs=len(logprob_token_ids) if logprob_token_ids else logprobs,
+        logprob_token_ids=logprob_token_ids,
         ignored=(*ignored, *left_out),
         **values,
     )
@@ -374,12 +374,14 @@ def _values(
     }
 
 
-def _told_ids(given: Any, model: ServedModel) -> tuple[int, ...]:
+def _logprob_token_ids(given: Any, model: ServedModel) -> tuple[int, ...]:
     """Return the tokens whose log probabilities are reported in place of the most likely ones."""
     ids = tuple(given or ())
-    if len(ids) > MOST_TOLD_IDS or len(set(ids)) < len(ids):
+    if len(ids) > MAX_LOGPROB_TOKEN_IDS or len(set(ids)) < len(ids):
         raise InvalidParameterError(
-            "logprob_token_ids", given, f"wanted at most {MOST_TOLD_IDS} token ids, each once"
+            "logprob_token_ids",
+            given,
+            f"wanted at most {MAX_LOGPROB_TOKEN_IDS} token ids, each once",
         )
     if not all(type(token) is int and 0 <= token < model.vocab_size for token in ids):
         raise InvalidParameterError(

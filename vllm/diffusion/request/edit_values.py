@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.request.served_model import ServedModel
 
-MOST_BAD_WORDS = 256  # sequences of token ids; each is looked for around every masked position
-MOST_BAD_LETTERS = 32768  # of all bad words together, which bounds the time of tokenising them
-MOST_SPELLED = 64  # lists of bad words whose token ids are kept: a body with many prompts has one
+MAX_BAD_WORDS = 256  # sequences of token ids; each is looked for around every masked position
+MAX_BAD_LETTERS = 32768  # of all bad words together, which bounds the time of tokenising them
+# Lists of bad words whose token ids are kept: a body with many prompts has one.
+MAX_CACHED_WORD_LISTS = 64
 
 
 def edits_of(
@@ -90,16 +91,16 @@ def _bad_words(
         return ()
     if model.encode is None:
         raise InvalidParameterError("bad_words", list(words), "wanted a server with a tokenizer")
-    most, num_letters = f"wanted at most {MOST_BAD_WORDS} words", sum(map(len, words))
-    if len(words) > MOST_BAD_WORDS:
+    most, num_letters = f"wanted at most {MAX_BAD_WORDS} words", sum(map(len, words))
+    if len(words) > MAX_BAD_WORDS:
         raise InvalidParameterError("bad_words", list(words), f"{most}, got {len(words)}")
-    if num_letters > MOST_BAD_LETTERS:
-        wanted = f"{most} of {MOST_BAD_LETTERS} letters together, got {num_letters}"
+    if num_letters > MAX_BAD_LETTERS:
+        wanted = f"{most} of {MAX_BAD_LETTERS} letters together, got {num_letters}"
         raise InvalidParameterError("bad_words", list(words), wanted)
     found = _spelled(tuple(words), model.encode)
     _check_ids("bad_words", [token for ids in found for token in ids], model.vocab_size)
-    if len(found) > MOST_BAD_WORDS:
-        wanted = f"wanted words of at most {MOST_BAD_WORDS} sequences of token ids"
+    if len(found) > MAX_BAD_WORDS:
+        wanted = f"wanted words of at most {MAX_BAD_WORDS} sequences of token ids"
         raise InvalidParameterError("bad_words", list(words), f"{wanted}, got {len(found)}")
     mask = model.ids.mask
     return tuple(
@@ -107,7 +108,7 @@ def _bad_words(
     )
 
 
-@lru_cache(maxsize=MOST_SPELLED)
+@lru_cache(maxsize=MAX_CACHED_WORD_LISTS)
 def _spelled(
     words: tuple[str, ...], encode: Callable[[str], Sequence[int]]
 ) -> tuple[tuple[int, ...], ...]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.params import DiffusionParams
 
 
-MOST_COMPARED = 65536  # tokens at once, to bound the memory of a comparison
+MAX_COMPARED = 65536  # tokens at once, to bound the memory of a comparison
 
 
 class RowEdits(NamedTuple):
@@ -213,5 +213,5 @@ def _nearly_at(word: Array, tokens: Array, starts: Array) -> tuple[Array, Array]
         is_near = times + (place >= 0) <= 1
         starts, place, times, differs = (x[is_near] for x in (starts, place, times, differs))
         place = np.where(times > 0, begin + differs.argmax(axis=1), place)
-        begin, size = begin + size, min(2 * size, max(4, MOST_COMPARED // max(starts.size, 1)))
+        begin, size = begin + size, min(2 * size, max(4, MAX_COMPARED // max(starts.size, 1)))
     return starts, place

@@ -132,7 +132,7 @@ def sample_in_head(
         if not is_plain or not follows or is_noisy or launch_key(group, normed) != key:
             return None
     rows, is_random = _parameters(groups, key, normed.device)
-    if len(rows.columns) > ops.MOST_IN_HEAD:
+    if len(rows.columns) > ops.MAX_HEAD_COLUMNS:
         return None
     return _scored(ops.most_likely_in_head(normed, matrix, rows), rows, is_random, key)
 

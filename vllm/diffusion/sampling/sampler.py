@@ -123,16 +123,16 @@ def _sample_rows(
 ) -> Samples[torch.Tensor]:
     """Sample the rows `own` of a run of groups, whose logits may be overwritten.
 
-    Three rows follow for each of the later draws, of the group that wants most.
+    Three rows follow for each extra draw, of the group that has most.
     """
     lead = run[0]
     readers = [group for group in run if group.joints and group.adjust is None]
     if readers:
         read_jointly(ops.gather_columns(own, model.vocab_size), readers, lead.rows.start)
-    if not any(group.later_draws for group in run):
+    if not any(group.num_extra_draws for group in run):
         return _draw(own, run, key, model)
-    counts = range(max(group.later_draws for group in run) + 1)
-    draws = [_draw(own, [group.at_later(n) for group in run], key, model) for n in counts]
+    counts = range(max(group.num_extra_draws for group in run) + 1)
+    draws = [_draw(own, [group.at_step_offset(n) for group in run], key, model) for n in counts]
     return Samples(torch.cat([draw.table for draw in draws]))
 
 

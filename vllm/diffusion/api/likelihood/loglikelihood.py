@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from vllm.diffusion.api.validator import Validator
     from vllm.engine.protocol import EngineClient
 
-MOST_SAMPLES = 4096  # of one request; forwards take turns, so others go on meanwhile
-MOST_TOKENS = 2**25  # of all samples of a request together, which bounds its memory: 1 GiB
-USUAL_BATCH = 32
+MAX_SAMPLES = 4096  # of one request; forwards take turns, so others go on meanwhile
+MAX_TOKENS = 2**25  # of all samples of a request together, which bounds its memory: 1 GiB
+DEFAULT_BATCH_SIZE = 32
 DECIMALS = 5  # what comes behind them depends, in fp32, on who shares a step
 
 # Of the check for greediness, whatever the server's defaults are.
@@ -57,15 +57,15 @@ PARAMETERS: tuple[Parameter, ...] = (
         "samples of the estimate; one is exact for a continuation of one token",
         default=128,
         minimum=1,
-        maximum=MOST_SAMPLES,
+        maximum=MAX_SAMPLES,
     ),
     Parameter(
         "batch_size",
         int,
         "samples whose numbers of masks are spread evenly; divides mc_num",
-        default_text=f"the largest divisor of mc_num up to {USUAL_BATCH}",
+        default_text=f"the largest divisor of mc_num up to {DEFAULT_BATCH_SIZE}",
         minimum=1,
-        maximum=MOST_SAMPLES,
+        maximum=MAX_SAMPLES,
     ),
     Parameter("seed", int, "of the maskings", default=1234),
     Parameter(
@@ -267,7 +267,7 @@ class LikelihoodHandler:
         if num_tokens > longest:
             wanted = f"wanted at most {longest} tokens, the server's max_model_len"
             raise InvalidParameterError("context + continuation", num_tokens, wanted)
-        most = MOST_TOKENS // max(1, num_tokens)
+        most = MAX_TOKENS // max(1, num_tokens)
         if num_samples > most:
             wanted = f"wanted at most {most} samples of {num_tokens} tokens"
             raise InvalidParameterError("mc_num", num_samples, wanted)
@@ -329,7 +329,7 @@ def _maskings(
                 raise InvalidParameterError(name, values[name], "wanted it left out beside masks")
         return None, _given_maskings(masks, length)
     mc_num, seed = values.get("mc_num", 128), values.get("seed", 1234) % 2**SEED_BITS
-    usual = next(n for n in range(min(mc_num, USUAL_BATCH), 0, -1) if mc_num % n == 0)
+    usual = next(n for n in range(min(mc_num, DEFAULT_BATCH_SIZE), 0, -1) if mc_num % n == 0)
     batch_size = values.get("batch_size", usual)
     if mc_num % batch_size:
         raise InvalidParameterError("batch_size", batch_size, f"wanted a divisor of {mc_num}")
@@ -339,8 +339,8 @@ def _maskings(
 
 
 def _given_maskings(masks: Any, length: int) -> list[Masking]:
-    if not isinstance(masks, list) or not 1 <= len(masks) <= MOST_SAMPLES:
-        raise InvalidParameterError("masks", masks, f"wanted 1 to {MOST_SAMPLES} lists")
+    if not isinstance(masks, list) or not 1 <= len(masks) <= MAX_SAMPLES:
+        raise InvalidParameterError("masks", masks, f"wanted 1 to {MAX_SAMPLES} lists")
     for masked in masks:
         is_list = isinstance(masked, list) and masked and all(type(p) is int for p in masked)
         if not is_list or not all(0 <= p < length for p in masked):

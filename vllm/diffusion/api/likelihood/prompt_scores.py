@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from vllm.diffusion.api.choices import Cancelling, answers, last
-from vllm.diffusion.api.report import told
+from vllm.diffusion.api.report import reports_by_choice
 from vllm.diffusion.request.decision import attach
 from vllm.diffusion.request.likelihood import BESIDE_A_SCORE, ScoreRequest, TokenScores
 from vllm.inputs.engine import tokens_input
@@ -38,7 +38,7 @@ _SAMPLING = SamplingParams(  # what upstream's front end does with the output
 )
 
 TERMS = tuple(sorted(BESIDE_A_SCORE))  # of an HTTP request, that each of its readings has, too
-MOST_AT_ONCE = 256  # readings of one HTTP request that are in the engine at a time
+MAX_CONCURRENT_SCORES = 256  # readings of one HTTP request that are in the engine at a time
 
 
 class Reading(NamedTuple):
@@ -77,7 +77,7 @@ class Reading(NamedTuple):
 
 
 class ReadGroup(NamedTuple):
-    """Readings that are to share a step, as in `ScoreRequest`; at most MOST_AT_ONCE."""
+    """Readings that are to share a step, as in `ScoreRequest`; at most MAX_CONCURRENT_SCORES."""
 
     group: str
     group_size: int
@@ -129,7 +129,7 @@ class Reader:
             GenerationError: the engine could not go on.
         """
         decided = self.check(readings, terms)
-        room = asyncio.Semaphore(MOST_AT_ONCE)
+        room = asyncio.Semaphore(MAX_CONCURRENT_SCORES)
 
         async def one(index: int) -> Read:
             reading = readings[index]
@@ -144,7 +144,7 @@ class Reader:
                     f"{request_id}-{index}",
                     **options,
                 )
-                found = told(await last(outputs)).get(0, {})
+                found = reports_by_choice(await last(outputs)).get(0, {})
             scores = msgspec.convert(found["scores"], TokenScores)
             return Read(scores, {name: value for name, value in found.items() if name != "scores"})
 

@@ -20,7 +20,7 @@ from pydantic import create_model
 from vllm.diffusion.api.choices import RequestTimedOut
 from vllm.diffusion.api.handlers import remade
 from vllm.diffusion.api.likelihood.prompt_scores import (
-    MOST_AT_ONCE,
+    MAX_CONCURRENT_SCORES,
     TERMS,
     Reader,
     ReadGroup,
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from vllm.entrypoints.generate.structured_decisions.question_types import Question
     from vllm.sampling_params import SamplingParams
 
-MOST_QUESTIONS = 64
+MAX_QUESTIONS = 64
 
 PARAMETERS: tuple[Parameter, ...] = (
     Parameter(
@@ -147,7 +147,7 @@ class BlockStrategy(NextTokenStrategy):
         self._pieces: dict[str, list[int]] = {}  # tokens of what stands before an answer
 
     def limits(self) -> DecisionLimits:
-        return DecisionLimits(max_questions=MOST_QUESTIONS, max_options=len(LABELS))
+        return DecisionLimits(max_questions=MAX_QUESTIONS, max_options=len(LABELS))
 
     async def read(
         self,
@@ -380,7 +380,7 @@ class _NextTokens:
     ) -> None:
         self._engine, self._validator, self._terms = engine, validator, terms
         self._reader = Reader(engine, validator)
-        self._group = ReadGroup(uuid.uuid4().hex, min(num_items, MOST_AT_ONCE))
+        self._group = ReadGroup(uuid.uuid4().hex, min(num_items, MAX_CONCURRENT_SCORES))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

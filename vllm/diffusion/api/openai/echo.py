@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.api.choices import Cancelling
 from vllm.diffusion.api.likelihood.prompt_scores import Reader, Reading
-from vllm.diffusion.api.report import told
+from vllm.diffusion.api.report import reports_by_choice
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.logprobs import Logprob
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.api.validator import Validator
     from vllm.sampling_params import SamplingParams
 
-MOST_TOKENS = 2048  # of a prompt: as many forwards of as many rows
+MAX_PROMPT_TOKENS = 2048  # of a prompt: as many forwards of as many rows
 PromptLogprobs = list[dict[int, Logprob] | None]
 
 
@@ -70,8 +70,8 @@ class EchoClient:
             RequestRefused: HTTP 400, naming the field.
         """
         prompt = list(engine_input["prompt_token_ids"])
-        if len(prompt) > MOST_TOKENS:
-            wanted = f"wanted at most {MOST_TOKENS} tokens beside echo and logprobs"
+        if len(prompt) > MAX_PROMPT_TOKENS:
+            wanted = f"wanted at most {MAX_PROMPT_TOKENS} tokens beside echo and logprobs"
             raise RequestRefused(InvalidParameterError("prompt", len(prompt), wanted))
         block_length, mask_id = self._validator.block_length, self._validator.mask_id
         readings = readings_of(prompt, mask_id, sampling.prompt_logprobs or 0, block_length)
@@ -105,7 +105,7 @@ class EchoClient:
     def _with(self, found: list[Read], prompt: list[int], output: RequestOutput) -> RequestOutput:
         """Add the log probabilities of its prompt to an output, and the forwards that they took."""
         output.prompt_logprobs = prompt_logprobs(prompt, found, self._texts)
-        reports = told(output)
+        reports = reports_by_choice(output)
         if not self._writes and found:
             reports = {0: {**found[0].report, "num_forwards": 0, "num_steps": 0}}
         if "num_forwards" in reports.get(0, {}):  # of the first of several answers

@@ -20,7 +20,13 @@ from vllm.diffusion.api.likelihood.prompt_scores import TERMS
 from vllm.diffusion.api.openai.echo import EchoClient
 from vllm.diffusion.api.openai.openai_protocol import prepare, reads_prompt
 from vllm.diffusion.api.openai.tool_calls import put_calls, with_calls
-from vllm.diffusion.api.report import CanvasState, DiffusionReport, TokenTexts, timeout_in, told
+from vllm.diffusion.api.report import (
+    CanvasState,
+    DiffusionReport,
+    TokenTexts,
+    reports_by_choice,
+    timeout_in,
+)
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.guided.guides import SPEC, unpacked
@@ -213,7 +219,9 @@ class DiffusionServingCompletion(Diffusion, OpenAIServingCompletion):
         self, final_res_batch: list[RequestOutput], *args: Any, **kwargs: Any
     ) -> Any:
         response = super().request_output_to_completion_response(final_res_batch, *args, **kwargs)
-        found = [report for output in final_res_batch for report in told(output).values()]
+        found = [
+            report for output in final_res_batch for report in reports_by_choice(output).values()
+        ]
         put_report(response, dict(enumerate(found)))
         return response
 
@@ -276,8 +284,8 @@ async def _after_the_first(
 ) -> AsyncGenerator[str, None]:
     async with aclosing(chunks):
         yield await anext(chunks)
-        async with aclosing(follow(chunks)) as rest:
-            async for text in rest:
+        async with aclosing(follow(chunks)) as remaining:
+            async for text in remaining:
                 yield text
 
 

@@ -147,7 +147,7 @@ def _report(item: RequestState) -> dict[str, Any]:
         "steps": item.params.steps,
         "num_steps": item.num_steps,
         "num_forwards": item.num_forwards,
-        "states_drafted": item.num_drafted,
+        "states_drafted": item.num_drafts,
         "states_accepted": item.num_accepted,
         "num_forwards_saved": item.num_forwards_saved,
         "num_committed": item.num_committed,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
 
 BLOCKS_AHEAD = 2
-MOST_SCRATCH_PAGES, PAGES_PER_SCRATCH = 64, 32
+MAX_SCRATCH_PAGES, PAGES_PER_SCRATCH = 64, 32
 _WEIGHTS = "|W"  # begins the end of a salt
 
 logger = init_logger(__name__)
@@ -49,13 +49,13 @@ def most_positions(num_pages: int, max_model_len: int) -> int:
 
 
 def scratch_pages(num_pages: int) -> int:
-    """Pages that the store has beside `num_pages` that requests may have: for guesses."""
-    return min(MOST_SCRATCH_PAGES, num_pages // PAGES_PER_SCRATCH)
+    """Pages that the store has beside `num_pages` that requests may have: for drafts."""
+    return min(MAX_SCRATCH_PAGES, num_pages // PAGES_PER_SCRATCH)
 
 
 def without_scratch(num_pages: int) -> int:
     """Pages that requests may have in a store of `num_pages`."""
-    return num_pages - min(MOST_SCRATCH_PAGES, (num_pages + 1) // (PAGES_PER_SCRATCH + 1))
+    return num_pages - min(MAX_SCRATCH_PAGES, (num_pages + 1) // (PAGES_PER_SCRATCH + 1))
 
 
 class Paging(AdmissionGate):
@@ -124,7 +124,7 @@ class Paging(AdmissionGate):
         request.block_hashes.clear()
         request.update_block_hashes()
 
-    def renew(self, items: Sequence[RequestState], generation: int) -> None:
+    def weights_changed(self, items: Sequence[RequestState], generation: int) -> None:
         self._generation = generation
         own = [item for item in items if item.is_paged]
         if not self.reset(own):

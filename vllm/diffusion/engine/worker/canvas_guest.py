@@ -26,7 +26,7 @@ class CanvasGuest:
         """Take in, and perhaps write to, the sequence [T] before the first forward."""
 
     def joints(
-        self, tokens: Array, work: ForwardTarget, scoring: Scoring, step: int
+        self, tokens: Array, target: ForwardTarget, scoring: Scoring, step: int
     ) -> list[Joint]:
         """Return choices that bind several candidates of the next forward, by position."""
         return []

@@ -108,12 +108,12 @@ class Constraint(CanvasGuest):
         return self._language.is_closed(state)
 
     def joints(
-        self, tokens: Array, work: ForwardTarget, scoring: Scoring, step: int
+        self, tokens: Array, target: ForwardTarget, scoring: Scoring, step: int
     ) -> list[Joint]:
         """Return the joint choices of a forward, in the order of positions."""
         found = []
         for stretch in self._stretches:
-            eligible = work.eligible[stretch.within(work.eligible)]
+            eligible = target.eligible[stretch.within(target.eligible)]
             if eligible.size:
                 window = self._window(stretch, tokens, eligible)
                 found.append(self._joint(window, scoring, step))

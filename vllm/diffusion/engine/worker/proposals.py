@@ -42,8 +42,8 @@ class Proposals(CanvasGuest):
         self._tokens = np.full(shape, params.mask_id, dtype=np.int32)
         self._logprobs = np.full(shape, np.nan, dtype=np.float32)
         self._ranks = np.ones(params.gen_length, dtype=np.int32)
-        self._guessed = np.zeros(params.gen_length, dtype=np.bool_)
-        self._is_guess = False  # the next commit; the first after a look is a forward's own
+        self._drafted = np.zeros(params.gen_length, dtype=np.bool_)
+        self._is_draft = False  # the next commit; the first after a look is a forward's own
 
     def begin(self, tokens: NDArray[np.int64]) -> None:
         """Record the tokens on the canvas before the first forward as certain."""
@@ -65,9 +65,9 @@ class Proposals(CanvasGuest):
             self._note(candidates, found, commit, is_new)
         positions = commit.positions - self._prompt_length
         # The last block may be longer than the canvas.
-        on_canvas = (positions >= 0) & (positions < self._guessed.size)
-        self._guessed[positions[on_canvas]] = self._is_guess
-        self._is_guess = True
+        on_canvas = (positions >= 0) & (positions < self._drafted.size)
+        self._drafted[positions[on_canvas]] = self._is_draft
+        self._is_draft = True
         return commit
 
     def _confirms(self, candidates: Candidates, standing: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -117,7 +117,7 @@ class Proposals(CanvasGuest):
 
     def look(self, tokens: NDArray[np.int64], step: int) -> None:
         """Keep the whole canvas after forward number `step`, where the request asks to see it."""
-        self._is_guess = False
+        self._is_draft = False
         if self._params.stream_canvas:
             self._view = self._view_of(tokens[self._canvas], step)
 
@@ -150,5 +150,5 @@ class Proposals(CanvasGuest):
             token_ids=np.where(committed, canvas, self._tokens[:, 0]).astype("<i4").tobytes(),
             committed=committed.tobytes(),
             confidence=np.exp(self._logprobs[:, 0]).astype("<f4").tobytes(),
-            guessed=self._guessed.tobytes() if self._params.num_speculative_states else None,
+            guessed=self._drafted.tobytes() if self._params.num_speculative_states else None,
         )

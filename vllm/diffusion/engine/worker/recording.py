@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
-MOST_NOTED = 32  # commits; with more the end of many answers at once would keep the device waiting
+# With more, the end of many answers at once would keep the device waiting.
+MAX_PENDING_COMMITS = 32
 
 
 class Blocks:
@@ -162,7 +163,7 @@ class Recorder(CanvasGuest):
             return
         rows = logprobs[self._rows].copy()  # the step's buffer is used again
         self._noted.append(_Noted(self._step, eligible, rows, commit.positions, commit.tokens))
-        if len(self._noted) >= MOST_NOTED:
+        if len(self._noted) >= MAX_PENDING_COMMITS:
             self._catch_up()
 
     def _catch_up(self) -> None:

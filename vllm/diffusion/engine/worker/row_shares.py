@@ -202,7 +202,8 @@ def gathered(
     """
     counts = [part.num_sampled for part in parts]
     width = max(sum(counts[rank :: peers.size]) for rank in range(peers.size))
-    height = -peers.least(-found.shape[0])  # log probabilities may be wanted of some parts only
+    # log probabilities may be wanted of some parts only
+    height = -peers.all_reduce_min(-found.shape[0])
     padded = found.new_zeros(height, width)
     padded[: found.shape[0], : found.shape[1]] = found
     of_ranks = peers.gather(padded)

@@ -67,7 +67,7 @@ def _of_request(canvas: Canvas, page_bytes: int) -> dict[str, Any]:
         "canvas_tokens": params.gen_length,
         "committed": canvas.num_committed,
         "forwards": canvas.num_forwards,
-        "states_drafted": canvas.num_drafted,
+        "states_drafted": canvas.num_drafts,
         "states_accepted": canvas.num_accepted,
         "steps": params.steps,
         "kept_bytes": 0 if cache is None else len(cache.pages) * page_bytes,

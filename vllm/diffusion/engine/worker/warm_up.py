@@ -84,12 +84,12 @@ def run_alone(
         for _ in range(1 + is_seeded):
             with torch.inference_mode():
                 runner.collect(runner.launch([new.req_id for new in requests]))
-        runner.take_note()
+        runner.report_collected()
     except OUT_OF_MEMORY as error:
         failure = error.with_traceback(None)
     finally:
         for new in requests:
-            runner.forget(new.req_id)
+            runner.remove(new.req_id)
     if runner.agreement is not None:
         failure = runner.agreement.reach(failure)
     if failure is not None:
@@ -127,7 +127,7 @@ def _steps(
                     yield [_request(model, "warm-up", longest, cache, num_sampled=1)]
             shared = min(room, row_budget)
             number = max(2, ceil(shared / model.max_model_len))
-            if shared > below:  # a lone request, too, with guidance or guesses
+            if shared > below:  # a lone request, too, with guidance or drafts
                 unit = model.block_unit
                 units = shared // unit
                 lengths = [unit * ((units + i) // number) for i in range(number)]

@@ -174,7 +174,7 @@ class DiffusionWorker(WeightWorker):
     def determine_available_memory(self) -> int:
         """Bytes of the pages that fit into the part of the pool that is meant for them.
 
-        Without those that guesses have.
+        Without those that drafts have.
         """
         planner = self.model_runner.planner
         num_pages = without_scratch(planner.cached_positions // pages.PAGE_SIZE)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many guesses stand beside a step: those that save more time than their rows take.
+"""Chooses how many drafts a step evaluates: drafts that save more time than their rows take.
 
-Two tables say so: how often guesses hold, which is learned, and how long a step of so many rows
-takes. Both depend on counts alone, never on a clock, so all ranks decide alike.
+Two tables decide: acceptance rates, which are learned, and the time of a step by its rows. Both
+depend on counts alone, never on a clock, so all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -16,48 +16,48 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.ops import Array
 
-MARGIN = 0.02  # of a step's time, for a guess: drafting and accepting it are work of the host
-FADES = 0.98  # what is left of a try after the next one of its kind
-PRIOR_TRIES = 2.0  # which held every second time
+MARGIN = 0.02  # share of a step's time per draft: the host drafts and accepts
+DECAY = 0.98  # weight of an old trial relative to the next one
+PRIOR_COUNT = 2.0  # prior trials, half of which were accepted
 
-# What guesses of a kind have in common: the algorithm, how much it commits, the cache, noise.
+# Drafts of a kind share the algorithm, the number of tokens that it commits, cache and noise.
 Kind: TypeAlias = "Hashable"
 
 
-class HoldingRates:
-    """How often guesses have held, by kind, by depth and by the number of candidates committed."""
+class AcceptanceRates:
+    """Acceptance rates of drafts, by kind, depth and number of committed candidates."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Kind, int | None, int], tuple[float, float]] = {}
 
-    def forget(self) -> None:
-        """Forget all that was learned."""
+    def clear(self) -> None:
+        """Forget all counts."""
         self._known.clear()
 
     def chance(self, kind: Kind, count: int | None, depth: int) -> float:
-        """Return how often a guess holds whose parent does.
+        """Return the acceptance rate of drafts whose parent was accepted.
 
-        A depth that was never tried counts as the one before it. `count` is None where the rule
-        says how many candidates are committed.
+        A depth without trials has the rate of the depth before it. `count` is None if the rule
+        decides how many candidates are committed.
         """
-        hits, tries = self._counts(kind, count, depth)
-        return hits / tries
+        accepted, trials = self._counts(kind, count, depth)
+        return accepted / trials
 
     def _counts(self, kind: Kind, count: int | None, depth: int) -> tuple[float, float]:
         for known in range(depth, 0, -1):
             found = self._known.get((kind, count, known))
             if found is not None:
                 return found
-        return PRIOR_TRIES * 0.5 ** (count or 1), PRIOR_TRIES
+        return PRIOR_COUNT * 0.5 ** (count or 1), PRIOR_COUNT
 
-    def learn(self, kind: Kind, count: int | None, depth: int, *, holds: bool) -> None:
-        """Take in whether a guess has held whose parent has."""
-        hits, tries = self._counts(kind, count, depth)
-        self._known[kind, count, depth] = hits * FADES + holds, tries * FADES + 1
+    def learn(self, kind: Kind, count: int | None, depth: int, *, is_accepted: bool) -> None:
+        """Record whether a draft was accepted whose parent was."""
+        accepted, trials = self._counts(kind, count, depth)
+        self._known[kind, count, depth] = accepted * DECAY + is_accepted, trials * DECAY + 1
 
 
-class Offer(NamedTuple):
-    """Guesses that a request could have.
+class DraftOffer(NamedTuple):
+    """Drafts that a request could have.
 
     Attributes:
         chances: chance of each to be reached, descending.
@@ -81,28 +81,28 @@ class StepTimes(NamedTuple):
 
     @classmethod
     def of(cls, known: Mapping[int, float]) -> StepTimes:
-        """Make the table of known times; a step of more rows is never worth it."""
+        """Make the table of known times; a step of more rows never pays."""
         rows = sorted(known)
         return cls(np.array(rows), np.array([*(known[size] for size in rows), np.inf]))
 
     def at(self, rows: Array | int) -> Array:
-        """Return the times [R] of steps of so many rows."""
+        """Return the times [R] of steps with `rows` rows."""
         found: Array = self.seconds[self.rows.searchsorted(rows)]
         return found
 
 
-def worthwhile(
-    offers: Sequence[Offer], num_requests: int, rows: int, times: StepTimes
+def choose_num_drafts(
+    offers: Sequence[DraftOffer], num_requests: int, rows: int, times: StepTimes
 ) -> list[int]:
-    """Return how many of its first guesses each request should have.
+    """Return how many of its first drafts each request should have.
 
-    Of the guesses of all requests, the likeliest first, as many are taken as make the steps that
-    are expected to be committed in a second the most.
+    Takes drafts of all requests, the likeliest first, up to the number that maximises the expected
+    number of committed steps per second.
 
     Args:
-        offers: what requests could have.
+        offers: drafts that requests could have.
         num_requests: requests of the step.
-        rows: its rows without guesses.
+        rows: its rows without drafts.
         times: times of steps.
     """
     sizes = [len(offer.chances) for offer in offers]
@@ -114,9 +114,9 @@ def worthwhile(
     order = (-chances).argsort(kind="stable")
     all_rows = rows + np.repeat([offer.rows for offer in offers], sizes)[order].cumsum()
     seconds = times.at(all_rows) + MARGIN * alone_s * np.arange(1, order.size + 1)
-    paces = (num_requests + chances[order].cumsum()) / seconds
-    best = int(paces.argmax())
-    if not paces[best] * alone_s > num_requests:
+    rates = (num_requests + chances[order].cumsum()) / seconds
+    best = int(rates.argmax())
+    if not rates[best] * alone_s > num_requests:
         return [0] * len(offers)
     counts: list[int] = np.bincount(owners[order[: best + 1]], minlength=len(offers)).tolist()
     return counts
