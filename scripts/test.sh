@@ -20,11 +20,11 @@ esac
 
 unset PYTHONDONTWRITEBYTECODE # dozens of processes would compile all modules again
 setup test
-make_tiny_model
 if [ "${1:-}" = --gpu ]; then
   shift
   PYTHON=$PY exec "$ROOT/scripts/gpu_tests.sh" "$@"
 fi
+make_tiny_model
 cd "$ROOT"
 
 # count_processes: one more than cores, because tests also wait for servers; 8 at most. With the

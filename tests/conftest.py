@@ -17,7 +17,7 @@ import gc
 import json
 import os
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,6 +56,10 @@ collect_ignore = [name for name, wanted in WANTED.items() if find_spec(wanted) i
 GPU_MARKERS = ("gpu", "multi_gpu")
 DURATIONS = Path(__file__).with_name("durations.json")
 MIN_SLOW_S = 1.0  # of all cases of a test function together
+# Each GPU test of these folders starts an engine or a server. That takes up to a minute, about as
+# long as ENGINE_CASES cases of a test of a kernel.
+ENGINE_FOLDERS = ("tests/engine/", "tests/server/")
+ENGINE_CASES = 100
 MODEL_VARIABLES = (
     *("MODEL_DIR", "LLADA_MODEL_DIR", "DREAM_MODEL_DIR", "LLADA_MOE_MODEL_DIR"),
     *("LLADA2_MODEL_DIR", "SDAR_MODEL_DIR", "FAST_DLLM_MODEL_DIR"),
@@ -99,21 +103,26 @@ def pytest_configure(config: pytest.Config) -> None:
         warm.share()
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if function_of(item.nodeid) in read_durations():
+        item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(trylast=True)  # after `-m` and `-k` have deselected tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     skips_references = not any(map(config.getoption, ("--references", "--write-golden")))
-    durations = read_durations()
     is_for_gpu = config.getoption("--require-gpu")
     deselect_gpu_tests(config, items, max(count_gpus(), int(is_for_gpu)))
-    if not is_for_gpu:  # on a GPU other modules take long
-        sort_by_duration(items, durations)
+    if not is_for_gpu:
+        sort_by_duration(items)
+    elif hasattr(config, "workerinput"):  # a process of pytest-xdist
+        sort_longest_first(items)
     for item in items:
         if skips_references and item.nodeid.startswith("tests/reference/"):
             item.add_marker(pytest.mark.skipif(are_golden(), reason="as the runs were written"))
         is_of_model = item.get_closest_marker("model") is not None
         if is_of_model and not any(os.environ.get(name) for name in MODEL_VARIABLES):
             item.add_marker(pytest.mark.skip(reason=f"needs one of {', '.join(MODEL_VARIABLES)}"))
-        if function_of(item.nodeid) in durations:
-            item.add_marker(pytest.mark.slow)
 
 
 def deselect_gpu_tests(config: pytest.Config, items: list[pytest.Item], num_gpus: int) -> None:
@@ -130,10 +139,10 @@ def num_gpus_of(item: pytest.Item) -> int:
     return int(item.get_closest_marker("gpu") is not None)
 
 
-def sort_by_duration(items: list[pytest.Item], durations: dict[str, float]) -> None:
+def sort_by_duration(items: list[pytest.Item]) -> None:
     """Put the modules that take longest first; the tests of a module keep their order."""
     seconds: defaultdict[str, float] = defaultdict(float)
-    for function, duration in durations.items():
+    for function, duration in read_durations().items():
         seconds[module_of(function)] += duration
     items.sort(key=lambda item: -seconds[module_of(item.nodeid)])
 
@@ -147,6 +156,7 @@ def function_of(nodeid: str) -> str:
     return nodeid.split("[")[0]
 
 
+@cache
 def read_durations() -> dict[str, float]:
     """Return the seconds of each slow test function by its node."""
     return dict(json.loads(DURATIONS.read_text(encoding="utf-8")))
@@ -196,20 +206,36 @@ def quick_starts() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--require-gpu`, a file's tests share a process, and so the kernels compiled for them.
-
-    Those of engines go wherever a process is free: each starts an engine of its own, for long.
-    """
+    """With `--require-gpu`, `unit_of` decides which tests share a process."""
     if not config.getoption("--require-gpu"):
         return None
-    from xdist.scheduler import LoadFileScheduling
+    from xdist.scheduler import LoadScopeScheduling
 
-    class GpuScheduling(LoadFileScheduling):
+    class GpuScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            is_of_engine = nodeid.startswith("tests/engine/")
-            return nodeid if is_of_engine else str(super()._split_scope(nodeid))
+            return unit_of(nodeid)
 
     return GpuScheduling(config, log)
+
+
+def unit_of(nodeid: str) -> str:
+    """Return the name of the tests that a process runs in one go.
+
+    These are all cases of a test, because they share compiled kernels. A case that starts an engine
+    or a server is a unit of its own.
+    """
+    return nodeid if nodeid.startswith(ENGINE_FOLDERS) else function_of(nodeid)
+
+
+def sort_longest_first(items: list[Any]) -> None:
+    """Sort tests by the length of their units, so that all processes end at about the same time."""
+    num_cases = Counter(unit_of(item.nodeid) for item in items)
+
+    def length(item: Any) -> int:
+        is_of_engine = item.nodeid.startswith(ENGINE_FOLDERS)
+        return ENGINE_CASES if is_of_engine else num_cases[unit_of(item.nodeid)]
+
+    items.sort(key=length, reverse=True)
 
 
 @cache
