@@ -316,7 +316,6 @@ arrivals = st.lists(
 )
 
 
-@pytest.mark.slow
 @settings(
     deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

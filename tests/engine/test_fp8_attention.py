@@ -184,7 +184,6 @@ def test_what_cannot_be_is_refused(checkpoint: Callable[[str], Path]) -> None:
         Settings.of({"fp8_attention_min_tokens": 0})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("divided", ["sequence", "tensor"])
 def test_processes_score_as_one(divided: str, checkpoint: Callable[[str], Path]) -> None:
     """Over gloo. Tensor-parallel ranks have scales for their own heads, which rounds alike."""

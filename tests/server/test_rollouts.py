@@ -270,7 +270,6 @@ def test_other_sites_cannot_pause(trained: Client, headers: dict[str, str]) -> N
     assert trained.http.post("/resume", headers=own).status_code == 200
 
 
-@pytest.mark.slow
 def test_replicas_fail_together_in_an_update(
     model_dir: Path, updates: Path, tmp_path: Path
 ) -> None:

@@ -31,10 +31,12 @@ class GenerateBody(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    model: str | None = Field(None, description="a served model's name")
-    prompt: Any = Field(None, description="a string, token ids, or a list of either; taken as is")
+    model: str | None = Field(None, description="name of the served model")
+    prompt: Any = Field(
+        None, description="a string, token ids, or a list of either; used without a chat template"
+    )
     messages: Any = Field(
-        None, description="a conversation; it goes through the checkpoint's chat template"
+        None, description="a conversation; formatted with the checkpoint's chat template"
     )
     apply_chat_template: bool = Field(
         False, description="treat a string prompt as the user's message of a conversation"
@@ -48,26 +50,33 @@ class GenerateBody(BaseModel):
     include_stop_str_in_output: bool = Field(False, description="keep the stop string in the text")
     skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
     detokenize: bool = Field(
-        True, description="answer with text; false leaves it empty and saves its cost"
+        True,
+        description="return text; false leaves `text` empty and saves the time of detokenisation",
     )
-    stream: bool = Field(False, description="answer with server-sent events")
+    stream: bool = Field(False, description="stream the answer as server-sent events")
     # Clients send it to every model: named in `diffusion.ignored`.
-    reasoning_effort: str | None = Field(None, description="taken and not used; the answer says so")
+    reasoning_effort: str | None = Field(
+        None, description="accepted and ignored; listed in `diffusion.ignored`"
+    )
     response_format: dict[str, Any] | None = Field(
         None,
-        description="what the answer must be, as OpenAI has it: type text, json_object, or "
+        description="format of the answer in OpenAI's notation: type text, json_object, or "
         "json_schema with json_schema.schema",
     )
     structured_outputs: dict[str, Any] | None = Field(
-        None, description="the same, as vLLM has it: one of json, regex, choice, json_object"
+        None,
+        description="format of the answer in vLLM's notation: one of json, regex, choice, "
+        "json_object",
     )
     logprobs: int | None = Field(
         None,
-        description="report the log probability of every token in the step that committed it, and "
-        "of so many of the most likely tokens",
+        description="return the log probability of every token in the step that committed it, and "
+        "of this many of the most likely tokens",
     )
     logprob_token_ids: list[int] | None = Field(
-        None, description="report the log probabilities of these tokens in place of the most likely"
+        None,
+        description="return the log probabilities of these token ids instead of the most likely "
+        "tokens",
     )
 
 

@@ -111,7 +111,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "semi_ar",
             "semi_ar.SemiAutoregressive",
-            "a fixed number of the most confident candidates, block after block",
+            "a fixed number of the most confident candidates; blocks are filled one after the "
+            "other",
             source=1,
             pace="steps",
             random_scores="all",
@@ -120,8 +121,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "threshold",
             "threshold.Threshold",
-            "every candidate of the block whose confidence reaches `threshold`, and always the "
-            "best one",
+            "every candidate of the block whose confidence is at least `threshold`, and always "
+            "the best one",
             source=2,
             parameters=("threshold",),
             random_scores="all",
@@ -129,8 +130,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "factor",
             "threshold.Factor",
-            "the n best candidates, n as large as the n-th best confidence stays at or above "
-            "1 - `factor` / (n + 1)",
+            "the n most confident candidates; n grows while the n-th confidence is at least 1 - "
+            "`factor` / (n + 1)",
             source=2,
             parameters=("factor",),
             random_scores="all",
@@ -138,8 +139,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "local_leap",
             "local_leap.LocalLeap",
-            "as `threshold`, but `relaxed_threshold` suffices within `radius` positions of a "
-            "candidate that reaches `threshold`",
+            "like `threshold`; within `radius` positions of a candidate that reaches `threshold`, "
+            "`relaxed_threshold` is enough",
             source=3,
             parameters=("threshold", "relaxed_threshold", "radius", "early_stop"),
             random_scores="all",
@@ -148,7 +149,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             "entropy_threshold",
             "threshold.EntropyThreshold",
             "every candidate of the block whose distribution has an entropy below `threshold`, "
-            "and always the lowest",
+            "and always the one with the lowest entropy",
             source=4,
             score="entropy",
             parameters=("threshold",),
@@ -158,8 +159,9 @@ ALGORITHMS: dict[str, Algorithm] = {
             "full_attn_multi_block",
             "full_attn_multi_block.FullAttnMultiBlock",
             "candidates of several blocks at once whose entropy is below `threshold`; a block "
-            "starts when `block_add_threshold` of the one before is decoded, and is sure of one "
-            "commit a step from `decoded_token_threshold` on",
+            "starts when the share `block_add_threshold` of the previous block is committed, and "
+            "gets at least one commit per step once the share `decoded_token_threshold` of it is "
+            "committed",
             source=4,
             blocks="together",
             score="entropy",
@@ -177,8 +179,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "multi_block",
             "multi_block.MultiBlock",
-            "the same idea with one commit a step guaranteed over all blocks (on Dream: in the "
-            "first unfinished block), and with the delayed cache",
+            "like `full_attn_multi_block`, with at least one commit per step over all blocks (on "
+            "Dream: in the first unfinished block); supports `cache: delayed`",
             source=5,
             blocks="together",
             score="entropy",
@@ -191,16 +193,16 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "hierarchy",
             "hierarchy.Hierarchy",
-            "the best candidate of each run of masked positions if its confidence exceeds "
-            "`low_threshold`, every candidate above `threshold`, and always the best one",
+            "every candidate of the block above `threshold`, the best candidate of each run of "
+            "masked positions if its confidence exceeds `low_threshold`, and always the best one",
             source=6,
             parameters=("low_threshold", "threshold"),
         ),
         Algorithm(
             "credit",
             "credit.Credit",
-            "as `threshold`, with confidences raised for tokens that were the best candidate of "
-            "their position in the steps before",
+            "like `threshold`, with a higher confidence for tokens that were the best candidate "
+            "of their position in earlier steps",
             source=6,
             parameters=("threshold",),
             speculates=None,
@@ -208,8 +210,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "dream",
             "dream.Dream",
-            "as many candidates of the whole canvas as a schedule of noise levels says, chosen by "
-            "`alg`",
+            "candidates of the whole canvas, chosen by `alg`; a schedule of noise levels sets "
+            "their number",
             source=7,
             blocks="none",
             score="alg",
@@ -221,8 +223,9 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "adablock",
             "adablock.AdaBlock",
-            "as `threshold`, in blocks that end after a line or another delimiter, where the model "
-            "is sure of one (`delimiter_ids`, `delimiter_threshold`), else after `block_length`",
+            "like `threshold`, in blocks of variable length: a block ends after a token of "
+            "`delimiter_ids` if its confidence is at least `delimiter_threshold`, else after "
+            "`block_length` tokens",
             source=11,
             pace="rule alone",
             parameters=("threshold", "delimiter_ids", "delimiter_threshold"),
@@ -240,8 +243,8 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "low_confidence_dynamic",
             "block_quota.ConfidenceOrQuota",
-            "every candidate of the block whose confidence exceeds `threshold` if they are as many "
-            "as the quota of the step, else the most confident as many",
+            "every candidate of the block whose confidence exceeds `threshold`; if these are "
+            "fewer than the quota of the step, the most confident candidates up to the quota",
             source=8,
             pace="steps",
             parameters=("threshold", "steps_per_block"),
@@ -252,7 +255,7 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "semi_ar",
             "block_quota.Quota",
-            "the quota of the step: the most confident candidates of the block",
+            "the quota of the step, filled with the most confident candidates of the block",
             source=9,
             pace="steps",
             parameters=("steps_per_block",),
@@ -263,7 +266,7 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "sequential",
             "block_quota.FirstMasked",
-            "the quota of the step: the first masked positions of the block",
+            "the quota of the step, filled with the first masked positions of the block",
             source=9,
             score="position",
             pace="steps",
@@ -274,8 +277,8 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "entropy_bounded",
             "block_quota.EntropyBounded",
-            "the lowest entropies of the block as long as their sum stays below `threshold`, and "
-            "always the lowest",
+            "the candidates of the block with the lowest entropies while the sum of these "
+            "entropies is below `threshold`, and always the lowest",
             source=9,
             score="entropy",
             pace="rule alone",
@@ -287,9 +290,9 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
             "joint_threshold",
             "joint_threshold.JointThreshold",
             "every candidate of the block whose confidence exceeds `threshold`, at least "
-            "`num_to_transfer`; and committed tokens of the block are replaced by others whose "
-            "confidence exceeds `editing_threshold`, until none is or `max_post_steps` have passed "
-            "since the last mask was filled",
+            "`num_to_transfer`; it also replaces committed tokens of the block by others whose "
+            "confidence exceeds `editing_threshold`. The block ends when nothing is replaced, or "
+            "`max_post_steps` steps after its last mask was filled",
             source=8,
             pace="rule alone",
             parameters=(
@@ -306,10 +309,11 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "levenshtein",
             "levenshtein.Levenshtein",
-            "every candidate of the block whose confidence exceeds `threshold`, at least the quota "
-            "of the step; and committed tokens of the block are replaced where another exceeds "
-            "`editing_threshold`, deleted, or moved to insert one, until nothing changes or "
-            "`max_post_steps` have passed since the last of the first masks was filled",
+            "every candidate of the block whose confidence exceeds `threshold`, at least the "
+            "quota of the step; it also replaces committed tokens by others whose confidence "
+            "exceeds `editing_threshold`, deletes tokens, and inserts masks. The block ends when "
+            "nothing changes, or `max_post_steps` steps after the last of its original masks was "
+            "filled",
             source=12,
             pace="steps",
             parameters=("threshold", "editing_threshold", "max_post_steps", "steps_per_block"),
@@ -321,8 +325,8 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "hierarchy_block",
             "hierarchy_block.HierarchyBlock",
-            "every candidate of a part of the block, `sub_block_length` tokens, whose confidence "
-            "exceeds `threshold`, and always the best one",
+            "every candidate whose confidence exceeds `threshold` in the current part of the "
+            "block (`sub_block_length` tokens), and always the best one",
             source=10,
             pace="rule alone",
             parameters=("threshold", "sub_block_length"),
@@ -333,9 +337,10 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "self_speculation",
             "self_speculation.SelfSpeculation",
-            "the answer of `autoregressive`, in fewer forwards: a block is drafted, in a forward "
-            "every candidate whose confidence reaches `threshold`; what a causal forward confirms "
-            "is committed, and the token that follows",
+            "the tokens of `autoregressive` in fewer forward passes: denoising drafts a block "
+            "(each pass fills every candidate whose confidence reaches `threshold`), then one "
+            "causal pass verifies the draft and commits the verified tokens and the token after "
+            "them",
             source=13,
             pace="rule alone",
             parameters=("threshold",),
@@ -348,7 +353,7 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "autoregressive",
             "self_speculation.Autoregressive",
-            "the token that follows those so far",
+            "the next token",
             source=13,
             blocks="none",
             pace="rule alone",
@@ -441,16 +446,17 @@ PARAMETERS: tuple[Field, ...] = tuple(
         Field(
             "threshold",
             float,
-            "confidence from which a candidate is committed, or entropy up to which "
-            "(entropy_threshold, full_attn_multi_block, multi_block), or sum of the entropies "
-            "(entropy_bounded)",
+            "lowest confidence at which a candidate is committed; with entropy_threshold, "
+            "full_attn_multi_block and multi_block the highest entropy, with entropy_bounded the "
+            "highest sum of entropies; some families have another default (see below)",
             default=0.9,
             server_wide=True,
         ),
         Field(
             "factor",
             float,
-            "n candidates are committed while the n-th best reaches 1 - factor / (n + 1)",
+            "the n most confident candidates are committed while the n-th confidence is at least "
+            "1 - factor / (n + 1)",
             default=1.0,
             minimum=0,
             server_wide=True,
@@ -458,22 +464,31 @@ PARAMETERS: tuple[Field, ...] = tuple(
         Field(
             "relaxed_threshold",
             float,
-            "threshold of candidates near one that reaches `threshold`",
+            "local_leap: the threshold of candidates within `radius` positions of one that "
+            "reaches `threshold`",
             default=0.75,
             server_wide=True,
         ),
-        Field("radius", int, "how many positions are near", default=4, minimum=0, server_wide=True),
+        Field(
+            "radius",
+            int,
+            "local_leap: distance in tokens within which `relaxed_threshold` applies",
+            default=4,
+            minimum=0,
+            server_wide=True,
+        ),
         Field(
             "low_threshold",
             float,
-            "confidence above which the best of each run of masked positions is committed",
+            "hierarchy: confidence above which the best candidate of each run of masked positions "
+            "is committed",
             default=0.4,
             server_wide=True,
         ),
         Field(
             "block_add_threshold",
             float,
-            "share of the last block that must be decoded before the next one starts",
+            "share of the last started block that must be committed before the next block starts",
             default=0.5,
             aliases=("block_add",),
             server_wide=True,
@@ -481,7 +496,8 @@ PARAMETERS: tuple[Field, ...] = tuple(
         Field(
             "decoded_token_threshold",
             float,
-            "share of a block that must be decoded before the next one gets a token in every step",
+            "share of a block that must be committed before the next block gets a token in every "
+            "step",
             default=0.5,
             aliases=("decoded_thresh",),
             server_wide=True,
@@ -489,9 +505,9 @@ PARAMETERS: tuple[Field, ...] = tuple(
         Field(
             "cache_delay_iter",
             int,
-            "steps after its completion at which a block's keys and values are kept; below "
-            f"{NEVER} it chooses cache: delayed for multi_block (full_attn_multi_block accepts it "
-            "and keeps nothing)",
+            "with cache: delayed, steps from the completion of a block until its keys and values "
+            f"are cached; with multi_block, a value below {NEVER} selects cache: delayed "
+            "(full_attn_multi_block accepts the field and caches nothing)",
             default=NEVER,
             minimum=0,
             neutral=(NEVER,),
@@ -500,8 +516,9 @@ PARAMETERS: tuple[Field, ...] = tuple(
         Field(
             "refresh_interval",
             int,
-            "with cache: delayed, every such step computes the whole sequence again "
-            "(full_attn_multi_block accepts it and always does)",
+            "with cache: delayed, the number of steps after which the whole sequence is computed "
+            "again (full_attn_multi_block accepts it and computes the whole sequence in every "
+            "step)",
             default=NEVER,
             minimum=1,
             neutral=(NEVER,),
@@ -510,8 +527,8 @@ PARAMETERS: tuple[Field, ...] = tuple(
         Field(
             "early_stop",
             bool,
-            "multi_block: fill everything after the first end-of-sequence token with it in every "
-            "step; local_leap: end after a block that holds one",
+            "multi_block: in every step, fill all positions after the first end-of-sequence token "
+            "with that token; local_leap: end the answer after a block that contains one",
             default=False,
             neutral=(False,),
             server_wide=True,
@@ -519,8 +536,9 @@ PARAMETERS: tuple[Field, ...] = tuple(
         Field(
             "alg",
             str,
-            "dream: score of a candidate (probability, difference of the two best, negative "
-            "entropy), or origin: positions at random",
+            "dream: how candidates are scored: by negative entropy, by probability, by the "
+            "difference of the two highest probabilities, or (origin) not at all, with random "
+            "positions",
             default="entropy",
             choices=("entropy", "maskgit_plus", "topk_margin", "origin"),
             server_wide=True,
@@ -528,7 +546,8 @@ PARAMETERS: tuple[Field, ...] = tuple(
         Field(
             "alg_temp",
             float,
-            "dream: draw the positions by their scores at this temperature; 0 takes the best",
+            "dream: temperature at which positions are sampled by their scores; 0 takes the "
+            "highest scores",
             default=0.0,
             minimum=0,
             neutral=(0.0,),
@@ -537,7 +556,7 @@ PARAMETERS: tuple[Field, ...] = tuple(
         Field(
             "eps",
             float,
-            "dream: end of the schedule, which falls from 1 to it",
+            "dream: the noise level falls from 1 to this value in equal steps",
             default=1e-3,
             minimum=0,
             maximum=1,
@@ -546,9 +565,9 @@ PARAMETERS: tuple[Field, ...] = tuple(
         Field(
             "steps_per_block",
             int,
-            "denoise steps of a block of a block-causal family; steps is the same times the number "
-            "of blocks, ceil(gen_length / block_length)",
-            default_text="one per position of the block",
+            "denoising steps per block, block-causal families only; equivalent to `steps` divided "
+            "by the number of blocks, ceil(gen_length / block_length)",
+            default_text="one per token of the block",
             minimum=1,
             maximum=MAX_STEPS,
             server_wide=True,
@@ -556,15 +575,15 @@ PARAMETERS: tuple[Field, ...] = tuple(
         Field(
             "editing_threshold",
             float,
-            "confidence above which a token that was committed is replaced by "
-            "another (joint_threshold, levenshtein); 0 replaces whenever another is more likely",
+            "joint_threshold, levenshtein: confidence above which another token replaces a "
+            "committed token; 0 replaces whenever another token is more likely",
             default=0.9,
             server_wide=True,
         ),
         Field(
             "max_post_steps",
             int,
-            "steps of a block after its last mask is filled (joint_threshold, levenshtein)",
+            "joint_threshold, levenshtein: most steps of a block after its last mask is filled",
             default=16,
             minimum=0,
             server_wide=True,
@@ -572,7 +591,8 @@ PARAMETERS: tuple[Field, ...] = tuple(
         Field(
             "num_to_transfer",
             int,
-            "joint_threshold: masks that are filled in a step although fewer reach the threshold",
+            "joint_threshold: fewest masks that a step fills, even if fewer candidates reach "
+            "`threshold`",
             default=1,
             minimum=1,
             server_wide=True,
@@ -580,7 +600,7 @@ PARAMETERS: tuple[Field, ...] = tuple(
         Field(
             "penalty_lambda",
             float,
-            "joint_threshold: taken from the logit of the token that stands before a position",
+            "joint_threshold: subtracted from the logit of the token immediately before a position",
             default=0.0,
             minimum=0,
             server_wide=True,
@@ -588,8 +608,8 @@ PARAMETERS: tuple[Field, ...] = tuple(
         Field(
             "sub_block_length",
             int,
-            "hierarchy_block: tokens per part of a block, filled from left to right; divides "
-            "block_length",
+            "hierarchy_block: tokens per part of a block; parts are filled from left to right; "
+            "must divide block_length",
             default=8,
             minimum=1,
             server_wide=True,
@@ -604,7 +624,7 @@ PARAMETERS: tuple[Field, ...] = tuple(
         Field(
             "delimiter_threshold",
             float,
-            "adablock: confidence from which a block ends after a delimiter",
+            "adablock: lowest confidence at which a block ends after a delimiter",
             default=0.3,
             server_wide=True,
         ),

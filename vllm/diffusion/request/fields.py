@@ -45,22 +45,22 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "algorithm",
         str,
-        "decoding algorithm: which candidates are committed in a step",
-        default_text="the model's; of LLaDA and Dream threshold when `threshold` is given",
+        "the decoding algorithm, which decides what a step commits",
+        default_text="the model's; threshold if a full-attention model gets `threshold`",
         choices=tuple(dict.fromkeys((*ALGORITHMS, *BLOCK_ALGORITHMS, *REMASKING))),
         server_wide=True,
     ),
     Field(
         "use_local_leap",
         bool,
-        "another way to say algorithm: local_leap",
+        "the same as algorithm: local_leap",
         default=False,
         server_wide=True,
     ),
     Field(
         "remasking",
         str,
-        "score of a candidate: its probability, or a random number",
+        "score of a candidate, its probability or a random number",
         default="low_confidence",
         choices=REMASKING,
         neutral=("low_confidence",),
@@ -70,9 +70,10 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "cache",
         str,
-        "reuse of keys and values between steps: exact for block-causal families; an "
-        "approximation for others: frozen (the prompt's) for every algorithm, prefix and dual for "
-        "those that fill one block after the other, delayed for multi_block",
+        "which keys and values later steps reuse; exact on block-causal families, an "
+        "approximation on full-attention families: frozen (the prompt's) with every algorithm, "
+        "prefix and dual with algorithms that fill one block after the other, delayed with "
+        "multi_block",
         default_text="none; exact for block-causal families",
         choices=CACHES,
         server_wide=True,
@@ -81,7 +82,8 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "gen_length",
         int,
-        "length of the canvas in tokens; it is model input, not only a limit",
+        "length of the canvas in tokens; the model sees this many mask tokens, so the length "
+        "changes the answer and is not just a limit",
         default_text="max_tokens rounded up to whole blocks of 32, else 128",
         minimum=1,
         aliases=("output_length",),
@@ -89,17 +91,17 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "max_tokens",
         int,
-        "longest answer in tokens; cuts the answer, never the canvas",
-        default_text="the canvas",
+        "most tokens of the answer; cuts the answer, not the canvas",
+        default_text="gen_length",
         minimum=1,
         aliases=("max_new_tokens",),
     ),
     Field(
         "steps",
         int,
-        "denoise steps of the whole canvas; semi_ar and block-causal families: a multiple of the "
-        "number of blocks; dream: any number; other algorithms: an upper bound",
-        default_text="one per canvas token; no bound where it is one",
+        "denoising steps for the whole canvas; semi_ar and block-causal families: a multiple of "
+        "the number of blocks; dream: any number; other algorithms: an upper bound",
+        default_text="one per canvas token; unlimited where steps is an upper bound",
         minimum=1,
         maximum=MAX_STEPS,
         aliases=("num_denoising_steps",),
@@ -109,10 +111,11 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "block_length",
         int,
-        "tokens per block, filled from left to right; divides the canvas (full_attn_multi_block "
-        "and adablock: the last block may be shorter; block-causal families: any)",
-        default_text="32 where it divides the canvas, else the whole canvas; block-causal "
-        "families: that of config.json, else 32",
+        "tokens per block; blocks are filled from left to right. Must divide the canvas, except "
+        "that with full_attn_multi_block and adablock the last block may be shorter and "
+        "block-causal families accept any length",
+        default_text="32 if it divides the canvas, else the whole canvas; block-causal families: "
+        "the value of config.json, else 32",
         minimum=1,
         aliases=("block_size", "sub_block_size"),
         server_wide=True,
@@ -122,7 +125,8 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "temperature",
         float,
-        "scale of the Gumbel noise, for dream and block-causal families of the logits; 0 is greedy",
+        "scale of the Gumbel noise; with dream and on block-causal families, divisor of the "
+        "logits; 0 is greedy",
         default=0.0,
         minimum=0,
         neutral=(0.0,),
@@ -131,8 +135,8 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "min_p",
         float,
-        "with temperature: draw from the tokens whose probability is at least this share of the "
-        "best one's; 0 keeps all",
+        "with temperature above 0: sample from tokens whose probability is at least this share of "
+        "the highest one; 0 keeps all",
         default=0.0,
         minimum=0,
         maximum=1,
@@ -142,8 +146,8 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "top_k",
         int,
-        "with temperature: draw from so many of the most likely tokens, and those as likely as the "
-        "last of them; 0 or -1 keeps all",
+        "with temperature above 0: sample from the top_k most likely tokens, keeping ties with "
+        "the last; 0 or -1 keeps all",
         default_text="off",
         minimum=-1,
         neutral=(0, -1),
@@ -152,8 +156,8 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "top_p",
         float,
-        "with temperature: draw from the most likely tokens up to the one with which their sum "
-        "reaches it",
+        "with temperature above 0: sample from the fewest most likely tokens whose probabilities "
+        "sum to at least this value",
         default_text="off",
         minimum=0,
         maximum=1,
@@ -163,14 +167,14 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "repetition_penalty",
         float,
-        "divides positive logits, and multiplies negative ones, of tokens that stand in the prompt "
-        "or in what is committed of the answer",
+        "divides positive logits and multiplies negative logits of tokens in the prompt and of "
+        "committed tokens of the answer",
         default=1.0,
     ),
     Field(
         "presence_penalty",
         float,
-        "taken from the logits of tokens that stand in what is committed of the answer",
+        "subtracted from the logits of committed tokens of the answer",
         default=0.0,
         minimum=-2,
         maximum=2,
@@ -178,8 +182,7 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "frequency_penalty",
         float,
-        "taken from a token's logit for each time that it stands in what is committed of the "
-        "answer",
+        "subtracted from a token's logit once per committed occurrence in the answer",
         default=0.0,
         minimum=-2,
         maximum=2,
@@ -187,26 +190,26 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "logit_bias",
         dict,
-        "what is added to the logits of tokens, by token id; -100 to 100, numbers beyond count as "
-        "these",
+        "numbers that are added to logits, by token id; clipped to -100 to 100",
         default_text="none",
     ),
     Field(
         "bad_words",
         list,
-        "words that do not become part of the answer",
+        "words that must not appear in the answer",
         default_text="none",
     ),
     Field(
         "allowed_token_ids",
         tuple,
-        "the only token ids that the answer may have",
+        "the only token ids that the answer may contain",
         default_text="all",
     ),
     Field(
         "cfg_scale",
         float,
-        "classifier-free guidance; above 0 a second, prompt-masked sequence is run",
+        "classifier-free guidance; above 0 every step also computes a second sequence with a "
+        "masked prompt",
         default=0.0,
         minimum=0,
         neutral=(0.0,),
@@ -225,7 +228,7 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "confidence_dtype",
         str,
-        "precision of the scores; `logits` is the model's own",
+        "precision of the scores; `logits` is that of the model's logits",
         default="float32",
         choices=("float32", "float64", "logits"),
         server_wide=True,
@@ -233,47 +236,49 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "mask_id",
         int,
-        "the model's mask token; any other value is refused",
+        "must be the model's mask token; any other value returns 400",
         default_text="the model's",
     ),
-    Field(
-        "ignore_eos", bool, "no token ends the answer; the whole canvas is returned", default=False
-    ),
-    Field("allow_infill", bool, "fill mask tokens of the prompt too", default=False),
+    Field("ignore_eos", bool, "no token ends the answer; returns the whole canvas", default=False),
+    Field("allow_infill", bool, "also fill mask tokens in the prompt", default=False),
     Field(
         "suffix_ids",
         tuple,
-        "token ids that follow; the answer is what stands between the prompt and them",
+        "token ids after the canvas; the answer fills the gap between the prompt and them",
         default_text="none",
     ),
     Field(
-        "min_tokens", int, "no token ends the answer before it has so many", default=0, minimum=0
+        "min_tokens",
+        int,
+        "fewest tokens of the answer before a token can end it",
+        default=0,
+        minimum=0,
     ),
-    Field("seed", int, "seed of the request's random numbers", default_text="drawn at random"),
+    Field("seed", int, "seed of the request's random numbers", default_text="random"),
     Field(
         "stream_canvas",
         bool,
-        "beside stream: an event with the whole canvas, proposals included, after every denoise "
-        "step",
+        "with stream: send an event with the whole canvas, proposals included, after every "
+        "denoising step",
         default=False,
     ),
     Field(
         "return_trajectory",
         bool,
-        "return which step committed which token, and its log probability then",
+        "return, for every token, the step that committed it and its log probability in that step",
         default=False,
     ),
     Field(
         "return_entropy",
         bool,
-        "beside return_trajectory: also the entropy of the distribution at each commit",
+        "with return_trajectory: also return the entropy of the distribution at each commit",
         default=False,
     ),
     Field(
         "complete_blocks",
         bool,
-        "an answer ends when the block of its last token is filled; what follows that token is in "
-        "the trajectory alone",
+        "end an answer only when the block of its last token is full; the tokens after that token "
+        "appear only in the trajectory",
         default=False,
     ),
     Field(
@@ -286,8 +291,8 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "attention_dtype",
         str,
-        "numbers of attention where a forward computes a whole long sequence: as the model's, or "
-        "fp8 (e4m3), where the server has it",
+        "number format of attention in forward passes over a whole long sequence: the model's, or "
+        "fp8 (e4m3) on a server started with it",
         default="model",
         choices=ATTENTION_DTYPES,
         neutral=("model",),
@@ -297,9 +302,9 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "num_speculative_states",
         int,
-        "states of the answer that may be guessed and evaluated beside the next one in a forward; "
-        "guesses that come true save forwards, and the answer is the same; 0 guesses none; a GPU's "
-        "default is 7",
+        "most draft states per forward pass: predicted later states of the canvas, which the pass "
+        "evaluates together with the current one; accepted drafts save passes and never change "
+        "the answer; 0 drafts none; the default on a GPU is 7",
         default=0,
         minimum=0,
         maximum=MAX_DRAFTS,
@@ -310,8 +315,8 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "thinking_token_budget",
         int,
-        "tokens of the answer before the one that ends thinking, at most; of models that think "
-        "(nemotron); -1 for no bound",
+        "most tokens of the answer before the token that ends thinking; only for models that "
+        "think (nemotron); -1 is unlimited",
         default_text="none",
         minimum=-1,
         neutral=(-1,),
@@ -321,7 +326,7 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "priority",
         int,
-        "who starts first, and whose turn comes first, where not all can: the lower number",
+        "scheduling priority; lower runs first",
         default_text="0",
         minimum=-(2**31),
         maximum=2**31 - 1,
@@ -329,8 +334,8 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "timeout_s",
         float,
-        "seconds after its arrival at which a request that is not complete ends, queued or "
-        "running: finish_reason abort, HTTP 504 where nothing was streamed",
+        "seconds after arrival at which an unfinished request ends, queued or running: "
+        "finish_reason abort, or HTTP 504 if nothing was streamed",
         default_text="none",
         minimum=0.001,
         server_wide=True,

@@ -49,8 +49,8 @@ _UPSTREAMS = (SPELLINGS.keys() & CompletionRequest.model_fields.keys()) - {"seed
 class _CompletionBase(CompletionRequest):
     max_tokens: int | None = Field(
         None,
-        description="longest answer in tokens; cuts the answer, never the canvas "
-        "(default: the canvas beside gen_length, else 16)",
+        description="most tokens of the answer; cuts the answer, not the canvas "
+        "(default: gen_length if given, else 16)",
     )
 
     @model_validator(mode="after")
