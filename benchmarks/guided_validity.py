@@ -23,8 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
 from tests.checkpoints import make_case, random_prompt
+from tests.engine.cases import GUIDED_RULES, SCHEMA
 from tests.engine.harness import Ask, running
-from tests.engine.test_guided import BLOCK_RULES, RULES, SCHEMA
+from tests.engine.test_guided import BLOCK_RULES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.Parser("", __doc__)
     parser.option("--answers", 2000, "how many, at least")
     options = parser.parse_args(arguments)
-    cases: dict[str, dict[str, dict[str, Any]]] = {"mha": RULES, **BLOCK_RULES}
+    cases: dict[str, dict[str, dict[str, Any]]] = {"mha": GUIDED_RULES, **BLOCK_RULES}
     num_rules = sum(map(len, cases.values()))
     faults, num_valid = [], 0
     with tempfile.TemporaryDirectory() as folder:
