@@ -53,8 +53,8 @@ class DiffusionRenderer(HfRenderer):
             given.get("tools"),
             model_config=self.model_config,
         )
-        found, tools = with_tools(messages, given.get("tools"), template or "")
-        return found, replace(params, chat_template_kwargs={**given, "tools": tools})
+        rendered, tools = with_tools(messages, given.get("tools"), template or "")
+        return rendered, replace(params, chat_template_kwargs={**given, "tools": tools})
 
     def tokenize_prompt(self, prompt: Any, params: Any) -> Any:
         _check_text(prompt)

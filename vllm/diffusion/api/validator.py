@@ -132,9 +132,9 @@ class Validator:
         """Whether requests reuse keys and values of others with an equal prefix."""
         return bool(self._vllm_config.cache_config.enable_prefix_caching)
 
-    def times(self, asked: Mapping[str, Any]) -> bool:
+    def times(self, request: Mapping[str, Any]) -> bool:
         """Whether a request with these parameters, under canonical names, has a timeout."""
-        return "timeout_s" in asked or "timeout_s" in self._model.defaults
+        return "timeout_s" in request or "timeout_s" in self._model.defaults
 
     def learn_capacity(self, budget_bytes: int, rates: Iterable[float]) -> None:
         """From now on, refuse requests that do not fit into this activation memory.
@@ -193,14 +193,16 @@ class Validator:
             return longest
         return bisect_left(range(longest), x=True, key=is_refused) - 1
 
-    def decide(self, asked: Mapping[str, Any], prompt_token_ids: Sequence[int]) -> DiffusionParams:
+    def decide(
+        self, request: Mapping[str, Any], prompt_token_ids: Sequence[int]
+    ) -> DiffusionParams:
         """Decide the parameters of a request that gives values under canonical names.
 
         Raises:
             RequestRefused: naming the field, the given and the wanted value.
         """
         try:
-            decided = decide(asked, self._model, prompt_token_ids)
+            decided = decide(request, self._model, prompt_token_ids)
             if self._admission is not None:
                 self._admission.check(demand_of(decided, len(prompt_token_ids)))
             return decided
@@ -236,10 +238,10 @@ class Validator:
         """Decide the parameters that a `SamplingParams` asks for."""
         try:
             refuse_lone_surrogates(_texts_of(sampling))
-            asked = asked_by(sampling)
+            request = asked_by(sampling)
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
-        return self.decide(asked, prompt_token_ids)
+        return self.decide(request, prompt_token_ids)
 
 
 def _texts_of(sampling: Any) -> dict[str, Any]:
@@ -268,8 +270,8 @@ def is_installed() -> bool:
 
 def validator_of(front_end: InputProcessor) -> Validator | None:
     """Return the validator of an engine's front end, or None if its model is not ours."""
-    found = vars(front_end)
-    if "diffusion_validator" not in found:
+    attributes = vars(front_end)
+    if "diffusion_validator" not in attributes:
         is_ours = family_of(front_end.vllm_config) is not None
         front_end.diffusion_validator = Validator(front_end.vllm_config) if is_ours else None
     validator: Validator | None = front_end.diffusion_validator
@@ -296,14 +298,14 @@ def _process_inputs(
     decided = None
     if isinstance(prompt, dict) and "type" in prompt:  # tokenised: our words before upstream's
         decided = validator.decide_sampling(params, prompt.get("prompt_token_ids") or [])
-    asked = params
+    sampling = params
     if params.structured_outputs is not None or params.bad_words:
         params = params.clone()
         params.structured_outputs = None  # upstream's checks are of its own grammars
         params.bad_words = None  # and it would tokenise words, however many
     request = _upstreams(self, request_id, prompt, params, *args, **options)
     if decided is None:
-        decided = validator.decide_sampling(asked, request.prompt_token_ids or [])
+        decided = validator.decide_sampling(sampling, request.prompt_token_ids or [])
     attach(request.sampling_params, decided.with_answers(params.n))
     return request
 

@@ -167,11 +167,11 @@ class BlockStrategy(NextTokenStrategy):
             messages = [{"role": "user", "content": content}]
             if instructions:
                 messages.insert(0, {"role": "system", "content": instructions})
-            asked = self._read_request(chat_template_kwargs)
-            found: list[int] = (await self._render(asked, messages))[1]
-            if self._validator.mask_id in found:
+            read_request = self._read_request(chat_template_kwargs)
+            rendered: list[int] = (await self._render(read_request, messages))[1]
+            if self._validator.mask_id in rendered:
                 raise StructuredDecisionError("state, questions: wanted them without mask tokens")
-            return found
+            return rendered
 
         options = {"priority": priority, "trace_headers": trace_headers}
         decision_prompts = await self._decision_prompts(state, questions, prompt)

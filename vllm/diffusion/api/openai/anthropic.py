@@ -134,8 +134,8 @@ class DiffusionServingMessages(DiffusionServingChat, AnthropicServingMessages):
         return made
 
     def messages_full_converter(self, generator: Any) -> MessagesAnswer:
-        found = super().messages_full_converter(generator)
-        own = {**vars(found), "id": _own_id(found.id)}
+        response = super().messages_full_converter(generator)
+        own = {**vars(response), "id": _own_id(response.id)}
         return MessagesAnswer(**own, diffusion=DiffusionReport(**generator.diffusion))
 
     async def message_stream_converter(

@@ -107,10 +107,10 @@ class DiffusionServingResponses(Diffusion, OpenAIServingResponses):
     ) -> AsyncGenerator[Any, None]:
         decided = self.validator.decide_sampling(sampling_params, engine_input["prompt_token_ids"])
         attach(sampling_params, decided)
-        found: AsyncGenerator[Any, None] = super()._generate_with_builtin_tools(
+        outputs: AsyncGenerator[Any, None] = super()._generate_with_builtin_tools(
             request_id, engine_input, sampling_params, *args, **kwargs
         )
-        return found
+        return outputs
 
     async def responses_full_generator(self, *args: Any, **kwargs: Any) -> Any:
         return _reporting(await super().responses_full_generator(*args, **kwargs))
@@ -164,7 +164,7 @@ def _asked_tools(request: Any) -> Tools | None:
 
 def _reporting(response: Any) -> Any:
     """Put the report into an answer, in place of upstream's field."""
-    told = getattr(response, "kv_transfer_params", None)
-    if told is not None and "dllm" in told:
-        put_report(response, {0: told["dllm"]})
+    params = getattr(response, "kv_transfer_params", None)
+    if params is not None and "dllm" in params:
+        put_report(response, {0: params["dllm"]})
     return response
