@@ -245,7 +245,7 @@ def engine(options: argparse.Namespace, *, weighs: bool) -> Iterator[Case]:
 @contextmanager
 def settled() -> Iterator[None]:
     """Let tokens and scores depend on their positions alone, no two scores of a block alike."""
-    found = SampleRows.found
+    found = SampleRows.candidates_of
 
     def read(rows: SampleRows, table: Any) -> Any:
         table.wait()
@@ -255,11 +255,11 @@ def settled() -> Iterator[None]:
         scores[:] = 1 / (2 + at * 37 % 1009)
         return found(rows, table)
 
-    SampleRows.found = read  # type: ignore[method-assign]
+    SampleRows.candidates_of = read  # type: ignore[method-assign]
     try:
         yield
     finally:
-        SampleRows.found = found  # type: ignore[method-assign]
+        SampleRows.candidates_of = found  # type: ignore[method-assign]
 
 
 class Case:

@@ -81,8 +81,8 @@ def _check_engines_first() -> None:
         get_model_loader(config.load_config)  # refuses an unknown --load-format
         family = Settings.of(server_settings(config.additional_config)).family
         if family is not None:
-            found = config.model_config.hf_config
-            named = found.architectures, found.model_type, vars(found)
+            hf_config = config.model_config.hf_config
+            named = hf_config.architectures, hf_config.model_type, vars(hf_config)
             preflight.check_family(engine.model, family, *named)
         return config
 

@@ -107,7 +107,7 @@ class GenerateHandler:
         """
         check_model(body.model, self._model_names)
         try:
-            request = _asked(body)
+            request = _request_values(body)
             await self._validator.compile(request.get(STRUCTURED))
             check_logprobs("logprobs", body.logprobs, self._engine.model_config)
             inputs = await self._render(body)
@@ -248,7 +248,7 @@ class GenerateHandler:
         )
 
 
-def _asked(body: GenerateBody) -> dict[str, Any]:
+def _request_values(body: GenerateBody) -> dict[str, Any]:
     """Return the parameters of a body under canonical names; unknown fields are refused.
 
     Raises:

@@ -64,9 +64,9 @@ class AdaBlock(Threshold):
         positions, scores = candidates.positions, candidates.scores
         canvas_end = self.prompt_length + self.params.gen_length
         in_window = (positions >= self._start) & (positions < self._start + self._window)
-        found = (np.isin(candidates.tokens, self._delimiters) & in_window).nonzero()[0]
-        if found.size:
-            best = found[most_certain_first(scores[found])[0]]
+        delimiters = (np.isin(candidates.tokens, self._delimiters) & in_window).nonzero()[0]
+        if delimiters.size:
+            best = delimiters[most_certain_first(scores[delimiters])[0]]
             if float(scores[best]) >= self.params.delimiter_threshold:
                 return int(positions[best]) + 1
         return min(self._start + self.params.block_length, canvas_end)

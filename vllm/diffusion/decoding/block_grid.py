@@ -127,8 +127,8 @@ class GridRule(DecodingRule):
         """Whether the answer ends before the first masked position."""
         if self.params.complete_blocks and first != self._block_start(first):
             return False
-        newest = self._block_start(max(first - 1, 0))
-        return first >= len(tokens) or self._ends_within(tokens, newest, first)
+        last_start = self._block_start(max(first - 1, 0))
+        return first >= len(tokens) or self._ends_within(tokens, last_start, first)
 
     def _ends_within(self, tokens: Array, start: int, first: int) -> bool:
         """Whether the answer ends before `first`, if it did not end before `start`."""

@@ -219,8 +219,8 @@ def _path_of(device: torch.device) -> Path:
 def _remembered(path: Path) -> Rates | None:
     """Read rates from a file; None if it holds none."""
     try:
-        found = json.loads(path.read_text())
-        rates = Rates(**found)
+        numbers = json.loads(path.read_text())
+        rates = Rates(**numbers)
         return rates if all(0 < number < math.inf for number in rates) else None
     except (OSError, ValueError, TypeError):
         return None

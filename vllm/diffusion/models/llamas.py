@@ -45,8 +45,8 @@ def register_llama(model: ModelConfig) -> None:
     model.hf_config = config_class_of(family).from_dict(values)
     model.hf_text_config = get_hf_text_config(model.hf_config)
     model.model_arch_config = model.get_model_arch_config()
-    found = model.registry.inspect_model_cls(architectures, model)
-    model._model_info, model._architecture = found
+    registered = model.registry.inspect_model_cls(architectures, model)
+    model._model_info, model._architecture = registered
 
 
 def _values(model: ModelConfig) -> dict[str, Any]:

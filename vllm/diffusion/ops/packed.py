@@ -153,14 +153,14 @@ def _rounded(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         steps = groups / _not_zero(scales)[:, :, None]
         numbers = (steps.round() + zeros[:, :, None]).clamp(0, 15)
         error = ((numbers - zeros[:, :, None]) * scales[:, :, None] - groups).square().sum(dim=2)
-        found: tuple[Tensor, ...] = (error, scales, zeros, numbers)
+        chosen: tuple[Tensor, ...] = (error, scales, zeros, numbers)
         if best:
             wins = error < best[0]
-            found = tuple(
+            chosen = tuple(
                 torch.where(wins if new.dim() == 2 else wins[:, :, None], new, old)
-                for new, old in zip(found, best, strict=True)
+                for new, old in zip(chosen, best, strict=True)
             )
-        best = found
+        best = chosen
     _, scales, zeros, numbers = best
     return numbers, scales, zeros
 

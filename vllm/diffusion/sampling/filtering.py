@@ -58,6 +58,6 @@ def numbers_of(
     return {name: ([getattr(f, name) for f in own], dtype) for name, dtype in _NUMBERS.items()}
 
 
-def with_numbers(kind: ops.Filters, found: Mapping[str, Any]) -> ops.Filters:
+def with_numbers(kind: ops.Filters, parameters: Mapping[str, Any]) -> ops.Filters:
     """Return filters of a kind with these numbers, or tensors of one value a row."""
-    return replace(kind, **{name: found[name] for name in _NUMBERS})
+    return replace(kind, **{name: parameters[name] for name in _NUMBERS})

@@ -112,10 +112,10 @@ def _without(logits: torch.Tensor, columns: tuple[int, ...]) -> torch.Tensor:
     """Return `logits` [R, V] with -inf in some columns, which is a copy if there are any."""
     if not columns:
         return logits
-    found = logits.clone()
+    masked = logits.clone()
     for column in columns:  # a list as an index would make the host wait for the device
-        found[:, column] = -torch.inf
-    return found
+        masked[:, column] = -torch.inf
+    return masked
 
 
 def _scores(

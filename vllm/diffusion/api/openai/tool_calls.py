@@ -110,7 +110,7 @@ class _CallWriter:
 
     def __init__(self) -> None:
         self._text = ""
-        self._told = -1  # characters of the arguments; -1 before the name
+        self._num_sent = -1  # characters of the arguments; -1 before the name
 
     def rewrite(self, choice: dict[str, Any]) -> None:
         """Replace the text of a call by its delta."""
@@ -135,10 +135,10 @@ class _CallWriter:
         known = known.removesuffix(CALL_END) if known.endswith(CALL_END) else arguments
         if known is arguments:  # the end may have begun
             known = arguments[: max(len(arguments) - len(CALL_END) - 1, 0)]
-        if self._told < 0:
+        if self._num_sent < 0:
             call = {"id": _new_id(), "type": "function", "function": {"name": head[1]}}
-            self._told = 0
-        new, self._told = known[self._told :], max(len(known), self._told)
+            self._num_sent = 0
+        new, self._num_sent = known[self._num_sent :], max(len(known), self._num_sent)
         if not new and not call:
             return []
         function = {**call.get("function", {}), "arguments": new}

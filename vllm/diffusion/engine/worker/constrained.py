@@ -27,13 +27,13 @@ _languages: OrderedDict[bytes, Language] = OrderedDict()  # by their packed form
 
 def _language(packed: bytes) -> Language:
     """Return a language; those that were used last are kept."""
-    found = _languages.pop(packed, None) or Language.unpacked(packed)
-    _languages[packed] = found
+    language = _languages.pop(packed, None) or Language.unpacked(packed)
+    _languages[packed] = language
     while (
         len(_languages) > 1 and sum(x.num_bytes for x in _languages.values()) > _MAX_LANGUAGE_BYTES
     ):
         _languages.popitem(last=False)
-    return found
+    return language
 
 
 @dataclass
@@ -111,13 +111,13 @@ class Constraint(CanvasGuest):
         self, tokens: Array, target: ForwardTarget, scoring: CandidateScoring, step: int
     ) -> list[Joint]:
         """Return the joint choices of a forward, in the order of positions."""
-        found = []
+        joints = []
         for stretch in self._stretches:
             eligible = target.eligible[stretch.within(target.eligible)]
             if eligible.size:
                 window = self._window(stretch, tokens, eligible)
-                found.append(self._joint(window, scoring, step))
-        return found
+                joints.append(self._joint(window, scoring, step))
+        return joints
 
     def _joint(self, window: OpenWindow, scoring: CandidateScoring, step: int) -> Joint:
         params = self._params

@@ -195,7 +195,7 @@ class Recorder(CanvasGuest):
         width, total = len(self._tokens), np.iinfo(np.int32).max
         # Both in ascending order of step, then of position.
         at = np.searchsorted(seen * width + eligible, placed * width + positions)
-        found = CandidateLogprobs.unpack(np.concatenate(parts[1], axis=1)[:, at])
+        logprobs = CandidateLogprobs.unpack(np.concatenate(parts[1], axis=1)[:, at])
         first = np.zeros(width, dtype=np.int32)
         first[eligible[::-1]] = seen[::-1]  # of several numbers the last one stays
         self._first_eligible = np.where(self._first_eligible > 0, self._first_eligible, first)
@@ -206,8 +206,8 @@ class Recorder(CanvasGuest):
         filled[positions[is_token][::-1]] = placed[is_token][::-1]
         stands = np.minimum(stands, filled)
         self._replaces |= bool((seen > stands[eligible]).any())
-        self._put(placed, positions, tokens, found.of(tokens))
-        self._entropies[positions] = np.where(is_token, found.entropies, np.nan)
+        self._put(placed, positions, tokens, logprobs.of(tokens))
+        self._entropies[positions] = np.where(is_token, logprobs.entropies, np.nan)
 
     def _put(self, steps: Array, positions: Array, tokens: Array, logprobs: Array) -> None:
         is_open = tokens == self._params.mask_id
@@ -233,8 +233,8 @@ class Recorder(CanvasGuest):
         steps, seen = self._steps[own], self._first_eligible[own]
         # Of a block the first step that had candidates there, or that committed.
         first, committed = (
-            np.minimum.reduceat(np.where(found > 0, found, never), starts)
-            for found in (seen, steps)
+            np.minimum.reduceat(np.where(numbers > 0, numbers, never), starts)
+            for numbers in (seen, steps)
         )
         first = np.where(first < never, first, committed)
         (begun,) = (first < never).nonzero()

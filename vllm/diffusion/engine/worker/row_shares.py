@@ -40,7 +40,7 @@ class Chunk(NamedTuple):
     """
 
     rows: slice
-    own: slice
+    local: slice
     places: list[slice]
     exchange: HeadExchange | None
 
@@ -65,7 +65,7 @@ class RowPartition:
         self.longest, self.num_rows = self.shares[0].stop, num_rows
 
     @property
-    def own(self) -> slice:
+    def local(self) -> slice:
         """Rows of the step that this rank has."""
         return self.shares[self.peers.rank]
 
@@ -90,7 +90,7 @@ class RowPartition:
 
     def _chunk(self, rows: slice) -> Chunk:
         """Make the chunk of these rows of a share of full length."""
-        first = self.own.start
+        first = self.local.start
         places = [
             slice(*(min(share.start + row, share.stop) for row in (rows.start, rows.stop)))
             for share in self.shares
@@ -190,12 +190,12 @@ def rounds_of(parts: Sequence[SamplePart[Array]], division: RowPartition) -> lis
 
 
 def gathered(
-    found: torch.Tensor, parts: Sequence[SamplePart[Array]], peers: RankGroup
+    table: torch.Tensor, parts: Sequence[SamplePart[Array]], peers: RankGroup
 ) -> torch.Tensor:
     """Collect what all ranks have sampled, in the order of the parts: one record crosses a row.
 
     Args:
-        found: [3 or more, n], the table of `Samples` of this rank's parts, one after the other.
+        table: [3 or more, n], the table of `Samples` of this rank's parts, one after the other.
         parts: all parts of the step, at least one; rank r has sampled every size-th, from the r-th
             on.
         peers: the ranks.
@@ -203,9 +203,9 @@ def gathered(
     counts = [part.num_sampled for part in parts]
     width = max(sum(counts[rank :: peers.size]) for rank in range(peers.size))
     # log probabilities may be wanted of some parts only
-    height = -peers.all_reduce_min(-found.shape[0])
-    padded = found.new_zeros(height, width)
-    padded[: found.shape[0], : found.shape[1]] = found
+    height = -peers.all_reduce_min(-table.shape[0])
+    padded = table.new_zeros(height, width)
+    padded[: table.shape[0], : table.shape[1]] = table
     of_ranks = peers.gather(padded)
     ends, pieces = [0] * peers.size, []
     for number, count in enumerate(counts):
