@@ -51,7 +51,7 @@ AT_ONCE = 32
 
 def asks(case: str, rules: dict[str, dict[str, Any]], count: int) -> list[tuple[str, Ask, Any]]:
     """Return (rule, request, schema) of `count` requests, rule after rule and round again."""
-    found: list[tuple[str, Ask, Any]] = []
+    requests: list[tuple[str, Ask, Any]] = []
     for number in range(count):
         name = list(rules)[number % len(rules)]
         turn = number // len(rules)
@@ -63,8 +63,8 @@ def asks(case: str, rules: dict[str, dict[str, Any]], count: int) -> list[tuple[
         if extra.get("algorithm") == "dream":
             del extra["block_length"]
         extra["structured_outputs"] = {"json": schema}
-        found.append((f"{case} {name}", Ask(random_prompt(9, number), extra), schema))
-    return found
+        requests.append((f"{case} {name}", Ask(random_prompt(9, number), extra), schema))
+    return requests
 
 
 def fault(answer: Any, schema: Any) -> str | None:

@@ -363,7 +363,7 @@ class DiffusionEndpoint:
         capacities = await engine_client.collective_rpc("capacity")
         (_, rates), *_ = capacities  # which are the same on all ranks
         validator.learn_capacity(min(budget_bytes for budget_bytes, _ in capacities), rates)
-        _adopt_handlers(state, validator)
+        _replace_handlers(state, validator)
         model_names = args.served_model_name or [args.model]
         state.diffusion_likelihood = LikelihoodHandler(engine_client, validator, model_names)
         has_page = settings_of(engine_client.vllm_config).page
@@ -411,7 +411,7 @@ class DiffusionEndpoint:
         gate.install(self._app, lifecycle, args)
 
 
-def _adopt_handlers(state: Any, validator: Validator) -> None:
+def _replace_handlers(state: Any, validator: Validator) -> None:
     """Let upstream's handlers of our routes be of our classes."""
     state.openai_serving_chat = replace_handler(
         state.openai_serving_chat, DiffusionServingChat, validator
