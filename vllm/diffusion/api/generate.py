@@ -255,10 +255,10 @@ def _request_values(body: GenerateBody) -> dict[str, Any]:
         InvalidParameterError: naming the field.
     """
     check_body(body)
-    own = GenerateBody.model_fields
-    given = {k: v for k, v in body.model_dump(exclude_unset=True).items() if k not in own}
-    ignored = left_out(body.model_dump(exclude_unset=True), own.keys() | SPELLINGS.keys())
-    request = canonical(given, also_known=own)
+    known_fields = GenerateBody.model_fields
+    given = {k: v for k, v in body.model_dump(exclude_unset=True).items() if k not in known_fields}
+    ignored = left_out(body.model_dump(exclude_unset=True), known_fields.keys() | SPELLINGS.keys())
+    request = canonical(given, also_known=known_fields)
     if request.get("stream_canvas") and not body.stream:
         raise InvalidParameterError("stream_canvas", True, "wanted false, or stream: true")
     stop_token_ids = tuple(body.stop_token_ids or ())

@@ -52,9 +52,9 @@ def with_diffusion_fields(
     """
     fields = described(FIELDS)
     for spelling in keep:
-        own = copy(base.model_fields[spelling])
-        own.description = own.description or fields[spelling][1].description
-        fields[spelling] = (own.annotation, own)
+        field_info = copy(base.model_fields[spelling])
+        field_info.description = field_info.description or fields[spelling][1].description
+        fields[spelling] = (field_info.annotation, field_info)
     return body_class(base, name, doc, read, **fields)
 
 

@@ -90,9 +90,9 @@ class BatchedChoice:
         for has_pick, end, left_end, num in zip(
             self._has_pick, ends, left_ends, num_filled.tolist(), strict=True
         ):
-            own = slice(start, end)
+            part = slice(start, end)
             choice = BatchedCommit(
-                positions[own], chosen_tokens[own], left[left_start:left_end], num > 0
+                positions[part], chosen_tokens[part], left[left_start:left_end], num > 0
             )
             choices.append(choice if has_pick else None)
             start, left_start = end, left_end

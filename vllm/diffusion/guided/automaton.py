@@ -164,7 +164,7 @@ def _byte_classes(masks: set[int]) -> tuple[Array, dict[int, tuple[int, ...]]]:
     for key, kind in kinds.items():
         for index in key:
             classes[ordered[index]].append(kind)
-    return numbers, {mask: tuple(own) for mask, own in classes.items()}
+    return numbers, {mask: tuple(numbers_of_mask) for mask, numbers_of_mask in classes.items()}
 
 
 def _determine(nfa: _Nfa, end: int, allowance: Allowance) -> tuple[Array, Array, Array]:
@@ -301,7 +301,9 @@ def _groups(table: Array, accepting: Array, allowance: Allowance) -> Array:
         allowance.spend(len(looked_at) * (2 + table.shape[1] // 16) + 40)
         parts = _parts(group, table, looked_at)
         changed = [
-            part for number, own in parts.items() for part in _moved(group, sizes, number, own)
+            part
+            for number, members in parts.items()
+            for part in _moved(group, sizes, number, members)
         ]
         for part in changed:
             group[part] = len(sizes)
@@ -318,7 +320,7 @@ def _parts(group: Array, table: Array, looked_at: Array) -> dict[int, list[list[
     numbers, targets = group[looked_at].tolist(), group[table[looked_at]]
     for state, number, row in zip(looked_at.tolist(), numbers, targets, strict=True):
         parts.setdefault(number, {}).setdefault(row.tobytes(), []).append(state)
-    return {number: list(own.values()) for number, own in parts.items()}
+    return {number: list(members.values()) for number, members in parts.items()}
 
 
 def _moved(group: Array, sizes: list[int], number: int, parts: list[list[int]]) -> list[list[int]]:

@@ -191,12 +191,12 @@ def _numbers(joints: Sequence[Any], tables: DeviceTables) -> tuple[ops.Array, in
     """Make the kernels' parameters of requests [J, 32], and count the values they keep."""
     numbers = np.zeros((len(joints), _FIELDS), dtype=np.int64)
     num_positions = num_values = 0
-    for own, joint in zip(numbers, joints, strict=True):
+    for fields, joint in zip(numbers, joints, strict=True):
         language, window = joint.language, joint.window
         tokens, classes, sets, members, *edges, room = tables.offsets[id(language)]
         count = len(window.kinds)
         excluded = (*joint.excluded, -1, -1)[:2]
-        own[:25] = (
+        fields[:25] = (
             *(sets, members, language.num_sets, joint.temperature > 0),
             *(*edges, room, language.num_states, language.edge_sets.shape[1]),
             *(num_positions, count, num_values, window.start, window.left),

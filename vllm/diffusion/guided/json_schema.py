@@ -160,7 +160,7 @@ class _Compiler:
     # ---- keywords that say all of a value ----
 
     def _whole(self, schema: dict[str, Any], keyword: str, place: str) -> Node:
-        given, own = schema[keyword], f"{place}/{keyword}"
+        given, path = schema[keyword], f"{place}/{keyword}"
         if keyword in ("const", "enum"):
             return self._listed(schema, keyword, place)
         others = schema.keys() - ANNOTATIONS - {keyword}
@@ -175,7 +175,7 @@ class _Compiler:
         if keyword == "oneOf" and not self._are_apart(given):
             why = "more than one could hold; wanted schemas of different types or with a property "
             raise SchemaError(place, keyword, why + "whose constants tell them apart, or anyOf")
-        return either([self.value(part, f"{own}/{i}") for i, part in enumerate(given)])
+        return either([self.value(part, f"{path}/{i}") for i, part in enumerate(given)])
 
     def _referred(self, pointer: Any, place: str) -> Node:
         target = self._target(pointer, place)
@@ -232,9 +232,9 @@ class _Compiler:
             return True
         is_object = one.types == other.types == {"object"}
         for name in one.constants.keys() & other.constants.keys():
-            own, others = one.constants[name], other.constants[name]
-            self._allowance.spend(1 + min(len(own), len(others)) // 8)
-            if (is_object or name == "") and own.isdisjoint(others):
+            constants, others = one.constants[name], other.constants[name]
+            self._allowance.spend(1 + min(len(constants), len(others)) // 8)
+            if (is_object or name == "") and constants.isdisjoint(others):
                 return True
         return False
 

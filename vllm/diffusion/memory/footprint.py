@@ -75,19 +75,23 @@ class Footprint:
         if layout.shards == 1:
             return phases
         heads = self._heads(shape.num_kv_heads // layout.head_groups)
-        own = stages.keys_values(*heads, is_own=True)
+        kv_buffers = stages.keys_values(*heads, is_own=True)
         exchanged = stages.exchanged(*heads)
-        return *((*own, *phase) for phase in phases), (*visiting, *own, *exchanged)
+        return *((*kv_buffers, *phase) for phase in phases), (
+            *visiting,
+            *kv_buffers,
+            *exchanged,
+        )
 
     def _fp8_keys_values(self, layout: Residency, visiting: Listed, normed: Buffer) -> Phases:
         """Buffers of the keys-values stage, and of the survey before it, with fp8 attention."""
         shape, groups = self.shape, layout.head_groups
         heads, queries = (self._heads(n // groups) for n in (shape.num_kv_heads, shape.num_heads))
-        own, copies = stages.keys_values(*heads, is_own=True), fp8_stages.keys_values(*heads[1:])
+        wide, copies = stages.keys_values(*heads, is_own=True), fp8_stages.keys_values(*heads[1:])
         rows = fp8_stages.surveyed(shape.dtype, shape.hidden_size), *self._rotary(layout)
         phases: list[Listed] = []
         for products in shape.products:
-            made = *own, *products.rows(normed), *products.project
+            made = *wide, *products.rows(normed), *products.project
             phases += [(*visiting, *made), (*rows, self._querying(queries, products)[0], *made)]
         if layout.shards == 1:
             return tuple(phases)

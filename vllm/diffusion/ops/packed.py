@@ -179,8 +179,10 @@ class PackedMethod(StreamedMethod[PackedScheme]):
         packed = empty_packed(num_rows, depth, self._scheme)
 
         def take(rows: slice, part: Tensor) -> None:  # wherever the layer's tensors lie then
-            own: Any = layer
-            stored = Packed(own.weight.data, own.weight_scale, own.weight_zero, own.table)
+            tensors: Any = layer
+            stored = Packed(
+                tensors.weight.data, tensors.weight_scale, tensors.weight_zero, tensors.table
+            )
             quantise_packed(part, stored.rows(rows))
 
         weight = StreamedParameter(

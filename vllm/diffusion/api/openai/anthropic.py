@@ -135,8 +135,8 @@ class DiffusionServingMessages(DiffusionServingChat, AnthropicServingMessages):
 
     def messages_full_converter(self, generator: Any) -> MessagesAnswer:
         response = super().messages_full_converter(generator)
-        own = {**vars(response), "id": _own_id(response.id)}
-        return MessagesAnswer(**own, diffusion=DiffusionReport(**generator.diffusion))
+        values = {**vars(response), "id": _own_id(response.id)}
+        return MessagesAnswer(**values, diffusion=DiffusionReport(**generator.diffusion))
 
     async def message_stream_converter(
         self, generator: AsyncGenerator[str, None]

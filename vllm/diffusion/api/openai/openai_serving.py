@@ -104,9 +104,9 @@ class Diffusion:
 
     def template_of(self, request: Any) -> str:
         """Return the chat template of a request, as far as it is known here."""
-        own = getattr(self.renderer.tokenizer, "chat_template", None)
+        of_tokenizer = getattr(self.renderer.tokenizer, "chat_template", None)
         given = getattr(request, "chat_template", None)
-        return str(given or getattr(self, "chat_template", None) or own or "")
+        return str(given or getattr(self, "chat_template", None) or of_tokenizer or "")
 
     async def begun(self, request: Any, answer: Any) -> Any:
         """Return the answer; if it is a stream with a timeout, once it has begun.

@@ -167,8 +167,8 @@ def refusal_of(errors: Sequence[Mapping[str, Any]]) -> InvalidParameterError:
         names = ", ".join(dict.fromkeys(map(_path, alike)))
         return InvalidParameterError(names, None, "wanted a value")
     deepest = max(alike, key=lambda error: len(_names(error)))
-    own = [error for error in alike if _names(error) == _names(deepest)]
-    wanted = " or ".join(dict.fromkeys(map(_wanted, own)))
+    of_deepest = [error for error in alike if _names(error) == _names(deepest)]
+    wanted = " or ".join(dict.fromkeys(map(_wanted, of_deepest)))
     given = None if deepest["type"] == "missing" else deepest.get("input")
     return InvalidParameterError(_path(deepest) or "body", given, f"wanted {wanted}")
 

@@ -199,8 +199,8 @@ class StepBatch:
         A chunk is made of ranges of rows of the batch, in their order.
         """
         layouts = tuple([self.layouts(*chunk) for chunk in attend_chunks])
-        own = self.token_ids[rows], self.positions[rows]
-        return StepInputs(*own, self.slot_mapping, layouts, self.num_adapter_rows)
+        tokens_and_positions = self.token_ids[rows], self.positions[rows]
+        return StepInputs(*tokens_and_positions, self.slot_mapping, layouts, self.num_adapter_rows)
 
     def layouts(self, *chunk: slice) -> tuple[AttentionLayout[Array], ...]:
         """Return which keys a chunk of rows reads; arguments are as for `inputs`."""
@@ -234,15 +234,15 @@ def build_batch(
     """
     # What keeps nothing comes first, what reads keys that this step does not compute last.
     forwards = sorted([(canvas, *canvas.next_forward()) for canvas in canvases], key=_kind)
-    own, targets, windows = zip(*forwards, strict=True)
+    items, targets, windows = zip(*forwards, strict=True)
     rows = [
         tokens[window.first : window.stop]
-        for canvas, window in zip(own, windows, strict=True)
+        for canvas, window in zip(items, windows, strict=True)
         for tokens in canvas.sequences
     ]
-    is_alike = before is not None and before.pages is pages and before.canvases == own
+    is_alike = before is not None and before.pages is pages and before.canvases == items
     if before is None or not is_alike or before.windows != windows:
-        before = _pack(own, windows, pages)
+        before = _pack(items, windows, pages)
     return StepBatch(np.concatenate(rows), targets, before, logit_shift)
 
 

@@ -53,12 +53,12 @@ class DraftPages:
             held.window = first, stop
             self._pages.refresh_drafts(canvas.req_id, names[:num_held])
         if num_held < count:
-            own = [range(start + first, start + stop) for start in canvas.window.kept_starts]
+            written = [range(start + first, start + stop) for start in canvas.window.kept_starts]
             room = MAX_DRAFTS_WITH_PAGES - sum(len(held.sequences) for held in self._held.values())
             with suppress(*OUT_OF_MEMORY):
                 more = names[num_held:][: max(room, 0)]
                 held.sequences += self._pages.allocate_drafts(
-                    canvas.req_id, own, more, grows=self._grows
+                    canvas.req_id, written, more, grows=self._grows
                 )
         return held.sequences[:count]
 

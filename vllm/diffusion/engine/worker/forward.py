@@ -175,8 +175,8 @@ def run_body(
     seconds, first_adapter_row = plan.chunk_seconds, num_rows - inputs.num_adapter_rows
 
     def tables(rows: slice) -> Rotary:
-        own = inputs.positions[rows]
-        return model.rotary(own, scratch) if rotary is None else rotary.rows(rows)
+        row_positions = inputs.positions[rows]
+        return model.rotary(row_positions, scratch) if rotary is None else rotary.rows(rows)
 
     def keys_values(index: int, product: Tensor) -> Chunked[None]:
         layer = model.layers[index]
