@@ -19,8 +19,8 @@ from tests.engine.cases import (
     TWO_BLOCKS,
 )
 from tests.engine.harness import (
-    Answer,
     Engine,
+    Response,
     as_request,
     assert_alike,
     assert_parity,
@@ -148,7 +148,7 @@ EVERYTHING = [
 
 
 @pytest.fixture(scope="module")
-def together(pair: Pair) -> dict[str, tuple[Answer, golden.Run]]:
+def together(pair: Pair) -> dict[str, tuple[Response, golden.Run]]:
     """What one batch of all cases gives, and what their published loops do."""
     _, engine, model = pair
     asks, wanted = clear_cases(model, [(PROMPT_LENGTH, asked) for asked in EVERYTHING])
@@ -158,7 +158,7 @@ def together(pair: Pair) -> dict[str, tuple[Answer, golden.Run]]:
 
 @pytest.mark.parametrize("name", [name_of(asked) for asked in EVERYTHING])
 def test_every_algorithm_cache_and_parameter(
-    together: dict[str, tuple[Answer, golden.Run]], name: str
+    together: dict[str, tuple[Response, golden.Run]], name: str
 ) -> None:
     assert_alike(*together[name])
 

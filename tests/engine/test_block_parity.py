@@ -22,7 +22,7 @@ from tests.checkpoints import (
     THINK_IDS,
     random_prompt,
 )
-from tests.engine.harness import Answer, Ask, Engine, running, shrink, speculating
+from tests.engine.harness import Engine, Request, Response, running, shrink, speculating
 from tests.reference import block_loops, causal_loops, golden
 from tests.reference.models import load_reference
 from vllm.diffusion.request.algorithms import algorithms_for
@@ -33,7 +33,7 @@ NUM_PAGES = 9  # upstream keeps one of them
 
 
 class Wanted(NamedTuple):
-    ask: Ask
+    ask: Request
     answer: list[int]
     num_forwards: int
     is_whole: bool  # the answer ends with a block
@@ -203,7 +203,7 @@ def wanted_of(folder: Path, name: str) -> list[Wanted]:
         key = {"prompt_length": length, **lengths, **loop.asked}
         run = partial(searched, model, load_reference(folder, torch.float64), length, loop, lengths)
         found = golden.written(model, key, run)
-        ask = Ask(random_prompt(length, found["prompt_seed"]), {**lengths, **loop.asked})
+        ask = Request(random_prompt(length, found["prompt_seed"]), {**lengths, **loop.asked})
         end = len(found["answer"]) + (0 if name == "nemotron" else length)  # where its grid begins
         is_whole = end % block_length == 0
         wanted.append(Wanted(ask, found["answer"], found["num_forwards"], is_whole))
@@ -279,7 +279,7 @@ def served(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) ->
         yield engine, wanted
 
 
-def same(answers: Sequence[Answer], wanted: Sequence[Wanted]) -> None:
+def same(answers: Sequence[Response], wanted: Sequence[Wanted]) -> None:
     """The loops decode the last block to its end, the engine as far as the answer reaches."""
     assert [answer.token_ids for answer in answers] == [case.answer for case in wanted]
     for answer, (_, _, num_forwards, is_whole) in zip(answers, wanted, strict=True):
@@ -289,8 +289,8 @@ def same(answers: Sequence[Answer], wanted: Sequence[Wanted]) -> None:
             assert answer.num_steps == num_forwards
 
 
-def with_cache(wanted: Sequence[Wanted], cache: str) -> list[Ask]:
-    return [Ask(ask.prompt, {**ask.extra, "cache": cache}) for ask, *_ in wanted]
+def with_cache(wanted: Sequence[Wanted], cache: str) -> list[Request]:
+    return [Request(ask.prompt, {**ask.extra, "cache": cache}) for ask, *_ in wanted]
 
 
 def test_alone(served: tuple[Engine, list[Wanted]], fuses: bool) -> None:
@@ -331,7 +331,7 @@ def test_in_chunks(served: tuple[Engine, list[Wanted]]) -> None:
 def test_tokens_that_moved_have_probabilities(served: tuple[Engine, list[Wanted]]) -> None:
     """Also where the last block is longer than the answer."""
     engine, wanted = served
-    asks = [Ask(ask.prompt, ask.extra, {"logprobs": 0}) for ask, *_ in wanted]
+    asks = [Request(ask.prompt, ask.extra, {"logprobs": 0}) for ask, *_ in wanted]
     for output, case in zip(engine.outputs(*asks), wanted, strict=True):
         (answer,) = output.outputs
         assert list(answer.token_ids) == case.answer

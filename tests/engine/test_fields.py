@@ -11,7 +11,7 @@ import pytest
 
 from tests.checkpoints import DELETE_ID, EOS_ID, EOT_ID, random_prompt
 from tests.engine.cases import CUT, DELAYED, DREAM, FULL, MULTI
-from tests.engine.harness import BLOCKS, NOISY, Ask, running
+from tests.engine.harness import BLOCKS, NOISY, Request, running
 from vllm.diffusion.request.algorithms import ALGORITHMS, algorithms_for
 from vllm.diffusion.request.families import SDAR
 
@@ -62,8 +62,8 @@ def check_ways(engine: Engine, found: list[dict[str, Any]]) -> None:
     asks = []
     for own in found:
         edited = {**own, **PENALTIES}
-        asks.append(Ask(prompt, {**edited, "allowed_token_ids": ALLOWED, "ignore_eos": True}))
-        asks.append(Ask(prompt, {**edited, "min_tokens": LEAST, "logit_bias": ends}))
+        asks.append(Request(prompt, {**edited, "allowed_token_ids": ALLOWED, "ignore_eos": True}))
+        asks.append(Request(prompt, {**edited, "min_tokens": LEAST, "logit_bias": ends}))
     answers = engine.ask(*asks)
     for own, allowed, least in zip(found, answers[::2], answers[1::2], strict=True):
         assert len(allowed.token_ids) == 16 and set(allowed.token_ids) <= set(ALLOWED), own
@@ -76,7 +76,7 @@ def test_an_end_does_not_move_before_the_least_length(checkpoint: Callable[[str]
     """Where the tokens before it are deleted."""
     often = {"logit_bias": {str(DELETE_ID): 8, str(EOS_ID): 8}, "min_tokens": LEAST}
     asked = {"gen_length": 24, "block_length": 8, "threshold": 0.3, "editing_threshold": 0.9}
-    asks = [Ask(random_prompt(9, number), {**asked, **often}) for number in (3, 20, 28)]
+    asks = [Request(random_prompt(9, number), {**asked, **often}) for number in (3, 20, 28)]
     with running(checkpoint("llada22")) as engine:
         answers = engine.ask(*asks)
     assert {answer.finish_reason for answer in answers} == {"stop"}
@@ -109,7 +109,8 @@ def test_neighbours_and_chunks_change_nothing(
     llada: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asks = [
-        Ask(random_prompt(9 + i, i), {**own, "ignore_eos": True}) for i, own in enumerate(SHAPED)
+        Request(random_prompt(9 + i, i), {**own, "ignore_eos": True})
+        for i, own in enumerate(SHAPED)
     ]
     alone = [llada.ask(ask)[0].token_ids for ask in asks]
     assert [answer.token_ids for answer in llada.ask(*asks)] == alone
@@ -122,7 +123,7 @@ def test_neighbours_and_chunks_change_nothing(
 def test_several_answers(llada: Engine) -> None:
     """They share a prompt, and each draws by its own seed."""
     extra = {**NOISY, **WARM, "top_p": 0.9, "presence_penalty": 0.5, "ignore_eos": True}
-    apart = [llada.ask(Ask(random_prompt(9), {**extra, "seed": 5 + i}))[0] for i in range(3)]
+    apart = [llada.ask(Request(random_prompt(9), {**extra, "seed": 5 + i}))[0] for i in range(3)]
     outputs = llada.llm.generate(
         [{"prompt_token_ids": random_prompt(9)}],
         [sampling(extra, n=3)],
@@ -147,7 +148,7 @@ def test_bad_words_of_several_tokens(llada: Engine) -> None:
 
     def answers(**fields: Any) -> list[list[int]]:
         """Answers to requests with these fields of upstream's SamplingParams."""
-        asks = [Ask(random_prompt(9), {**own, "seed": seed}, fields) for seed in range(4)]
+        asks = [Request(random_prompt(9), {**own, "seed": seed}, fields) for seed in range(4)]
         return [answer.token_ids for answer in llada.ask(*asks)]
 
     pairs = Counter(pair for ids in answers() for pair in pairwise(ids))
@@ -165,12 +166,14 @@ def test_gaps_of_a_prompt_and_a_suffix(llada: Engine) -> None:
 
     prompt = [*random_prompt(5), MASK_ID, MASK_ID, *random_prompt(4, 1)]
     extra = {**BLOCKS, "allow_infill": True, "allowed_token_ids": ALLOWED, "ignore_eos": True}
-    (answer,) = llada.ask(Ask(prompt, {**extra, "presence_penalty": 2.0}))
+    (answer,) = llada.ask(Request(prompt, {**extra, "presence_penalty": 2.0}))
     assert set(answer.report["infilled"].values()) <= set(ALLOWED)
     assert set(answer.token_ids) <= set(ALLOWED)
     ends = {str(EOS_ID): 100}
     between = {"gen_length": 32, "steps": 32, "suffix_ids": random_prompt(7), "max_tokens": 12}
-    (answer,) = llada.ask(Ask(random_prompt(5), {**between, "min_tokens": 6, "logit_bias": ends}))
+    (answer,) = llada.ask(
+        Request(random_prompt(5), {**between, "min_tokens": 6, "logit_bias": ends})
+    )
     assert len(answer.token_ids) == 7 and answer.token_ids[-1] == EOS_ID
 
 
@@ -182,7 +185,7 @@ def test_guided_output_weighs_edited_probabilities(llada: Engine) -> None:
     def answer(pattern: str, letter: str) -> str:
         bias = {str(token): -100 for text, token in vocabulary.items() if letter in text}
         asked = {**room, "logit_bias": bias, "structured_outputs": {"regex": pattern}}
-        return llada.ask(Ask(random_prompt(9), asked))[0].text
+        return llada.ask(Request(random_prompt(9), asked))[0].text
 
     assert answer("[ab]{6}c", "a") == "bbbbbbc"
     assert answer("[ab]{6}c", "b") == "aaaaaac"

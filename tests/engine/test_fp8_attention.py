@@ -12,8 +12,8 @@ import torch
 from tests.checkpoints import random_prompt
 from tests.engine.cases import CUT, SHORT
 from tests.engine.harness import (
-    Ask,
     Engine,
+    Request,
     record,
     record_plans,
     refusal_error,
@@ -37,7 +37,7 @@ OWN: dict[str, Any] = {"attention_dtype": "fp8", "fp8_attention_min_tokens": 40}
 SETTINGS: dict[str, Any] = {"additional_config": {"dllm": {**OWN, "longest_pause_ms": 60_000}}}
 READ = list(range(0, 64, 5))
 SCORE = {"score": {"positions": READ, "token_ids": [[5, 6, 7]] * len(READ)}}
-LONG = Ask(random_prompt(64, 9), SCORE, {"max_tokens": 1})
+LONG = Request(random_prompt(64, 9), SCORE, {"max_tokens": 1})
 LAYOUTS = {
     "chunks": Residency(False, fp8_attention=True),
     "head groups": Residency(False, 2, fp8_attention=True),
@@ -47,7 +47,7 @@ LAYOUTS = {
 ALIKE = 1e-3
 
 
-def scores(engine: Engine, *asks: Ask) -> torch.Tensor:
+def scores(engine: Engine, *asks: Request) -> torch.Tensor:
     return torch.tensor([answer.report["scores"]["logprobs"] for answer in engine.ask(*asks)])
 
 
@@ -80,13 +80,13 @@ def test_chunks_are_equal_to_the_whole(
 def test_batches_are_equal_to_requests_alone(fp8: Engine) -> None:
     """To the bit: scales belong to a request, and its long steps to nobody else."""
     writes = [
-        Ask(random_prompt(n, n), {**SHORT, "cfg_scale": c}) for n, c in ((40, 0.0), (50, 1.0))
+        Request(random_prompt(n, n), {**SHORT, "cfg_scale": c}) for n, c in ((40, 0.0), (50, 1.0))
     ]
-    short = Ask(random_prompt(9, 1), SHORT)
+    short = Request(random_prompt(9, 1), SHORT)
     alone = [tokens(fp8.ask(ask)) for ask in (*writes, short)]
     together = tokens(fp8.ask(*writes, LONG, short))
     assert [*together[:2], together[3]] == [found for (found,) in alone]
-    other = Ask(random_prompt(64, 4), SCORE, LONG.sampling)
+    other = Request(random_prompt(64, 4), SCORE, LONG.sampling)
     assert torch.equal(scores(fp8, LONG, other)[0], scores(fp8, LONG)[0])
 
 
@@ -96,7 +96,7 @@ def test_kept_keys_stay_plain(fp8: Engine, monkeypatch: pytest.MonkeyPatch) -> N
     kinds = record(
         monkeypatch, fp8.runner.planner, "plan", lambda plan, *_: plan.layout.fp8_attention
     )
-    fp8.ask(Ask(random_prompt(48, 2), asked))
+    fp8.ask(Request(random_prompt(48, 2), asked))
     assert kinds == [True, False, True, False]
 
 
@@ -104,7 +104,9 @@ def test_kept_keys_of_the_first_layer_are_equal(
     fp8: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing before them is fp8; in chunks and by groups of heads they are stored all the same."""
-    asked = Ask(random_prompt(48, 2), {**SHORT, "cache": "prefix", "steps": 1, "block_length": 16})
+    asked = Request(
+        random_prompt(48, 2), {**SHORT, "cache": "prefix", "steps": 1, "block_length": 16}
+    )
     found = []
     layouts = LAYOUTS["head groups"]._replace(fp8_attention=False), *LAYOUTS.values()
     for layout in layouts:
@@ -125,7 +127,7 @@ def test_measured_peaks_are_the_predicted_ones(
     """From a pool with room for all to one in which a step hardly fits, in less than plain ones."""
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     asked = {**SHORT, "gen_length": 512, "block_length": 512, "steps": 1}
-    ask, sizes = Ask(random_prompt(512), asked), {"max_model_len": 1024, **SETTINGS}
+    ask, sizes = Request(random_prompt(512), asked), {"max_model_len": 1024, **SETTINGS}
     with running(checkpoint("mha"), quantization=quantization, **sizes) as engine:
         step = StepShape(1024, 512, 1024)
         plain, least = (
@@ -154,10 +156,10 @@ def test_ranks_find_the_same_scales(
 ) -> None:
     """The survey is of all ranks' rows, and what they exchange is fp8."""
     with running(checkpoint("mha"), **SETTINGS) as engine:
-        alone, asked = scores(engine, LONG), tokens(engine.ask(Ask(LONG.prompt[:43], SHORT)))
+        alone, asked = scores(engine, LONG), tokens(engine.ask(Request(LONG.prompt[:43], SHORT)))
     with ranked(checkpoint("mha"), size, **SETTINGS) as (engine, ranks):
         assert (scores(engine, LONG) - alone).abs().max() < ALIKE
-        assert tokens(engine.ask(Ask(LONG.prompt[:43], SHORT))) == asked
+        assert tokens(engine.ask(Request(LONG.prompt[:43], SHORT))) == asked
         for layout in (Residency(False, shards=size), Residency(False, 1, True, shards=size)):
             use(layout._replace(fp8_attention=True), ranks, monkeypatch)
             assert (scores(engine, LONG) - alone).abs().max() < ALIKE
@@ -167,8 +169,8 @@ def test_ranks_find_the_same_scales(
 
 def test_where_no_step_is_cut_a_request_runs_alone(checkpoint: Callable[[str], Path]) -> None:
     settings = {"additional_config": {"dllm": {**OWN, "longest_pause_ms": 0}}}
-    asks = [Ask(random_prompt(n, n), SHORT) for n in (50, 9, 44)]
-    asks.append(Ask(random_prompt(60, 6), {**SHORT, "num_speculative_states": 3}))
+    asks = [Request(random_prompt(n, n), SHORT) for n in (50, 9, 44)]
+    asks.append(Request(random_prompt(60, 6), {**SHORT, "num_speculative_states": 3}))
     with running(checkpoint("mha"), **settings) as engine:
         alone = [found for ask in asks for found in tokens(engine.ask(ask))]
         assert tokens(engine.ask(*asks)) == alone
@@ -177,7 +179,7 @@ def test_where_no_step_is_cut_a_request_runs_alone(checkpoint: Callable[[str], P
 
 def test_what_cannot_be_is_refused(checkpoint: Callable[[str], Path]) -> None:
     with running(checkpoint("mha")) as engine, pytest.raises(refusal_error(), match="attention_d"):
-        engine.ask(Ask([5], {**SHORT, "attention_dtype": "fp8"}))
+        engine.ask(Request([5], {**SHORT, "attention_dtype": "fp8"}))
     with pytest.raises(ServerConfigError, match="sdar is block-causal"):
         server_defaults({"attention_dtype": "fp8"}, SDAR)
     with pytest.raises(ServerConfigError, match="fp8_attention_min_tokens"):

@@ -15,8 +15,8 @@ import pytest
 from tests.checkpoints import MASK_ID, random_prompt
 from tests.engine.cases import ADABLOCK, DREAM, FOUR_BLOCKS, FULL, MULTI, TWO_BLOCKS
 from tests.engine.harness import (
-    Ask,
     Engine,
+    Request,
     as_request,
     assert_parity,
     clear_case,
@@ -147,11 +147,12 @@ def test_what_several_answers_have_in_common_is_computed_once(
         prompt, whole = random_prompt(prompt_length), prompt_length + 16
         noisy = {"temperature": 0.8, "n": 3, "seed": 5}
         alone = [
-            engine.ask(Ask(prompt, extra, {**noisy, "n": 1, "seed": 5 + i}))[0] for i in range(3)
+            engine.ask(Request(prompt, extra, {**noisy, "n": 1, "seed": 5 + i}))[0]
+            for i in range(3)
         ]
         assert len({tuple(answer.token_ids) for answer in alone}) > 1
         rows.clear()
-        (output,) = engine.outputs(Ask(prompt, extra, noisy))
+        (output,) = engine.outputs(Request(prompt, extra, noisy))
         assert [list(o.token_ids) for o in output.outputs] == [a.token_ids for a in alone]
         whole *= 2 if guidance else 1
         if cache == "none":  # few rows are computed anew
@@ -179,11 +180,13 @@ def test_what_the_first_forward_keeps_is_copied(
     """Of several answers one makes that forward, step by step and ahead."""
     engine, _ = pair
     prompt, extra = random_prompt(150), {"gen_length": 16, "block_length": 8, "ignore_eos": True}
-    asks = [Ask(prompt, {**extra, **asked}, {"temperature": 0.8, "seed": 5 + i}) for i in range(3)]
+    asks = [
+        Request(prompt, {**extra, **asked}, {"temperature": 0.8, "seed": 5 + i}) for i in range(3)
+    ]
     rows = rows_of_launches(engine, monkeypatch)
     alone, num_rows = engine.ask(*asks), sum(rows)
     assert len({tuple(answer.token_ids) for answer in alone}) > 1
-    together = Ask(prompt, {**extra, **asked}, {**asks[0].sampling, "n": 3})
+    together = Request(prompt, {**extra, **asked}, {**asks[0].sampling, "n": 3})
     for ahead in (False, True):
         monkeypatch.setattr(engine.loop, "runs_ahead", ahead)
         rows.clear()

@@ -13,7 +13,7 @@ import torch
 
 from tests.checkpoints import llada2_config, llada_config, make_checkpoint, sdar_config
 from tests.engine.cases import SERVED
-from tests.engine.harness import Ask, running
+from tests.engine.harness import Request, running
 from tests.pages import NO_PAGES, store_with
 from vllm.diffusion import ops
 from vllm.diffusion.core.buffers import FreshBuffers
@@ -269,7 +269,9 @@ def test_graphs_can_be_turned_off(
     settings = {"enforce_eager": True} if switch == "enforce_eager" else {}
     with running(folder, dtype="bfloat16", max_model_len=64, **settings) as engine:
         assert engine.runner.graphs is None
-        (answer,) = engine.ask(Ask([3, 4, 5], {"gen_length": 16, "block_length": 8, "steps": 8}))
+        (answer,) = engine.ask(
+            Request([3, 4, 5], {"gen_length": 16, "block_length": 8, "steps": 8})
+        )
         assert answer.finish_reason in ("length", "stop")
 
 
@@ -283,7 +285,7 @@ def test_a_step_waits_for_nothing_but_its_result(
     folder = make_checkpoint(tmp_path, family=family, seed=3, dtype=torch.bfloat16)
     blocks = {"algorithm": "semi_ar", "gen_length": 16, "block_length": 8, "steps": 8, "seed": 1}
     asks = [
-        Ask([3 + i, 4, 5], {**blocks, **asked}, {"temperature": temperature})
+        Request([3 + i, 4, 5], {**blocks, **asked}, {"temperature": temperature})
         for temperature in (0.0, 0.7)
         for i, asked in enumerate(({}, {"cache": "dual"}, {"cfg_scale": 1.5}))
     ]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import Ask, running
+from tests.engine.harness import Request, running
 from vllm.diffusion.engine.scheduler.long_step_policy import SpeedEstimate
 from vllm.diffusion.memory import Admission, Demand
 
@@ -26,11 +26,17 @@ PLAIN = {"gen_length": 16, "block_length": 8, "steps": 8, "ignore_eos": True}
 
 @pytest.mark.parametrize(
     ("asked", "wanted"),
-    [(Ask(random_prompt(8), PLAIN), set()), (Ask(random_prompt(200), PLAIN), {"long_step_policy"})],
+    [
+        (Request(random_prompt(8), PLAIN), set()),
+        (Request(random_prompt(200), PLAIN), {"long_step_policy"}),
+    ],
     ids=["plain", "long"],
 )
 def test_steps_enter_the_guests_of_their_requests_alone(
-    asked: Ask, wanted: set[str], checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    asked: Request,
+    wanted: set[str],
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Between the step in which a request starts and its end, where long steps are cut."""
     entered: list[set[str]] = []

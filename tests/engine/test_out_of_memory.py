@@ -11,9 +11,9 @@ import torch
 from tests.checkpoints import random_prompt
 from tests.engine.harness import (
     BLOCKS,
-    Answer,
-    Ask,
     Engine,
+    Request,
+    Response,
     as_request,
     assert_decoded,
     clear_case,
@@ -189,7 +189,7 @@ def set_pool(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def test_usage_of_a_step_is_reported(engine: Engine) -> None:
-    (answer,) = engine.ask(Ask(random_prompt(20), BLOCKS))
+    (answer,) = engine.ask(Request(random_prompt(20), BLOCKS))
     usage, planner = engine.scheduler.last_usage, engine.runner.planner
     assert usage.budget_bytes == planner.budget_bytes == answer.report["budget_bytes"]
     assert 0 < answer.report["average_bytes"] <= answer.report["peak_bytes"] < GIB
@@ -297,7 +297,7 @@ def test_together_requests_keep_more_than_half_of_the_pool(
     set_pool(int(kept_bytes / share))
     with running(checkpoint("mha"), max_num_batched_tokens=256) as small:
         monkeypatch.setattr(small.loop, "runs_ahead", ahead)
-        steps, answers = record_steps(small, monkeypatch), dict[str, Answer]()
+        steps, answers = record_steps(small, monkeypatch), dict[str, Response]()
         for name, one in zip("abc", asks, strict=False):
             start(small, name, one)
             for _ in range(5):
@@ -318,7 +318,7 @@ def test_kept_keys_and_values_are_counted_and_given_back(
     row = shape.cache_bytes
     set_pool(2 * 200 * row)  # six pages of 64, and steps take more than two of them
     with running(checkpoint("mha")) as small:
-        ask = Ask(random_prompt(100), {**CACHED, "ignore_eos": True})
+        ask = Request(random_prompt(100), {**CACHED, "ignore_eos": True})
         first, second = small.ask(ask, ask)  # 132 positions each: one after the other
         assert first.token_ids == second.token_ids and len(first.token_ids) == 32
         assert small.is_idle()
@@ -329,5 +329,5 @@ def test_kept_keys_and_values_are_counted_and_given_back(
             full.check(Demand(4096, 32))
         assert runner.caches.reserved_bytes > row  # so that the longest step must take it back
         length = min(refused.value.longest_tokens, 250)
-        (long,) = small.ask(Ask(random_prompt(length - 32), {**BLOCKS, "ignore_eos": True}))
+        (long,) = small.ask(Request(random_prompt(length - 32), {**BLOCKS, "ignore_eos": True}))
         assert len(long.token_ids) == 32

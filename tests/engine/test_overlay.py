@@ -11,8 +11,8 @@ import pytest
 
 from tests.checkpoints import llada_config, make_checkpoint
 from tests.engine.harness import engine_config
+from tests.server.fork_server import ForkServer
 from tests.server.process import START_S, environment
-from tests.server.warm import WarmProcess
 
 OURS = "register_dllm_models"
 
@@ -60,7 +60,7 @@ def test_tokenizers_know_their_types_before_upstream_reads_a_configuration(
     script, log = tmp_path / "tokenizers.py", tmp_path / "log"
     script.write_text(TOKENIZERS)
     folders = [str(checkpoint(case)) for case in ("mha", "dream", "moe")]
-    status = WarmProcess([str(script), *folders], log, environment()).wait(START_S)
+    status = ForkServer([str(script), *folders], log, environment()).wait(START_S)
     assert status == 0, log.read_text()
     assert "You are using a model of type" not in log.read_text()
 

@@ -11,9 +11,9 @@ from tests.checkpoints import random_prompt
 from tests.engine.cases import PLANS
 from tests.engine.harness import (
     BLOCKS,
-    Answer,
-    Ask,
     Engine,
+    Request,
+    Response,
     as_request,
     clear_case,
     record_plans,
@@ -42,7 +42,7 @@ CACHED: dict[str, dict[str, Any]] = {
 LENGTHS = (20, 150, 31, 33, 97, 70, 5, 180)  # less than a page to four of them
 
 
-def requests() -> list[Ask]:
+def requests() -> list[Request]:
     """Requests of every kind, of so many positions that their last pages are ragged."""
     kinds = list(CACHED.values())
     return [
@@ -57,11 +57,11 @@ def alone(engine: Engine) -> list[tuple[list[int], int | None]]:
     return tokens([engine.ask(ask)[0] for ask in requests()])
 
 
-def come_and_go(engine: Engine, seed: int, after_step: Callable[[], None]) -> list[Answer]:
+def come_and_go(engine: Engine, seed: int, after_step: Callable[[], None]) -> list[Response]:
     """The requests start a few steps apart, so that they take and leave pages at any time."""
     upstream, rng = engine.llm.llm_engine, random.Random(seed)
     waiting = list(enumerate(requests()))
-    answers: dict[str, Answer] = {}
+    answers: dict[str, Response] = {}
     rng.shuffle(waiting)
     while waiting or upstream.has_unfinished_requests():
         for number, ask in [waiting.pop() for _ in waiting[: rng.randint(0, 2)]]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.checkpoints import DELETE_ID, EOS_ID, MASK_ID, SPLIT_ID, random_prompt
-from tests.engine.harness import STOP_IDS, Ask, Engine, running, sampling_params
+from tests.engine.harness import STOP_IDS, Engine, Request, running, sampling_params
 from tests.reference import decode, shaping
 from tests.reference.models import load_reference
 
@@ -104,7 +104,7 @@ class Watched:
     report: dict[str, Any]
 
 
-def watch(engine: Engine, ask: Ask) -> Watched:
+def watch(engine: Engine, ask: Request) -> Watched:
     from vllm.sampling_params import RequestOutputKind
 
     params = sampling_params(ask)
@@ -154,7 +154,7 @@ def replay(engine: Engine, model: Any, asked: dict[str, Any]) -> None:
     prompt = random_prompt(PROMPT_LENGTH)
     asked = {**asked, "ignore_eos": True}
     extra = {**asked, "stream_canvas": True}
-    watched = watch(engine, Ask(prompt, extra, {"logprobs": NUM_TOP}))
+    watched = watch(engine, Request(prompt, extra, {"logprobs": NUM_TOP}))
     views, canvas_length = watched.views, asked["gen_length"]
     assert [view.step for view in views] == list(range(1, watched.report["num_forwards"] + 1))
     assert views[-1].token_ids == watched.token_ids
@@ -206,7 +206,7 @@ def test_they_change_no_token(llada: tuple[Engine, Any]) -> None:
     engine, _ = llada
     prompt = random_prompt(PROMPT_LENGTH)
     asks = [
-        Ask(prompt, {**asked, "ignore_eos": True}, sampling)
+        Request(prompt, {**asked, "ignore_eos": True}, sampling)
         for asked in (*CASES.values(), *EDITED.values())
         for sampling in ({}, {"logprobs": 0}, {"logprobs": 5})
     ]
@@ -216,7 +216,7 @@ def test_they_change_no_token(llada: tuple[Engine, Any]) -> None:
 
 def test_only_those_who_ask_are_told(llada: tuple[Engine, Any]) -> None:
     engine, _ = llada
-    silent = Ask(random_prompt(PROMPT_LENGTH), CASES["semi_ar"])
+    silent = Request(random_prompt(PROMPT_LENGTH), CASES["semi_ar"])
     first, second = engine.outputs(silent, replace(silent, sampling={"logprobs": 1}))
     assert first.outputs[0].logprobs is None
     assert "canvas" not in first.kv_transfer_params["dllm"]
@@ -231,8 +231,8 @@ def test_the_answer_is_cut_with_its_logprobs(llada: tuple[Engine, Any]) -> None:
     engine, _ = llada
     prompt = random_prompt(PROMPT_LENGTH)
     extra = {**BLOCKS, "steps": 4, "ignore_eos": True, "stream_canvas": True}
-    whole = watch(engine, Ask(prompt, extra, {"logprobs": 0}))
-    cut = watch(engine, Ask(prompt, {**extra, "max_tokens": 5}, {"logprobs": 0}))
+    whole = watch(engine, Request(prompt, extra, {"logprobs": 0}))
+    cut = watch(engine, Request(prompt, {**extra, "max_tokens": 5}, {"logprobs": 0}))
     assert cut.token_ids == whole.token_ids[:5]
     assert cut.logprobs == whole.logprobs[:5]
 
@@ -241,7 +241,7 @@ def test_a_token_that_was_never_proposed_has_no_chance(checkpoint: Callable[[str
     """JSON has no NaN; OpenAI's routes write the number of upstream's for it."""
     often = {"threshold": 0.3, "logit_bias": {SPLIT_ID: 2.5, DELETE_ID: 2.5}}
     extra = {"algorithm": "levenshtein", "gen_length": 32, "editing_threshold": 0.3, **often}
-    asks = [Ask(random_prompt(n), extra, {"logprobs": 1}) for n in (5, 20, 40)]
+    asks = [Request(random_prompt(n), extra, {"logprobs": 1}) for n in (5, 20, 40)]
     with running(checkpoint("llada22")) as engine:
         answers = [output.outputs[0] for output in engine.outputs(*asks)]
     found = [
@@ -272,7 +272,7 @@ def test_saved_forwards_are_reported(
 ) -> None:
     engine, _ = llada
     extra = {**BLOCKS, **asked, "max_tokens": max_tokens, "ignore_eos": True}
-    (answer,) = engine.ask(Ask(random_prompt(PROMPT_LENGTH), extra))
+    (answer,) = engine.ask(Request(random_prompt(PROMPT_LENGTH), extra))
     assert answer.report["num_forwards_saved"] == saved
     if "steps" in asked:
         assert answer.report["num_forwards"] == asked["steps"] - saved
@@ -280,10 +280,10 @@ def test_saved_forwards_are_reported(
 
 def test_a_stop_string_brings_a_report(llada: tuple[Engine, Any]) -> None:
     engine, _ = llada
-    ask = Ask(random_prompt(PROMPT_LENGTH), {**BLOCKS, "steps": 16, "ignore_eos": True})
+    ask = Request(random_prompt(PROMPT_LENGTH), {**BLOCKS, "steps": 16, "ignore_eos": True})
     (whole,) = engine.ask(ask)
     middle = len(whole.text) // 2
-    stopped = Ask(ask.prompt, ask.extra, {"stop": [whole.text[middle : middle + 3]]})
+    stopped = Request(ask.prompt, ask.extra, {"stop": [whole.text[middle : middle + 3]]})
     (answer,) = engine.ask(stopped)
     assert answer.finish_reason == "stop"
     assert answer.report["num_forwards"] + answer.report["num_forwards_saved"] == 16

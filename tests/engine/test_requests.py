@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, make_tokenizer, random_prompt
-from tests.engine.harness import BLOCKS, NOISY, Ask, Engine, as_request, clear_case, refusal_error
+from tests.engine.harness import (
+    BLOCKS,
+    NOISY,
+    Engine,
+    Request,
+    as_request,
+    clear_case,
+    refusal_error,
+)
 from tests.reference import golden
 from tests.reference.models import LLaDAReference
 
@@ -20,7 +28,7 @@ def test_a_canvas_beside_upstreams_default_max_tokens_is_returned_whole(
     prompt, wanted = clear_case(model, 20, **BLOCKS)
     asked = as_request(prompt, **BLOCKS)
     for sampling in ({}, {"max_tokens": 16}, {"max_tokens": None}):
-        (answer,) = engine.ask(Ask(asked.prompt, asked.extra, sampling))
+        (answer,) = engine.ask(Request(asked.prompt, asked.extra, sampling))
         assert answer.token_ids == wanted.ids
 
 
@@ -33,11 +41,11 @@ def test_stop_token_ids_of_the_request_end_the_answer(
     assert not {EOS_ID, EOT_ID} & set(wanted.ids[:place]), "choose another prompt"
     asked = as_request(prompt, ignore_eos=False, **BLOCKS)
     sampling: dict[str, Any] = {"stop_token_ids": [stop]}
-    (answer,) = engine.ask(Ask(asked.prompt, asked.extra, sampling))
+    (answer,) = engine.ask(Request(asked.prompt, asked.extra, sampling))
     assert answer.token_ids == wanted.ids[: place + 1]
     assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
     # ignore_eos: no stop id ends the answer.
-    (whole,) = engine.ask(Ask(asked.prompt, {**asked.extra, "ignore_eos": True}, sampling))
+    (whole,) = engine.ask(Request(asked.prompt, {**asked.extra, "ignore_eos": True}, sampling))
     assert whole.token_ids == wanted.ids
     assert whole.finish_reason == "length"
 
@@ -75,7 +83,7 @@ def test_n_answers_use_consecutive_seeds(engine: Engine, model: LLaDAReference) 
     noisy = {**asked, "temperature": 1.0}
     sampling = {"n": 3, "seed": 40, "temperature": 1.0}
     prompt, _ = clear_case(model, 20, seed=40, **noisy)
-    (output,) = engine.outputs(Ask(prompt, {**asked, "ignore_eos": True}, sampling))
+    (output,) = engine.outputs(Request(prompt, {**asked, "ignore_eos": True}, sampling))
     found = [list(c.token_ids) for c in sorted(output.outputs, key=lambda c: c.index)]
     assert found == [golden.run(model, prompt, seed=40 + i, **noisy).ids for i in range(3)]
     assert len({tuple(tokens) for tokens in found}) == 3
@@ -90,7 +98,7 @@ def test_default_lengths(engine: Engine, model: LLaDAReference) -> None:
     asked = {"gen_length": 128, "block_length": 32, "steps": 128}
     wanted = golden.run(model, prompt, **asked)
     (answer,) = engine.ask(
-        Ask(prompt, {}, {"max_tokens": 100, "ignore_eos": True, "temperature": 0.0})
+        Request(prompt, {}, {"max_tokens": 100, "ignore_eos": True, "temperature": 0.0})
     )
     assert answer.token_ids[:32] == wanted.ids[:32]
     assert len(answer.token_ids) == 100
@@ -127,7 +135,7 @@ def test_a_refusal_among_good_requests_hurts_nobody(engine: Engine, model: LLaDA
     prompt, wanted = clear_case(model, 20, **BLOCKS)
     good = as_request(prompt, **BLOCKS)
     with pytest.raises(refusal_error(), match=r"gen_length: given 300; .* 256") as refusal:
-        engine.ask(good, Ask(prompt, {"gen_length": 300}))
+        engine.ask(good, Request(prompt, {"gen_length": 300}))
     assert refusal.value.parameter == "gen_length"
     (answer,) = engine.ask(good)
     assert answer.token_ids == wanted.ids

@@ -8,8 +8,8 @@ import pytest
 from tests.checkpoints import random_prompt
 from tests.engine.harness import (
     BLOCKS,
-    Ask,
     Engine,
+    Request,
     as_request,
     clear_case,
     finish,
@@ -37,7 +37,7 @@ def test_no_step_is_launched_for_a_complete_answer(
     place = wanted.ids.index(stop)
     for ask in (
         as_request(prompt, **BLOCKS),
-        Ask(
+        Request(
             prompt,
             as_request(prompt, ignore_eos=False, **BLOCKS).extra,
             {"stop_token_ids": [stop]},
@@ -200,7 +200,7 @@ def test_a_pause_collects_what_was_launched(
 ) -> None:
     """Nothing more is launched: three steps later nothing is to be done, until it goes on."""
     monkeypatch.setattr(engine.loop, "runs_ahead", True)
-    asks = [Ask(random_prompt(20, seed), {**BLOCKS, "ignore_eos": True}) for seed in range(3)]
+    asks = [Request(random_prompt(20, seed), {**BLOCKS, "ignore_eos": True}) for seed in range(3)]
     wanted = [answer.token_ids for answer in engine.ask(*asks)]
     for number, ask in enumerate(asks):
         start(engine, str(number), ask)

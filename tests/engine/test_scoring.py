@@ -12,9 +12,9 @@ from tests.checkpoints import MASK_ID, VOCAB_SIZE, make_checkpoint, random_promp
 from tests.engine.harness import (
     BLOCKS,
     MAX_MODEL_LEN,
-    Answer,
-    Ask,
     Engine,
+    Request,
+    Response,
     as_request,
     refusal_error,
     running,
@@ -36,8 +36,8 @@ def holed_prompt(length: int = 19, seed: int = 0) -> list[int]:
     return prompt
 
 
-def score(prompt: list[int], positions: Any = POSITIONS, token_ids: Any = TOKEN_IDS) -> Ask:
-    return Ask(prompt, {"score": {"positions": positions, "token_ids": token_ids}})
+def score(prompt: list[int], positions: Any = POSITIONS, token_ids: Any = TOKEN_IDS) -> Request:
+    return Request(prompt, {"score": {"positions": positions, "token_ids": token_ids}})
 
 
 def plain(
@@ -60,7 +60,7 @@ def by_reference(
 
 
 def assert_scored(
-    answer: Answer, expected: tuple[list[list[float]], list[int]], tolerance: float = 1e-5
+    answer: Response, expected: tuple[list[list[float]], list[int]], tolerance: float = 1e-5
 ) -> None:
     assert answer.token_ids == []
     assert (answer.finish_reason, answer.num_forwards) == ("stop", 1)
@@ -199,7 +199,7 @@ def test_what_may_stand_beside_a_score(engine: Engine, beside: dict[str, Any]) -
 )
 def test_what_cannot_be_scored_is_refused(engine: Engine, asked: Any, message: str) -> None:
     with pytest.raises(refusal_error()) as refusal:
-        engine.ask(Ask(random_prompt(19), {"score": asked}))
+        engine.ask(Request(random_prompt(19), {"score": asked}))
     assert message in str(refusal.value)
     assert engine.is_idle()
 

@@ -11,8 +11,8 @@ import pytest
 from tests.checkpoints import random_prompt
 from tests.engine.harness import (
     BLOCKS,
-    Ask,
     Engine,
+    Request,
     as_request,
     clear_case,
     finish,
@@ -40,7 +40,7 @@ Draft = Callable[[DraftState, Any, int, Any], list[DraftState]]
 class Recorded:
     """The states that a request goes through without guesses, as an oracle of those to come."""
 
-    def __init__(self, engine: Engine, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, engine: Engine, ask: Request, monkeypatch: pytest.MonkeyPatch) -> None:
         self.states = list[DraftState]()
         with monkeypatch.context() as recording:
             record(recording, engine.runner, "launch", self._note)
@@ -160,7 +160,7 @@ def test_an_oracle_saves_forwards_of_exact_keys(
     asked = {"algorithm": "semi_ar", "gen_length": 40, "block_length": 4, "steps_per_block": 4}
     asked |= {"temperature": temperature, "seed": 4, "ignore_eos": True}
     with running(checkpoint("sdar")) as engine:
-        asks = [Ask(random_prompt(length, 1), asked) for length in (60, 97)]
+        asks = [Request(random_prompt(length, 1), asked) for length in (60, 97)]
         for ask in asks:
             recorded = Recorded(engine, ask, monkeypatch)
             steps = recorded.answer.num_steps or 0
@@ -221,7 +221,7 @@ def test_what_a_request_asks_for_stays(
         monkeypatch.setattr(engine.loop, "runs_ahead", ahead)
         extra = {**asked, "ignore_eos": True, **more}
         sampling = {} if more else {"logprobs": 2}
-        asks = [Ask(random_prompt(20, n), extra, sampling) for n in range(4)]
+        asks = [Request(random_prompt(20, n), extra, sampling) for n in range(4)]
         plain, guessed = engine.outputs(*asks), engine.outputs(*speculating(asks, 5))
         for one, other in zip(plain, guessed, strict=True):
             wanted, found = to_answer(one), to_answer(other)
@@ -251,13 +251,15 @@ def test_a_model_that_predicts_the_mask(checkpoint: Callable[[str], Path]) -> No
 def test_who_takes_no_part(engine: Engine) -> None:
     """Nobody is refused for a server's default; who asks for it hears why it cannot be."""
     (guided,) = engine.ask(
-        Ask([1, 2, 3], {"structured_outputs": {"regex": "[ab]{3}"}, "num_speculative_states": 3})
+        Request(
+            [1, 2, 3], {"structured_outputs": {"regex": "[ab]{3}"}, "num_speculative_states": 3}
+        )
     )
     assert guided.report["states_drafted"] == 0
     with pytest.raises(refusal_error(), match="num_speculative_states: given 3; algorithm credit"):
-        engine.ask(Ask([1, 2, 3], {"algorithm": "credit", "num_speculative_states": 3}))
+        engine.ask(Request([1, 2, 3], {"algorithm": "credit", "num_speculative_states": 3}))
     with pytest.raises(refusal_error(), match="num_speculative_states: given 16"):
-        engine.ask(Ask([1, 2, 3], {"num_speculative_states": 16}))
+        engine.ask(Request([1, 2, 3], {"num_speculative_states": 16}))
 
 
 def test_memory_that_runs_out_costs_guesses_alone(
@@ -285,10 +287,10 @@ def test_several_answers_and_aborts(
     """Answers that share a prompt, and requests that go in the middle of a block."""
     monkeypatch.setattr(engine.loop, "runs_ahead", cache in ("dual", "none"))
     asked = {**BLOCKS, "cache": cache, "ignore_eos": True}
-    several = Ask(random_prompt(40, 2), asked, {"n": 4, "temperature": 0.3, "seed": 3})
+    several = Request(random_prompt(40, 2), asked, {"n": 4, "temperature": 0.3, "seed": 3})
     (plain,), (guessed,) = (engine.outputs(*a) for a in ([several], speculating([several], 3)))
     assert [o.token_ids for o in guessed.outputs] == [o.token_ids for o in plain.outputs]
-    asks = [Ask(random_prompt(30 + n, n), {**BLOCKS, "cache": cache}) for n in range(6)]
+    asks = [Request(random_prompt(30 + n, n), {**BLOCKS, "cache": cache}) for n in range(6)]
     wanted = engine.ask(*asks)
     names = [start(engine, str(n), one) for n, one in enumerate(speculating(asks, 3))]
     for number in range(8):
@@ -344,7 +346,7 @@ def test_guesses_for_which_there_is_no_memory_are_not_weighed(
 def test_a_gpu_guesses_without_being_asked(checkpoint: Callable[[str], Path]) -> None:
     eager = {"dllm": {"longest_pause_ms": 0, "weighs_guesses": False}}
     with running(checkpoint("mha"), dtype="bfloat16", additional_config=eager) as engine:
-        (quiet,) = engine.ask(Ask([1, 2, 3], {**ONE_BY_ONE, "num_speculative_states": 0}))
-        (answer,) = engine.ask(Ask([1, 2, 3], ONE_BY_ONE))
+        (quiet,) = engine.ask(Request([1, 2, 3], {**ONE_BY_ONE, "num_speculative_states": 0}))
+        (answer,) = engine.ask(Request([1, 2, 3], ONE_BY_ONE))
     assert quiet.report["states_drafted"] == 0 < answer.report["states_drafted"]
     assert quiet.token_ids == answer.token_ids and quiet.num_steps == answer.num_steps

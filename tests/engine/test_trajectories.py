@@ -13,7 +13,15 @@ import torch
 
 from tests.checkpoints import EOS_ID, MASK_ID, random_prompt
 from tests.engine.cases import ADABLOCK, DREAM, MULTI
-from tests.engine.harness import BLOCKS, MAX_MODEL_LEN, NOISY, Ask, Engine, refusal_error, running
+from tests.engine.harness import (
+    BLOCKS,
+    MAX_MODEL_LEN,
+    NOISY,
+    Engine,
+    Request,
+    refusal_error,
+    running,
+)
 from tests.programs import ROOT
 from tests.reference import golden
 from tests.reference.models import load_reference
@@ -65,7 +73,7 @@ OPTIONS: dict[str, list[tuple[Any, dict[str, Any]]]] = {
 }
 
 
-def of_loops(name: str) -> Iterator[tuple[Ask, dict[str, Any]]]:
+def of_loops(name: str) -> Iterator[tuple[Request, dict[str, Any]]]:
     """The requests of the written runs whose states a plain forward can follow, and the runs."""
     for key, found in golden.STORE.runs.items():
         asked = json.loads(key)
@@ -77,7 +85,7 @@ def of_loops(name: str) -> Iterator[tuple[Ask, dict[str, Any]]]:
         prompt = asked.pop("prompt", None) or random_prompt(length, found["prompt_seed"])
         if len(prompt) + asked["gen_length"] <= MAX_MODEL_LEN:
             more = {"ignore_eos": not asked.get("early_stop"), "allow_infill": MASK_ID in prompt}
-            yield Ask(prompt, {**more, **asked, **ASKED}), found
+            yield Request(prompt, {**more, **asked, **ASKED}), found
 
 
 @pytest.mark.parametrize("family", OF_LOOPS)
@@ -111,7 +119,7 @@ def test_options_are_replayed(family: str, checkpoint: Callable[[str], Path]) ->
     asks = []
     for given, asked in OPTIONS[family]:
         prompt = random_prompt(given) if isinstance(given, int) else given
-        asks.append(Ask(prompt, {"ignore_eos": True, "seed": 5, **asked, **ASKED}))
+        asks.append(Request(prompt, {"ignore_eos": True, "seed": 5, **asked, **ASKED}))
     guessing = {"num_speculative_states": 3}
     able = [family == "mha" and "structured_outputs" not in ask.extra for ask in asks]
     with running(checkpoint(family)) as engine:
@@ -142,7 +150,7 @@ def test_every_token_of_an_answer_has_its_step(
     ways = ({}, {"ignore_eos": True}, {"max_tokens": 37}, {"complete_blocks": True})
     with running(checkpoint(family)) as engine:
         asks = [
-            Ask(
+            Request(
                 random_prompt(5 + seed, seed),
                 {**PLAIN, **(SEVERAL if name == "multi_block" else {})}
                 | {**way, **drawn, "algorithm": name},
@@ -170,7 +178,7 @@ def test_what_an_early_stop_fills_is_recorded(
     """Also where the step that ends the answer is the one after which it is filled."""
     asked = {**PLAIN, **SEVERAL, "algorithm": "multi_block", "early_stop": True}
     asks = [
-        Ask(random_prompt(5 + seed, seed), {**asked, "logit_bias": {str(EOS_ID): bias}})
+        Request(random_prompt(5 + seed, seed), {**asked, "logit_bias": {str(EOS_ID): bias}})
         for seed in range(8)
         for bias in (0.5, 2.0, 4.0)
     ]
@@ -212,7 +220,8 @@ def test_blocks_are_completed(
         for seed in range(4):
             own = {**asked, **ASKED, "seed": seed}
             short, whole = engine.ask(
-                Ask(prompt, own, stops), Ask(prompt, {**own, "complete_blocks": True}, stops)
+                Request(prompt, own, stops),
+                Request(prompt, {**own, "complete_blocks": True}, stops),
             )
             assert whole.token_ids == short.token_ids
             assert whole.finish_reason == short.finish_reason
@@ -231,7 +240,7 @@ def test_blocks_are_completed(
 
 
 def test_block_steps_count_from_the_first_step_of_their_block(engine: Engine) -> None:
-    (answer,) = engine.ask(Ask(random_prompt(9, 1), {**BLOCKS, **ASKED, "ignore_eos": True}))
+    (answer,) = engine.ask(Request(random_prompt(9, 1), {**BLOCKS, **ASKED, "ignore_eos": True}))
     found = answer.report["trajectory"]
     assert found["block_starts"] == [0, 8, 16, 24]
     assert found["num_steps"] >= 16  # the last step fills what was predicted to be masked
@@ -244,10 +253,10 @@ def test_block_steps_count_from_the_first_step_of_their_block(engine: Engine) ->
 
 def test_others_that_want_more_leave_and_it_stays(engine: Engine) -> None:
     """What is found for a step has as many rows as whoever wants most; they come and go."""
-    traced = Ask(random_prompt(9, 1), {**BLOCKS, **ASKED, "ignore_eos": True})
+    traced = Request(random_prompt(9, 1), {**BLOCKS, **ASKED, "ignore_eos": True})
     alone = engine.ask(traced)[0].report["trajectory"]
     shorter = {"gen_length": 8, "steps": 4, "ignore_eos": True}
-    other = Ask(random_prompt(7, 2), shorter, {"logprobs": 5})
+    other = Request(random_prompt(7, 2), shorter, {"logprobs": 5})
     found = engine.ask(traced, other)[0].report["trajectory"]
     assert found["commit_steps"] == alone["commit_steps"]
     for numbers in ("logprobs", "entropies"):
@@ -258,9 +267,9 @@ def test_every_answer_has_its_own_and_stop_strings_end_one(engine: Engine) -> No
     """A likelihood has none, and entropies want a trajectory."""
     asked = {**BLOCKS, "return_trajectory": True}
     whole, cut, plain = engine.outputs(
-        Ask(random_prompt(6), asked, {"detokenize": True}),
-        Ask(random_prompt(6), asked, {"stop": ["Q"], "detokenize": True}),
-        Ask(random_prompt(6), BLOCKS),
+        Request(random_prompt(6), asked, {"detokenize": True}),
+        Request(random_prompt(6), asked, {"stop": ["Q"], "detokenize": True}),
+        Request(random_prompt(6), BLOCKS),
     )
     text = whole.outputs[0].text
     assert "trajectory" not in plain.kv_transfer_params["dllm"]
@@ -270,10 +279,10 @@ def test_every_answer_has_its_own_and_stop_strings_end_one(engine: Engine) -> No
     assert second["finish_reason"] == cut.outputs[0].finish_reason
     assert ("Q" in text) == (second["finish_reason"] == "stop")
     with pytest.raises(refusal_error(), match="return_entropy: given True; wanted false, or"):
-        engine.ask(Ask([1], {"return_entropy": True}))
+        engine.ask(Request([1], {"return_entropy": True}))
     score = {"positions": [0], "token_ids": [[1]]}
     with pytest.raises(refusal_error(), match="score"):
-        engine.ask(Ask([1], {"return_trajectory": True, "score": score}))
+        engine.ask(Request([1], {"return_trajectory": True, "score": score}))
 
 
 def test_the_script_says_whether_files_of_answers_agree(
@@ -285,7 +294,7 @@ def test_the_script_says_whether_files_of_answers_agree(
 ) -> None:
     prompt, file = random_prompt(8), tmp_path / "answers.jsonl"
     asked = [{**BLOCKS, **ASKED}, {**BLOCKS, **ASKED, "cache": "dual"}]
-    answers = engine.ask(*(Ask(prompt, own) for own in asked))
+    answers = engine.ask(*(Request(prompt, own) for own in asked))
     found = [answer.report["trajectory"] for answer in answers]
 
     def run() -> int:

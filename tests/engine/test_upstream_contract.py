@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import Ask, Engine, logged, record
+from tests.engine.harness import Engine, Request, logged, record
 from tests.programs import ROOT, run_python
 from vllm.diffusion.core.errors import ServerConfigError
 
@@ -229,7 +229,7 @@ def test_step_logs_name_time_requests_and_rows(engine: Engine) -> None:
     """The line that benchmarks read."""
     from vllm.diffusion.engine.worker import step_log
 
-    ask = Ask(random_prompt(5), {"gen_length": 8, "steps": 2, "ignore_eos": True})
+    ask = Request(random_prompt(5), {"gen_length": 8, "steps": 2, "ignore_eos": True})
     lines = logged(step_log.logger, engine.ask, ask)
     steps = [text for _, text in lines if text.startswith("execute_diffusion_once time = ")]
     assert len(steps) == 2

@@ -25,8 +25,8 @@ from tests.checkpoints import (
 from tests.engine.cases import ADABLOCK
 from tests.engine.harness import (
     BLOCKS,
-    Ask,
     Engine,
+    Request,
     engine_config,
     finish,
     logged,
@@ -122,7 +122,7 @@ def test_an_update_gives_a_fresh_engine(
     """Of the other checkpoint: in tensors and answers, whatever order its tensors come in."""
     folder, new = checkpoint(name), other(tmp_path / "new", name)
     asked = {"gen_length": 16, "block_length": 8, "ignore_eos": True, "seed": 1, **TRACED}
-    ask = Ask(random_prompt(20), asked)
+    ask = Request(random_prompt(20), asked)
     if name in ("dream", "diffullama"):
         del ask.extra["block_length"]
     weights = list(weights_of(new).items())
@@ -204,7 +204,7 @@ def test_a_request_goes_on_as_if_the_model_had_changed_at_that_step(
         Changing(models, num_before, len(prompt)), prompt, ids=golden.IDS, **options
     )
     with running(folder, **updatable(tmp_path)) as engine:
-        start(engine, "a", Ask(prompt, {**asked, "ignore_eos": True, **TRACED}))
+        start(engine, "a", Request(prompt, {**asked, "ignore_eos": True, **TRACED}))
         core = engine.core
         while engine.runner.canvases.get(req := next(iter(engine.runner.canvases), "")) is None or (
             engine.runner.canvases[req].num_steps < num_before
@@ -226,7 +226,7 @@ def test_a_label_is_of_all_answers_of_its_weights(
 ) -> None:
     """Steps may be taken between the end of an update and the label, which comes after it."""
     other(tmp_path / "new", "mha")
-    ask = Ask(random_prompt(20), {"gen_length": 16, "ignore_eos": True, **TRACED})
+    ask = Request(random_prompt(20), {"gen_length": 16, "ignore_eos": True, **TRACED})
     with running(checkpoint("mha"), **updatable(tmp_path)) as engine:
         update(engine, "new")
         start(engine, "a", ask)
@@ -255,7 +255,7 @@ def test_blocks_go_on_with_the_changed_model(
     )
     extra = {**asked, "algorithm": "semi_ar", "steps_per_block": 8, "cache": cache}
     with running(folder) as engine:
-        start(engine, "a", Ask(prompt, {**extra, "ignore_eos": True, **TRACED}))
+        start(engine, "a", Request(prompt, {**extra, "ignore_eos": True, **TRACED}))
         while not any(c.num_steps == 9 for c in engine.runner.canvases.values()):
             engine.llm.llm_engine.step()
         engine.runner.model.load_weights(weights_of(new).items())
@@ -276,7 +276,7 @@ def test_answers_to_one_prompt_share_nothing_old(
     def begin(engine: Engine) -> None:
         served = served_model(engine.llm.llm_engine.vllm_config)
         for number in range(3):
-            sampling = sampling_params(Ask(prompt, {**extra, "seed": 5}))
+            sampling = sampling_params(Request(prompt, {**extra, "seed": 5}))
             decided = decide(asked_by(sampling), served, prompt).with_answers(3)
             attach(sampling, decided, number)
             tokens: Any = {"prompt_token_ids": prompt}
@@ -303,7 +303,7 @@ def test_old_pages_are_never_read(checkpoint: Callable[[str], Path], tmp_path: P
     """Of prompts that came before, and of a request that runs; without a pause, too."""
     new = other(tmp_path / "new", "sdar")
     asked = {"gen_length": 24, "block_length": 8, "ignore_eos": True}
-    ask = Ask(random_prompt(150), asked)
+    ask = Request(random_prompt(150), asked)
     with running(new, enable_prefix_caching=True) as engine:
         wanted = engine.ask(ask)[0].token_ids
     settings = {**updatable(tmp_path), "enable_prefix_caching": True}
@@ -325,7 +325,9 @@ def test_a_delayed_cache_is_computed_again(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = {"algorithm": "multi_block", "cache": "delayed", "cache_delay_iter": 1}
-    ask = Ask(random_prompt(20), {**asked, "gen_length": 32, "block_length": 8, "threshold": 1.5})
+    ask = Request(
+        random_prompt(20), {**asked, "gen_length": 32, "block_length": 8, "threshold": 1.5}
+    )
     with running(checkpoint("mha")) as engine:
         rows = rows_of_launches(engine, monkeypatch)
         engine.ask(ask)
@@ -353,8 +355,8 @@ def test_nothing_is_lost_without_a_pause(
     with running(folder, **updatable(tmp_path)) as engine:
         engine.loop.runs_ahead = runs_ahead
         for number in range(5):
-            start(engine, str(number), Ask(random_prompt(20), {**asked, "seed": number}))
-        gone = start(engine, "gone", Ask(random_prompt(20), asked))
+            start(engine, str(number), Request(random_prompt(20), {**asked, "seed": number}))
+        gone = start(engine, "gone", Request(random_prompt(20), asked))
         answers: dict[str, Any] = {}
         for number in range(3):
             engine.llm.llm_engine.step()
@@ -389,7 +391,7 @@ def test_what_cannot_be_is_told_in_one_line(
     whole = torch.ones_like(weights_of(checkpoint("mha"))[name], dtype=torch.int32)
     save_file({name: whole}, root / "whole.safetensors")
     with running(checkpoint("mha"), **updatable(root)) as engine:
-        llm, ask = engine.llm, Ask(random_prompt(9), {**BLOCKS, "ignore_eos": True})
+        llm, ask = engine.llm, Request(random_prompt(9), {**BLOCKS, "ignore_eos": True})
         before = engine.ask(ask)[0].token_ids
         for call, match in (
             (lambda: llm.update_weights({"update_info": {}}), "wanted start_weight_update before"),

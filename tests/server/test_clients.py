@@ -19,8 +19,8 @@ from tests.server.client import (
     body_for,
     events,
 )
+from tests.server.fork_server import ForkServer
 from tests.server.process import MODEL_NAME, ServerProcess, environment
-from tests.server.warm import WarmProcess
 
 NUM_PROMPTS = 4
 BACKENDS = {"openai-chat": CHAT, "openai": COMPLETIONS}
@@ -49,7 +49,7 @@ def test_upstreams_benchmark(
     program = ("-m", "vllm.entrypoints.cli.main", "bench", "serve")
     dataset = ("--dataset-name", "random", "--random-input-len", "16", "--random-output-len", "32")
     running = {
-        backend: WarmProcess(
+        backend: ForkServer(
             [
                 *(*program, "--backend", backend, "--endpoint", route, "--base-url", server.url),
                 *("--model", MODEL_NAME, "--tokenizer", str(model_dir), *dataset),

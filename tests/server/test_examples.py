@@ -18,8 +18,8 @@ import pytest
 
 from tests.programs import ROOT, TIMEOUT_S, output_of, run_python
 from tests.server.client import ANSWER, QUESTION, Client
+from tests.server.fork_server import ForkServer
 from tests.server.process import MODEL_NAME, ServerProcess, environment
-from tests.server.warm import WarmProcess
 from tests.stub_server import Stub
 from vllm.diffusion.request import fields
 
@@ -69,7 +69,7 @@ def test_chat_with_an_engine_of_its_own(model_dir: Path, tmp_path: Path) -> None
     script.write_text(TYPED)
     questions = f"{QUESTION}\nAnd of Japan?\n"
     arguments = [str(CHAT), "--model", str(model_dir), "--local-leap", "--plain"]
-    process = WarmProcess([str(script), questions, *arguments], log, environment())
+    process = ForkServer([str(script), questions, *arguments], log, environment())
     assert process.wait(TIMEOUT_S) == 0, log.read_text()
     found = (tmp_path / "said").read_text()
     assert found.splitlines() == [ANSWER, "The capital of Japan is Tokyo."]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.server.client import ANSWER, PUZZLE, QUESTION
+from tests.server.fork_server import ForkServer
 from tests.server.process import START_S, environment
-from tests.server.warm import WarmProcess
 
 SCRIPT = """
 import json
@@ -85,7 +85,7 @@ def found(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     script.write_text(SCRIPT)
     command, log = [str(script), str(model_dir), QUESTION, PUZZLE], folder / "log"
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    status = WarmProcess(command, log, environment(**variables)).wait(START_S)
+    status = ForkServer(command, log, environment(**variables)).wait(START_S)
     printed = log.read_text()
     assert status == 0 and "Traceback" not in printed, printed
     (line,) = [line for line in printed.splitlines() if line.startswith("FOUND ")]

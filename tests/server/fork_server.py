@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python programs forked from a process that has imported vllm: half a minute less for a server.
 
-`python -m tests.server.warm FD` is that process: it accepts connections on a listening socket, each
+`python -m tests.server.fork_server FD` is that process: it accepts connections on a listening socket, each
 of which sends a program as a line of JSON; it forks, and the child runs the program as `python ...`
-would. It tells the child's pid on that connection, and later how it ended. `WarmProcess` is the
+would. It tells the child's pid on that connection, and later how it ended. `ForkServer` is the
 other side. The processes of pytest-xdist share one (`share`), which imports when first needed.
 """
 
@@ -43,7 +43,7 @@ NEEDED = (
 )
 
 
-class WarmProcess:
+class ForkServer:
     """A program, with what `subprocess.Popen` has of it, in a session of its own.
 
     Args:
@@ -104,7 +104,7 @@ def _parent() -> tuple[str, subprocess.Popen[bytes]]:
         listener.bind(address)
         listener.listen()
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.server.warm", str(listener.fileno())],
+            [sys.executable, "-m", "tests.server.fork_server", str(listener.fileno())],
             stdin=subprocess.PIPE,
             pass_fds=(listener.fileno(),),
             cwd=ROOT,
