@@ -23,7 +23,7 @@ from vllm.diffusion.engine.scheduler import waiting as admission
 BUDGET = 128  # rows
 SMALL = Request(random_prompt(8), {"gen_length": 8, "steps": 2, "ignore_eos": True})
 LARGE = Request(random_prompt(96), {"gen_length": 16, "steps": 4, "ignore_eos": True})
-# alone only
+# It runs alone only.
 GIANT = Request(random_prompt(200), {"gen_length": 16, "steps": 4, "ignore_eos": True})
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python programs forked from a process that has imported vllm: half a minute less for a server.
 
-`python -m tests.server.fork_server FD` is that process: it accepts connections on a listening socket, each
-of which sends a program as a line of JSON; it forks, and the child runs the program as `python ...`
-would. It tells the child's pid on that connection, and later how it ended. `ForkServer` is the
-other side. The processes of pytest-xdist share one (`share`), which imports when first needed.
+`python -m tests.server.fork_server FD` is that process. It accepts connections on a listening
+socket. Each connection sends a program as a line of JSON; the process forks, and the child runs the
+program as `python ...` would. It sends the child's pid on that connection, and later how it ended.
+`ForkServer` is the other side. The processes of pytest-xdist share one (`share`), which imports
+vLLM when first needed.
 """
 
 from __future__ import annotations
