@@ -242,7 +242,7 @@ def test_a_share_of_the_tokens_is_wrong(share: float) -> None:
     canvas = torch.arange(35) >= 3
     assert not (wrong & ~canvas).any()
     if share:
-        assert (batch.asked == canvas).all()
+        assert (batch.predicted == canvas).all()
         assert 0.4 < wrong.sum() / (canvas & ~masked).sum() < 0.6
     else:
-        assert (batch.asked == masked).all() and not wrong.any()
+        assert (batch.predicted == masked).all() and not wrong.any()
