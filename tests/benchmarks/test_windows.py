@@ -122,7 +122,7 @@ def test_so_many_drafts_are_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
         said = np.arange(work.eligible.size) % 5 + 7 * work.is_causal  # drafts that are all wrong
         commit = rule.decide(Candidates(work.eligible, said, np.ones(said.size)))
         tokens[commit.positions] = commit.tokens
-        counts.append(rule.settled(tokens) - 1)
+        counts.append(rule.num_settled(tokens) - 1)
     assert counts == [1, 1, 5, 5, 9, 9, 13]
 
 

@@ -150,7 +150,7 @@ def test_llada21(number: int) -> None:
     }
     loop = partial(block_loops.llada21, **options)
     found = case.check(LLADA21, loop, {"algorithm": "JointThreshold", **options})
-    assert all(settled % case.block_length == 0 for settled in found.settled[:-1])
+    assert all(settled % case.block_length == 0 for settled in found.num_settled[:-1])
 
 
 @pytest.mark.parametrize("number", range(60))
@@ -167,7 +167,7 @@ def test_llada22(number: int) -> None:
     wanted = {"algorithm": "levenshtein", "steps_per_block": steps, **options}
     edits = dict.fromkeys(EDITS, case.chance.choice([0.0, 2.0, 6.0]))
     found = case.check(LLADA22, loop, wanted, bias=edits)
-    assert all(settled % case.block_length == 0 for settled in found.settled[:-1])
+    assert all(settled % case.block_length == 0 for settled in found.num_settled[:-1])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 2.0])
@@ -376,7 +376,7 @@ def test_masks_of_the_prompt_are_filled_first() -> None:
             allow_infill=True,
         )
         found = Decoding(toy, params, prompt)
-        assert found.settled[0] == 0
+        assert found.num_settled[0] == 0
         found.run()
         assert found.targets[0].rows == (0, 4)
         assert MASK not in found.tokens[:7].tolist()

@@ -54,7 +54,7 @@ def decode(rule: DecodingRule, *, forks: bool) -> list[list[int]]:
                 see(astray, row, next_work, other)
                 next_work = astray.prepare(row)
         committed.append(see(rule, tokens, target, chance) if target.eligible.size else [])
-        rule.settled(tokens)
+        rule.num_settled(tokens)
     return committed
 
 

@@ -49,7 +49,7 @@ class Request:
         whole = -(-(prompt + length) // block) * block
         self.tokens = np.array([*ids, *[MASK] * (whole - prompt)])
         self.target = self.rule.prepare(self.tokens)
-        self.settled = self.rule.settled(self.tokens)
+        self.num_settled = self.rule.num_settled(self.tokens)
 
     def write(self, commit: Commit | BatchedCommit) -> None:
         self.tokens[commit.positions] = commit.tokens
@@ -58,19 +58,19 @@ class Request:
         """Commit by itself."""
         assert self.target is not None
         self.write(self.rule.decide(Candidates(self.target.eligible, tokens, scores)))
-        self.settled = self.rule.settled(self.tokens)
+        self.num_settled = self.rule.num_settled(self.tokens)
         self.target = self.rule.prepare(self.tokens)
 
     def take(self, choice: BatchedCommit) -> None:
         """Commit what was chosen beside others."""
         self.write(choice)
         target = self.rule.go_on(self.tokens, choice.left, choice.changes)
-        self.settled = self.rule.settled(self.tokens) if target is None else target.rows[0]
+        self.num_settled = self.rule.num_settled(self.tokens) if target is None else target.rows[0]
         self.target = self.rule.prepare(self.tokens) if target is None else target
 
     def state(self) -> tuple[object, ...]:
         target = self.target and (self.target.eligible.tolist(), self.target.rows)
-        return self.tokens.tolist(), self.rule.forbid_mask, self.settled, target
+        return self.tokens.tolist(), self.rule.forbid_mask, self.num_settled, target
 
 
 ALGORITHMS = ("low_confidence_dynamic", "semi_ar", "sequential", "entropy_bounded")

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm.diffusion.engine.scheduler.turns import NextForward, StepLimits, take_turns, to_the_end
+from vllm.diffusion.engine.scheduler.turns import NextForward, StepLimits, move_to_end, take_turns
 from vllm.diffusion.engine.worker.run_ahead import step_behind
 
 BUDGET = 100
@@ -68,7 +68,7 @@ def test_nobody_waits_for_more_steps_than_there_are_before_it(
         for req_id in turns:
             waited[req_id] = 0 if req_id in taken else waited[req_id] + 1
             assert waited[req_id] <= ahead[req_id]
-        to_the_end(turns, taken)
+        move_to_end(turns, taken)
         order = list(turns)
         ahead.update({req_id: order.index(req_id) for req_id in taken})
         turns.update({req_id: data.draw(rows) for req_id in taken})
@@ -79,7 +79,7 @@ def test_nobody_waits_for_more_steps_than_there_are_before_it(
 @pytest.mark.parametrize("names", [[], ["c"], ["a", "b"], ["b", "a", "gone"]])
 def test_those_who_took_part_go_to_the_end(names: list[str]) -> None:
     turns = {"a": 1, "b": 2, "c": 3}
-    to_the_end(turns, names)
+    move_to_end(turns, names)
     stayed = [name for name in "abc" if name not in names]
     assert list(turns) == stayed + [name for name in names if name != "gone"]
     assert turns == {"a": 1, "b": 2, "c": 3}

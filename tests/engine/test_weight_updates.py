@@ -38,7 +38,7 @@ from tests.engine.harness import (
 from tests.reference import block_loops, dispatch, golden
 from tests.reference.models import KeyValues, load_reference
 from vllm.diffusion.config import served_model
-from vllm.diffusion.request.decision import asked_by, attach, decide
+from vllm.diffusion.request.decision import attach, decide, request_values_of
 
 ALL: dict[str, Case] = {**CASES, **FAMILY_CASES, **BLOCK_CASES, "diffullama": DIFFULLAMA_CASE}
 TRACED = {"return_trajectory": True}
@@ -277,7 +277,7 @@ def test_answers_to_one_prompt_share_nothing_old(
         served = served_model(engine.llm.llm_engine.vllm_config)
         for number in range(3):
             sampling = sampling_params(Request(prompt, {**extra, "seed": 5}))
-            decided = decide(asked_by(sampling), served, prompt).with_answers(3)
+            decided = decide(request_values_of(sampling), served, prompt).with_answers(3)
             attach(sampling, decided, number)
             tokens: Any = {"prompt_token_ids": prompt}
             engine.llm.llm_engine.add_request(str(number), tokens, sampling)

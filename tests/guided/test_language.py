@@ -23,8 +23,8 @@ from vllm.diffusion.guided.guides import (
     Guide,
     Guides,
     Spec,
-    asked_spec,
     forced,
+    requested_spec,
     spec_of,
     spec_of_format,
 )
@@ -578,4 +578,4 @@ def test_response_formats() -> None:
         with pytest.raises(InvalidParameterError, match="response_format"):
             spec_of_format(wrong)
     with pytest.raises(InvalidParameterError, match="either it or structured_outputs"):
-        asked_spec(wrapped, {"regex": "a"})
+        requested_spec(wrapped, {"regex": "a"})

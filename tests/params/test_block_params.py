@@ -319,7 +319,7 @@ def test_an_answer_may_take_all_the_room_that_is_left() -> None:
 
 def test_upstreams_limit_stands_for_the_room() -> None:
     def decided(**limits: Any) -> int:
-        asked = decision.asked_by(SamplingParams(**limits))
+        asked = decision.request_values_of(SamplingParams(**limits))
         return decision.decide(asked, SERVED, PROMPT).gen_length
 
     room = SERVED.max_model_len - len(PROMPT)
@@ -449,7 +449,7 @@ def test_penalties_act_whoever_asked_for_them() -> None:
     """A request, or the checkpoint's generation_config.json, which upstream fills in."""
 
     def edits(**penalties: float) -> Edits | None:
-        asked = decision.asked_by(SamplingParams(**penalties))
+        asked = decision.request_values_of(SamplingParams(**penalties))
         return decision.decide(asked, served(FAST_DLLM), PROMPT).edits
 
     assert edits(repetition_penalty=1.05) == Edits(repetition_penalty=1.05)

@@ -609,7 +609,7 @@ def test_server_wide_values_count_where_they_are_meant() -> None:
 def sampled(**fields: Any) -> DiffusionParams:
     from vllm import SamplingParams
 
-    asked = decision.asked_by(SamplingParams(**fields))
+    asked = decision.request_values_of(SamplingParams(**fields))
     return decision.decide(asked, MODEL, PROMPT)
 
 
@@ -784,7 +784,7 @@ def test_seeds_of_several_answers_are_upstreams() -> None:
     from vllm import SamplingParams
 
     for sampling in (SamplingParams(n=3, seed=5), SamplingParams(n=3, extra_args={"seed": 5})):
-        decided = decision.decide(decision.asked_by(sampling), MODEL, PROMPT)
+        decided = decision.decide(decision.request_values_of(sampling), MODEL, PROMPT)
         decision.attach(sampling, decided)
         assert decided.seed == sampling.seed == 5
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.diffusion.api.schema import MAX_CHOICES
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import InvalidParameterError
-from vllm.diffusion.guided.guides import STRUCTURED, asked_spec
+from vllm.diffusion.guided.guides import STRUCTURED, requested_spec
 from vllm.diffusion.request.decision import refuse_unsupported
 from vllm.diffusion.request.fields import SPELLINGS, near_miss
 
@@ -71,7 +71,7 @@ def check_body(body: Any) -> None:
     if not isinstance(body, dict):
         return
     refuse_fields(body)
-    asked_spec(body.get("response_format"), body.get(STRUCTURED))
+    requested_spec(body.get("response_format"), body.get(STRUCTURED))
     for name in sorted(body.keys() - SPELLINGS.keys()):
         if isinstance(body[name], int) and not -(2**63) <= body[name] < 2**63:
             raise InvalidParameterError(name, body[name], "wanted a number of 64 bits")

@@ -41,7 +41,7 @@ from vllm.diffusion.api.report import (
 from vllm.diffusion.api.schema import check_logprobs
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
-from vllm.diffusion.guided.guides import STRUCTURED, asked_spec
+from vllm.diffusion.guided.guides import STRUCTURED, requested_spec
 from vllm.diffusion.request.decision import IGNORED, attach
 from vllm.diffusion.request.fields import SPELLINGS, canonical
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
@@ -262,7 +262,7 @@ def _request_values(body: GenerateBody) -> dict[str, Any]:
     if request.get("stream_canvas") and not body.stream:
         raise InvalidParameterError("stream_canvas", True, "wanted false, or stream: true")
     stop_token_ids = tuple(body.stop_token_ids or ())
-    spec = asked_spec(body.response_format, body.structured_outputs)
+    spec = requested_spec(body.response_format, body.structured_outputs)
     structured = {} if spec is None else {STRUCTURED: spec}
     own_fields = {"stop_token_ids": stop_token_ids, "logprobs": body.logprobs}
     more = {"logprob_token_ids": body.logprob_token_ids, IGNORED: ignored}

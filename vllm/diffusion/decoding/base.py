@@ -145,7 +145,7 @@ class DecodingRule(ABC):
                 block, so behind the answer there may be further masked positions.
         """
 
-    def settled(self, tokens: Array) -> int:
+    def num_settled(self, tokens: Array) -> int:
         """Return the number of positions, from 0, whose tokens never change again.
 
         May be called after a commit or before any. Nothing behind these positions is given to the
@@ -210,7 +210,7 @@ class DecodingRule(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} does not adjust logits")
 
-    def take_what_is_left(self, masked: Mask) -> ForwardTarget | None:
+    def fill_remaining(self, masked: Mask) -> ForwardTarget | None:
         """Begin a last forward that fills all of `masked` [T] bool, the mask token forbidden."""
         if not masked.any():
             return None
@@ -253,7 +253,7 @@ class BlockwiseRule(DecodingRule):
             if self.block_wants_forward(masked[self.block_start : self.block_end]):
                 return self._work_in_block(masked)
             self.block += 1
-        return self.take_what_is_left(masked)
+        return self.fill_remaining(masked)
 
     def _work_in_block(self, masked: Mask) -> ForwardTarget:
         start, end, length = self.block_start, self.block_end, len(masked)

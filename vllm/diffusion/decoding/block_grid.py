@@ -67,7 +67,7 @@ class GridRule(DecodingRule):
         """Return the target of a forward of the active block with masked positions `masked` [K]."""
         return ForwardTarget(masked, self._rows)
 
-    def settled(self, tokens: Array) -> int:
+    def num_settled(self, tokens: Array) -> int:
         front = self.front(tokens)
         return front.num_filled if front.is_over else front.start
 

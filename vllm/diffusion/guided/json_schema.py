@@ -223,10 +223,10 @@ class _Compiler:
         """Whether no value can match two of these schemas."""
         known = [self._signs(option) for option in options]
         return all(
-            self._tells_apart(one, other) for i, one in enumerate(known) for other in known[:i]
+            self._can_distinguish(one, other) for i, one in enumerate(known) for other in known[:i]
         )
 
-    def _tells_apart(self, one: _Signs, other: _Signs) -> bool:
+    def _can_distinguish(self, one: _Signs, other: _Signs) -> bool:
         self._allowance.spend(4)
         if not one.types & other.types:
             return True
@@ -245,7 +245,7 @@ class _Compiler:
                 break
             schema = self._target(schema["$ref"], self._place)
         if not isinstance(schema, dict) or any(key in schema for key in ("anyOf", "oneOf")):
-            return _Signs(_told_apart(TYPES), {})
+            return _Signs(_value_types(TYPES), {})
         if "const" in schema or "enum" in schema:
             values = _constants(schema)
             return _Signs({type_of(value) for value in values}, {"": set(map(key_of, values))})
@@ -257,7 +257,7 @@ class _Compiler:
             for name, member in members.items()
             if name in names and isinstance(member, dict) and {"const", "enum"} & member.keys()
         }
-        return _Signs(_told_apart(types_of(schema, self._place)), constants)
+        return _Signs(_value_types(types_of(schema, self._place)), constants)
 
     # ---- values of one type ----
 
@@ -471,6 +471,6 @@ def _constants(schema: Mapping[str, Any]) -> list[Any]:
     return schema["enum"] if isinstance(schema["enum"], list) else []
 
 
-def _told_apart(types: Iterable[str]) -> set[str]:
+def _value_types(types: Iterable[str]) -> set[str]:
     """Return types of which a value has one only."""
     return {"number" if kind == "integer" else kind for kind in types}

@@ -160,12 +160,12 @@ class ActivationPool:
         num_bytes = math.prod(shape) * dtype.itemsize
         self.check_room(name, num_bytes)
         kept = self._keep(name, num_bytes).view(dtype).view(shape)
-        self._look_elsewhere()
+        self._update_other_bytes()
         return kept
 
     def check_room(self, name: str, num_bytes: int) -> None:
         """Raise PoolExhaustedError if the budget has no room to keep so many bytes more."""
-        self._look_elsewhere()
+        self._update_other_bytes()
         self._check_room(name, self._end + num_bytes)
 
     def _grow(self, end: int) -> None:
@@ -182,7 +182,7 @@ class ActivationPool:
         if end + self._others > self.budget_bytes:
             raise PoolExhaustedError(name, end + self._others, self.budget_bytes)
 
-    def _look_elsewhere(self) -> None:
+    def _update_other_bytes(self) -> None:
         """Update the bytes in use besides the buffers. Too slow to do with every buffer."""
         self._others = self.other_bytes
         self._grow(self._end)
@@ -195,12 +195,12 @@ class ActivationPool:
 
     def __enter__(self) -> None:
         if self._looks_often or len(self._scopes) == 1:
-            self._look_elsewhere()
+            self._update_other_bytes()
         self._scopes.append((self._end, {}))
 
     def __exit__(self, *_: object) -> None:
         if self._looks_often or len(self._scopes) == 2:
-            self._look_elsewhere()
+            self._update_other_bytes()
         self._end = self._scopes.pop()[0]
 
     def begin_frame(self) -> None:
@@ -260,7 +260,7 @@ class ActivationPool:
                 only the outermost one. That takes the host a moment, too long for small steps.
         """
         self._looks_often, self._peak = looks_often, 0
-        self._look_elsewhere()
+        self._update_other_bytes()
 
     @property
     def peak_bytes(self) -> int:

@@ -180,7 +180,7 @@ class BrokenPipeStream:
 
 
 @contextmanager
-def losing_what_cannot_be_written() -> Iterator[None]:
+def drop_unwritable_output() -> Iterator[None]:
     """Drop progress bars that stderr cannot take: unlike loggers, they fail on a full disk."""
     with redirect_stderr(cast("IO[str]", BrokenPipeStream(sys.stderr))):
         yield

@@ -133,7 +133,7 @@ def _canvas(
     room = model.max_model_len - prompt_length
     canvas: int | None = request.get("gen_length")
     block_length: int | None = request.get("block_length")
-    max_tokens = _asked_max_tokens(request, upstream_max_tokens, room, model)
+    max_tokens = _requested_max_tokens(request, upstream_max_tokens, room, model)
     if canvas is None:
         if max_tokens is None and model.default_max_tokens is not None:
             max_tokens = min(model.default_max_tokens, max(room, 1))
@@ -167,7 +167,7 @@ def _check_room(
         )
 
 
-def _asked_max_tokens(
+def _requested_max_tokens(
     request: Mapping[str, Any], upstreams: int | None, room: int, model: ServedModel
 ) -> int | None:
     """Return the requested length of the longest answer; None if there is no limit.
@@ -197,7 +197,7 @@ def _grid_lengths(
     """
     room = model.max_model_len - prompt_length
     canvas = request.get("gen_length")
-    max_tokens = _asked_max_tokens(request, upstream_max_tokens, room, model)
+    max_tokens = _requested_max_tokens(request, upstream_max_tokens, room, model)
     if canvas is None:
         usual = room if model.default_max_tokens is None else min(model.default_max_tokens, room)
         canvas = max(usual, 1) if max_tokens is None else max_tokens

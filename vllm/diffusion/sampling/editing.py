@@ -103,7 +103,7 @@ class LogitEditor:
         early = slice(int(first), int(last))
         rows, columns = self._completed(tokens, positions)
         if self._allowed.size and rows.size:
-            rows, columns = self._left_some(early, rows, columns)
+            rows, columns = self._without_blocked_rows(early, rows, columns)
         return RowEdits(
             edits,
             self._allowed,
@@ -167,7 +167,9 @@ class LogitEditor:
         on_canvas = _union(starts[starts >= self._start], length)
         return every[every < self._start], on_canvas
 
-    def _left_some(self, early: slice, rows: Array, columns: Array) -> tuple[Array, Array]:
+    def _without_blocked_rows(
+        self, early: slice, rows: Array, columns: Array
+    ) -> tuple[Array, Array]:
         """Return what completes bad words, without rows where no allowed token would be left."""
         allowed = np.setdiff1d(self._allowed, self._never)
         is_early = (rows >= early.start) & (rows < early.stop)

@@ -17,12 +17,12 @@ from vllm.diffusion.api.bodies import (
     refuse_fields,
 )
 from vllm.diffusion.api.conversations import read_chat
-from vllm.diffusion.api.openai.tool_calls import asked_tools
+from vllm.diffusion.api.openai.tool_calls import requested_tools
 from vllm.diffusion.api.report import DiffusionReport
 from vllm.diffusion.api.schema import MAX_CHOICES, check_logprobs, with_diffusion_fields
 from vllm.diffusion.api.tool_prompts import reads_tools
 from vllm.diffusion.core.errors import InvalidParameterError
-from vllm.diffusion.guided.guides import SPEC, asked_spec, packed, spec_of_tools
+from vllm.diffusion.guided.guides import SPEC, packed, requested_spec, spec_of_tools
 from vllm.diffusion.request.decision import IGNORED, RESERVED_EXTRA_ARGS
 from vllm.diffusion.request.fields import BY_NAME, SPELLINGS, canonical
 from vllm.diffusion.request.params import SEED_BITS
@@ -135,8 +135,8 @@ def prepare(
         request.suffix = None  # upstream refuses it
     if extra.get("stream_canvas") and not request.stream:
         raise InvalidParameterError("stream_canvas", True, "wanted false, or stream: true")
-    spec = asked_spec(plain(request.response_format), plain(request.structured_outputs))
-    tools = asked_tools(request) if isinstance(request, ChatCompletionRequest) else None
+    spec = requested_spec(plain(request.response_format), plain(request.structured_outputs))
+    tools = requested_tools(request) if isinstance(request, ChatCompletionRequest) else None
     if tools is not None:
         if spec is not None:
             raise InvalidParameterError("tools", list(tools.parameters), f"not beside {spec.field}")

@@ -33,7 +33,7 @@ from vllm.diffusion.engine.scheduler.observer import Observer
 from vllm.diffusion.engine.scheduler.paging import Paging
 from vllm.diffusion.engine.scheduler.prompt_groups import PromptGroups
 from vllm.diffusion.engine.scheduler.request_state import RequestState
-from vllm.diffusion.engine.scheduler.turns import by_priority, take_turns, to_the_end
+from vllm.diffusion.engine.scheduler.turns import by_priority, move_to_end, take_turns
 from vllm.diffusion.engine.scheduler.upstream_interface import CanvasSchedulerInterface
 from vllm.diffusion.engine.scheduler.waiting import WaitingLine
 from vllm.diffusion.memory import Admission
@@ -283,7 +283,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             item = self._running.get(req_id)
             if item is not None:  # else it was aborted while the step ran
                 self._outbox.put(item.request, *self._advance(item, result, done.usage))
-        to_the_end(self._running, done.results)
+        move_to_end(self._running, done.results)
         has_news = not self._outbox.is_empty or not (self._running or len(self._waiting))
         return self._outbox.take(self.make_stats(only_if_due=not has_news))
 

@@ -257,7 +257,7 @@ class Canvas:
             commit = self._chosen(candidates)
             written = commit.positions[self.tokens[commit.positions] != commit.tokens]
             self._write(commit)
-        num_settled = self.rule.settled(self.tokens) if target is None else target.rows[0]
+        num_settled = self.rule.num_settled(self.tokens) if target is None else target.rows[0]
         forward, self._is_for_rule = self.window.end(), True
         self._num_committed = None
         if num_settled < self._next_news:

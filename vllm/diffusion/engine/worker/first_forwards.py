@@ -102,7 +102,7 @@ class FirstForwards:
             sample_rows = hidden.wait().to(forward.caches.device, non_blocking=True)
             with forward.pool.temporaries(), forward.pool.scope("step"):
                 samples.append(forward.sampled(rows, part, positions, sample_rows))
-        return forward.agreed(rows.choose_jointly(Samples.joined(samples)))
+        return forward.broadcast_samples(rows.choose_jointly(Samples.joined(samples)))
 
     def requests_to_copy(self, req_ids: Iterable[str]) -> list[str]:
         """Return the requests whose keys and values others may copy with the next message."""

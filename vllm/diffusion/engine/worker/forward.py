@@ -117,7 +117,7 @@ class ForwardPass:
                     sampled.append(self.sampled(rows, part, on_device.positions, sample_rows))
             if batch.slot_mapping.size:
                 caches.end_step()
-            return self.agreed(rows.choose_jointly(Samples.joined(sampled)))
+            return self.broadcast_samples(rows.choose_jointly(Samples.joined(sampled)))
 
     def sampled(
         self, rows: SampleRows, part: SamplePart[Array], positions: Tensor, hidden: Tensor
@@ -125,7 +125,7 @@ class ForwardPass:
         """Sample a part, given its `positions` [r] and `hidden` states [r, D] on the device."""
         return sample(self.model, [(hidden, rows.row_groups(part, positions))], self.pool)
 
-    def agreed(self, samples: Samples[Tensor]) -> Tensor:
+    def broadcast_samples(self, samples: Samples[Tensor]) -> Tensor:
         """Return the table of rank 0's samples, of a step that all ranks have computed.
 
         So all of them commit the same tokens.

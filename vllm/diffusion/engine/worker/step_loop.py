@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 
 from vllm.diffusion.engine.messages import DiffusionRunnerOutput, StepResult
-from vllm.diffusion.engine.scheduler.turns import to_the_end
+from vllm.diffusion.engine.scheduler.turns import move_to_end
 from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY
 from vllm.diffusion.engine.worker.reuse import ALL_ROWS
 from vllm.diffusion.engine.worker.run_ahead import next_behind
@@ -315,7 +315,7 @@ class StepLoop:
                 failures = failures | dict.fromkeys(step.req_ids, failure)
         canvases = self._runner.canvases
         outcomes |= {r: reason for r, reason in failures.items() if r in canvases}
-        to_the_end(canvases, outcomes)
+        move_to_end(canvases, outcomes)
         return outcomes
 
     def _tried(

@@ -103,7 +103,7 @@ def run_streamed(
         if is_joint and peers.rank == 0:
             joined = rows.choose_jointly(joined)
         if plan.layout.shards == 1 or not parts:
-            return forward.agreed(joined)
+            return forward.broadcast_samples(joined)
         return gathered(joined.table.to(caches.device), parts, peers)
 
 
