@@ -38,14 +38,14 @@ class Request:
     def __init__(
         self, algorithm: str, block: int, prompt: int, length: int, steps: int, ignore_eos: bool
     ) -> None:
-        asked = {"algorithm": algorithm, "block_length": block, "gen_length": length}
-        asked |= {"ignore_eos": ignore_eos}
+        parameters = {"algorithm": algorithm, "block_length": block, "gen_length": length}
+        parameters |= {"ignore_eos": ignore_eos}
         if algorithm != "entropy_bounded":
-            asked["steps_per_block"] = min(steps, block)
+            parameters["steps_per_block"] = min(steps, block)
         if algorithm == "low_confidence_dynamic":
-            asked["threshold"] = 0.5
+            parameters["threshold"] = 0.5
         ids = [1] * prompt
-        self.rule = make_rule(decision.decide(fields.canonical(asked), MODEL, ids), prompt)
+        self.rule = make_rule(decision.decide(fields.canonical(parameters), MODEL, ids), prompt)
         whole = -(-(prompt + length) // block) * block
         self.tokens = np.array([*ids, *[MASK] * (whole - prompt)])
         self.target = self.rule.prepare(self.tokens)
@@ -85,11 +85,11 @@ REQUESTS = st.tuples(
 
 
 @settings(max_examples=200, deadline=None)
-@given(asked=st.lists(REQUESTS, min_size=1, max_size=5), data=st.data())
+@given(parameters=st.lists(REQUESTS, min_size=1, max_size=5), data=st.data())
 def test_together_is_one_by_one(
-    asked: Sequence[tuple[str, int, int, int, int, bool]], data: st.DataObject
+    requests: Sequence[tuple[str, int, int, int, int, bool]], data: st.DataObject
 ) -> None:
-    pairs = [(Request(*one), Request(*one)) for one in asked]
+    pairs = [(Request(*one), Request(*one)) for one in requests]
     while pairs := [pair for pair in pairs if pair[0].target is not None]:
         targets = [together.target for _, together in pairs if together.target is not None]
         tokens, scores = drawn(data, pairs, targets)

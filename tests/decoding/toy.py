@@ -139,8 +139,8 @@ class Decoding:
             adjust=self.rule.adjust_logits if self.rule.adjusts_logits else None,
         )
         model: Any = self.toy
-        found = sample_group(logits, group, model)
-        sampled = (x.numpy() for x in (found.token, found.score.double(), found.greedy))
+        actual = sample_group(logits, group, model)
+        sampled = (x.numpy() for x in (actual.token, actual.score.double(), actual.greedy))
         candidates = Candidates(positions, *sampled)
         commit = self.rule.decide(candidates)
         assert np.isin(commit.positions, positions).all()

@@ -163,12 +163,12 @@ def whole_asks() -> list[Request]:
 def guided_asks(
     rules: Iterable[str], temperature: float, count: int = 1, **structured: Any
 ) -> list[Request]:
-    found = []
+    results = []
     for rule in rules:
         extra = {**GUIDED, **GUIDED_RULES[rule], "temperature": temperature}
         if GUIDED_RULES[rule].get("algorithm") == "dream":
             del extra["block_length"]
         for seed in range(count):
             own = {**extra, "seed": seed, "structured_outputs": structured}
-            found.append(Request(random_prompt(9, seed), own))
-    return found
+            results.append(Request(random_prompt(9, seed), own))
+    return results

@@ -92,12 +92,12 @@ class Engine:
 
     def outputs(self, *asks: Request) -> list[Any]:
         """Run the requests together; upstream's outputs, with all answers and logprobs."""
-        found: list[Any] = self.llm.generate(
+        answer: list[Any] = self.llm.generate(
             [{"prompt_token_ids": list(ask.prompt)} for ask in asks],
             [sampling_params(ask) for ask in asks],
             use_tqdm=False,
         )
-        return found
+        return answer
 
     @property
     def core(self) -> Any:
@@ -244,17 +244,17 @@ def finish(engine: Engine) -> dict[str, Response]:
     return answers
 
 
-def as_request(prompt: list[int], ignore_eos: bool = True, **asked: Any) -> Request:
+def as_request(prompt: list[int], ignore_eos: bool = True, **parameters: Any) -> Request:
     """The same parameters as a reference run takes; by default for the whole canvas."""
-    return Request(prompt, {"ignore_eos": ignore_eos, **asked})
+    return Request(prompt, {"ignore_eos": ignore_eos, **parameters})
 
 
 def clear_cases(
     model: LogitModel, table: Sequence[tuple[int, dict[str, Any]]]
 ) -> tuple[list[Request], list[Run]]:
     """Requests of prompt lengths and parameters, and what the reference makes of them."""
-    cases = [(clear_case(model, length, **asked), asked) for length, asked in table]
-    asks = [as_request(prompt, **asked) for (prompt, _), asked in cases]
+    cases = [(clear_case(model, length, **parameters), parameters) for length, parameters in table]
+    asks = [as_request(prompt, **parameters) for (prompt, _), parameters in cases]
     return asks, [wanted for (_, wanted), _ in cases]
 
 
@@ -269,16 +269,16 @@ def record(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., Any]
 ) -> list[Any]:
     """A list of what `note` makes of every call's result and arguments, from now on."""
-    found: list[Any] = []
+    results: list[Any] = []
     function = getattr(owner, name)
 
     def recorded(*arguments: Any, **options: Any) -> Any:
         result = function(*arguments, **options)
-        found.append(note(result, *arguments))
+        results.append(note(result, *arguments))
         return result
 
     monkeypatch.setattr(owner, name, recorded)
-    return found
+    return results
 
 
 def rows_of_launches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -287,18 +287,18 @@ def rows_of_launches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[in
 
 
 def assert_parity(
-    engine: Engine, model: LogitModel, prompt_length: int, asked: dict[str, Any]
+    engine: Engine, model: LogitModel, prompt_length: int, parameters: dict[str, Any]
 ) -> None:
-    """A request of `asked` gives the reference's canvas with as many forwards."""
-    prompt, wanted = clear_case(model, prompt_length, **asked)
-    (answer,) = engine.ask(as_request(prompt, **asked))
+    """A request of `parameters` gives the reference's canvas with as many forwards."""
+    prompt, wanted = clear_case(model, prompt_length, **parameters)
+    (answer,) = engine.ask(as_request(prompt, **parameters))
     assert_alike(answer, wanted)
 
 
 def assert_alike(answer: Response, wanted: Run) -> None:
     """The answer is the reference's canvas, with a step for each of its forwards."""
     both = zip(answer.token_ids, wanted.ids, wanted.decided_at, strict=False)
-    differ = [step for found, token, step in both if found != token]
+    differ = [step for actual, token, step in both if actual != token]
     assert answer.token_ids == wanted.ids, f"first difference at forward {min(differ, default=0)}"
     assert answer.num_steps == wanted.num_forwards
     assert answer.finish_reason == "length"
@@ -312,8 +312,8 @@ def refusal_error() -> Any:
 
 
 def assert_decoded(answers: Sequence[Response], wanted: Sequence[Run]) -> None:
-    found = [(a.token_ids, a.num_steps, a.finish_reason) for a in answers]
-    assert found == [(w.ids, w.num_forwards, "length") for w in wanted]
+    actual = [(a.token_ids, a.num_steps, a.finish_reason) for a in answers]
+    assert actual == [(w.ids, w.num_forwards, "length") for w in wanted]
 
 
 def record_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
@@ -327,18 +327,18 @@ def tokens(answers: list[Response]) -> list[tuple[list[int], int | None]]:
 
 def record_plans(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, StepUsage]]:
     """The plan and the measured memory of every step from now on."""
-    found: list[tuple[Plan, StepUsage]] = []
+    results: list[tuple[Plan, StepUsage]] = []
     planned = record(monkeypatch, engine.runner.planner, "plan", lambda plan, *_: plan)
     execute = engine.loop.execute
 
     def recording_execute(message: Any) -> Any:
         output = execute(message)
         if output.results:
-            found.append((planned[-1], output.usage))
+            results.append((planned[-1], output.usage))
         return output
 
     monkeypatch.setattr(engine.loop, "execute", recording_execute)
-    return found
+    return results
 
 
 def engine_config(folder: Path, **arguments: Any) -> Any:

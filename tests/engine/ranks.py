@@ -52,9 +52,9 @@ class ThreadPeers:
         meeting = self._meeting
         meeting.left[self.rank] = mine
         meeting.barrier.wait()
-        found = list(meeting.left)
+        actual = list(meeting.left)
         meeting.barrier.wait()
-        return found
+        return actual
 
     def exchange(
         self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]

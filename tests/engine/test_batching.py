@@ -120,8 +120,8 @@ def test_force_single_batch_shares_no_step(
     order = [0, 1, 2, 3, 4]
     answers = engine.ask(*(alone if i == 2 else asks[i] for i in order))
     assert_decoded(answers, [wanted[i] for i in order])
-    found = {req_id for step in steps for req_id in step}
-    lone = sorted(found, key=lambda req_id: int(req_id.split("-")[0]))[2]  # ids ascend
+    actual = {req_id for step in steps for req_id in step}
+    lone = sorted(actual, key=lambda req_id: int(req_id.split("-")[0]))[2]  # ids ascend
     assert [step for step in steps if lone in step] == [[lone]] * wanted[2].num_forwards
     assert max(len(step) for step in steps) == 4  # the others do not wait for it
 

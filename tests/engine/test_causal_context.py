@@ -25,10 +25,10 @@ NUM_PAGES = 8  # upstream keeps one of them
 SHARED = random_prompt(130, seed=99)
 
 
-def ask(prompt: list[int], algorithm: str, **asked: Any) -> Request:
+def ask(prompt: list[int], algorithm: str, **parameters: Any) -> Request:
     if algorithm == "low_confidence_dynamic":
-        asked = {"threshold": 0.3, **asked}
-    return Request(prompt, {"ignore_eos": True, "algorithm": algorithm, **asked})
+        parameters = {"threshold": 0.3, **parameters}
+    return Request(prompt, {"ignore_eos": True, "algorithm": algorithm, **parameters})
 
 
 ASKS = [
@@ -160,8 +160,8 @@ def test_a_seed_is_delivered_before_the_next_one(engine: Engine) -> None:
 
 
 def test_an_answer_with_a_format_thinks_nothing(engine: Engine) -> None:
-    asked = {"structured_outputs": {"choice": ["Paris", "London"]}, "thinking_token_budget": 2}
-    (answer,) = engine.ask(Request(random_prompt(20), {"gen_length": 32, **asked}))
+    parameters = {"structured_outputs": {"choice": ["Paris", "London"]}, "thinking_token_budget": 2}
+    (answer,) = engine.ask(Request(random_prompt(20), {"gen_length": 32, **parameters}))
     assert answer.text in ("Paris", "London")
     assert answer.report["ignored"] == ["thinking_token_budget"]
 
@@ -170,12 +170,12 @@ def test_a_likelihood_is_that_of_the_next_token(
     engine: Engine, checkpoint: Callable[[str], Path]
 ) -> None:
     prompt = random_prompt(40, 8)
-    asked = {"score": {"positions": [3, 39], "token_ids": [[1, 2], [5]]}}
-    (answer,) = engine.ask(Request(prompt, asked))
+    parameters = {"score": {"positions": [3, 39], "token_ids": [[1, 2], [5]]}}
+    (answer,) = engine.ask(Request(prompt, parameters))
     logits = load_reference(checkpoint("nemotron")).causal_logits(torch.tensor([prompt]), 40)[0]
-    found = torch.log_softmax(logits, dim=-1)
+    actual = torch.log_softmax(logits, dim=-1)
     given = answer.report["scores"]["logprobs"]
-    wanted = [found[2, [1, 2]], found[38, [5]]]
+    wanted = [actual[2, [1, 2]], actual[38, [5]]]
     torch.testing.assert_close(torch.tensor(given[0]), wanted[0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(torch.tensor(given[1]), wanted[1], atol=1e-4, rtol=1e-4)
 
@@ -231,7 +231,7 @@ def test_drafts_are_made_with_the_adapter_beside_the_weights(
         },
     )
     prompts = [random_prompt(length, length) for length in (20, 70, 33)]
-    asked = {"gen_length": 30, "block_length": 8, "ignore_eos": True}
+    parameters = {"gen_length": 30, "block_length": 8, "ignore_eos": True}
     lengths = {"gen_length": 30, "block_length": 8, "mask_id": MASK_ID}
     with_draft, without = (
         [
@@ -241,7 +241,7 @@ def test_drafts_are_made_with_the_adapter_beside_the_weights(
         for draft in (partial(drafted, plain, adapted), None)
     )
     assert [d.forwards for d in with_draft] != [d.forwards for d in without]
-    asks = [Request(prompt, {**asked, "algorithm": "self_speculation"}) for prompt in prompts]
+    asks = [Request(prompt, {**parameters, "algorithm": "self_speculation"}) for prompt in prompts]
     others = [ask(prompt, "autoregressive", gen_length=30) for prompt in prompts]
     with running(folder, tensor_parallel_size=num_ranks) as engine:
         answers = engine.ask(*asks, *others, ASKS[0])

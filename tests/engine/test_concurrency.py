@@ -97,7 +97,7 @@ def test_all_windows_run_at_once_and_first_forwards_are_spread(
 
 @pytest.mark.parametrize("wide", [NARROW], ids=["narrow"], indirect=True)
 @pytest.mark.parametrize(
-    "asked",
+    "parameters",
     [
         BLOCKS,
         {**BLOCKS, "cfg_scale": 1.0},
@@ -108,10 +108,10 @@ def test_all_windows_run_at_once_and_first_forwards_are_spread(
     ids=["whole", "guided", "prefix", "delayed", "dream"],
 )
 def test_windows_beside_forwards_of_other_kinds(
-    wide: tuple[Engine, int], watched: Watched, asked: dict[str, Any]
+    wide: tuple[Engine, int], watched: Watched, parameters: dict[str, Any]
 ) -> None:
     _, budget = wide
-    others = [Request(random_prompt(60, seed=i % 3), asked) for i in range(6)]
+    others = [Request(random_prompt(60, seed=i % 3), parameters) for i in range(6)]
     asks = [ask for pair in zip(dual_requests(budget), others, strict=False) for ask in pair]
     watched.assert_as_alone(asks + dual_requests(budget)[:6])
     assert max(sum(step.values()) for step in watched.steps) <= budget

@@ -38,10 +38,10 @@ NUM_PAGES = 8  # upstream keeps one of them
 SHARED = random_prompt(130, seed=99)
 
 
-def ask(prompt: list[int], **asked: Any) -> Request:
-    if "algorithm" not in asked:
-        asked = {"algorithm": "low_confidence_dynamic", "threshold": 0.3, **asked}
-    return Request(prompt, {"ignore_eos": True, **asked})
+def ask(prompt: list[int], **parameters: Any) -> Request:
+    if "algorithm" not in parameters:
+        parameters = {"algorithm": "low_confidence_dynamic", "threshold": 0.3, **parameters}
+    return Request(prompt, {"ignore_eos": True, **parameters})
 
 
 ASKS = [
@@ -187,12 +187,12 @@ def test_what_pages_have_held_changes_nothing_on_a_gpu(
     settings: dict[str, Any] = {"num_gpu_blocks_override": NUM_PAGES, "enforce_eager": eager}
     with running(checkpoint("llada2"), dtype="bfloat16", **settings) as engine:
         fill_with_nan(engine)
-        told = [Request(one.prompt, one.extra, {"logprobs": 0}) for one in ASKS]
-        for one, output in zip(told, engine.outputs(*told), strict=True):
+        reports = [Request(one.prompt, one.extra, {"logprobs": 0}) for one in ASKS]
+        for one, output in zip(reports, engine.outputs(*reports), strict=True):
             (answer,) = output.outputs
             assert len(answer.token_ids) == one.extra["gen_length"]
-            found = [entry.logprob for place in answer.logprobs for entry in place.values()]
-            assert torch.tensor(found).isfinite().all()
+            actual = [entry.logprob for place in answer.logprobs for entry in place.values()]
+            assert torch.tensor(actual).isfinite().all()
 
 
 def test_a_block_is_committed_with_the_next_one_or_apart(
@@ -244,8 +244,8 @@ def test_blocks_are_told_as_they_are_finished(engine: Engine, wanted: list[Respo
 
 def test_a_request_that_is_only_read(engine: Engine) -> None:
     """Scores of a prompt are those of one forward; the others run on beside it."""
-    asked = {"score": {"positions": [3, 39], "token_ids": [[1, 2], [5, 6]]}}
-    read = Request(random_prompt(40, 8), asked, {"temperature": 1.0})
+    parameters = {"score": {"positions": [3, 39], "token_ids": [[1, 2], [5, 6]]}}
+    read = Request(random_prompt(40, 8), parameters, {"temperature": 1.0})
     scored, written = engine.ask(read, ASKS[0])
     assert len(scored.report["scores"]["logprobs"]) == 2
     assert len(written.token_ids) == 16
@@ -373,10 +373,12 @@ def test_prefix_caching_can_be_turned_off(checkpoint: Callable[[str], Path]) -> 
 def test_upstreams_metrics_tell_what_was_found(checkpoint: Callable[[str], Path]) -> None:
     with running(checkpoint("sdar"), disable_log_stats=False) as engine:
         assert [num_cached(engine, ASKS[1]) for _ in range(2)] == [0, 128]
-        told = {metric.name: getattr(metric, "value", None) for metric in engine.llm.get_metrics()}
-    assert told["vllm:prefix_cache_queries"] == 2 * len(SHARED)
-    assert told["vllm:prefix_cache_hits"] == 128
-    assert told["vllm:kv_cache_usage_perc"] == 0
+        report = {
+            metric.name: getattr(metric, "value", None) for metric in engine.llm.get_metrics()
+        }
+    assert report["vllm:prefix_cache_queries"] == 2 * len(SHARED)
+    assert report["vllm:prefix_cache_hits"] == 128
+    assert report["vllm:kv_cache_usage_perc"] == 0
 
 
 def test_several_answers_compute_their_prompt_once(

@@ -161,9 +161,9 @@ def test_a_shared_first_forward_that_cannot_be_sampled_is_computed_anew(
         raise PoolExhaustedError("logits", 10, 5)
 
     monkeypatch.setattr(FirstForwards, "sampled", fail)
-    (found,) = engine.outputs(ask)
+    (actual,) = engine.outputs(ask)
     assert len(failed) == 2
-    assert [o.token_ids for o in found.outputs] == [o.token_ids for o in wanted.outputs]
+    assert [o.token_ids for o in actual.outputs] == [o.token_ids for o in wanted.outputs]
     assert engine.is_idle()
 
 
@@ -183,9 +183,9 @@ def test_who_was_to_read_the_prompt_of_one_that_failed_computes_it(
         return launch(req_ids)
 
     monkeypatch.setattr(engine.runner, "launch", fail_for_the_first)
-    (found,) = engine.outputs(ask)
-    assert [o.finish_reason for o in found.outputs] == ["error", "length", "length"]
-    assert [o.token_ids for o in found.outputs][1:] == [o.token_ids for o in wanted.outputs][1:]
+    (actual,) = engine.outputs(ask)
+    assert [o.finish_reason for o in actual.outputs] == ["error", "length", "length"]
+    assert [o.token_ids for o in actual.outputs][1:] == [o.token_ids for o in wanted.outputs][1:]
     assert engine.is_idle()
 
 
@@ -317,9 +317,9 @@ def test_weights_that_are_no_numbers_are_told_of(
         Request(random_prompt(5), {**lengths, "return_trajectory": True}, {"logprobs": 2}),
         *([] if family in ("sdar", "llada22") else [Request(random_prompt(8), {"score": score})]),
     ]
-    told: list[str] = []
+    reports: list[str] = []
     monkeypatch.setattr(
-        model_loading.logger, "warning", lambda text, *values: told.append(text % values)
+        model_loading.logger, "warning", lambda text, *values: reports.append(text % values)
     )
     with running(folder) as engine:
         for answers in (engine.ask(*asks), engine.ask(asks[0])):
@@ -328,5 +328,5 @@ def test_weights_that_are_no_numbers_are_told_of(
                 assert "logits are NaN" in answer.report["error"]
                 assert "\n" not in answer.report["error"]
         assert engine.is_idle()
-    (line,) = told
+    (line,) = reports
     assert "NaN or infinite" in line and "norm.weight" in line

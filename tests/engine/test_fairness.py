@@ -116,8 +116,8 @@ def test_those_of_a_lower_number_start_first(traffic: Traffic) -> None:
     traffic.send("giant", GIANT)
     traffic.step()
     for name, priority, upstreams in (("c", None, 2), ("b", 1, 0), ("a", -5, 9), ("d", None, 2)):
-        asked = {} if priority is None else {"priority": priority}
-        traffic.send(name, Request(LARGE.prompt, {**LARGE.extra, **asked}), upstreams)
+        parameters = {} if priority is None else {"priority": priority}
+        traffic.send(name, Request(LARGE.prompt, {**LARGE.extra, **parameters}), upstreams)
     traffic.finish()
     assert traffic.started == ["giant", "a", "b", "c", "d"]
 
@@ -128,9 +128,9 @@ def test_those_of_a_lower_number_step_first(
 ) -> None:
     """Where the rows of all do not fit into one step; first forwards are whole sequences here."""
     monkeypatch.setattr(narrow.loop, "runs_ahead", ahead)
-    asked = {**LARGE.extra, "cache": "dual", "block_length": 8}
+    parameters = {**LARGE.extra, "cache": "dual", "block_length": 8}
     for name, priority in (("first", 1), ("second", 1), ("urgent", 0)):
-        traffic.send(name, Request(LARGE.prompt, {**asked, "priority": priority}))
+        traffic.send(name, Request(LARGE.prompt, {**parameters, "priority": priority}))
     traffic.finish()
     assert traffic.started == ["urgent", "first", "second"]
 

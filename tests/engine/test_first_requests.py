@@ -44,8 +44,8 @@ def test_nothing_is_compiled_loaded_or_captured_for_a_request(
         late.append("a graph")
         begin(graph, *given, **named)
 
-    def compiled(**told: Any) -> None:
-        late.append(f"{told['fn'].name}: {told['repr']}")
+    def compiled(**message: Any) -> None:
+        late.append(f"{message['fn'].name}: {message['repr']}")
 
     def loaded(module: Any, function: Any, name: str, *_: Any) -> None:
         late.append(f"{name}, loaded")

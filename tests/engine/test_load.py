@@ -53,14 +53,14 @@ class Sent:
 def crowd(num_requests: int) -> list[Sent]:
     """The same requests every time; one in ten leaves."""
     draw = random.Random(7)
-    found = []
+    results = []
     for i in range(num_requests):
         length = LONG if i % 4 == 3 else draw.randint(1, 60)
-        asked = {**KINDS[i % len(KINDS)], "seed": i, "ignore_eos": draw.random() < 0.7}
-        ask = Request(random_prompt(length, seed=i), asked)
+        parameters = {**KINDS[i % len(KINDS)], "seed": i, "ignore_eos": draw.random() < 0.7}
+        ask = Request(random_prompt(length, seed=i), parameters)
         leaves = draw.randint(0, 20) if draw.random() < 0.1 else None
-        found.append(Sent(ask, draw.randint(0, 30), draw.random() < 0.5, leaves))
-    return found
+        results.append(Sent(ask, draw.randint(0, 30), draw.random() < 0.5, leaves))
+    return results
 
 
 def serve(engine: Engine, requests: list[Sent]) -> None:

@@ -160,14 +160,14 @@ def test_what_a_step_takes_of_the_memory_is_passed_on(
     seen.clear()
     execute, peaks = telling.loop.execute, [first + 30, first + 70, first + 20]
 
-    def told(message: Any) -> Any:
+    def record(message: Any) -> Any:
         output = execute(message)
         if output.results:
             known: Any = {"in_use_bytes": 10, "peak_bytes": peaks.pop(0), "planner_us": 250.0}
             output.usage = replace(output.usage, **known)
         return output
 
-    monkeypatch.setattr(telling.loop, "execute", told)
+    monkeypatch.setattr(telling.loop, "execute", record)
     telling.ask(SMALL)
     budget = telling.runner.budget_bytes
 

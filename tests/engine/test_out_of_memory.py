@@ -80,9 +80,9 @@ def test_every_stage_may_run_out_of_memory(
     engine: Engine, model: LLaDAReference, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool
 ) -> None:
     """Whatever it is that does not fit, the largest request ends, and says what it was."""
-    asked = {"gen_length": 8, "block_length": 8, "steps": 4}
-    cases = [clear_case(model, length, **asked) for length in (20, 60)]
-    asks = [as_request(prompt, **asked) for prompt, _ in cases]
+    parameters = {"gen_length": 8, "block_length": 8, "steps": 4}
+    cases = [clear_case(model, length, **parameters) for length in (20, 60)]
+    asks = [as_request(prompt, **parameters) for prompt, _ in cases]
     launch, pool = engine.runner.launch, engine.runner.pool
     take, expect = pool.take, pool.expect
     failing, seen, is_large = "", dict[str, None](), False
@@ -207,13 +207,13 @@ def test_pages_that_nobody_uses_do_not_cut_a_step(
     whole = Planner(shape, GIB, row_budget=4096).plan(StepShape(200, 32, 200))
     set_pool(whole.predicted_peak_bytes)
     with running(checkpoint("mha")) as engine:
-        pages, found = engine.runner.pages, record_plans(engine, monkeypatch)
+        pages, actual = engine.runner.pages, record_plans(engine, monkeypatch)
         pages.allocate("gone", 3 * PAGE_SIZE)
         pages.release("gone")
         assert pages.unused_bytes > 0
         engine.ask(as_request(random_prompt(168), **BLOCKS))
         assert pages.unused_bytes == 0
-    assert all(plan.is_whole(200) for plan, _ in found)
+    assert all(plan.is_whole(200) for plan, _ in actual)
 
 
 def test_a_request_that_never_fits_is_refused_with_the_numbers(
@@ -243,17 +243,17 @@ def test_the_validator_refuses_what_never_fits_once_it_knows_the_budget(
     with running(checkpoint("mha")) as engine:
         validator = validator_of(engine.llm.llm_engine.input_processor)
         assert validator is not None
-        assert validator.decide_sampling(*asked(100)).gen_length == 32
+        assert validator.decide_sampling(*request_of(100)).gen_length == 32
         worker = engine.core.model_executor.driver_worker.worker
         validator.learn_capacity(*worker.capacity())
-        assert validator.decide_sampling(*asked(100)).gen_length == 32
+        assert validator.decide_sampling(*request_of(100)).gen_length == 32
         validator.learn_capacity(required_bytes(shape, Demand(100, 32)), CPU)
-        assert validator.decide_sampling(*asked(60)).gen_length == 32
+        assert validator.decide_sampling(*request_of(60)).gen_length == 32
         with pytest.raises(RequestRefused, match=r"prompt \+ gen_length: given 182; its steps"):
-            validator.decide_sampling(*asked(150))
+            validator.decide_sampling(*request_of(150))
 
 
-def asked(prompt_length: int) -> tuple[Any, list[int]]:
+def request_of(prompt_length: int) -> tuple[Any, list[int]]:
     from tests.engine.harness import sampling_params
 
     prompt = random_prompt(prompt_length)

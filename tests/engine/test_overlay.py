@@ -172,10 +172,10 @@ def test_a_gpu_guesses_unless_it_is_told_not_to(tmp_path: Path) -> None:
     from vllm.diffusion.config import served_model
 
     folder = make_checkpoint(tmp_path)
-    told = {"dllm": {"num_speculative_states": 2}}
-    configs = engine_config(folder), engine_config(folder, additional_config=told)
+    report = {"dllm": {"num_speculative_states": 2}}
+    configs = engine_config(folder), engine_config(folder, additional_config=report)
     for device, wanted in ("cuda", [7, 2]), ("cpu", [None, 2]):
         for config in configs:
             config.device_config.device_type = device
-        found = [served_model(config).defaults.get("num_speculative_states") for config in configs]
-        assert found == wanted
+        actual = [served_model(config).defaults.get("num_speculative_states") for config in configs]
+        assert actual == wanted

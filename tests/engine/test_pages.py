@@ -120,8 +120,8 @@ def test_pages_that_move_for_a_plan_are_found_by_its_step(
     engine: Engine, model: LLaDAReference, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store is trimmed between the packing of a step and its launch."""
-    asked = {**BLOCKS, "cache": cache}
-    prompt, wanted = clear_case(model, 90, **asked)
+    parameters = {**BLOCKS, "cache": cache}
+    prompt, wanted = clear_case(model, 90, **parameters)
     pages, plan, attempts = engine.runner.pages, engine.runner.planner.plan_alike, 0
     pages.allocate("another", 3 * PAGE_SIZE)
 
@@ -135,7 +135,7 @@ def test_pages_that_move_for_a_plan_are_found_by_its_step(
         return plan(*arguments)
 
     monkeypatch.setattr(engine.runner.planner, "plan_alike", refuse_once)
-    (answer,) = engine.ask(as_request(prompt, **asked))
+    (answer,) = engine.ask(as_request(prompt, **parameters))
     pages.release("shorter")
     assert attempts > 4
     assert tokens([answer]) == [(wanted.ids, wanted.num_forwards)]
@@ -159,18 +159,18 @@ def test_steps_take_no_more_than_planned(
     engine: Engine, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here kept keys are copied out of their pages, which is most of what a window takes."""
-    found = record_plans(engine, monkeypatch)
+    actual = record_plans(engine, monkeypatch)
     engine.ask(as_request(random_prompt(190), **BLOCKS, cache=cache))
-    assert len(found) >= 16
-    for plan, usage in found:
+    assert len(actual) >= 16
+    for plan, usage in actual:
         assert 0.5 * plan.predicted_peak_bytes < usage.peak_bytes <= plan.predicted_peak_bytes
 
 
 def test_parity_with_ragged_pages(engine: Engine, model: LLaDAReference) -> None:
     """The published loops, with sequences of a page and a bit, together in one batch."""
     asks, canvases = [], []
-    for number, asked in enumerate(CACHED.values()):
-        prompt, wanted = clear_case(model, 31 + 33 * number, **asked)
-        asks.append(as_request(prompt, **asked))
+    for number, parameters in enumerate(CACHED.values()):
+        prompt, wanted = clear_case(model, 31 + 33 * number, **parameters)
+        asks.append(as_request(prompt, **parameters))
         canvases.append((wanted.ids, wanted.num_forwards))
     assert tokens(engine.ask(*asks)) == canvases

@@ -154,11 +154,11 @@ def test_measured_peaks_are_at_most_the_predicted_ones(
     share: float, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
-    asked = Request(
+    request = Request(
         random_prompt(512), {**SHORT, "gen_length": 512, "block_length": 512, "steps": 2}
     )
     with ranked(checkpoint("mha"), 2, max_model_len=2048) as (engine, ranks):
-        (answer,) = engine.ask(asked)
+        (answer,) = engine.ask(request)
         largest = answer.report["peak_bytes"]
         for runner in ranks.runners:
             shape, rows = runner.planner.shape, runner.planner.row_budget
@@ -168,7 +168,7 @@ def test_measured_peaks_are_at_most_the_predicted_ones(
         planner, planned = ranks.runners[0].planner, list[Plan]()
         plan = planner.plan
         monkeypatch.setattr(planner, "plan", lambda *a: planned.append(plan(*a)) or planned[-1])
-        again = engine.ask(asked)[0]
+        again = engine.ask(request)[0]
         assert again.token_ids == answer.token_ids
         assert all(plan.layout.shards == 2 for plan in planned)
         predicted = max(plan.predicted_peak_bytes for plan in planned)

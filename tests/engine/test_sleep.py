@@ -25,16 +25,16 @@ def begun(engine: Engine, ask: Request, num_steps: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("family", "asked"),
+    ("family", "parameters"),
     [("mha", {**BLOCKS, "cache": cache}) for cache in ("none", "dual", "frozen")]
     + [("sdar", GRID), ("mha", {**BLOCKS, "cache": "dual", "num_speculative_states": 3})],
     ids=["none", "dual", "frozen", "exact", "guesses"],
 )
 def test_a_request_sleeps_and_goes_on(
-    family: str, asked: dict[str, Any], checkpoint: Callable[[str], Path]
+    family: str, parameters: dict[str, Any], checkpoint: Callable[[str], Path]
 ) -> None:
     """Nothing is kept meanwhile; the answer is as exact as without."""
-    ask = Request(random_prompt(70), {**asked, "ignore_eos": True, "return_trajectory": True})
+    ask = Request(random_prompt(70), {**parameters, "ignore_eos": True, "return_trajectory": True})
     with running(checkpoint(family), enable_sleep_mode=True) as engine:
         (wanted,) = engine.ask(ask)
         canvas = begun(engine, ask, 5)
@@ -50,7 +50,7 @@ def test_a_request_sleeps_and_goes_on(
         answer = finish(engine)["a"]
         assert engine.is_idle()
         assert engine.ask(ask)[0].token_ids == wanted.token_ids
-    if asked.get("cache") in ("none", None):
+    if parameters.get("cache") in ("none", None):
         assert answer.token_ids == wanted.token_ids
     assert answer.report["trajectory"]["weight_steps"] == [[0, 1]]
 

@@ -65,12 +65,12 @@ class Recorded:
             if (state.tokens == certain.tokens).all()
             and state.target.eligible.tolist() == certain.target.eligible.tolist()
         )
-        found = []
+        results = []
         for depth, state in enumerate(self.states[here + 1 : here + 1 + most], 1):
             if state.target.rows[0] < certain.target.rows[0] or not self.reaches(certain, state):
                 break
-            found.append(state._replace(depth=depth))
-        return found
+            results.append(state._replace(depth=depth))
+        return results
 
 
 @pytest.fixture
@@ -107,15 +107,15 @@ def other_rule(state: DraftState, chance: random.Random) -> DraftState:
 WRONG = [wrong_token, wrong_position, wrong_depth, other_rule]
 
 
-@pytest.mark.parametrize("asked", [ONE_BY_ONE, BLOCKS, THRESHOLD], ids=["1", "2", "threshold"])
+@pytest.mark.parametrize("parameters", [ONE_BY_ONE, BLOCKS, THRESHOLD], ids=["1", "2", "threshold"])
 def test_an_oracle_saves_forwards(
     engine: Engine,
     model: LLaDAReference,
-    asked: dict[str, Any],
+    parameters: dict[str, Any],
     drafts: Callable[[Draft], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ask = as_request(clear_case(model, 20, **asked)[0], **asked)
+    ask = as_request(clear_case(model, 20, **parameters)[0], **parameters)
     recorded = Recorded(engine, ask, monkeypatch)
     drafts(recorded.draft)
     steps = recorded.answer.num_steps or 0
@@ -134,8 +134,8 @@ def test_an_oracle_saves_forwards_of_kept_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Three blocks of 16 steps; a whole forward at the start of a block has no guesses."""
-    asked = {"gen_length": 48, "block_length": 16, "steps": 48, "cache": cache}
-    ask = as_request(random_prompt(50, 5), **asked)
+    parameters = {"gen_length": 48, "block_length": 16, "steps": 48, "cache": cache}
+    ask = as_request(random_prompt(50, 5), **parameters)
     recorded = Recorded(engine, ask, monkeypatch)
     assert recorded.answer.num_steps == 48
     drafts(recorded.draft)
@@ -157,10 +157,10 @@ def test_an_oracle_saves_forwards_of_exact_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Guesses reach into blocks that follow; finished ones are stored with a later forward."""
-    asked = {"algorithm": "semi_ar", "gen_length": 40, "block_length": 4, "steps_per_block": 4}
-    asked |= {"temperature": temperature, "seed": 4, "ignore_eos": True}
+    parameters = {"algorithm": "semi_ar", "gen_length": 40, "block_length": 4, "steps_per_block": 4}
+    parameters |= {"temperature": temperature, "seed": 4, "ignore_eos": True}
     with running(checkpoint("sdar")) as engine:
-        asks = [Request(random_prompt(length, 1), asked) for length in (60, 97)]
+        asks = [Request(random_prompt(length, 1), parameters) for length in (60, 97)]
         for ask in asks:
             recorded = Recorded(engine, ask, monkeypatch)
             steps = recorded.answer.num_steps or 0
@@ -174,16 +174,16 @@ def test_an_oracle_saves_forwards_of_exact_keys(
 
 
 @pytest.mark.parametrize("spoil", WRONG)
-@pytest.mark.parametrize("asked", [ONE_BY_ONE, THRESHOLD], ids=["semi_ar", "threshold"])
+@pytest.mark.parametrize("parameters", [ONE_BY_ONE, THRESHOLD], ids=["semi_ar", "threshold"])
 def test_wrong_guesses_change_nothing(
     engine: Engine,
     model: LLaDAReference,
-    asked: dict[str, Any],
+    parameters: dict[str, Any],
     spoil: Callable[[DraftState, random.Random], DraftState],
     drafts: Callable[[Draft], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ask = as_request(clear_case(model, 20, **asked)[0], **asked)
+    ask = as_request(clear_case(model, 20, **parameters)[0], **parameters)
     recorded, chance = Recorded(engine, ask, monkeypatch), random.Random(5)
 
     def draft(*given: Any) -> list[DraftState]:
@@ -217,18 +217,18 @@ def test_what_a_request_asks_for_stays(
     engine: Engine, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = 0
-    for asked, ahead in ((BLOCKS, True), (THRESHOLD, False)):
+    for parameters, ahead in ((BLOCKS, True), (THRESHOLD, False)):
         monkeypatch.setattr(engine.loop, "runs_ahead", ahead)
-        extra = {**asked, "ignore_eos": True, **more}
+        extra = {**parameters, "ignore_eos": True, **more}
         sampling = {} if more else {"logprobs": 2}
         asks = [Request(random_prompt(20, n), extra, sampling) for n in range(4)]
         plain, guessed = engine.outputs(*asks), engine.outputs(*speculating(asks, 5))
         for one, other in zip(plain, guessed, strict=True):
-            wanted, found = to_answer(one), to_answer(other)
-            assert (found.token_ids, found.num_steps) == (wanted.token_ids, wanted.num_steps)
-            assert found.finish_reason == wanted.finish_reason
+            wanted, actual = to_answer(one), to_answer(other)
+            assert (actual.token_ids, actual.num_steps) == (wanted.token_ids, wanted.num_steps)
+            assert actual.finish_reason == wanted.finish_reason
             assert found_logprobs(other) == pytest.approx(found_logprobs(one), abs=1e-5)
-            saved += found.report["states_accepted"]
+            saved += actual.report["states_accepted"]
     assert saved > 0
     assert engine.is_idle()
 
@@ -239,9 +239,14 @@ def found_logprobs(output: Any) -> list[float]:
 
 
 def test_a_model_that_predicts_the_mask(checkpoint: Callable[[str], Path]) -> None:
-    asked = [BLOCKS, THRESHOLD, {**BLOCKS, "steps": 32}, {"algorithm": "dream", "gen_length": 32}]
+    cases = [
+        BLOCKS,
+        THRESHOLD,
+        {**BLOCKS, "steps": 32},
+        {"algorithm": "dream", "gen_length": 32},
+    ]
     with running(checkpoint("predicts_mask")) as engine:
-        asks = [as_request(random_prompt(20, n), **a, seed=1) for a in asked for n in range(2)]
+        asks = [as_request(random_prompt(20, n), **a, seed=1) for a in cases for n in range(2)]
         plain, guessed = engine.ask(*asks), engine.ask(*speculating(asks, 5))
     assert [(a.token_ids, a.num_steps) for a in guessed] == [
         (a.token_ids, a.num_forwards) for a in plain
@@ -286,8 +291,8 @@ def test_several_answers_and_aborts(
 ) -> None:
     """Answers that share a prompt, and requests that go in the middle of a block."""
     monkeypatch.setattr(engine.loop, "runs_ahead", cache in ("dual", "none"))
-    asked = {**BLOCKS, "cache": cache, "ignore_eos": True}
-    several = Request(random_prompt(40, 2), asked, {"n": 4, "temperature": 0.3, "seed": 3})
+    parameters = {**BLOCKS, "cache": cache, "ignore_eos": True}
+    several = Request(random_prompt(40, 2), parameters, {"n": 4, "temperature": 0.3, "seed": 3})
     (plain,), (guessed,) = (engine.outputs(*a) for a in ([several], speculating([several], 3)))
     assert [o.token_ids for o in guessed.outputs] == [o.token_ids for o in plain.outputs]
     asks = [Request(random_prompt(30 + n, n), {**BLOCKS, "cache": cache}) for n in range(6)]

@@ -52,8 +52,8 @@ def test_every_room_is_told_of() -> None:
 def test_a_room_that_a_gpu_lacks_is_a_warning(
     missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = tuple(Room(name, is_built=name != missing) for name in ROOMS)
-    monkeypatch.setattr(status, "rooms", lambda: found)
+    actual = tuple(Room(name, is_built=name != missing) for name in ROOMS)
+    monkeypatch.setattr(status, "rooms", lambda: actual)
     info = {"activation_pool": "vmm", "attention": "sdpa+flash3+split"}
     lines = logged(status.logger, status.log_build_info, info, GPU, 3 << 30, None)
     warnings = [text for level, text in lines if level == logging.WARNING]

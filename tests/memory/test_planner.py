@@ -556,11 +556,11 @@ def demands(draw: st.DrawFn) -> Demand:
     st.data(),
 )
 def test_every_step_of_admitted_requests_has_a_plan(
-    asked: list[Demand], pool: int, row_budget: int, data: st.DataObject
+    parameters: list[Demand], pool: int, row_budget: int, data: st.DataObject
 ) -> None:
     """Whoever is admitted, and whatever forwards meet: the step fits beside what all keep."""
     admission, running = admission_of(TINY, pool, row_budget), []
-    for new in asked:
+    for new in parameters:
         if admission.obstacle(running, new) is None:
             running.append(new)
     assume(running)
@@ -713,12 +713,12 @@ def test_what_fits_alone_fits_without_a_reserve() -> None:
 def test_what_a_long_step_leaves_to_others_is_no_memory_that_it_lacks() -> None:
     """A plan that leaves nobody anything is faster, but is not the one that it gets."""
     planner, step = Planner(LLADA_8B, 380 << 20, row_budget=8192), StepShape(65_536, 128, 65_536)
-    found, a_little_more, all_of_it, much_more = (
+    actual, a_little_more, all_of_it, much_more = (
         planner.plan(step, -more, 0.05).predicted_seconds
         for more in (0, 1, planner.reserved_bytes, 100 << 20)
     )
-    assert all_of_it < 0.9 * found and much_more < 0.95 * found
-    assert a_little_more > 0.95 * found
+    assert all_of_it < 0.9 * actual and much_more < 0.95 * actual
+    assert a_little_more > 0.95 * actual
 
 
 def test_requests_that_share_no_step_keep_nobody_out() -> None:

@@ -42,8 +42,8 @@ def crossed(sampling: SamplingParams) -> SamplingParams:
     given: dict[str, Any] = {"request_id": "r", "prompt_token_ids": PROMPT, "arrival_time": 0.0}
     request = EngineCoreRequest(**given, sampling_params=sampling, **dict.fromkeys(none))
     received: Any = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(request))
-    found: SamplingParams = received.sampling_params
-    return found
+    actual: SamplingParams = received.sampling_params
+    return actual
 
 
 def no_decision(*_: Any) -> Any:

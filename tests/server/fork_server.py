@@ -54,11 +54,11 @@ class ForkServer:
     """
 
     def __init__(self, arguments: Sequence[str], log: Path, variables: Mapping[str, str]) -> None:
-        told = {"arguments": [*arguments], "log": str(log), "variables": {**variables}}
+        report = {"arguments": [*arguments], "log": str(log), "variables": {**variables}}
         self.args = [*arguments]
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(os.environ.get(ADDRESS) or _parent()[0])
-        self._connection.sendall(json.dumps(told).encode() + b"\n")
+        self._connection.sendall(json.dumps(report).encode() + b"\n")
         self.pid = self._number()
         self.returncode: int | None = None
 
@@ -124,12 +124,12 @@ def forked(listener: socket.socket) -> dict[str, Any] | None:
         if readable:
             connection, _ = listener.accept()
             with connection.makefile("rb") as lines:
-                told: dict[str, Any] = json.loads(lines.readline())
+                message: dict[str, Any] = json.loads(lines.readline())
             added = import_what_is_needed()
             if not (pid := os.fork()):
                 for other in (listener, connection, *children.values()):
                     other.close()
-                return {**told, "added": added}
+                return {**message, "added": added}
             children[pid] = connection
             tell(connection, pid)
         tell_who_ended(children)

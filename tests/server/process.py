@@ -199,12 +199,12 @@ def healthy(*processes: ServerProcess) -> Iterator[None]:
 
 def named(processes: Iterable[psutil.Process], title: str) -> list[psutil.Process]:
     """Those with a word in their command lines, which upstream sets."""
-    found = []
+    results = []
     for process in processes:
         with contextlib.suppress(psutil.Error):  # it has just ended
             if title in "".join(process.cmdline()):
-                found.append(process)
-    return found
+                results.append(process)
+    return results
 
 
 def still_alive(processes: list[psutil.Process]) -> list[str]:
