@@ -76,20 +76,18 @@ def _runs(
     run: list[RowGroup] = []
     key: LaunchKey | None = None
     for group in groups:
-        launch = None if group.is_alone else launch_key(group, logits)
+        new = None if group.is_alone else launch_key(group, logits)
         if run:
             last = run[-1]
             is_guided = group.unconditional_rows is not None or last.unconditional_rows is not None
-            is_other = (
-                launch is None or launch != key or (group.edits is None) != (last.edits is None)
-            )
+            is_other = new is None or new != key or (group.edits is None) != (last.edits is None)
             is_other |= group.params.return_trajectory != last.params.return_trajectory
             is_long = group.edits is not None and group.rows.stop - run[0].rows.start > most_edited
             if is_other or is_guided or is_long or last.rows.stop != group.rows.start:
                 yield run, key
                 run = []
         run.append(group)
-        key = launch
+        key = new
     if run:
         yield run, key
 
@@ -118,42 +116,40 @@ def _sample_run(
 
 
 def _sample_rows(
-    rows: torch.Tensor,
+    logits: torch.Tensor,
     run: list[RowGroup],
     key: LaunchKey | None,
     model: LogitsModel,
 ) -> Samples[torch.Tensor]:
-    """Sample the rows `rows` of a run of groups, whose logits may be overwritten.
+    """Sample a run of groups from its rows of logits, which may be overwritten.
 
     Three rows follow for each extra draw, of the group that has most.
     """
     lead = run[0]
     readers = [group for group in run if group.joints and group.adjust is None]
     if readers:
-        read_jointly(ops.gather_columns(rows, model.vocab_size), readers, lead.rows.start)
+        read_jointly(ops.gather_columns(logits, model.vocab_size), readers, lead.rows.start)
     if not any(group.num_extra_draws for group in run):
-        return _draw(rows, run, key, model)
+        return _draw(logits, run, key, model)
     counts = range(max(group.num_extra_draws for group in run) + 1)
-    draws = [_draw(rows, [group.at_step_offset(n) for group in run], key, model) for n in counts]
+    draws = [_draw(logits, [group.at_step_offset(n) for group in run], key, model) for n in counts]
     return Samples(torch.cat([draw.table for draw in draws]))
 
 
 def _draw(
-    row_logits: torch.Tensor,
+    logits: torch.Tensor,
     run: list[RowGroup],
     key: LaunchKey | None,
     model: LogitsModel,
 ) -> Samples[torch.Tensor]:
-    """Sample the rows `row_logits` of a run of groups once."""
+    """Sample a run of groups from its rows of logits once."""
     lead = run[0]
     if key is not None:
-        samples = sample_fused(row_logits, run, key, model.vocab_start, model.vocab_size)
+        samples = sample_fused(logits, run, key, model.vocab_start, model.vocab_size)
         if not lead.params.return_trajectory:
             return Samples.of(samples)
-        traced = candidate_logprobs(row_logits, run, samples, model.vocab_start, model.vocab_size)
+        traced = candidate_logprobs(logits, run, samples, model.vocab_start, model.vocab_size)
         return Samples.of(samples, [traced])
     # The others make copies of their logits: of a few rows at a time.
-    pieces = pieces_of(len(row_logits), _rows_at_a_time(model, BYTES_OF_COPIES))
-    return Samples.joined(
-        [sample_alone(row_logits[rows], lead.piece(rows), model) for rows in pieces]
-    )
+    pieces = pieces_of(len(logits), _rows_at_a_time(model, BYTES_OF_COPIES))
+    return Samples.joined([sample_alone(logits[rows], lead.piece(rows), model) for rows in pieces])

@@ -221,7 +221,7 @@ def run_last_layer(
     """
     index = len(model.layers) - 1
     layer = model.layers[index]
-    for rows, _, layouts, _, num_adapter_rows in parts:
+    for rows, _, layouts, _, num_adapted in parts:
         with scratch.scope("sample rows"):
             listed, _ = stages.read_rows(model.dtype, model.hidden_size)
             x = listed.take(scratch, rows.numel())
@@ -234,9 +234,7 @@ def run_last_layer(
             else:
                 rotary = body.rotary.select(rows, scratch)
             sources = sources_of(layouts, *body.keys_values, index, caches)
-            layer.attention.attend(
-                x, rotary, sources, None, scratch, num_adapter_rows=num_adapter_rows
-            )
+            layer.attention.attend(x, rotary, sources, None, scratch, num_adapter_rows=num_adapted)
             layer.mlp_stage.feed_forward(x, scratch)
             yield x
 

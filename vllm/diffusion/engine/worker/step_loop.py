@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-MAX_STEPS_IN_FLIGHT = 2  # steps: one that computes, and one that follows it without a pause
+MAX_IN_FLIGHT = 2  # steps: one that computes, and one that follows it without a pause
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -238,8 +238,7 @@ class StepLoop:
     def _launch_behind(self, apart: Collection[str]) -> None:
         """Launch the step that follows those under way, if that can be done without waiting."""
         under_way = {req_id for launched in self._under_way for req_id in launched.req_ids}
-        is_full = len(self._under_way) == MAX_STEPS_IN_FLIGHT
-        if is_full or under_way.issuperset(self._runner.canvases):
+        if len(self._under_way) == MAX_IN_FLIGHT or under_way.issuperset(self._runner.canvases):
             return
         taken = next_behind(self._runner, under_way, apart, self.limits)
         if taken:
