@@ -413,9 +413,7 @@ def _mask_id(config: Any, tokenizer: Any, named: int | None) -> int:
         ("the tokenizer's mask_token", getattr(tokenizer, "mask_token_id", None)),
         ("the tokenizer's mask token", named),
     )
-    place, mask = next(
-        (candidate for candidate in places if candidate[1] is not None), (None, None)
-    )
+    place, mask = next((pair for pair in places if pair[1] is not None), (None, None))
     if mask is None:
         wanted = "wanted the id of the mask token, there or as the tokenizer's mask_token"
         raise ModelConfigError("mask_token_id", None, wanted)

@@ -297,23 +297,21 @@ def _logprobs(completion: Any, decided: DiffusionParams) -> list[TokenLogprob]:
     """Return the log probabilities of the answer's tokens, without the one that ended it."""
     return [
         TokenLogprob(
-            **_alternative(token, alternatives[token]).model_dump(),
-            top_logprobs=_top(alternatives, decided),
+            **_alternative(token, by_token[token]).model_dump(),
+            top_logprobs=_top(by_token, decided),
         )
-        for token, alternatives in zip(
+        for token, by_token in zip(
             _answer_ids(completion, decided), completion.logprobs, strict=False
         )
     ]
 
 
-def _top(alternatives: dict[int, Any], decided: DiffusionParams) -> list[AlternativeToken]:
+def _top(by_token: dict[int, Any], decided: DiffusionParams) -> list[AlternativeToken]:
     """Return the named tokens, else the most likely ones, with their log probabilities."""
     tokens = decided.logprob_token_ids
     if not tokens:
-        tokens = tuple(
-            sorted(alternatives, key=lambda token: alternatives[token].rank)[: decided.logprobs]
-        )
-    return [_alternative(token, alternatives[token]) for token in tokens]
+        tokens = tuple(sorted(by_token, key=lambda token: by_token[token].rank)[: decided.logprobs])
+    return [_alternative(token, by_token[token]) for token in tokens]
 
 
 def _alternative(token: int, logprob: Any) -> AlternativeToken:

@@ -79,11 +79,8 @@ class BatchedChoice:
         is_left = np.ones(scores.size, dtype=np.bool_)
         is_left[filled] = False
 
-        positions, chosen_tokens, left = (
-            self._positions[chosen],
-            tokens[chosen],
-            self._positions[is_left],
-        )
+        positions, left = self._positions[chosen], self._positions[is_left]
+        chosen_tokens = tokens[chosen]
         ends, left_ends = num_chosen.cumsum().tolist(), (counts - num_filled).cumsum().tolist()
         choices: list[BatchedCommit | None] = []
         start = left_start = 0

@@ -61,12 +61,7 @@ def _gumbel(step, position, column, seed_low, seed_high, PURPOSE: tl.constexpr):
 def _place_of(fields, position):
     """Return step, canvas position and seed of a position, the keys of its random numbers."""
     at = tl.load(fields + 17) + position - tl.load(fields + 9)
-    return (
-        tl.load(fields + 16),
-        at,
-        tl.load(fields + 14),
-        tl.load(fields + 15),
-    )
+    return tl.load(fields + 16), at, tl.load(fields + 14), tl.load(fields + 15)
 
 
 @triton.jit(do_not_specialize=["first_column", "num_columns"])
@@ -298,17 +293,9 @@ def choose_kernel(
     num_sets = tl.load(fields + 2)
     is_drawn = tl.load(fields + 3) > 0
     edge_sets, edge_targets = tl.load(fields + 4), tl.load(fields + 5)
-    room, num_states, width = (
-        tl.load(fields + 6),
-        tl.load(fields + 7),
-        tl.load(fields + 8),
-    )
+    room, num_states, width = tl.load(fields + 6), tl.load(fields + 7), tl.load(fields + 8)
     first, count = tl.load(fields + 9), tl.load(fields + 10)
-    to, start, left = (
-        tl.load(fields + 11),
-        tl.load(fields + 12),
-        tl.load(fields + 13),
-    )
+    to, start, left = tl.load(fields + 11), tl.load(fields + 12), tl.load(fields + 13)
     for begin in range(0, num_states, STATES):
         states = begin + tl.arange(0, STATES)
         is_state = states < num_states

@@ -77,11 +77,7 @@ class Footprint:
         heads = self._heads(shape.num_kv_heads // layout.head_groups)
         kv_buffers = stages.keys_values(*heads, is_own=True)
         exchanged = stages.exchanged(*heads)
-        return *((*kv_buffers, *phase) for phase in phases), (
-            *visiting,
-            *kv_buffers,
-            *exchanged,
-        )
+        return *((*kv_buffers, *phase) for phase in phases), (*visiting, *kv_buffers, *exchanged)
 
     def _fp8_keys_values(self, layout: Residency, visiting: Listed, normed: Buffer) -> Phases:
         """Buffers of the keys-values stage, and of the survey before it, with fp8 attention."""
@@ -132,8 +128,7 @@ class Footprint:
         if is_packed:
             attending.append(collected)
         made = [
-            (*products.quantisation_buffers(attending[0]), *products.add_to)
-            for products in shape.products
+            (*products.quant_buffers(attending[0]), *products.add_to) for products in shape.products
         ]
         phases = tuple((*attending, *phase) for phase in made)
         if has_queries:
@@ -213,9 +208,7 @@ class Footprint:
         gating = products.gated_limit if is_long else products.gated
         out = products.rows(activated)
         adding = (
-            out
-            if len(shape.products) == 1
-            else (activated, *products.quantisation_buffers(activated))
+            out if len(shape.products) == 1 else (activated, *products.quant_buffers(activated))
         )
         return (*out, *products.rows(normed), *gating), (*adding, *products.add_to)
 
@@ -235,8 +228,7 @@ class Footprint:
         if experts.shared_width:
             activated, normed = stages.gating(dtype, width, experts.shared_width)
             phases += [
-                (*p.rows(activated), *p.quantisation_buffers(normed), *p.gated)
-                for p in shape.products
+                (*p.rows(activated), *p.quant_buffers(normed), *p.gated) for p in shape.products
             ]
         beside = stages.beside_experts(dtype, width, has_shared=experts.shared_width > 0)
         return tuple((*beside, *phase) for phase in phases)

@@ -64,7 +64,7 @@ class LinearBuffers(NamedTuple):
         """Buffers for rows in the products' dtype: fp8 with a scale each where they quantise."""
         return buffer.quantised if self.quantises else (buffer,)
 
-    def quantisation_buffers(self, buffer: Buffer) -> Listed:
+    def quant_buffers(self, buffer: Buffer) -> Listed:
         """Buffers for quantising rows that arrive in the model dtype; none for plain weights."""
         made = stages.quantised_rows(buffer.dtype, *buffer.shape)
         return made.quantised if self.quantises else ()

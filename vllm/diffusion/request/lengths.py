@@ -230,12 +230,8 @@ def _grid_block(request: Mapping[str, Any], model: ServedModel) -> int:
 def _first_given(name: str, request: Mapping[str, Any], model: ServedModel) -> int | None:
     """Return a length of the request, else of the server, the checkpoint or its family."""
     of_model = {"block_length": model.block_length}.get(name)
-    values = (
-        request.get(name),
-        model.defaults.get(name),
-        of_model,
-        model.family.defaults.get(name),
-    )
+    defaults = model.defaults.get(name), of_model, model.family.defaults.get(name)
+    values = request.get(name), *defaults
     return next((value for value in values if value is not None), None)
 
 
