@@ -85,7 +85,7 @@ REQUESTS = st.tuples(
 
 
 @settings(max_examples=200, deadline=None)
-@given(parameters=st.lists(REQUESTS, min_size=1, max_size=5), data=st.data())
+@given(requests=st.lists(REQUESTS, min_size=1, max_size=5), data=st.data())
 def test_together_is_one_by_one(
     requests: Sequence[tuple[str, int, int, int, int, bool]], data: st.DataObject
 ) -> None:
