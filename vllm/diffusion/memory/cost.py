@@ -116,16 +116,16 @@ class Costs:
             layers * keys_values,
             updated * attend,
             updated * feed_forward,
-            self._read(step, layout, StageRows(step.sample_rows, sizes.read)),
+            self._logits(step, layout, StageRows(step.sample_rows, sizes.logits)),
         )
 
     def longest_chunks(self, step: StepShape, layout: Residency, sizes: ChunkRows) -> StageSeconds:
         """Return the seconds of each stage's longest chunk, for one group of heads of one layer."""
         groups = layout.head_groups
-        *works, read = (StageRows(rows, rows) for rows in sizes)
+        *works, logits = (StageRows(rows, rows) for rows in sizes)
         keys_values, attend, feed_forward = self._layer(step, layout, *works)
-        read_s = self._read(step, layout, read)
-        return StageSeconds(keys_values / groups, attend / groups, feed_forward, read_s)
+        logits_s = self._logits(step, layout, logits)
+        return StageSeconds(keys_values / groups, attend / groups, feed_forward, logits_s)
 
     def _layer(
         self,
@@ -208,7 +208,7 @@ class Costs:
         )
         return max(seconds, mixed)
 
-    def _read(self, step: StepShape, layout: Residency, work: StageRows) -> float:
+    def _logits(self, step: StepShape, layout: Residency, work: StageRows) -> float:
         """Return the seconds of the sample rows: the output head, and the rest of the last layer.
 
         In a streamed step the last layer is already over.

@@ -152,7 +152,7 @@ class Footprint:
             (*visiting, *phase) for phases in (*dense, self._experts()) for phase in phases
         )
 
-    def read(self, layout: Residency, *, is_packed: bool) -> Phases:
+    def logits(self, layout: Residency, *, is_packed: bool) -> Phases:
         """Buffers of sample rows after the body: the rest of the last layer, then logits.
 
         In a streamed layout the last layer is over by then.
@@ -302,6 +302,6 @@ class RowBytes(NamedTuple):
                 StageBytes.of(footprint.keys_values(layout), is_split),
                 StageBytes.of(footprint.attend(layout, is_packed=is_packed), is_split),
                 StageBytes.of_feed_forward(footprint, layout, is_split),
-                StageBytes.of(footprint.read(layout, is_packed=is_packed), is_split),
+                StageBytes.of(footprint.logits(layout, is_packed=is_packed), is_split),
             ),
         )

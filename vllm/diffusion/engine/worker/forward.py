@@ -92,7 +92,7 @@ class ForwardPass:
             plan: plan of the step.
             body: the layers' results, where a graph has computed them.
         """
-        batch, parts = rows.batch, tuple(rows.parts(plan.rows.read))  # while the graph runs
+        batch, parts = rows.batch, tuple(rows.parts(plan.rows.logits))  # while the graph runs
         pool, model, caches = self.pool, self.model, self.caches
         with pool.scope("step"):
             stages.INPUTS.expect(pool, batch.num_rows)
@@ -110,7 +110,7 @@ class ForwardPass:
             sampled = []
             with closing(run_last_layer(model, body, samples, pool, caches)) as hidden:
                 for part, on_device in zip(parts, samples, strict=True):
-                    yield plan.chunk_seconds.read
+                    yield plan.chunk_seconds.logits
                     sample_rows = next(hidden)
                     if self.note_first is not None:
                         self.note_first(batch, part, sample_rows)

@@ -68,7 +68,7 @@ def run_streamed(
     ranks = forward.ranks if plan.layout.shards > 1 else Ranks()
     division, peers = RowPartition(ranks, batch.num_rows), ranks.sequence
     even = -(-batch.shape.sample_rows // peers.size)
-    parts = list(rows.parts(max(min(plan.rows.read, even), 1)))
+    parts = list(rows.parts(max(min(plan.rows.logits, even), 1)))
     is_joint = any(rows.joints)
     if is_joint:
         parts = to_first(parts, peers.size)
@@ -89,7 +89,7 @@ def run_streamed(
         yield from streamed.run()
         sampled = []
         for taken, (held, positions) in zip(rounds, samples, strict=True):
-            yield plan.chunk_seconds.read
+            yield plan.chunk_seconds.logits
             with pool.scope("sample rows"):
                 hidden = streamed.hidden(taken, held)
                 if taken.part is None or taken.part is EMPTY_PART:
