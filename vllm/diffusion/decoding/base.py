@@ -181,13 +181,13 @@ class DecodingRule(ABC):
         """
         return None
 
-    def go_on(self, tokens: Array, left: Array, changes: bool) -> ForwardTarget | None:
+    def go_on(self, tokens: Array, left: Array, has_changes: bool) -> ForwardTarget | None:
         """Advance the rule after a choice made by `BatchedChoice` has been committed.
 
         Args:
             tokens: [T] int64, the sequence after the commit; read only.
             left: [L] int64, ascending: eligible positions that are still masked.
-            changes: whether other than mask tokens were committed.
+            has_changes: whether other than mask tokens were committed.
 
         Returns:
             what `prepare` would say, where tokens are settled up to its rows and nothing is to be

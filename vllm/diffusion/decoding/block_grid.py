@@ -75,10 +75,10 @@ class GridRule(DecodingRule):
         self._front = None
         return super().select(candidates)
 
-    def go_on(self, tokens: Array, left: Array, changes: bool) -> ForwardTarget | None:
+    def go_on(self, tokens: Array, left: Array, has_changes: bool) -> ForwardTarget | None:
         self._front = None
         self.step += 1
-        self.forbid_mask = not changes
+        self.forbid_mask = not has_changes
         if not left.size:
             self._first_block = self.start + self.params.block_length
             return self.prepare(tokens)

@@ -21,7 +21,7 @@ class BatchedCommit(NamedTuple):
     Attributes:
         positions, tokens: [K] int64, as in `Commit`.
         left: [L] int64, ascending: eligible positions that are masked after it.
-        changes: whether other than mask tokens are committed.
+        has_changes: whether other than mask tokens are committed.
         eligible: [R] int64, the candidates' positions, where log probabilities are wanted.
         logprobs: [rows, R] float64, as in `Candidates`.
     """
@@ -29,7 +29,7 @@ class BatchedCommit(NamedTuple):
     positions: Array
     tokens: Array
     left: Array
-    changes: bool
+    has_changes: bool
     eligible: Array | None = None
     logprobs: Array | None = None
 

@@ -102,7 +102,7 @@ class ActivationPool:
         self._frame: list[_Scope] | None = None  # scopes of the step that is not run at once
         self._end = 0  # of what is taken
         self._peak = 0  # of the bytes in use since it was last reset
-        self._looks_often = False  # at PyTorch's memory, with every scope
+        self._samples_often = False  # at PyTorch's memory, with every scope
         self._others = 0  # `other_bytes`, when last seen
         self._kept: dict[str, int] = {}
 
@@ -194,12 +194,12 @@ class ActivationPool:
         return self
 
     def __enter__(self) -> None:
-        if self._looks_often or len(self._scopes) == 1:
+        if self._samples_often or len(self._scopes) == 1:
             self._update_other_bytes()
         self._scopes.append((self._end, {}))
 
     def __exit__(self, *_: object) -> None:
-        if self._looks_often or len(self._scopes) == 2:
+        if self._samples_often or len(self._scopes) == 2:
             self._update_other_bytes()
         self._end = self._scopes.pop()[0]
 
@@ -252,14 +252,14 @@ class ActivationPool:
 
     # ---- bytes in use ----
 
-    def reset_peak(self, *, looks_often: bool = False) -> None:
+    def reset_peak(self, *, samples_often: bool = False) -> None:
         """Let the peak start again from the bytes in use now.
 
         Args:
-            looks_often: from now on count PyTorch's memory whenever a scope begins or ends, not
+            samples_often: from now on count PyTorch's memory whenever a scope begins or ends, not
                 only the outermost one. That takes the host a moment, too long for small steps.
         """
-        self._looks_often, self._peak = looks_often, 0
+        self._samples_often, self._peak = samples_often, 0
         self._update_other_bytes()
 
     @property

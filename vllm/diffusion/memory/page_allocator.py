@@ -119,7 +119,7 @@ class PageAllocator:
         return kept
 
     def allocate_drafts(
-        self, owner: str, written: Sequence[range], names: Sequence[str], *, grows: bool = True
+        self, owner: str, written: Sequence[range], names: Sequence[str], *, can_grow: bool = True
     ) -> list[KeptSequence]:
         """Give drafts the pages of a request, with pages of their own at some positions.
 
@@ -129,8 +129,8 @@ class PageAllocator:
             owner: the request.
             written: positions that drafts write.
             names: names of the drafts, by which `release` finds their pages.
-            grows: whether the store may grow for it. Else free pages are used, which all ranks have
-                alike, and nothing is raised.
+            can_grow: whether the store may grow for drafts. If not, free pages are used, which are
+                the same on all ranks, and nothing is raised.
 
         Returns:
             the sequences of the first names; fewer if more would take a part of the pool that steps
@@ -145,7 +145,7 @@ class PageAllocator:
             is_shared[positions.start : positions.stop] = False
         pages_each = int(np.count_nonzero(~is_shared.reshape(-1, PAGE_SIZE).all(axis=1)))
         room = len(store.free)
-        if grows and not self._is_fixed:
+        if can_grow and not self._is_fixed:
             max_pages = int(MAX_SHARE_WITH_DRAFTS * self._pool.budget_bytes) // store.page_bytes
             room = max(room, max_pages - store.num_pages + room)
         names = names[: room // pages_each]

@@ -154,7 +154,7 @@ class Lifecycle:
         except Exception as error:
             if method in _UPDATING:
                 with suppress(Exception):  # of an engine that is gone, too
-                    if any(await self._call_all("carried_out")):
+                    if any(await self._call_all("has_succeeded")):
                         await self._call_all("fail_with_others", args=(str(error),))
                     elif method == "update_weights":  # no replica has changed a weight
                         await self._call_all("cancel_update")

@@ -199,7 +199,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             scheduled_at=time.monotonic(),
             next_slice=next_slice,
             long=long,
-            drains=self._pause_state == PauseState.PAUSED_ALL,
+            should_drain=self._pause_state == PauseState.PAUSED_ALL,
             generation=self._generation,
         )
 

@@ -250,7 +250,7 @@ class Canvas:
                 guest.watch(candidates, is_mask_forbidden=self.rule.forbid_mask)
             written = candidates.positions
             self._write(candidates)
-            target = self.rule.go_on(self.tokens, candidates.left, candidates.changes)
+            target = self.rule.go_on(self.tokens, candidates.left, candidates.has_changes)
             if target is not None:
                 self._is_for(target)
         elif self._is_for_rule:

@@ -136,7 +136,7 @@ class DiffusionModelRunner:
         batch, plan, planner_us = self._planned(packed)
         if len(packed) > len(canvases) and not serves_drafts(batch, plan, self.graphs):
             batch, plan, planner_us = self._planned(canvases)
-        self.pool.reset_peak(looks_often=not plan.is_whole(batch.num_rows))
+        self.pool.reset_peak(samples_often=not plan.is_whole(batch.num_rows))
         rows = SampleRows(batch)
         body = None if self.graphs is None else self.graphs.run(batch, plan)
         self._account.make_room(batch.num_rows, plan)
@@ -251,8 +251,8 @@ class DiffusionModelRunner:
             if self._speculation is None:
                 times = step_times_of(self.graphs, self.planner, weighs=self._weighs_guesses)
                 # Graphs would be captured anew, and another rank might not have the memory.
-                grows = self.graphs is None and self.agreement is None
-                self._speculation = Speculation(self.canvases, self.pages, times, grows=grows)
+                can_grow = self.graphs is None and self.agreement is None
+                self._speculation = Speculation(self.canvases, self.pages, times, can_grow=can_grow)
             self._speculation.start(canvas)
 
     @torch.inference_mode()

@@ -106,7 +106,7 @@ class StepLoop:
             for req_id, rows in message.num_scheduled_tokens.items()
             if req_id not in results and (step_slice is None or req_id != step_slice.req_id)
         }
-        if stepping and message.drains:
+        if stepping and message.should_drain:
             results |= self._drain()
         elif stepping and self.runs_ahead:
             results |= self._ahead(stepping, message.long)

@@ -279,7 +279,7 @@ class WeightWorker(WorkerBase):
         for who in ("update", _DISCARDED):
             self._hold(who, None)
 
-    def carried_out(self) -> bool:
+    def has_succeeded(self) -> bool:
         """Return whether the last call of an update succeeded here."""
         return self._did_last
 
