@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of a rule that go on with guesses: the rule itself decides as if there were none."""
+"""Copies of a rule that go on with drafts: the rule itself decides as if there were none."""
 
 import random
 from dataclasses import replace

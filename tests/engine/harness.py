@@ -259,7 +259,7 @@ def clear_cases(
 
 
 def speculating(asks: Iterable[Request], most: int) -> list[Request]:
-    """The same requests, with so many guesses a forward."""
+    """The same requests, with so many drafts a forward."""
     return [
         Request(a.prompt, {**a.extra, "num_speculative_states": most}, a.sampling) for a in asks
     ]

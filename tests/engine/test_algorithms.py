@@ -190,7 +190,7 @@ def test_a_batch_of_everything(pair: Pair) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "ahead"])
 def test_guesses_change_nothing(pair: Pair, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight requests at a time, with more guesses or fewer: tokens and steps are the loop's."""
+    """Eight requests at a time, with more drafts or fewer: tokens and steps are the loop's."""
     case, engine, model = pair
     monkeypatch.setattr(engine.loop, "runs_ahead", ahead)
     cases = [c for c in EVERYTHING[ahead::2] if ALGORITHMS[c["algorithm"]].speculates]

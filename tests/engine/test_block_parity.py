@@ -351,14 +351,14 @@ def test_guesses_change_nothing(
     assert engine.scheduler.reset_prefix_cache()
     monkeypatch.setattr(engine.runner.planner, "row_budget", 10 * ROW_BUDGET)
     algorithms = algorithms_for(engine.runner.model.family)
-    guessed = [w for w in wanted if algorithms[w.ask.extra["algorithm"]].speculates]
-    for ahead in (False, True) if guessed else ():
+    drafted = [w for w in wanted if algorithms[w.ask.extra["algorithm"]].speculates]
+    for ahead in (False, True) if drafted else ():
         monkeypatch.setattr(engine.loop, "runs_ahead", ahead)
-        asks = [*with_cache(guessed, "exact"), *with_cache(guessed, "none")]
+        asks = [*with_cache(drafted, "exact"), *with_cache(drafted, "none")]
         asks = speculating(asks, most)
-        same(engine.ask(*asks), [*guessed, *guessed])
+        same(engine.ask(*asks), [*drafted, *drafted])
         alone = [engine.ask(ask)[0] for ask in asks]
-        same(alone, [*guessed, *guessed])
-        for own in (alone[: len(guessed)], alone[len(guessed) :]):
+        same(alone, [*drafted, *drafted])
+        for own in (alone[: len(drafted)], alone[len(drafted) :]):
             assert any(answer.report["states_accepted"] for answer in own)
         assert engine.is_idle()

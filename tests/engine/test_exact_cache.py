@@ -152,11 +152,11 @@ def test_guesses_survive_the_loss_of_pages(
     asks = [ask(random_prompt(50, seed), block_length=8, gen_length=85) for seed in range(5)]
     alone = [engine.ask(uncached(one))[0] for one in asks]
     assert engine.scheduler.reset_prefix_cache()
-    guessed = engine.ask(*speculating(asks, 2))
-    assert [(a.token_ids, a.num_steps) for a in guessed] == [
+    drafted = engine.ask(*speculating(asks, 2))
+    assert [(a.token_ids, a.num_steps) for a in drafted] == [
         (a.token_ids, a.num_forwards) for a in alone
     ]
-    assert sum(answer.report["states_accepted"] for answer in guessed) > 0
+    assert sum(answer.report["states_accepted"] for answer in drafted) > 0
     assert len(preemptions) >= 2
     assert engine.is_idle() and len(engine.runner.caches.free) == 8
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guesses beside a step: right ones save forwards, wrong ones change nothing."""
+"""Drafts beside a step: right ones save forwards, wrong ones change nothing."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ Draft = Callable[[DraftState, Any, int, Any], list[DraftState]]
 
 
 class Recorded:
-    """The states that a request goes through without guesses, as an oracle of those to come."""
+    """The states that a request goes through without drafts, as an oracle of those to come."""
 
     def __init__(self, engine: Engine, ask: Request, monkeypatch: pytest.MonkeyPatch) -> None:
         self.states = list[DraftState]()
@@ -75,7 +75,7 @@ class Recorded:
 
 @pytest.fixture
 def drafts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Draft], None]]:
-    """Sets how states are guessed."""
+    """Sets how states are drafted."""
     yield lambda draft: monkeypatch.setattr(Drafter, "draft", lambda _, *given: draft(*given))
 
 
@@ -122,7 +122,7 @@ def test_an_oracle_saves_forwards(
     for most in (1, 3, 7):
         (answer,) = engine.ask(*speculating([ask], most))
         assert (answer.token_ids, answer.num_steps) == (recorded.answer.token_ids, steps)
-        # The first forward has no guesses beside it, as nothing is known.
+        # The first forward has no drafts beside it, as nothing is known.
         assert answer.num_forwards == 1 + -(-(steps - 1) // (most + 1))
 
 
@@ -133,7 +133,7 @@ def test_an_oracle_saves_forwards_of_kept_keys(
     drafts: Callable[[Draft], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Three blocks of 16 steps; a whole forward at the start of a block has no guesses."""
+    """Three blocks of 16 steps; a whole forward at the start of a block has no drafts."""
     parameters = {"gen_length": 48, "block_length": 16, "steps": 48, "cache": cache}
     ask = as_request(random_prompt(50, 5), **parameters)
     recorded = Recorded(engine, ask, monkeypatch)
@@ -156,7 +156,7 @@ def test_an_oracle_saves_forwards_of_exact_keys(
     drafts: Callable[[Draft], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Guesses reach into blocks that follow; finished ones are stored with a later forward."""
+    """Drafts reach into blocks that follow; finished ones are stored with a later forward."""
     parameters = {"algorithm": "semi_ar", "gen_length": 40, "block_length": 4, "steps_per_block": 4}
     parameters |= {"temperature": temperature, "seed": 4, "ignore_eos": True}
     with running(checkpoint("sdar")) as engine:
@@ -222,8 +222,8 @@ def test_what_a_request_asks_for_stays(
         extra = {**parameters, "ignore_eos": True, **more}
         sampling = {} if more else {"logprobs": 2}
         asks = [Request(random_prompt(20, n), extra, sampling) for n in range(4)]
-        plain, guessed = engine.outputs(*asks), engine.outputs(*speculating(asks, 5))
-        for one, other in zip(plain, guessed, strict=True):
+        plain, drafted = engine.outputs(*asks), engine.outputs(*speculating(asks, 5))
+        for one, other in zip(plain, drafted, strict=True):
             wanted, actual = to_answer(one), to_answer(other)
             assert (actual.token_ids, actual.num_steps) == (wanted.token_ids, wanted.num_steps)
             assert actual.finish_reason == wanted.finish_reason
@@ -247,8 +247,8 @@ def test_a_model_that_predicts_the_mask(checkpoint: Callable[[str], Path]) -> No
     ]
     with running(checkpoint("predicts_mask")) as engine:
         asks = [as_request(random_prompt(20, n), **a, seed=1) for a in cases for n in range(2)]
-        plain, guessed = engine.ask(*asks), engine.ask(*speculating(asks, 5))
-    assert [(a.token_ids, a.num_steps) for a in guessed] == [
+        plain, drafted = engine.ask(*asks), engine.ask(*speculating(asks, 5))
+    assert [(a.token_ids, a.num_steps) for a in drafted] == [
         (a.token_ids, a.num_forwards) for a in plain
     ]
 
@@ -293,8 +293,8 @@ def test_several_answers_and_aborts(
     monkeypatch.setattr(engine.loop, "runs_ahead", cache in ("dual", "none"))
     parameters = {**BLOCKS, "cache": cache, "ignore_eos": True}
     several = Request(random_prompt(40, 2), parameters, {"n": 4, "temperature": 0.3, "seed": 3})
-    (plain,), (guessed,) = (engine.outputs(*a) for a in ([several], speculating([several], 3)))
-    assert [o.token_ids for o in guessed.outputs] == [o.token_ids for o in plain.outputs]
+    (plain,), (drafted,) = (engine.outputs(*a) for a in ([several], speculating([several], 3)))
+    assert [o.token_ids for o in drafted.outputs] == [o.token_ids for o in plain.outputs]
     asks = [Request(random_prompt(30 + n, n), {**BLOCKS, "cache": cache}) for n in range(6)]
     wanted = engine.ask(*asks)
     names = [start(engine, str(n), one) for n, one in enumerate(speculating(asks, 3))]

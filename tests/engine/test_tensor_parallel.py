@@ -96,9 +96,9 @@ def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
         with pytest.raises(refusal_error(), match="gen_length"):
             engine.ask(Request(asks[0].prompt, {"gen_length": 300}))
         assert_decoded(engine.ask(asks[3]), wanted[3:4])
-        guessed = engine.ask(*speculating(asks, 3))
-        assert_decoded(guessed, wanted)
-        assert any(answer.report["states_accepted"] for answer in guessed)
+        drafted = engine.ask(*speculating(asks, 3))
+        assert_decoded(drafted, wanted)
+        assert any(answer.report["states_accepted"] for answer in drafted)
         engine.llm.collective_rpc(shrink_rank)
         chunked = engine.ask(*asks)
         assert_decoded(chunked, wanted)
@@ -112,7 +112,7 @@ def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
         broken = engine.ask(*few)
         assert ["RankError" in answer.report["error"] for answer in broken] == [True] * len(few)
         engine.llm.collective_rpc(fail_once, args=("memory",))
-        # All ranks try the same step again, without guesses.
+        # All ranks try the same step again, without drafts.
         assert_decoded(engine.ask(*speculating(few, 2)), wanted)
         engine.llm.collective_rpc(break_rule)
         first, *others = engine.ask(*few)

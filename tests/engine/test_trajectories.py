@@ -117,7 +117,7 @@ def test_every_written_run_is_replayed(family: str, checkpoint: Callable[[str], 
 
 @pytest.mark.parametrize("family", OPTIONS)
 def test_options_are_replayed(family: str, checkpoint: Callable[[str], Path]) -> None:
-    """And what is drawn depends neither on who else is in the batch nor on guesses."""
+    """And what is drawn depends neither on who else is in the batch nor on drafts."""
     model = load_reference(checkpoint(family), torch.float64)
     asks = []
     for given, parameters in OPTIONS[family]:
@@ -127,10 +127,10 @@ def test_options_are_replayed(family: str, checkpoint: Callable[[str], Path]) ->
     able = [family == "mha" and "structured_outputs" not in ask.extra for ask in asks]
     with running(checkpoint(family)) as engine:
         answers, again = engine.ask(*asks), []
-        for ask, guesses in zip(asks, able, strict=True):
+        for ask, drafts in zip(asks, able, strict=True):
             try:
-                again += engine.ask(replace(ask, extra=ask.extra | (guessing if guesses else {})))
-            except refusal_error():  # the algorithm guesses nothing
+                again += engine.ask(replace(ask, extra=ask.extra | (guessing if drafts else {})))
+            except refusal_error():  # the algorithm drafts nothing
                 again += engine.ask(ask)
     for ask, answer, alone in zip(asks, answers, again, strict=True):
         actual, same = answer.report["trajectory"], alone.report["trajectory"]

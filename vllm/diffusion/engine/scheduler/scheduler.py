@@ -61,7 +61,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
     Attributes:
         last_usage: memory of the last step; None before the first.
         paging: pages of exact keys and values; None for families that have none.
-        slicing: sharing of steps with long requests; None where no step is cut.
+        long_steps: sharing of steps with long requests; None where no step is cut.
     """
 
     def __init__(
