@@ -214,10 +214,11 @@ class Validator:
     ) -> DiffusionParams:
         """Decide the parameters of a likelihood request.
 
-        Requests of one length differ only in what is read: all else is decided once.
+        Requests of one length differ only in the scored positions: the rest is decided once.
 
         Args:
-            score: values for `scoring.likelihood_request`; the decision may hold another request's.
+            score: values for `request.likelihood.likelihood_request`; the decision may have the
+                scores of another request.
             prompt: the sequence.
             terms: further values that it may give.
         """

@@ -43,7 +43,7 @@ class Joint:
         excluded: at most two token ids whose probability counts as zero.
         num_logprobs: number of most likely tokens that the request wants besides log probabilities;
             None for neither.
-        beside: all joint choices of the step, including this one.
+        peers: all joint choices of the step, including this one.
         end: end (last + 1) of its columns among all sample rows of the step.
         num_seen: number of rows read so far.
         on_device: state of the step's choices on a device; None on the host.
