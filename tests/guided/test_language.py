@@ -378,7 +378,7 @@ def test_languages_have_limits_with_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "unit", "least", "most"),
+    ("schema", "unit", "minimum", "maximum"),
     [
         ({"type": "string", "maxLength": 2000}, "é", 0, 2000),
         ({"type": "string", "minLength": 1500, "maxLength": 2000}, "x", 1500, 2000),
@@ -386,12 +386,12 @@ def test_languages_have_limits_with_numbers() -> None:
         ({"type": "array", "items": {"const": 7}, "maxItems": 2000}, "7, ", 0, 2000),
     ],
 )
-def test_long_repetitions_are_counted(schema: Any, unit: str, least: int, most: int) -> None:
+def test_long_repetitions_are_counted(schema: Any, unit: str, minimum: int, maximum: int) -> None:
     automaton = build(from_schema(schema))
-    for count in {max(least - 1, 0), least, most, most + 1}:
+    for count in {max(minimum - 1, 0), minimum, maximum, maximum + 1}:
         inner = (unit * count).removesuffix(", ")
         text = f"[{inner}]" if schema["type"] == "array" else f'"{inner}"'
-        assert accepts(automaton, text.encode()) == (least <= count <= most), count
+        assert accepts(automaton, text.encode()) == (minimum <= count <= maximum), count
 
 
 @pytest.mark.parametrize(

@@ -87,13 +87,13 @@ class Drafter:
         self._crosses_blocks = crosses_blocks
 
     def draft(
-        self, certain: DraftState, source: CandidateSource, most: int, chance: Chance
+        self, certain: DraftState, source: CandidateSource, max_drafts: int, chance: Chance
     ) -> list[DraftState]:
-        """Return at most `most` drafts, the likeliest first; each is another state."""
+        """Return at most `max_drafts` drafts, the likeliest first; each is another state."""
         drafts, seen = list[DraftState](), set[tuple[int, bytes]]()
         ranked = _DraftQueue[DraftState](self._counts, chance)
         ranked.expect_children(certain, 0, 1.0)
-        while ranked and len(drafts) < most:
+        while ranked and len(drafts) < max_drafts:
             draft_chance, parent, count = ranked.take()
             child = self._child(parent, source, count)
             if child is None:
@@ -105,11 +105,11 @@ class Drafter:
                 ranked.expect_children(child, child.depth, draft_chance)
         return drafts
 
-    def chances(self, most: int, chance: Chance) -> list[float]:
+    def chances(self, max_drafts: int, chance: Chance) -> list[float]:
         """Return the chances of the drafts that `draft` would try, in its order."""
         ranked, chances = _DraftQueue[int](self._counts, chance), list[float]()
         ranked.expect_children(0, 0, 1.0)
-        while len(chances) < most:
+        while len(chances) < max_drafts:
             draft_chance, depth, _ = ranked.take()
             chances.append(draft_chance)
             ranked.expect_children(depth + 1, depth + 1, draft_chance)

@@ -134,8 +134,10 @@ class Levenshtein(GridRule):
         """Return the masked positions that are filled, [R] bool."""
         if self.step >= self._num_steps:
             return is_masked
-        quota, rest = divmod(self._num_first, self._num_steps)
-        needed = quota + (self.step < rest) + int(np.count_nonzero(is_masked & ~self._is_first))
+        quota, remainder = divmod(self._num_first, self._num_steps)
+        needed = (
+            quota + (self.step < remainder) + int(np.count_nonzero(is_masked & ~self._is_first))
+        )
         filled = is_masked & (scores > self.params.threshold)
         if np.count_nonzero(filled) >= needed:
             return filled

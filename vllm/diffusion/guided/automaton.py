@@ -123,16 +123,16 @@ class _Nfa:
         return self._repeat(node, start) if isinstance(node, Repeat) else self._sum(node, start)
 
     def _repeat(self, node: Repeat, start: int) -> int:
-        for _ in range(node.least):
+        for _ in range(node.minimum):
             start = self.add(node.node, start)
         end = self.new()
-        if node.most is None:
+        if node.maximum is None:
             loop = self.new()
             self.free[start].append(loop)
             self.free[loop].append(end)
             self.free[self.add(node.node, loop)].append(loop)
             return end
-        for _ in range(node.most - node.least):
+        for _ in range(node.maximum - node.minimum):
             self.free[start].append(end)
             start = self.add(node.node, start)
         self.free[start].append(end)

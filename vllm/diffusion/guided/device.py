@@ -112,26 +112,26 @@ class DeviceStep:
 
         Rows of other requests are skipped.
         """
-        most = max(_MAX_SEGMENT_BYTES // (_BYTES_OF_SEGMENT * self._most_segments), 1)
-        for start in range(0, len(logits), most):
-            self._read(logits[start : start + most], first_column + start)
+        max_rows = max(_MAX_SEGMENT_BYTES // (_BYTES_OF_SEGMENT * self._most_segments), 1)
+        for start in range(0, len(logits), max_rows):
+            self._read(logits[start : start + max_rows], first_column + start)
 
     def _read(self, logits: torch.Tensor, first_column: int) -> None:
-        num, most = len(logits), self._most_segments
-        weights = torch.empty(3, num, most, dtype=torch.float32, device=self._device)
-        tokens = torch.empty(num, most, dtype=torch.int32, device=self._device)
+        num, num_segments = len(logits), self._most_segments
+        weights = torch.empty(3, num, num_segments, dtype=torch.float32, device=self._device)
+        tokens = torch.empty(num, num_segments, dtype=torch.int32, device=self._device)
         segments = max(_TILE // self._width, 1)
         given = (self._row_at, len(self._row_at), self._places, self._numbers)
-        kernel.read_kernel[(num, -(-most // segments))](
+        kernel.read_kernel[(num, -(-num_segments // segments))](
             *(logits, logits.stride(0), first_column, *given, self._scales, self._table),
-            *(*weights, tokens, most),
+            *(*weights, tokens, num_segments),
             PURPOSE=TOKEN,
             SEGMENTS=segments,
             WIDTH=self._width,
             **self._drawn,
         )
         kernel.class_kernel[(num, self._most_classes // _CLASSES)](
-            *(first_column, *given, self._table, *weights, tokens, most),
+            *(first_column, *given, self._table, *weights, tokens, num_segments),
             *(self._weights, self._logprobs, self._tokens, self._most_classes),
             PURPOSE=TOKEN,
             CLASSES=_CLASSES,

@@ -192,11 +192,11 @@ class Footprint:
     def _stores(self, layout: Residency) -> Listed:
         return stages.residual(self.shape.dtype, self.shape.hidden_size, layout.head_groups)
 
-    def _visiting(self, layout: Residency, most: int) -> Listed:
-        """Buffers of chunks of at most `most` stores, where rows come from the host."""
+    def _visiting(self, layout: Residency, max_stores: int) -> Listed:
+        """Buffers of chunks of at most `max_stores` stores, where rows come from the host."""
         if not layout.host_residual:
             return ()
-        stores = self._stores(layout)[:most]
+        stores = self._stores(layout)[:max_stores]
         return tuple(chunk for store in stores for chunk in stages.visiting(store))
 
     def _mlp(self, products: LinearBuffers, is_long: bool) -> Phases:

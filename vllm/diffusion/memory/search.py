@@ -72,8 +72,8 @@ class PlanCandidate:
 
     def bytes_with(self, chunk_rows: int) -> int:
         """Bytes of the step with chunks of at most `chunk_rows` rows, or the smallest allowed."""
-        most = max(chunk_rows, MIN_CHUNK_ROWS, self._unit)
-        return max(self.peaks(ChunkRows(*(min(rows, most) for rows in self._longest))))
+        max_rows = max(chunk_rows, MIN_CHUNK_ROWS, self._unit)
+        return max(self.peaks(ChunkRows(*(min(rows, max_rows) for rows in self._longest))))
 
     @property
     def attend_parts(self) -> tuple[int, ...]:
@@ -227,11 +227,11 @@ class PlanSearch:
         def seconds_of(rows: int) -> StageSeconds:
             return self._costs.longest_chunks(step, layout, ChunkRows.equal(rows))
 
-        least = min(max(MIN_CHUNK_ROWS, self._unit), step.rows)
-        counts = range(least + 1, step.rows + 1)
+        min_rows = min(max(MIN_CHUNK_ROWS, self._unit), step.rows)
+        counts = range(min_rows + 1, step.rows + 1)
         return ChunkRows(
             *(
-                least + bisect_right(counts, seconds, key=lambda rows: seconds_of(rows)[stage])
+                min_rows + bisect_right(counts, seconds, key=lambda rows: seconds_of(rows)[stage])
                 for stage in range(len(ChunkRows._fields))
             )
         )

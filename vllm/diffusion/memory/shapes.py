@@ -122,8 +122,8 @@ class ModelShape:
     @property
     def most_gated_rows(self) -> int | None:
         """Rows above which a chunk never stores gate and up together; None for no limit."""
-        most = [products.most_gated_rows for products in self.products]
-        return None if None in most else max(filter(None, most), default=0)
+        rows = [products.most_gated_rows for products in self.products]
+        return None if None in rows else max(filter(None, rows), default=0)
 
     @property
     def weight_bytes(self) -> float:

@@ -68,13 +68,13 @@ ROTARY_BUFFERS = frozenset(("inv_freq", "original_inv_freq", "cos_cached", "sin_
 
 def module_names(architecture: Architecture) -> WeightsMapper:
     """Map the checkpoint's names of modules, with or without a layer's, to the model's."""
-    names = {theirs: ours for ours, theirs in architecture.module_names.items()}
-    whole = {theirs: ours for theirs, ours in names.items() if "." in theirs}
+    names = {stored: ours for ours, stored in architecture.module_names.items()}
+    whole = {stored: ours for stored, ours in names.items() if "." in stored}
     layers = {name: f"model.layers.{i}" for i, name in enumerate(architecture.layer_names)}
     return WeightsMapper(
         orig_to_new_regex={
-            re.compile(rf"(?<!\w){re.escape(theirs)}(?!\w)"): ours
-            for theirs, ours in (whole | layers | names).items()
+            re.compile(rf"(?<!\w){re.escape(stored)}(?!\w)"): ours
+            for stored, ours in (whole | layers | names).items()
         }
     )
 

@@ -527,12 +527,12 @@ def _algorithm(request: Mapping[str, Any], model: ServedModel, spec: Spec | None
             wanted = f"wanted {in_words(keeps_places)} beside {field}, as it moves tokens"
             raise InvalidParameterError("algorithm", algorithm, wanted)
         return allowed[algorithm]
-    usual = allowed[model.defaults.get("algorithm", model.family.default_algorithm)]
-    if needs_places and usual.name not in keeps_places:
-        usual = next(iter(keeps_places.values()))
-    if "threshold" in request and "threshold" not in usual.parameters and "threshold" in allowed:
+    default = allowed[model.defaults.get("algorithm", model.family.default_algorithm)]
+    if needs_places and default.name not in keeps_places:
+        default = next(iter(keeps_places.values()))
+    if "threshold" in request and "threshold" not in default.parameters and "threshold" in allowed:
         return allowed["threshold"]
-    return usual
+    return default
 
 
 def _is_used(name: str, algorithm: Algorithm, model: ServedModel) -> bool:
@@ -650,8 +650,8 @@ def _cache(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel)
     chosen = cache_asked or model.defaults.get("cache")
     if chosen is None and _value("cache_delay_iter", request, algorithm, model) < NEVER:
         chosen = "delayed"
-    usual = "exact" if model.family.is_block_causal else "none"
-    cache = str(chosen) if chosen in algorithm.caches else usual
+    default = "exact" if model.family.is_block_causal else "none"
+    cache = str(chosen) if chosen in algorithm.caches else default
     is_explicit = cache_asked is not None or request.get("cache_delay_iter", NEVER) < NEVER
     is_alone = cache not in GUIDED_CACHES
     if is_alone and request.get("cfg_scale", 0) > 0 and is_explicit:

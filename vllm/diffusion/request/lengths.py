@@ -199,8 +199,8 @@ def _grid_lengths(
     canvas = request.get("gen_length")
     max_tokens = _requested_max_tokens(request, upstream_max_tokens, room, model)
     if canvas is None:
-        usual = room if model.default_max_tokens is None else min(model.default_max_tokens, room)
-        canvas = max(usual, 1) if max_tokens is None else max_tokens
+        default = room if model.default_max_tokens is None else min(model.default_max_tokens, room)
+        canvas = max(default, 1) if max_tokens is None else max_tokens
     _check_room(request, canvas, max_tokens, model, prompt_length)
     block_length = 1 if algorithm.blocks == "none" else _grid_block(request, model)
     lengths = Lengths(canvas, canvas if max_tokens is None else max_tokens, block_length, None)
@@ -247,9 +247,9 @@ def _steps_per_block(request: Mapping[str, Any], model: ServedModel, num_blocks:
                 f"it contradicts steps: {request['steps']} in {num_blocks} blocks are {steps} each",
             )
     steps_asked: int | None = per_block or steps or model.defaults.get("steps_per_block")
-    usual = model.defaults.get("steps", model.default_steps)
-    if steps_asked is None and usual is not None:
-        steps_asked = _quota_steps(None, num_blocks, usual) // num_blocks
+    default_steps = model.defaults.get("steps", model.default_steps)
+    if steps_asked is None and default_steps is not None:
+        steps_asked = _quota_steps(None, num_blocks, default_steps) // num_blocks
     return steps_asked or model.family.defaults.get("steps_per_block")
 
 
@@ -274,7 +274,7 @@ def _canvas_for(max_tokens: int, room: int, block_length: int | None) -> int:
     return rounded
 
 
-def _block_length(given: int | None, usual: int, canvas: int, steps: int | None) -> int:
+def _block_length(given: int | None, default_length: int, canvas: int, steps: int | None) -> int:
     if given is not None:
         if canvas % given:
             raise InvalidParameterError(
@@ -283,15 +283,15 @@ def _block_length(given: int | None, usual: int, canvas: int, steps: int | None)
                 f"wanted a divisor of the canvas, {canvas}: {_near_divisors(canvas, given)}",
             )
         return given
-    if canvas % usual == 0 and (steps is None or steps % (canvas // usual) == 0):
-        return usual
+    if canvas % default_length == 0 and (steps is None or steps % (canvas // default_length) == 0):
+        return default_length
     return canvas
 
 
-def _quota_steps(given: int | None, num_blocks: int, usual: int) -> int:
+def _quota_steps(given: int | None, num_blocks: int, default_steps: int) -> int:
     """Return a multiple of the number of blocks."""
     if given is None:
-        nearest = (2 * usual + num_blocks) // (2 * num_blocks)
+        nearest = (2 * default_steps + num_blocks) // (2 * num_blocks)
         return max(1, nearest) * num_blocks
     if given % num_blocks:
         below = given // num_blocks * num_blocks

@@ -153,6 +153,6 @@ class RowGroup:
         )
 
 
-def pieces_of(num_rows: int, most: int) -> list[slice]:
-    """Cut rows into ranges of at most `most`; at least one range."""
-    return [slice(start, start + most) for start in range(0, max(num_rows, 1), most)]
+def pieces_of(num_rows: int, max_rows: int) -> list[slice]:
+    """Cut rows into ranges of at most `max_rows`; at least one range."""
+    return [slice(start, start + max_rows) for start in range(0, max(num_rows, 1), max_rows)]

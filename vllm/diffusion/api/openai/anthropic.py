@@ -48,8 +48,8 @@ _STATUS_TYPES = {
 
 def error_type(status: int) -> str:
     """Return Anthropic's type of an error with this status."""
-    usual = "invalid_request_error" if status < 500 else "api_error"
-    return _STATUS_TYPES.get(status, usual)
+    default = "invalid_request_error" if status < 500 else "api_error"
+    return _STATUS_TYPES.get(status, default)
 
 
 class _Open(AnthropicMessagesRequest):

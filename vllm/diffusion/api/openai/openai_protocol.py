@@ -207,12 +207,12 @@ def _given(request: Any) -> dict[str, Any]:
     """Return the diffusion parameters of a body under canonical names."""
     given = {name: getattr(request, name) for name in SPELLINGS if name in request.model_fields_set}
     for name in ("max_completion_tokens", "max_output_tokens"):
-        most = getattr(request, name, None)
-        if most is not None:
-            if given.get("max_tokens") not in (None, most):
+        value = getattr(request, name, None)
+        if value is not None:
+            if given.get("max_tokens") not in (None, value):
                 contradicts = f"it contradicts max_tokens: {given['max_tokens']!r}"
-                raise InvalidParameterError(name, most, contradicts)
-            given["max_tokens"] = most
+                raise InvalidParameterError(name, value, contradicts)
+            given["max_tokens"] = value
     if isinstance(request, CompletionRequest) and reads_prompt(request):
         _shortest_canvas(given)
     return canonical(given)
