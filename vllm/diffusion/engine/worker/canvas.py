@@ -166,7 +166,7 @@ class Canvas:
     @property
     def has_made_one_forward(self) -> bool:
         """Whether the first forward is over and no other one is under way."""
-        return self.num_forwards == 1 and not self.window.is_under_way
+        return self.num_forwards == 1 and not self.window.is_in_flight
 
     @property
     def keeps_approximately(self) -> bool:
