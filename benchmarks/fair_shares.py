@@ -52,12 +52,12 @@ BLOCK = 32
 NUM_WARM_UP, NUM_ALONE = 3, 9  # short requests by themselves
 # Bounds of seconds on an H200 for the shape of LLaDA-8B, by length: median, longest.
 SECONDS = {65_536: (0.35, 0.8), 204_800: (0.5, 1.2)}
-MOST_TIMES_ALONE = 8.0  # elsewhere
+MAX_TIMES_ALONE = 8.0  # elsewhere
 MORE_OVER_RANKS = 1.3  # of all seconds, where several GPUs divide the long request
-MOST_SLOWDOWN = 2.3  # of the long request beside one client
-MOST_OVER_SHARE = 1.15
-MOST_OVER_UNCUT = 1.01
-MOST_ABORT_S = 0.5
+MAX_SLOWDOWN = 2.3  # of the long request beside one client
+MAX_OVER_SHARE = 1.15
+MAX_OVER_UNCUT = 1.01
+MAX_ABORT_S = 0.5
 COLUMNS = {"measure": "<64", "value": ">9.3f", "unit": "<4", "at most": ">8.3g", "": "<6"}
 
 
@@ -125,8 +125,8 @@ class Bench:
     def __init__(self, llm: Any, options: argparse.Namespace) -> None:
         self._engine, self._llm, self._options = llm.llm_engine, llm, options
         self._vocab_size = llm.model_config.get_vocab_size()
-        self._slicing = llm.llm_engine.engine_core.engine_core.scheduler.slicing
-        self._pause_s = self._slicing.longest_pause_s
+        self._long_steps = llm.llm_engine.engine_core.engine_core.scheduler.long_steps
+        self._pause_s = self._long_steps.longest_pause_s
         self._share: float = options.long_share
         self._num_sent = 0
         self._uncut_s = self._sliced_s = 0.0  # of the long request alone
@@ -138,8 +138,8 @@ class Bench:
         self._num_sent += 1
         name = str(self._num_sent)
         prompt = in_process.random_prompt(num_tokens, self._vocab_size, self._num_sent)
-        asked = {"gen_length": gen_length, "block_length": BLOCK, "steps": steps}
-        sampling = harness.sampling_of(asked)
+        parameters = {"gen_length": gen_length, "block_length": BLOCK, "steps": steps}
+        sampling = harness.sampling_of(parameters)
         own = self._engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
         return name, str(own)
 
@@ -200,14 +200,14 @@ class Bench:
 
     def long_alone(self, pause_s: float) -> float:
         """Measure the seconds of a step of the long request by itself."""
-        self._slicing.longest_pause_s = pause_s
+        self._long_steps.longest_pause_s = pause_s
         self._finish()
         started = time.perf_counter()
         name, _ = self._send_long()
         self.drive([], lambda ended: name in ended)
         self._synchronise()
         seconds = time.perf_counter() - started
-        self._slicing.longest_pause_s = self._pause_s
+        self._long_steps.longest_pause_s = self._pause_s
         self._finish()
         return seconds / int(self._options.steps)
 
@@ -223,7 +223,7 @@ class Bench:
         return [
             Row("long request alone, a step, not cut", self._uncut_s, "s"),
             Row("long request alone, a step, in slices", self._sliced_s, "s"),
-            Row("  over not cut", over, "x", MOST_OVER_UNCUT if self._is_on_gpu else None),
+            Row("  over not cut", over, "x", MAX_OVER_UNCUT if self._is_on_gpu else None),
         ]
 
     def _learn(self) -> None:
@@ -268,7 +268,7 @@ class Bench:
         median, longest = statistics.median(client.latencies), max(client.latencies)
         more = MORE_OVER_RANKS if self._options.sequence_parallel_size > 1 else 1.0
         bounds = SECONDS.get(self._options.length) if self._is_on_gpu else None
-        most_median, most = bounds or (None, MOST_TIMES_ALONE * short_s)
+        most_median, most = bounds or (None, MAX_TIMES_ALONE * short_s)
         kind = f"short request beside the long one, of {len(client.latencies)}"
         return [
             Row(f"{kind}: median", median, "s", most_median and more * most_median),
@@ -281,7 +281,7 @@ class Bench:
         if not self._sliced_s:
             return []
         slower = taken / (self._sliced_s * self._options.steps)
-        return [Row(f"long request beside {beside}, over alone", slower, "x", MOST_SLOWDOWN)]
+        return [Row(f"long request beside {beside}, over alone", slower, "x", MAX_SLOWDOWN)]
 
     def clients(self) -> list[Row]:
         """Measure eight clients that always have a request there."""
@@ -298,7 +298,7 @@ class Bench:
             Row(f"{kind}: median of {len(latencies)}", statistics.median(latencies), "s"),
             Row(f"{kind}: longest", max(latencies), "s"),
             Row(f"{kind}: long one over alone", slower, "x"),
-            Row("  over what the shares say", slower * self._share, "x", MOST_OVER_SHARE),
+            Row("  over what the shares say", slower * self._share, "x", MAX_OVER_SHARE),
         ]
 
     def abort(self) -> list[Row]:
@@ -314,7 +314,7 @@ class Bench:
         left = self._held()
         self._finish()
         return [
-            Row("abort until the memory is back", taken, "s", MOST_ABORT_S),
+            Row("abort until the memory is back", taken, "s", MAX_ABORT_S),
             Row("  MiB that its step held, less what is left", (held - left) / 2**20, ""),
         ]
 
@@ -373,8 +373,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.option("--watch", 0.0, "seconds of `beside`, at most; 0: to the long one's end")
     parser.option("--learn", 2.0, "seconds before `alone`")
     parser.option("--sequence-parallel-size", 1, "ranks that share long steps")
-    told = "rows from which a step is shared (default: where that pays)"
-    parser.option("--sequence-parallel-min-tokens", None, told, type=int)
+    help_text = "rows from which a step is shared (default: where that pays)"
+    parser.option("--sequence-parallel-min-tokens", None, help_text, type=int)
     parser.option("--long-share", 0.5, "of the time, that long requests keep")
     parser.option("--longest-pause-ms", 100.0, "that a short request waits")
     options = parser.parse_args(arguments)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 UNITS = {"GiB": 1, "MiB": 1024}  # of a plan's peak
 PLANNED = re.compile(r"predicted peak (?P<peak>[\d.]+) (?P<unit>\w+), time (?P<seconds>[\d.e+]+) s")
-USUAL_SHARE = 0.92  # of a GPU's memory
+DEFAULT_MEMORY_SHARE = 0.92  # of a GPU's memory
 NAMES_OF_FAMILIES = {
     "llada": "LLaDA-8B",
     "dream": "Dream-7B",
@@ -175,7 +175,7 @@ def limits_of(content: dict[str, Any]) -> str:
     settings, limits = content["settings"], []
     share, pool = settings["gpu_memory_utilization"], settings["activation_pool_size_bytes"]
     memory = content["run"].get("gpu_memory_gib")
-    if memory and share != USUAL_SHARE:
+    if memory and share != DEFAULT_MEMORY_SHARE:
         limits.append(f"{cell(share * memory)} GiB of the GPU")
     if pool is not None:
         limits.append(f"{cell(pool / GIB)} GiB of activations")

@@ -67,7 +67,7 @@ MALFORMED: tuple[dict[str, Any], ...] = (
 )
 ANSWER_S = 300.0  # longer is stuck
 SETTLE_S = 30.0
-MOST_GROWTH = 1.03  # of resident memory, from a tenth of the load to its end
+MAX_GROWTH = 1.03  # of resident memory, from a tenth of the load to its end
 WAYS: tuple[dict[str, Any], ...] = (
     {"algorithm": "semi_ar", "temperature": 1.0},
     {"algorithm": "semi_ar", "remasking": "random"},
@@ -106,7 +106,7 @@ class Outcome:
     @property
     def is_good(self) -> bool:
         is_served = not self.different and not self.failures
-        is_flat = self.rss_end <= MOST_GROWTH * self.rss_early
+        is_flat = self.rss_end <= MAX_GROWTH * self.rss_early
         return is_served and is_flat and self.num_unfinished == 0 and self.pool_left == 0
 
 
@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     outcome = soak(options)
     harness.write("soak", options, outcome=asdict(outcome))
-    print(told(outcome))
+    print(summary(outcome))
     return 0 if outcome.is_good else 1
 
 
@@ -287,7 +287,7 @@ def rss_mib() -> float:
     return float(sum(child.memory_info().rss for child in children) / 2**20)
 
 
-def told(outcome: Outcome) -> str:
+def summary(outcome: Outcome) -> str:
     """Describe the outcome in lines."""
     lines = [
         f"{outcome.num_answers} answers in {outcome.seconds:.0f} s, "

@@ -55,7 +55,7 @@ from benchmarks import harness, windows
 from benchmarks.harness import Table, positive
 from benchmarks.quality_speed import checkpoint, read_facts
 from benchmarks.shapes import Shape
-from vllm.diffusion.decoding.drafting import Drafter, State
+from vllm.diffusion.decoding.drafting import Drafter, DraftState
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.request.families import family_of
 
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Sequence
 
-MOST_GUESSES = 7
+MAX_DRAFTS = 7
 LENGTH, QUOTAS = 32, (1, 2, 4)  # of answers of trained checkpoints; tokens a step
 REACHED = {"model": "<16", "temperature": ">11", "1 a step": ">8.2f", "2 a step": ">8.2f"}
 REACHED |= {"4 a step": ">8.2f", "threshold": ">9.2f"}
@@ -104,7 +104,7 @@ class Oracle:
     def __init__(self) -> None:
         self.chance = 1.0
         self._random = random.Random(0)
-        self._paths: dict[bytes, list[State]] = {}  # by prompt
+        self._paths: dict[bytes, list[DraftState]] = {}  # by prompt
         self._places: dict[bytes, int] = {}  # in the path, by tokens
 
     @contextmanager
@@ -115,9 +115,9 @@ class Oracle:
 
         def recorded(req_ids: list[str]) -> Any:
             step = launch(req_ids)
-            for canvas, work in zip(step.batch.canvases, step.batch.works, strict=True):
-                if work.eligible.size:
-                    self._note(State(0, canvas.tokens.copy(), canvas.rule.fork(), work))
+            for canvas, target in zip(step.batch.canvases, step.batch.targets, strict=True):
+                if target.eligible.size:
+                    self._note(DraftState(0, canvas.tokens.copy(), canvas.rule.fork(), target))
             return step
 
         runner.launch = recorded
@@ -126,7 +126,7 @@ class Oracle:
         finally:
             del runner.launch
 
-    def _note(self, state: State) -> None:
+    def _note(self, state: DraftState) -> None:
         path = self._paths.setdefault(_prompt_of(state), [])
         self._places[state.tokens.tobytes()] = len(path)
         path.append(state)
@@ -141,11 +141,11 @@ class Oracle:
         finally:
             Drafter.draft = draft  # type: ignore[method-assign]
 
-    def _draft(self, certain: State, most: int) -> list[State]:
+    def _draft(self, certain: DraftState, most: int) -> list[DraftState]:
         here = self._places.get(certain.tokens.tobytes())
         if here is None:
             return []
-        found, holds, parent = list[State](), True, certain
+        states, holds, parent = list[DraftState](), True, certain
         for depth, state in enumerate(self._paths[_prompt_of(certain)][here + 1 :][:most], 1):
             if not _is_alike(certain, state):
                 break
@@ -153,25 +153,25 @@ class Oracle:
             parent = state._replace(depth=depth, parent=parent)
             if not holds:
                 parent = parent._replace(tokens=_spoilt(state))
-            found.append(parent)
-        return found
+            states.append(parent)
+        return states
 
 
-def _prompt_of(state: State) -> bytes:
+def _prompt_of(state: DraftState) -> bytes:
     return bytes(state.tokens[: state.rule.prompt_length].tobytes())
 
 
-def _is_alike(certain: State, state: State) -> bool:
+def _is_alike(certain: DraftState, state: DraftState) -> bool:
     """Whether the forward of a later state may stand beside that of the certain one."""
     ends_with_block = state.rule.params.is_block_causal
-    follows = ends_with_block and state.work.rows[0] <= certain.work.rows[1]
-    return state.work.rows == certain.work.rows or follows
+    follows = ends_with_block and state.target.rows[0] <= certain.target.rows[1]
+    return state.target.rows == certain.target.rows or follows
 
 
-def _spoilt(state: State) -> Any:
+def _spoilt(state: DraftState) -> Any:
     """Return the tokens of a state, one of the answer's changed."""
     tokens, start = state.tokens.copy(), state.rule.prompt_length
-    filled = np.setdiff1d(np.arange(start, state.work.rows[1]), state.work.eligible)
+    filled = np.setdiff1d(np.arange(start, state.target.rows[1]), state.target.eligible)
     tokens[filled[-1]] ^= 1
     return tokens
 
@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for clients in options.clients:
             plain = case.measured(clients, None, None, table)
             for chance in options.chances:
-                case.measured(clients, MOST_GUESSES + 1, chance, table, plain)
+                case.measured(clients, MAX_DRAFTS + 1, chance, table, plain)
     harness.write("speculation", options, table.rows)
     governed = table.rows[num_forced:]
     harness.draw(options.output_dir / "speculation.png", lambda axis: paint(axis, governed))
@@ -221,7 +221,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.gen_length % options.block_length:
         parser.error("--gen-length: wanted whole blocks")
-    if max(*options.states, MOST_GUESSES + 1) * options.block_length > options.context:
+    if max(*options.states, MAX_DRAFTS + 1) * options.block_length > options.context:
         parser.error("--context: wanted more tokens than the states of a forward have rows")
     return options
 
@@ -245,21 +245,21 @@ def engine(options: argparse.Namespace, *, weighs: bool) -> Iterator[Case]:
 @contextmanager
 def settled() -> Iterator[None]:
     """Let tokens and scores depend on their positions alone, no two scores of a block alike."""
-    found = SampleRows.found
+    candidates_of = SampleRows.candidates_of
 
     def read(rows: SampleRows, table: Any) -> Any:
         table.wait()
         tokens, scores, greedy = table.host.numpy()[:3]
-        at = np.concatenate([work.eligible for work in rows.batch.works])
+        at = np.concatenate([target.eligible for target in rows.batch.targets])
         tokens[:] = greedy[:] = 1 + at * 7919 % 29989
         scores[:] = 1 / (2 + at * 37 % 1009)
-        return found(rows, table)
+        return candidates_of(rows, table)
 
-    SampleRows.found = read  # type: ignore[method-assign]
+    SampleRows.candidates_of = read  # type: ignore[method-assign]
     try:
         yield
     finally:
-        SampleRows.found = found  # type: ignore[method-assign]
+        SampleRows.candidates_of = candidates_of  # type: ignore[method-assign]
 
 
 class Case:
@@ -283,15 +283,18 @@ class Case:
     ) -> Row:
         """Measure a number of clients, with guesses that hold with `chance`; None: without."""
         prompts = in_process.random_prompts(clients, self._options.context, self._shape.vocab_size)
-        asked = {**self._parameters, "num_speculative_states": 0 if states is None else states - 1}
+        parameters = {
+            **self._parameters,
+            "num_speculative_states": 0 if states is None else states - 1,
+        }
         if self._recorded != clients:
             with self._oracle.recording(self._runner):
-                quiet = {**asked, "num_speculative_states": 0}
+                quiet = {**parameters, "num_speculative_states": 0}
                 in_process.run_requests(self._llm, prompts, quiet)
             self._recorded = clients
         with self._oracle.drafting(chance or 0.0):
-            rounds = [self._round(prompts, asked) for _ in range(self._options.rounds + 1)]
-        pace, between, reports = max(rounds[1:], key=lambda found: found[0])
+            rounds = [self._round(prompts, parameters) for _ in range(self._options.rounds + 1)]
+        pace, between, reports = max(rounds[1:], key=lambda result: result[0])
         drafted = sum(report["states_drafted"] for report in reports)
         accepted = sum(report["states_accepted"] for report in reports)
         row = Row(
@@ -309,11 +312,11 @@ class Case:
         return row
 
     def _round(
-        self, prompts: Sequence[Sequence[int]], asked: dict[str, Any]
+        self, prompts: Sequence[Sequence[int]], parameters: dict[str, Any]
     ) -> tuple[float, float | None, list[dict[str, Any]]]:
         """Run the requests: steps a second, of all and between whole forwards, and the reports."""
         with in_process.StepLog().attached(self._runner) as log:
-            outputs = in_process.run_requests(self._llm, prompts, asked)
+            outputs = in_process.run_requests(self._llm, prompts, parameters)
         steps = sorted(log.steps(), key=lambda step: step.started)
         reports = [harness.report_of(output) for output in outputs]
         num_steps = sum(report["num_steps"] for report in reports)
@@ -352,11 +355,11 @@ def reached(options: argparse.Namespace) -> None:
             folder, dummy_weights=False, max_model_len=LENGTH + 256, **settings
         ) as (llm, _):
             for temperature in (0.0, 1.0):
-                found = [
-                    steps_per_forward(llm, questions, asked, temperature)
-                    for asked in paces_of(folder)
+                rates = [
+                    steps_per_forward(llm, questions, parameters, temperature)
+                    for parameters in paces_of(folder)
                 ]
-                table.add(Reached(folder.name, temperature, *found))
+                table.add(Reached(folder.name, temperature, *rates))
     harness.write("reached", options, table.rows)
 
 
@@ -374,12 +377,12 @@ def paces_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def steps_per_forward(
-    llm: Any, questions: Sequence[str], asked: dict[str, Any], temperature: float
+    llm: Any, questions: Sequence[str], extra: dict[str, Any], temperature: float
 ) -> float:
     """Return the steps that a forward served, over all answers, one after the other."""
     from vllm import SamplingParams
 
-    parameters = {"gen_length": LENGTH, "num_speculative_states": MOST_GUESSES, **asked}
+    parameters = {"gen_length": LENGTH, "num_speculative_states": MAX_DRAFTS, **extra}
     sampling = SamplingParams(temperature=temperature, seed=0, extra_args=parameters)
     reports = [
         harness.report_of(llm.chat([chat], sampling, use_tqdm=False)[0])

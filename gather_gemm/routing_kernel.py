@@ -366,7 +366,7 @@ _SCORE_EXPERTS, _SCORE_ROWS, _SCORE_DEPTH = 64, 16, 256
 # warps. What fits into one program needs no kernel for the order; else a row is best chosen for
 # within a warp. A window is one program: its most elements, and those of a warp, by the registers.
 _CHOICES = ((512, (512, 4)), (None, (256, 1)))
-_MOST_OF_WINDOW, _WINDOW_OF_WARP = 16_384, 1024
+_MAX_WINDOW_ELEMENTS, _WINDOW_OF_WARP = 16_384, 1024
 _SORT_TILE = (1024, 8)  # of the slots that a program sorts at once: 16 bytes of each line
 
 
@@ -481,7 +481,7 @@ def _window_elements(num_experts: int, window: int) -> int:
 
 def holds_window(num_experts: int, window: int) -> bool:
     """Whether a program of the choice can hold a window of rows; 0 is none."""
-    return _window_elements(num_experts, window) <= _MOST_OF_WINDOW
+    return _window_elements(num_experts, window) <= _MAX_WINDOW_ELEMENTS
 
 
 def _choose_block(num_rows: int, num_experts: int, window: int) -> tuple[int, int]:

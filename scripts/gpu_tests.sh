@@ -4,8 +4,8 @@
 #
 # usage: scripts/gpu_tests.sh [pytest options]
 #
-# Needs no set-up step (scripts/test.sh --gpu has one), only a Python with vLLM, pytest and
-# pytest-xdist.
+# Needs no set-up step (scripts/test.sh --gpu has one) and no model, only a Python with vLLM, pytest
+# and pytest-xdist.
 #
 # Environment:
 #   PYTHON                  the interpreter (default: that of .venv, else python3)
@@ -26,11 +26,16 @@ run_tests() {
   "${PYTHON:-$PY}" -m pytest --require-gpu -m "$@" || failed=yes
 }
 
-# Each process may take 6 GiB of the card. tests/conftest.py says which tests share a process; files
-# keep their order, in which the longest tests do not come last.
+# files_with MARKER: the files of its tests. Importing all others would take half a minute.
+files_with() { grep -rlE --include='test_*.py' "mark\.$1\b" tests | sort; }
+
+# Each process may take 6 GiB of the card. tests/conftest.py decides which tests share a process and
+# puts the longest first; xdist keeps that order.
 processes=$(($(nproc) < 14 ? $(nproc) : 14))
 # An engine that is not told otherwise counts on all memory that it finds free.
+mapfile -t files < <(files_with gpu)
 VLLM_ACTIVATION_POOL_SIZE_BYTES=$((4 << 30)) run_tests 'gpu and not alone' \
-  -n "$processes" --no-loadscope-reorder tests "$@"
-run_tests 'gpu and alone' tests "$@"
+  -n "$processes" --no-loadscope-reorder "${files[@]}" "$@"
+mapfile -t files < <(files_with alone)
+run_tests 'gpu and alone' "${files[@]}" "$@"
 [ -z "$failed" ]

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Set everything up and run the tests. Tests that need a GPU skip themselves where there is none.
+# Set everything up and run the tests. Tests that need a GPU are left out where there is none.
 #
-# usage: scripts/test.sh [--gpu] [pytest arguments]
-#   scripts/test.sh                     all tests; without a GPU in two processes
+# usage: scripts/test.sh [--fast | --gpu] [pytest arguments]
+#   scripts/test.sh                     all tests; without a GPU in several processes
+#   scripts/test.sh --fast              without the tests that tests/durations.json lists as slow
 #   scripts/test.sh --gpu               those that need a GPU, several at a time (scripts/gpu_tests.sh)
 #   scripts/test.sh tests/test_docs.py  one file
-#   scripts/test.sh -m 'not slow' -x    pytest's own options
+#   scripts/test.sh -k parity -x        pytest's own options
 #
 # Environment: as scripts/quickstart.sh.
 
@@ -19,16 +20,32 @@ esac
 
 unset PYTHONDONTWRITEBYTECODE # dozens of processes would compile all modules again
 setup test
-make_tiny_model
 if [ "${1:-}" = --gpu ]; then
   shift
   PYTHON=$PY exec "$ROOT/scripts/gpu_tests.sh" "$@"
 fi
+make_tiny_model
 cd "$ROOT"
-if [ $# -eq 0 ] && [ "$(device_kind)" = cpu ]; then
-  # Two whatever the cores: each takes a core, and up to 4 GiB with the servers that it starts. A
-  # file stays in one process, whose engine or server its tests share; files keep their order, in
-  # which the longest do not come last.
-  set -- -n 2 --dist loadfile --no-loadscope-reorder
+
+# count_processes: one more than cores, because tests also wait for servers; 8 at most. With the
+# servers that it starts, a process takes up to 4 GiB.
+count_processes() {
+  local limit processes
+  processes=$(($(nproc) + 1))
+  for limit in 8 $(($(free -g | awk '/^Mem/ { print $7 }') / 4)); do
+    [ "$processes" -le "$limit" ] || processes=$limit
+  done
+  echo $((processes > 0 ? processes : 1))
+}
+
+options=()
+if [ "${1:-}" = --fast ]; then
+  shift
+  options+=(-m 'not slow')
 fi
-exec "$PY" -m pytest "$@"
+if [ $# -eq 0 ] && [ "$(device_kind)" = cpu ]; then
+  # The tests of a module share an engine or a server, so they stay in one process, and modules keep
+  # the order of tests/conftest.py.
+  options+=(-n "$(count_processes)" --dist loadfile --no-loadscope-reorder)
+fi
+exec "$PY" -m pytest "${options[@]}" "$@"

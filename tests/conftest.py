@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of every test run: the environment of in-process engines, and which tests can run here.
 
-Tests marked `gpu`, `multi_gpu` or `model` skip themselves where what they need is missing. With
-`--require-gpu` those of one GPU do not, and a run in which no GPU test ran fails: a job on a GPU
-machine must not pass by skipping everything.
+Tests marked `gpu` or `multi_gpu` are left out on a machine without that many GPUs. Tests marked
+`model` are skipped unless the environment names a checkpoint. `--require-gpu` keeps the tests of
+one GPU, and fails a run in which no GPU test ran, so that a job on a GPU machine cannot pass by
+leaving everything out.
+
+durations.json holds the seconds of every test function that takes long. Modules start in the order
+of their sums, longest first, and these functions get the marker `slow`. `--write-durations` updates
+the file.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import threading
+from collections import Counter, defaultdict
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -21,7 +29,6 @@ from tqdm.std import tqdm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 # Set before anything imports vllm, which reads most of them once.
 for _name, _value in {
@@ -47,6 +54,12 @@ WANTED = {"server/test_fuzz.py": "schemathesis", "test_fleet_examples.py": "kube
 collect_ignore = [name for name, wanted in WANTED.items() if find_spec(wanted) is None]
 
 GPU_MARKERS = ("gpu", "multi_gpu")
+DURATIONS = Path(__file__).with_name("durations.json")
+MIN_SLOW_S = 1.0  # of all cases of a test function together
+# Each GPU test of these folders starts an engine or a server. That takes up to a minute, about as
+# long as ENGINE_CASES cases of a test of a kernel.
+ENGINE_FOLDERS = ("tests/engine/", "tests/server/")
+ENGINE_CASES = 100
 MODEL_VARIABLES = (
     *("MODEL_DIR", "LLADA_MODEL_DIR", "DREAM_MODEL_DIR", "LLADA_MOE_MODEL_DIR"),
     *("LLADA2_MODEL_DIR", "SDAR_MODEL_DIR", "FAST_DLLM_MODEL_DIR"),
@@ -58,7 +71,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--require-gpu",
         action="store_true",
-        help="do not skip GPU tests, and fail when none ran",
+        help="keep the tests of one GPU, and fail when none ran",
+    )
+    parser.addoption(
+        "--write-durations",
+        action="store_true",
+        help="write the seconds of slow tests, by which later runs sort modules and mark tests",
     )
     parser.addoption(
         "--references",
@@ -73,6 +91,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    is_xdist_worker = hasattr(config, "workerinput")
+    if config.getoption("--write-durations") and not is_xdist_worker:
+        config.pluginmanager.register(DurationWriter())
     config.pluginmanager.register(GpuTestCounter(required=config.getoption("--require-gpu")))
     if config.getoption("--write-golden"):
         config.pluginmanager.register(GoldenWriter())
@@ -82,25 +103,77 @@ def pytest_configure(config: pytest.Config) -> None:
         warm.share()
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if function_of(item.nodeid) in read_durations():
+        item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(trylast=True)  # after `-m` and `-k` have deselected tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    skip_gpu_tests = not config.getoption("--require-gpu")
-    num_gpus: int | None = None  # torch is asked only when some test needs the answer
     skips_references = not any(map(config.getoption, ("--references", "--write-golden")))
+    is_for_gpu = config.getoption("--require-gpu")
+    deselect_gpu_tests(config, items, max(count_gpus(), int(is_for_gpu)))
+    if not is_for_gpu:
+        sort_by_duration(items)
+    elif hasattr(config, "workerinput"):  # a process of pytest-xdist
+        sort_longest_first(items)
     for item in items:
         if skips_references and item.nodeid.startswith("tests/reference/"):
             item.add_marker(pytest.mark.skipif(are_golden(), reason="as the runs were written"))
-        markers = {marker.name for marker in item.iter_markers()}
-        if "model" in markers and not any(os.environ.get(name) for name in MODEL_VARIABLES):
+        is_of_model = item.get_closest_marker("model") is not None
+        if is_of_model and not any(os.environ.get(name) for name in MODEL_VARIABLES):
             item.add_marker(pytest.mark.skip(reason=f"needs one of {', '.join(MODEL_VARIABLES)}"))
-        several = item.get_closest_marker("multi_gpu")
-        is_required = several is None and not skip_gpu_tests
-        if is_required or markers.isdisjoint(GPU_MARKERS):
-            continue
-        if num_gpus is None:
-            num_gpus = count_gpus()
-        wanted = 1 if several is None else several.args[0]
-        if num_gpus < wanted:
-            item.add_marker(pytest.mark.skip(reason=f"needs {wanted} CUDA device(s)"))
+
+
+def deselect_gpu_tests(config: pytest.Config, items: list[pytest.Item], num_gpus: int) -> None:
+    """Leave out the tests that need more than `num_gpus` GPUs."""
+    if left_out := [item for item in items if num_gpus_of(item) > num_gpus]:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if num_gpus_of(item) <= num_gpus]
+
+
+def num_gpus_of(item: pytest.Item) -> int:
+    """Return how many GPUs the test needs."""
+    if several := item.get_closest_marker("multi_gpu"):
+        return int(several.args[0])
+    return int(item.get_closest_marker("gpu") is not None)
+
+
+def sort_by_duration(items: list[pytest.Item]) -> None:
+    """Put the modules that take longest first; the tests of a module keep their order."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for function, duration in read_durations().items():
+        seconds[module_of(function)] += duration
+    items.sort(key=lambda item: -seconds[module_of(item.nodeid)])
+
+
+def module_of(nodeid: str) -> str:
+    return nodeid.split("::")[0]
+
+
+def function_of(nodeid: str) -> str:
+    """Return the node without its parameters."""
+    return nodeid.split("[")[0]
+
+
+@cache
+def read_durations() -> dict[str, float]:
+    """Return the seconds of each slow test function by its node."""
+    return dict(json.loads(DURATIONS.read_text(encoding="utf-8")))
+
+
+class DurationWriter:
+    """Writes durations.json after a run of all tests."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[function_of(report.nodeid)] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        slow = {name: round(s, 1) for name, s in self.seconds.items() if s >= MIN_SLOW_S}
+        DURATIONS.write_text(json.dumps(slow, indent=0, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def pytest_collection_finish() -> None:
@@ -133,20 +206,36 @@ def quick_starts() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--require-gpu`, a file's tests share a process, and so the kernels compiled for them.
-
-    Those of engines go wherever a process is free: each starts an engine of its own, for long.
-    """
+    """With `--require-gpu`, `unit_of` decides which tests share a process."""
     if not config.getoption("--require-gpu"):
         return None
-    from xdist.scheduler import LoadFileScheduling
+    from xdist.scheduler import LoadScopeScheduling
 
-    class GpuScheduling(LoadFileScheduling):
+    class GpuScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            is_of_engine = nodeid.startswith("tests/engine/")
-            return nodeid if is_of_engine else str(super()._split_scope(nodeid))
+            return unit_of(nodeid)
 
     return GpuScheduling(config, log)
+
+
+def unit_of(nodeid: str) -> str:
+    """Return the name of the tests that a process runs in one go.
+
+    These are all cases of a test, because they share compiled kernels. A case that starts an engine
+    or a server is a unit of its own.
+    """
+    return nodeid if nodeid.startswith(ENGINE_FOLDERS) else function_of(nodeid)
+
+
+def sort_longest_first(items: list[Any]) -> None:
+    """Sort tests by the length of their units, so that all processes end at about the same time."""
+    num_cases = Counter(unit_of(item.nodeid) for item in items)
+
+    def length(item: Any) -> int:
+        is_of_engine = item.nodeid.startswith(ENGINE_FOLDERS)
+        return ENGINE_CASES if is_of_engine else num_cases[unit_of(item.nodeid)]
+
+    items.sort(key=length, reverse=True)
 
 
 @cache
@@ -171,6 +260,7 @@ class GoldenWriter:
         golden.write()
 
 
+@cache
 def count_gpus() -> int:
     import torch
 

@@ -18,7 +18,7 @@ from vllm.diffusion.parallel.host_board import FAILED, NO_MEMORY, HostBoard
 class Ranks:
     """Collectives that only note what is asked of them."""
 
-    can_begin_anew = True
+    can_reset = True
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -26,7 +26,7 @@ class Ranks:
     def stop_waiting(self) -> None:
         self.asked.append("stop")
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         self.asked.append("anew")
 
 
@@ -92,11 +92,11 @@ def test_ranks_agree_on_what_failed(
 def test_a_rank_that_asks_for_a_number_hears_of_a_failure(boards: list[HostBoard]) -> None:
     ranks = [Ranks(), Ranks()]
     asking, failing = (Agreement(r, board=b) for r, b in zip(ranks, boards, strict=True))
-    assert on_both(lambda: asking.most(7), lambda: failing.most(9)) == [9, 9]
+    assert on_both(lambda: asking.all_reduce_max(7), lambda: failing.all_reduce_max(9)) == [9, 9]
 
     def ask() -> Any:
         try:
-            return asking.most(7)
+            return asking.all_reduce_max(7)
         except RankError as error:
             return asking.reach(error)
 

@@ -92,8 +92,8 @@ TILES = (
     SplitConfig(16, 64, programs=2, num_warps=4, num_stages=3),
     SplitConfig(128, 64, programs=2, num_warps=8, num_stages=3),
 )
-MOST_SPLIT_QUERIES = 2048
-LEAST_CALLS = 8  # in one graph, so that its own launch does not count
+MAX_SPLIT_QUERIES = 2048
+MIN_CALLS = 8  # in one graph, so that its own launch does not count
 CASE = {"family": "<6", "sequences": ">9", "queries x keys": ">16"}
 TIMES = ("sdpa", "first ms", "flash", "flash3", "split", "tiled", "in pages", "chosen", "of best")
 TIMES += ("TFLOP/s", "TB/s")
@@ -176,7 +176,7 @@ def calls_of(
     call: Callable[..., object], inputs: Sequence[tuple[Tensor, ...]]
 ) -> list[Callable[[], object]]:
     """Make a call for each of the inputs, repeated until they are enough for a graph."""
-    rounds = -(-LEAST_CALLS // len(inputs)) if inputs[0][0].shape[0] < 8192 else 1
+    rounds = -(-MIN_CALLS // len(inputs)) if inputs[0][0].shape[0] < 8192 else 1
     return [partial(call, *heads) for heads in inputs] * rounds
 
 
@@ -185,7 +185,7 @@ def measure(case: Case, repeats: int) -> list[object]:
     layout, inputs = case.layout(), rotating(case.heads)
     q, k, v = inputs[0]
     backends = [backend for backend in Backend if can_serve(backend, q, layout)]
-    if case.num_queries > MOST_SPLIT_QUERIES:
+    if case.num_queries > MAX_SPLIT_QUERIES:
         backends = [backend for backend in backends if backend is not Backend.SPLIT]
     started = time.perf_counter()
     attend(q, k, v, layout, backend=Backend.SDPA)

@@ -45,7 +45,7 @@ COLUMNS = {"op": "<22", "rows": ">9"} | dict.fromkeys(NUMBERS, ">9.4g")
 ROWS = (1, 8, 32, 64, 128, 512, 1024, 2048)
 VOCABULARY = 126_464
 CACHES = 4  # that the inputs fill together
-MOST_ROWS_OF_TORCH = 512  # whose fp32 copies of the logits take several GB
+MAX_TORCH_ROWS = 512  # whose fp32 copies of the logits take several GB
 
 OPS: dict[str, tuple[Score, dict[str, Any]]] = {
     "low_confidence": ("confidence", {}),
@@ -116,7 +116,7 @@ def bench(num_rows: int, ops: Sequence[str], compiles: bool) -> Iterator[list[ob
         score, parameters = OPS[op]
         rows = make_rows(parameters, num_rows)
         us = time_us(inputs, {"ours": partial(flash_sample.candidates, rows=rows, score=score)})
-        if num_rows <= MOST_ROWS_OF_TORCH:
+        if num_rows <= MAX_TORCH_ROWS:
             # Of the noise's integer arithmetic torch.compile takes minutes.
             variants = torch_variants(rows, score, compiles and "temperature" not in parameters)
             us |= time_us(inputs[:2], variants)
@@ -141,8 +141,8 @@ def torch_variants(
 def main() -> None:
     parser = KernelParser(__doc__, ROWS)
     parser.option("--ops", list(OPS), choices=OPS)
-    told = "those at which torch.compile takes part, which takes seconds each (default: all)"
-    parser.option("--compiled-rows", None, told, nargs="*", type=int)
+    help_text = "those at which torch.compile takes part, which takes seconds each (default: all)"
+    parser.option("--compiled-rows", None, help_text, nargs="*", type=int)
     options = parser.parse(is_built=flash_sample.is_built())
     few = options.rows if options.compiled_rows is None else options.compiled_rows
     rows = (row for count in options.rows for row in bench(count, options.ops, count in few))

@@ -5,13 +5,10 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.programs import ROOT, output_of
 from tests.server.process import MODEL, environment
 
 
-@pytest.mark.slow
 def test_a_length_runs(tmp_path: Path) -> None:
     """One server; searches, failures and resumed runs are tested with one that stands in."""
     entry = ROOT / "benchmarks" / "llada" / "run_benchmark.py"

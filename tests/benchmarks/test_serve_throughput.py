@@ -59,7 +59,6 @@ def forked(
         server.kill()
 
 
-@pytest.mark.slow
 def test_loop_and_server_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_process, "ServerProcess", forked)
     folder = make_checkpoint(tmp_path / "model", family="llada", seed=3)

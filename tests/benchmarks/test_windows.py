@@ -56,7 +56,6 @@ def test_floors_of_the_released_shapes(
     assert floor(family, block_length, num_requests, touched) == pytest.approx(expected, rel=0.03)
 
 
-@pytest.mark.slow
 def test_windows_are_timed_behind_a_context(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,7 +76,6 @@ def test_windows_are_timed_behind_a_context(
     assert any("64 + 8" in line for line in performance_tables.step_latency(content))
 
 
-@pytest.mark.slow
 def test_fusion_takes_fewer_forwards(tmp_path: Path) -> None:
     arguments = [
         *("--requests", "1", "2", "--context", "16", "--gen-length", "16", "--rounds", "1"),
@@ -93,7 +91,6 @@ def test_fusion_takes_fewer_forwards(tmp_path: Path) -> None:
     assert all(row["num_tokens"] == 16 * row["num_requests"] for row in rows)
 
 
-@pytest.mark.slow
 def test_a_shared_prefix_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     plain = prefix_cache.to_first_block_ms
@@ -160,7 +157,6 @@ def test_routers_forget_what_all_rows_share_and_experts_are_counted() -> None:
     assert windows.touched_experts(runner, 5, lambda: runner.run(other)) < 8.1
 
 
-@pytest.mark.slow
 def test_right_guesses_save_forwards(tmp_path: Path) -> None:
     arguments = [
         *("--context", "132", "--gen-length", "16", "--block-length", "8", "--rounds", "1"),

@@ -51,31 +51,31 @@ class Row:
     def __init__(self, asked: DiffusionParams, prompt: list[int]) -> None:
         self.rule = make_rule(asked, len(prompt))
         self.tokens = np.array([*prompt, *[MASK] * asked.gen_length])
-        self.works: list[ForwardTarget] = []
+        self.targets: list[ForwardTarget] = []
         self.committed: list[list[int]] = []
         self.chance = random.Random(1)
 
     @property
     def ends(self) -> list[int]:
         """End of what each forward was allowed to commit: the last eligible position + 1."""
-        return [int(work.eligible[-1]) + 1 for work in self.works]
+        return [int(target.eligible[-1]) + 1 for target in self.targets]
 
     def eligible(self) -> list[int] | None:
         """Positions of the next forward; None at the end. Fills what the rule wants filled."""
         before = self.tokens.copy()
-        work = self.rule.prepare(self.tokens)
+        target = self.rule.prepare(self.tokens)
         assert np.array_equal(self.tokens, before), "a rule does not write tokens"
-        if work is None:
+        if target is None:
             return None
-        self.works.append(work)
-        found: list[int] = work.eligible.tolist()
+        self.targets.append(target)
+        found: list[int] = target.eligible.tolist()
         assert found == sorted(set(found))
         assert all(before[position] == MASK for position in found)
-        first, end = work.rows
+        first, end = target.rows
         assert 0 <= first < end <= len(self.tokens)
         assert all(first <= position < end for position in found)
-        if work.fill is not None:
-            start, token = work.fill
+        if target.fill is not None:
+            start, token = target.fill
             self.tokens[start:] = token
         return found
 

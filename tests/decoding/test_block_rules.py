@@ -97,12 +97,12 @@ class Case:
     def _check_windows(self, found: Decoding) -> None:
         """A forward is for a block of the grid; candidates lie in it or right behind it."""
         length, shift = self.block_length, found.params.logit_shift
-        for work in found.works:
-            start, end = work.rows
+        for target in found.targets:
+            start, end = target.rows
             assert start % length == 0
             assert end == start + length
-            assert start <= int(work.eligible[0])
-            assert int(work.eligible[-1]) < end + shift
+            assert start <= int(target.eligible[0])
+            assert int(target.eligible[-1]) < end + shift
 
 
 CASES = range(24)
@@ -229,8 +229,8 @@ def test_nemotron(algorithm: str, loop: Callable[..., block_loops.Decoded], numb
         is_whole = algorithm in ("self_speculation", "autoregressive")
         is_whole |= len(expected.answer) % case.block_length == 0
         # Where an answer ends with the end of thinking, one forward more puts it there.
-        num_forwards = sum(work.eligible.size > 0 for work in found.works)
-        assert num_forwards >= len(found.works) - 1
+        num_forwards = sum(target.eligible.size > 0 for target in found.targets)
+        assert num_forwards >= len(found.targets) - 1
         assert num_forwards <= expected.forwards
         assert num_forwards == expected.forwards or not is_whole
     else:
@@ -247,7 +247,7 @@ def test_thinking_is_open_where_the_prompt_leaves_it_so(prompt: list[int], is_op
     asked = {"gen_length": 8, "block_length": 2, "thinking_token_budget": 3, "ignore_eos": True}
     found = Decoding(Toy(4, V, 2, bias=NEVER), decided(NEMOTRON, prompt, **asked), prompt)
     assert (found.run()[3] == THINKING[1]) == is_open
-    assert all(work.eligible.size for work in found.works)
+    assert all(target.eligible.size for target in found.targets)
 
 
 # ---- temperature, top_k, top_p -----------------------------------------------------------------
@@ -378,7 +378,7 @@ def test_masks_of_the_prompt_are_filled_first() -> None:
         found = Decoding(toy, params, prompt)
         assert found.settled[0] == 0
         found.run()
-        assert found.works[0].rows == (0, 4)
+        assert found.targets[0].rows == (0, 4)
         assert MASK not in found.tokens[:7].tolist()
         assert found.tokens[[0, 1, 3, 4, 5]].tolist() == [1, 2, 4, 5, 6]
 

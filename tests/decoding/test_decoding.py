@@ -230,9 +230,9 @@ def test_rules_share_no_state() -> None:
     tokens = np.array([1, MASK, MASK, MASK, MASK])
 
     def end_of(rule: DecodingRule) -> int:
-        work = rule.prepare(tokens)
-        assert work is not None
-        return int(work.eligible[-1]) + 1
+        target = rule.prepare(tokens)
+        assert target is not None
+        return int(target.eligible[-1]) + 1
 
     assert end_of(rules[0]) == 3
     rules[0].select(candidates([1, 2], [0.1, 0.2]))

@@ -23,9 +23,11 @@ from vllm.diffusion.request.families import FAST_DLLM, NEMOTRON, SDAR, Family
 PROMPT = [*range(1, 9)]
 
 
-def see(rule: DecodingRule, tokens: Array, work: ForwardTarget, chance: random.Random) -> list[int]:
+def see(
+    rule: DecodingRule, tokens: Array, target: ForwardTarget, chance: random.Random
+) -> list[int]:
     """One forward of a model that knows nothing; the positions that are committed."""
-    positions = work.eligible.tolist()
+    positions = target.eligible.tolist()
     found = [MASK if not rule.forbid_mask and chance.random() < 0.1 else 5 for _ in positions]
     found = [EOS if chance.random() < 0.05 else token for token in found]
     numbers = np.array([[chance.random() for _ in positions] for _ in range(2)])
@@ -43,15 +45,15 @@ def decode(rule: DecodingRule, *, forks: bool) -> list[list[int]]:
     if rule.params.has_causal_context:
         length += rule.params.block_length - 1
     tokens, committed = np.array([*PROMPT, *[MASK] * length]), list[list[int]]()
-    while (work := rule.prepare(tokens)) is not None and len(committed) < 300:
-        if work.fill is not None:
-            tokens[work.fill[0] : work.fill_end] = work.fill[1]
+    while (target := rule.prepare(tokens)) is not None and len(committed) < 300:
+        if target.fill is not None:
+            tokens[target.fill[0] : target.fill_end] = target.fill[1]
         for _ in range(3 * forks):
-            astray, row, next_work = rule.fork(), tokens.copy(), work
+            astray, row, next_work = rule.fork(), tokens.copy(), target
             while next_work is not None and other.random() < 0.8:
                 see(astray, row, next_work, other)
                 next_work = astray.prepare(row)
-        committed.append(see(rule, tokens, work, chance) if work.eligible.size else [])
+        committed.append(see(rule, tokens, target, chance) if target.eligible.size else [])
         rule.settled(tokens)
     return committed
 

@@ -36,7 +36,7 @@ def test_local_leap_stops_early_after_a_block() -> None:
     assert row.eligible() == [3, 4]
     row.see([3, 4], [0.95, 0.94], [EOS, 5])
     assert row.eligible() == []
-    assert row.works[-1].fill == (5, EOS)
+    assert row.targets[-1].fill == (5, EOS)
     assert row.tokens.tolist() == [EOS, 3, 4, EOS, 5, EOS, EOS]
     assert row.eligible() is None
 

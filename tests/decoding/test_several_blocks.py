@@ -51,7 +51,7 @@ def test_steps_bound_the_forwards() -> None:
     for algorithm in ("full_attn_multi_block", "multi_block"):
         row = row_of(algorithm, steps=3)
         assert row.run(lambda position, _: (2, UNSURE - position)) == 3
-        assert row.works[-1].eligible.tolist() == sorted(row.works[-1].eligible.tolist())
+        assert row.targets[-1].eligible.tolist() == sorted(row.targets[-1].eligible.tolist())
         assert MASK not in row.tokens.tolist()
 
 
@@ -68,7 +68,7 @@ def test_early_stop_fills_before_the_forward_what_still_competes_in_it() -> None
     row = row_of("multi_block", early_stop=True, threshold=0.5)
     forward(row, [3], {3: EOS})
     positions = row.eligible()
-    assert row.works[-1].fill == (4, EOS)
+    assert row.targets[-1].fill == (4, EOS)
     # All blocks behind the end are complete; what was masked when the forward began competes.
     assert positions == [1, 2, *range(4, 13)]
     row.see(positions, [SURE if p in (4, 9) else UNSURE for p in positions], [5] * len(positions))
@@ -76,7 +76,7 @@ def test_early_stop_fills_before_the_forward_what_still_competes_in_it() -> None
     assert row.committed[-1] == [4, 9]
     assert row.tokens[3:].tolist() == [EOS, 5, EOS, EOS, EOS, EOS, 5, EOS, EOS, EOS]
     assert row.eligible() == [1, 2]
-    assert row.works[-1].fill == (4, EOS)
+    assert row.targets[-1].fill == (4, EOS)
     row.see([1, 2], [SURE, SURE], None)
     assert row.tokens.tolist() == [1, 1, 1] + [EOS] * 10
     assert row.eligible() is None
@@ -87,7 +87,7 @@ def test_an_early_end_may_move_to_the_left() -> None:
     forward(row, [4], {4: EOS})
     forward(row, [2], {2: EOS})
     assert row.eligible() == [1, 3]
-    assert row.works[-1].fill == (3, EOS)
+    assert row.targets[-1].fill == (3, EOS)
     row.see([1, 3], [SURE, SURE], [2, 5])
     # Nothing is masked, so nothing is filled again: what follows the end is to be cut off.
     assert row.tokens.tolist() == [1, 2, EOS, 5] + [EOS] * 9
@@ -106,7 +106,7 @@ def test_without_early_stop_the_end_is_a_token_like_others() -> None:
     for more in ({}, {"early_stop": True, "ignore_eos": True}):
         row = row_of("multi_block", **more)
         assert row.run(lambda position, _: (EOS, UNSURE)) == 12
-        assert all(work.fill is None for work in row.works)
+        assert all(target.fill is None for target in row.targets)
 
 
 # ---- delayed cache -----------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class Request:
         self.rule = make_rule(decision.decide(fields.canonical(asked), MODEL, ids), prompt)
         whole = -(-(prompt + length) // block) * block
         self.tokens = np.array([*ids, *[MASK] * (whole - prompt)])
-        self.work = self.rule.prepare(self.tokens)
+        self.target = self.rule.prepare(self.tokens)
         self.settled = self.rule.settled(self.tokens)
 
     def write(self, commit: Commit | BatchedCommit) -> None:
@@ -56,21 +56,21 @@ class Request:
 
     def see(self, tokens: Array, scores: Array) -> None:
         """Commit by itself."""
-        assert self.work is not None
-        self.write(self.rule.decide(Candidates(self.work.eligible, tokens, scores)))
+        assert self.target is not None
+        self.write(self.rule.decide(Candidates(self.target.eligible, tokens, scores)))
         self.settled = self.rule.settled(self.tokens)
-        self.work = self.rule.prepare(self.tokens)
+        self.target = self.rule.prepare(self.tokens)
 
     def take(self, choice: BatchedCommit) -> None:
         """Commit what was chosen beside others."""
         self.write(choice)
-        work = self.rule.go_on(self.tokens, choice.left, choice.changes)
-        self.settled = self.rule.settled(self.tokens) if work is None else work.rows[0]
-        self.work = self.rule.prepare(self.tokens) if work is None else work
+        target = self.rule.go_on(self.tokens, choice.left, choice.changes)
+        self.settled = self.rule.settled(self.tokens) if target is None else target.rows[0]
+        self.target = self.rule.prepare(self.tokens) if target is None else target
 
     def state(self) -> tuple[object, ...]:
-        work = self.work and (self.work.eligible.tolist(), self.work.rows)
-        return self.tokens.tolist(), self.rule.forbid_mask, self.settled, work
+        target = self.target and (self.target.eligible.tolist(), self.target.rows)
+        return self.tokens.tolist(), self.rule.forbid_mask, self.settled, target
 
 
 ALGORITHMS = ("low_confidence_dynamic", "semi_ar", "sequential", "entropy_bounded")
@@ -90,12 +90,12 @@ def test_together_is_one_by_one(
     asked: Sequence[tuple[str, int, int, int, int, bool]], data: st.DataObject
 ) -> None:
     pairs = [(Request(*one), Request(*one)) for one in asked]
-    while pairs := [pair for pair in pairs if pair[0].work is not None]:
-        works = [together.work for _, together in pairs if together.work is not None]
-        tokens, scores = drawn(data, pairs, works)
+    while pairs := [pair for pair in pairs if pair[0].target is not None]:
+        targets = [together.target for _, together in pairs if together.target is not None]
+        tokens, scores = drawn(data, pairs, targets)
         picks = [together.rule.pick for _, together in pairs]
-        choices = BatchedChoice(picks, works, MASK).decide(tokens, scores)
-        ends = np.cumsum([0, *[work.eligible.size for work in works]]).tolist()
+        choices = BatchedChoice(picks, targets, MASK).decide(tokens, scores)
+        ends = np.cumsum([0, *[target.eligible.size for target in targets]]).tolist()
         for (alone, together), choice, (start, end) in zip(
             pairs, choices, pairwise(ends), strict=True
         ):
@@ -108,13 +108,13 @@ def test_together_is_one_by_one(
 
 
 def drawn(
-    data: st.DataObject, pairs: Sequence[tuple[Request, Request]], works: Sequence[ForwardTarget]
+    data: st.DataObject, pairs: Sequence[tuple[Request, Request]], targets: Sequence[ForwardTarget]
 ) -> tuple[Array, Array]:
     """Tokens, the mask among them where it is not forbidden, and scores of all candidates."""
     tokens: list[int] = []
-    for (alone, _), work in zip(pairs, works, strict=True):
+    for (alone, _), target in zip(pairs, targets, strict=True):
         most = STOP if alone.rule.forbid_mask else MASK
-        count = work.eligible.size
+        count = target.eligible.size
         tokens += data.draw(st.lists(st.integers(5, most), min_size=count, max_size=count))
     scores = st.lists(st.sampled_from(SCORES), min_size=len(tokens), max_size=len(tokens))
     return np.array(tokens), np.array(data.draw(scores))

@@ -65,7 +65,7 @@ class Decoding:
 
     Attributes:
         tokens: [T] int64, prompt and canvas, up to the end of a block.
-        works: what the forwards were for.
+        targets: what the forwards were for.
         history: the canvas after each of them.
         settled: how much was settled after each of them, the prompt included.
     """
@@ -81,7 +81,7 @@ class Decoding:
         masks = [params.mask_id] * (total - self.first)
         self.tokens = np.array([*prompt, *masks])
         self.rule = make_rule(params, self.first)
-        self.works: list[ForwardTarget] = []
+        self.targets: list[ForwardTarget] = []
         self.history: list[list[int]] = []
         self.settled: list[int] = [self.rule.settled(self.tokens)]
         self._final: list[int] = []
@@ -89,18 +89,18 @@ class Decoding:
     def run(self, limit: int = 20_000) -> list[int]:
         """Forwards until the answer is complete; the answer."""
         while (answer := self._take_settled()) is None:
-            assert len(self.works) < limit, "the rule does not come to an end"
+            assert len(self.targets) < limit, "the rule does not come to an end"
             before = self.tokens.copy()
-            work = self.rule.prepare(self.tokens)
+            target = self.rule.prepare(self.tokens)
             assert np.array_equal(self.tokens, before), "a rule does not write tokens"
-            assert work is not None, "nothing left to do, and no answer"
-            self._forward(work)
+            assert target is not None, "nothing left to do, and no answer"
+            self._forward(target)
         return answer
 
     def _take_settled(self) -> list[int] | None:
         """What is given of the settled tokens; none of them may have changed."""
         settled = min(self.rule.settled(self.tokens), self.end)
-        assert settled >= self.settled[-1] or not self.works
+        assert settled >= self.settled[-1] or not self.targets
         assert self.rule.settled(self.tokens) == max(settled, self.rule.settled(self.tokens))
         self.settled.append(settled)
         given = self.tokens[self.first : max(settled, self.first)].tolist()
@@ -111,20 +111,20 @@ class Decoding:
         kept = self.params.answer_end(new, num_before)
         return None if kept is None else given[: num_before + kept]
 
-    def _forward(self, work: ForwardTarget) -> None:
-        number, shift = len(self.works), max(self.params.logit_shift, int(work.is_causal))
-        self.works.append(work)
-        if work.fill is not None:
-            self.tokens[work.fill[0] : work.fill_end] = work.fill[1]
-        positions = work.eligible
+    def _forward(self, target: ForwardTarget) -> None:
+        number, shift = len(self.targets), max(self.params.logit_shift, int(target.is_causal))
+        self.targets.append(target)
+        if target.fill is not None:
+            self.tokens[target.fill[0] : target.fill_end] = target.fill[1]
+        positions = target.eligible
         assert positions.tolist() == sorted(set(positions.tolist()))
-        assert 0 <= work.rows[0] < work.rows[1] <= len(self.tokens)
-        end = work.rows[1] if self.params.is_block_causal else len(self.tokens)
+        assert 0 <= target.rows[0] < target.rows[1] <= len(self.tokens)
+        end = target.rows[1] if self.params.is_block_causal else len(self.tokens)
         rows = np.maximum(positions - shift, 0)
         assert rows.max(initial=0) < end, "candidates are read from rows of the window"
         num_causal = None
         if self.params.has_causal_context:
-            num_causal = end if work.is_causal else work.rows[0]
+            num_causal = end if target.is_causal else target.rows[0]
         logits = self.toy(self.tokens[:end], num_causal)[rows]
         group = RowGroup(
             params=self.params if self.params.seed is not None else self.params.with_seed(0),

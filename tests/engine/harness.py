@@ -21,7 +21,7 @@ from tests.reference.decode import LogitModel
 from tests.reference.golden import Run, clear_case
 from vllm.diffusion.config import Settings
 from vllm.diffusion.engine.messages import StepUsage
-from vllm.diffusion.engine.scheduler.long_requests import Slicing
+from vllm.diffusion.engine.scheduler.long_step_policy import LongStepPolicy
 from vllm.diffusion.memory.plan import Plan
 
 STOP_IDS = frozenset({EOS_ID, EOT_ID})
@@ -119,7 +119,7 @@ class Engine:
     def cut_steps(self, longest_pause_s: float) -> None:
         """Compute steps in slices, from now on, that take longer than others may wait."""
         settings = Settings(longest_pause_ms=1000 * longest_pause_s)
-        self.scheduler.slicing = Slicing(settings)
+        self.scheduler.long_steps = LongStepPolicy(settings)
 
     def is_idle(self) -> bool:
         """No request and no canvas is left over."""

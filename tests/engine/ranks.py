@@ -30,7 +30,7 @@ WAIT_S = 60.0
 
 def cannot_fail() -> Agreement:
     """Of ranks that cannot go on after one of them has failed."""
-    return Agreement(mock.Mock(can_begin_anew=False))
+    return Agreement(mock.Mock(can_reset=False))
 
 
 class Meeting:
@@ -68,12 +68,12 @@ class ThreadPeers:
     def gather(self, given: Tensor) -> Tensor:
         return torch.stack(self._swap(given.clone()))
 
-    def follow(self, tensor: Tensor) -> Tensor:
+    def broadcast(self, tensor: Tensor) -> Tensor:
         theirs = self._swap(tensor.clone())[0]
         assert theirs.shape == tensor.shape
         return tensor.copy_(theirs)
 
-    def least(self, number: int) -> int:
+    def all_reduce_min(self, number: int) -> int:
         return min(self._swap(number))
 
     def join_board(self) -> None:

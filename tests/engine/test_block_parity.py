@@ -250,7 +250,6 @@ def run_ahead(worker: Any) -> None:
 
 
 # First in this file: where no other engine is there yet, its ranks are forked.
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llada2", "llada22", "nemotron"])
 def test_two_ranks(name: str, checkpoint: Callable[[str], Path]) -> None:
     """Both ranks keep the same pages, and take the same steps ahead."""

@@ -56,7 +56,7 @@ def test_no_tensors_stand_between_candidates_and_the_next_launch(algorithm: str)
     inputs = Bucket(16, 4, is_cached=True).inputs(NO_PAGES, 24, has_blocks=True)
     sampled = ops.HostCopy(torch.rand(3, batch.num_sampled, dtype=torch.float64))
     with TorchCalls() as calls:
-        for one, found in zip(made, SampleRows(batch).found(sampled), strict=True):
+        for one, found in zip(made, SampleRows(batch).candidates_of(sampled), strict=True):
             one.commit(found)
         assert all(one.next_size.rows == 4 for one in made)
         fill(inputs, build_batch(made, 0, NO_PAGES))
@@ -70,9 +70,9 @@ def test_a_step_lies_where_the_one_before_did_while_its_windows_are_the_same() -
         one.assign(cache, 8)
     batches = [build_batch(made, 0, NO_PAGES)]
     for _ in range(2):
-        for one, work in zip(made, batches[-1].works, strict=True):
-            size = work.eligible.size
-            one.commit(Candidates(work.eligible, np.full(size, 7), np.linspace(0.9, 0.5, size)))
+        for one, target in zip(made, batches[-1].targets, strict=True):
+            size = target.eligible.size
+            one.commit(Candidates(target.eligible, np.full(size, 7), np.linspace(0.9, 0.5, size)))
         batches.append(build_batch(made, 0, NO_PAGES, batches[-1].packing))
     first, second, third = batches
     assert second.packing is first.packing
@@ -91,10 +91,10 @@ def test_the_next_forward_changes_with_the_block_and_with_what_is_kept() -> None
         if step == 5:  # its pages were taken away, and others hold less
             made.assign(keys, 4)
         rows = made.next_size.rows
-        work, window = made.next_forward()
+        target, window = made.next_forward()
         seen.append((rows, window.forward.window))
-        found = np.full(work.eligible.size, 7), np.linspace(0.9, 0.5, work.eligible.size)
-        made.commit(Candidates(work.eligible, *found))
+        found = np.full(target.eligible.size, 7), np.linspace(0.9, 0.5, target.eligible.size)
+        made.commit(Candidates(target.eligible, *found))
     assert seen == [*[(4, range(8, 12))] * 4, (8, range(8, 16)), (12, range(4, 16))]
 
 

@@ -70,7 +70,7 @@ def check_failure(ranks: CardCollectives, board: HostBoard, rank: int, size: int
         assert isinstance(found, ValueError if rank else RankError)
         assert ranks.sum(torch.ones(8, device="cuda")).tolist() == [size] * 8
         assert agreement.reach(None) is None
-        assert agreement.most(rank + 5) == size + 4
+        assert agreement.all_reduce_max(rank + 5) == size + 4
 
 
 def run_rank() -> None:

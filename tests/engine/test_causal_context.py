@@ -114,7 +114,6 @@ def test_no_part_of_a_context_reaches_into_a_draft(engine: Engine) -> None:
     assert answers["a"].token_ids == alone.token_ids
 
 
-@pytest.mark.slow
 @settings(
     deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

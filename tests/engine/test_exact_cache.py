@@ -124,8 +124,8 @@ def test_together_with_few_pages_and_rows(
     """Prompts are cut; whole recompute is among them."""
     asks = [*ASKS, *map(uncached, ASKS[:3])]
     same(engine.ask(*asks), [*wanted, *wanted[:3]])
-    of_rule = [sum(work.eligible.size > 0 for work in batch.works) for batch in batches]
-    assert any(count < len(b.works) for count, b in zip(of_rule, batches, strict=True))
+    of_rule = [sum(target.eligible.size > 0 for target in batch.targets) for batch in batches]
+    assert any(count < len(b.targets) for count, b in zip(of_rule, batches, strict=True))
     shared = [batch for batch in batches if len(batch.canvases) > 1]
     assert max(batch.num_rows for batch in shared) <= ROW_BUDGET
     assert engine.is_idle()
@@ -316,7 +316,6 @@ arrivals = st.lists(
 )
 
 
-@pytest.mark.slow
 @settings(
     deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -24,9 +24,9 @@ from vllm.diffusion.engine.worker.batch import StepBatch, build_batch
 from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.engine.worker.forward import run_body, run_to_end
 from vllm.diffusion.engine.worker.step_graphs import (
-    MOST_WHOLE_ROWS,
-    MOST_WHOLE_ROWS_FP8,
-    MOST_WINDOW_ROWS,
+    MAX_WHOLE_ROWS,
+    MAX_WHOLE_ROWS_FP8,
+    MAX_WINDOW_ROWS,
     ROW_BUCKETS,
     Bucket,
     Buckets,
@@ -65,8 +65,8 @@ def batch_of(*canvases: Canvas) -> StepBatch:
     return build_batch(canvases, 0, NO_PAGES)
 
 
-WHOLE = tuple(rows for rows in ROW_BUCKETS if rows <= MOST_WHOLE_ROWS)
-WINDOWS = tuple(rows for rows in ROW_BUCKETS if rows <= MOST_WINDOW_ROWS)
+WHOLE = tuple(rows for rows in ROW_BUCKETS if rows <= MAX_WHOLE_ROWS)
+WINDOWS = tuple(rows for rows in ROW_BUCKETS if rows <= MAX_WINDOW_ROWS)
 DENSE = Buckets(WHOLE, WINDOWS, rows_per_sequence=16)
 
 
@@ -82,7 +82,7 @@ def test_experts_and_short_blocks_have_buckets_of_their_own() -> None:
     assert buckets_of(LLaDAConfig(**llada_config())) == DENSE
     assert experts.whole == experts.windows == ROW_BUCKETS
     in_fp8 = buckets_of(LLaDAConfig(**llada_config()), is_fp8=True)
-    assert in_fp8.windows == WINDOWS and in_fp8.whole[-1] == MOST_WHOLE_ROWS_FP8
+    assert in_fp8.windows == WINDOWS and in_fp8.whole[-1] == MAX_WHOLE_ROWS_FP8
     caches = store_with(*[9] * 100)[1]
     windows = [canvas(9, cache, name=str(i)) for i, cache in enumerate(caches)]
     assert experts.find(batch_of(*windows)) == Bucket(1024, 256, True)

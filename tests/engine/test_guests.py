@@ -10,16 +10,23 @@ import pytest
 
 from tests.checkpoints import random_prompt
 from tests.engine.harness import Ask, running
-from vllm.diffusion.engine.scheduler.long_requests import Pace
+from vllm.diffusion.engine.scheduler.long_step_policy import SpeedEstimate
 from vllm.diffusion.memory import Admission, Demand
 
-GUESTS = {"gates", "likelihood_calls", "long_requests", "paging", "prompt_groups", "trajectories"}
+GUESTS = {
+    "gates",
+    "likelihood_calls",
+    "long_step_policy",
+    "paging",
+    "prompt_groups",
+    "trajectories",
+}
 PLAIN = {"gen_length": 16, "block_length": 8, "steps": 8, "ignore_eos": True}
 
 
 @pytest.mark.parametrize(
     ("asked", "wanted"),
-    [(Ask(random_prompt(8), PLAIN), set()), (Ask(random_prompt(200), PLAIN), {"long_requests"})],
+    [(Ask(random_prompt(8), PLAIN), set()), (Ask(random_prompt(200), PLAIN), {"long_step_policy"})],
     ids=["plain", "long"],
 )
 def test_steps_enter_the_guests_of_their_requests_alone(
@@ -32,10 +39,10 @@ def test_steps_enter_the_guests_of_their_requests_alone(
         if event == "call":
             entered[-1].add(str(frame.f_globals.get("__name__")).rpartition(".")[2])
 
-    monkeypatch.setattr(Pace, "learn", lambda *_: None)  # whatever this machine's is
+    monkeypatch.setattr(SpeedEstimate, "learn", lambda *_: None)  # whatever this machine's is
     with running(checkpoint("mha")) as engine:
         scheduler, planner = engine.scheduler, engine.runner.planner
-        assert scheduler.slicing is None and scheduler.paging is None
+        assert scheduler.long_steps is None and scheduler.paging is None
         seconds = [Admission(planner).seconds_of(Demand(rows, 16), rows) for rows in (24, 216)]
         engine.cut_steps(sum(seconds) / 2)
         engine.ask(asked)  # so that the size of the memory is known

@@ -76,7 +76,6 @@ def assert_scored(
 
 
 # First in this file: where no other engine is there yet, its ranks are forked.
-@pytest.mark.slow
 def test_two_ranks_score_as_one(tmp_path: Path) -> None:
     """300 logit columns: the second rank has columns that no token comes from."""
     folder = make_checkpoint(tmp_path, seed=10, n_kv_heads=2, embedding_size=300)

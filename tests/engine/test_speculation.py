@@ -28,46 +28,46 @@ from tests.engine.harness import (
 from tests.reference.models import LLaDAReference
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.decoding.block_grid import GridRule
-from vllm.diffusion.decoding.drafting import Drafter, State
-from vllm.diffusion.engine.worker.governor import StepTimes
+from vllm.diffusion.decoding.drafting import Drafter, DraftState
+from vllm.diffusion.engine.worker.draft_budget import StepTimes
 
 ONE_BY_ONE: dict[str, Any] = {"gen_length": 32, "block_length": 32, "steps": 32}
 THRESHOLD: dict[str, Any] = {"gen_length": 32, "block_length": 16, "threshold": 0.3}
 WEIGHED: dict[str, Any] = {"dllm": {"longest_pause_ms": 0, "weighs_guesses": True}}
-Draft = Callable[[State, Any, int, Any], list[State]]
+Draft = Callable[[DraftState, Any, int, Any], list[DraftState]]
 
 
 class Recorded:
     """The states that a request goes through without guesses, as an oracle of those to come."""
 
     def __init__(self, engine: Engine, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.states = list[State]()
+        self.states = list[DraftState]()
         with monkeypatch.context() as recording:
             record(recording, engine.runner, "launch", self._note)
             (self.answer,) = engine.ask(ask)
 
     def _note(self, step: Any, _: list[str]) -> None:
         (canvas,) = step.batch.canvases
-        work, _ = canvas.next_forward()
-        self.states.append(State(0, canvas.tokens.copy(), canvas.rule.fork(), work))
+        target, _ = canvas.next_forward()
+        self.states.append(DraftState(0, canvas.tokens.copy(), canvas.rule.fork(), target))
 
     @staticmethod
-    def reaches(certain: State, state: State) -> bool:
+    def reaches(certain: DraftState, state: DraftState) -> bool:
         """Whether their forwards are of the same kind."""
         is_grid = isinstance(certain.rule, GridRule)
-        return state.work.rows == certain.work.rows or is_grid
+        return state.target.rows == certain.target.rows or is_grid
 
-    def draft(self, certain: State, source: Any, most: int, chance: Any) -> list[State]:
+    def draft(self, certain: DraftState, source: Any, most: int, chance: Any) -> list[DraftState]:
         """The states that follow, as far as their forwards are of the same kind."""
         here = next(
             i
             for i, state in enumerate(self.states)
             if (state.tokens == certain.tokens).all()
-            and state.work.eligible.tolist() == certain.work.eligible.tolist()
+            and state.target.eligible.tolist() == certain.target.eligible.tolist()
         )
         found = []
         for depth, state in enumerate(self.states[here + 1 : here + 1 + most], 1):
-            if state.work.rows[0] < certain.work.rows[0] or not self.reaches(certain, state):
+            if state.target.rows[0] < certain.target.rows[0] or not self.reaches(certain, state):
                 break
             found.append(state._replace(depth=depth))
         return found
@@ -79,26 +79,26 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Draft], None]]
     yield lambda draft: monkeypatch.setattr(Drafter, "draft", lambda _, *given: draft(*given))
 
 
-def wrong_token(state: State, chance: random.Random) -> State:
+def wrong_token(state: DraftState, chance: random.Random) -> DraftState:
     tokens = state.tokens.copy()
     position = chance.randrange(20, 52)
     tokens[position] = (tokens[position] + 1) % 200
     return state._replace(tokens=tokens)
 
 
-def wrong_position(state: State, chance: random.Random) -> State:
+def wrong_position(state: DraftState, chance: random.Random) -> DraftState:
     """One committed position is open, and one that is open is not wanted."""
-    eligible = state.work.eligible
+    eligible = state.target.eligible
     return state._replace(
-        work=state.work._replace(eligible=eligible[1:] if len(eligible) > 1 else eligible - 1)
+        target=state.target._replace(eligible=eligible[1:] if len(eligible) > 1 else eligible - 1)
     )
 
 
-def wrong_depth(state: State, chance: random.Random) -> State:
+def wrong_depth(state: DraftState, chance: random.Random) -> DraftState:
     return state._replace(depth=state.depth + 1)
 
 
-def other_rule(state: State, chance: random.Random) -> State:
+def other_rule(state: DraftState, chance: random.Random) -> DraftState:
     rule = state.rule.fork()
     rule.forbid_mask = not rule.forbid_mask
     return state._replace(rule=rule)
@@ -179,14 +179,14 @@ def test_wrong_guesses_change_nothing(
     engine: Engine,
     model: LLaDAReference,
     asked: dict[str, Any],
-    spoil: Callable[[State, random.Random], State],
+    spoil: Callable[[DraftState, random.Random], DraftState],
     drafts: Callable[[Draft], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ask = as_request(clear_case(model, 20, **asked)[0], **asked)
     recorded, chance = Recorded(engine, ask, monkeypatch), random.Random(5)
 
-    def draft(*given: Any) -> list[State]:
+    def draft(*given: Any) -> list[DraftState]:
         return [spoil(state, chance) for state in recorded.draft(*given)]
 
     drafts(draft)
@@ -315,7 +315,7 @@ def test_guesses_end_where_they_do_not_hold_and_begin_where_they_would(
         ask = as_request(random_prompt(20, 1), **ONE_BY_ONE)
         recorded, chance = Recorded(engine, ask, monkeypatch), random.Random(5)
 
-        def wrong(*given: Any) -> list[State]:
+        def wrong(*given: Any) -> list[DraftState]:
             return [wrong_token(state, chance) for state in recorded.draft(*given)]
 
         drafted = []

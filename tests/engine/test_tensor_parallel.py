@@ -72,7 +72,6 @@ def break_rule(worker: Any) -> None:
     Threshold.prepare = fail  # type: ignore[method-assign]  # the process ends with the test
 
 
-@pytest.mark.slow
 def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
     """Heads, vocabulary and noise are split; in a batch, after a refusal, alone, and in chunks.
 
@@ -123,7 +122,6 @@ def run_ahead(worker: Any) -> None:
     worker.worker.loop.runs_ahead = True
 
 
-@pytest.mark.slow
 def test_ranks_take_the_same_turns(tmp_path: Path) -> None:
     """Each rank chooses by itself who takes part in the step that it launches ahead."""
     folder = make_checkpoint(tmp_path, seed=10, n_kv_heads=2, embedding_size=300)
@@ -248,7 +246,6 @@ def processes_equal_one(folder: Path, ranks: dict[str, Any], *errors: str) -> No
         assert changed == tokens(engine.ask(*whole_asks())) != whole
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tensor_size", [1, 2])
 def test_divided_rows_equal_one_process(
     tensor_size: int, checkpoint: Callable[[str], Path]

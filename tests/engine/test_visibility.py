@@ -78,10 +78,10 @@ class Window:
     """A rule that asks for the candidates of some positions and computes a range of rows."""
 
     def __init__(self, rows: tuple[int, int], sampled: Iterable[int]) -> None:
-        self.work = ForwardTarget(np.array(list(sampled), dtype=np.int64), rows)
+        self.target = ForwardTarget(np.array(list(sampled), dtype=np.int64), rows)
 
     def prepare(self, tokens: torch.Tensor) -> ForwardTarget:
-        return self.work
+        return self.target
 
 
 def canvas(
@@ -144,7 +144,7 @@ def wanted_rows(
     for one in made:
         own = visibility.with_blocks_of(one.params.block_length)
         copies = 2 if one.params.cfg_scale > 0 else 1
-        first, end = one.rule.work.rows  # type: ignore[attr-defined]
+        first, end = one.rule.target.rows  # type: ignore[attr-defined]
         for _ in range(copies):
             rows = slice(start, start + end - first)
             if one.window.cache is None or end - first == one.window.cache.length:

@@ -56,7 +56,7 @@ def test_a_causal_context_is_warm_as_well(
         warm_up(engine.runner, model, row_budget=64, shows_progress=False)
         kept = [b for b in batches if b.slot_mapping.size]
         assert {b.num_rows + 1 for b in kept} >= {own for own in ROW_BUCKETS if own <= 256}
-        denoised = [b for b in kept if not any(work.is_causal for work in b.works)]
+        denoised = [b for b in kept if not any(target.is_causal for target in b.targets)]
         assert {b.num_sampled + 2 for b in denoised} >= {o for o in ROW_BUCKETS if o <= 256}
         assert engine.is_idle()
 

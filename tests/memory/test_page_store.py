@@ -298,7 +298,7 @@ def test_assigned_pages_may_be_shared_and_come_behind_others() -> None:
     b = pages.assign("b", [4, 5, 1])
     a = pages.assign("a", [3], behind=True)
     assert pages.assign("a", [], behind=True) is a
-    pages.renew_table()
+    pages.update_table()
     assert a is not None and b is not None
     assert (a.length, b.length, a.start, b.start) == (192, 192, 0, 192)
     page_rows = 2 * PAGE_SIZE
@@ -308,7 +308,7 @@ def test_assigned_pages_may_be_shared_and_come_behind_others() -> None:
     assert (a.slots[:PAGE_SIZE] == b.slots[:PAGE_SIZE]).all()
     pages.assign("b", [0])
     assert pages.assign("a", []) is None
-    pages.renew_table()
+    pages.update_table()
     assert (store.table.rows // page_rows).tolist() == [0]
     generation = store.generation
     pages.trim()
@@ -355,7 +355,7 @@ def test_a_place_has_pages_of_its_own_where_it_is_written_to() -> None:
     owner = pages.allocate("a", 3 * PAGE_SIZE - 5)
     mark(store, owner, 1)
     window = range(PAGE_SIZE + 3, 2 * PAGE_SIZE + 2)
-    places = pages.places("a", [window], ["1", "2"])
+    places = pages.allocate_drafts("a", [window], ["1", "2"])
     assert store.num_bytes == (3 + 2 * 2) * PAGE_BYTES
     for kept in places:
         assert_marked(store, kept, 1)  # copies beside the window, the request's pages elsewhere
@@ -376,12 +376,12 @@ def test_places_leave_steps_their_memory() -> None:
     pages, store = pages_of(100)
     pages.allocate("a", 2 * PAGE_SIZE)
     names = [str(number) for number in range(40)]
-    places = pages.places("a", [range(3)], names)
+    places = pages.allocate_drafts("a", [range(3)], names)
     assert len(places) == 23  # with the request's a quarter of the pool
     assert len(store.table.rows) == 2 * 24
-    assert pages.places("a", [range(3)], names[30:]) == []
+    assert pages.allocate_drafts("a", [range(3)], names[30:]) == []
     pages.release("7")
-    assert len(pages.places("a", [range(3)], names[30:], grows=False)) == 1
+    assert len(pages.allocate_drafts("a", [range(3)], names[30:], grows=False)) == 1
     assert not store.table.rows.is_inference()
 
 
@@ -397,7 +397,7 @@ def test_whatever_comes_and_goes_no_page_stays() -> None:
             start = int(chance.integers(length))
             window = range(start, int(chance.integers(start, length)) + 1)
             names = [f"{name}-{i}" for i in range(int(chance.integers(1, 8)))]
-            running[name] = len(pages.places(name, [window], names))
+            running[name] = len(pages.allocate_drafts(name, [window], names))
         while len(running) > 5:  # in any order, the request before its places or behind them
             gone = str(chance.choice(list(running)))
             order = chance.permutation([gone, *(f"{gone}-{i}" for i in range(running.pop(gone)))])

@@ -88,15 +88,15 @@ def test_what_is_far_below_a_cards_properties_is_not_believed_beside_others(card
 
 
 def test_ranks_go_by_the_slowest_of_them(card: Card) -> None:
-    told = list[int]()
+    numbers = list[int]()
 
-    def least(number: int) -> int:
-        told.append(number)
+    def all_reduce_min(number: int) -> int:
+        numbers.append(number)
         return number if number > 200 else 100  # the other rank has fewer multiprocessors
 
-    peers: Any = SimpleNamespace(rank=0, size=2, least=least)
+    peers: Any = SimpleNamespace(rank=0, size=2, all_reduce_min=all_reduce_min)
     assert rates_of(CARD, peers) == MEASURED._replace(multiprocessors=100)
-    assert told == [int(MEASURED[index]) for index in (0, 1, 2, 3, 5)]
+    assert numbers == [int(MEASURED[index]) for index in (0, 1, 2, 3, 5)]
 
 
 def test_what_cannot_be_measured_is_taken_by_its_properties(card: Card) -> None:

@@ -9,7 +9,7 @@ from vllm.diffusion.layers.split_attention import CONFIG
 
 triton = pytest.importorskip("triton")
 
-LEAST_SHARED = {80: 163, 86: 99, 120: 99}  # KiB that a program may have
+MIN_SHARED_KIB = {80: 163, 86: 99, 120: 99}  # KiB that a program may have
 POINTERS = {"q": "bf16", "k": "bf16", "v": "bf16", "out": "bf16", "parts": "fp32", "totals": "fp32"}
 COUNTS = ("num_sequences", "num_rows", "num_splits", "q_row", "q_head", "k_row", "k_head")
 COUNTS += ("v_row", "v_head")
@@ -44,4 +44,4 @@ def compiled(capability: int, *, has_blocks: bool) -> Any:
 @pytest.mark.parametrize(("capability", "has_blocks"), [(80, False), (86, True), (120, False)])
 def test_a_tile_of_the_widest_heads_fits(capability: int, has_blocks: bool) -> None:
     shared = compiled(capability, has_blocks=has_blocks).metadata.shared
-    assert 64 * 1024 < shared <= LEAST_SHARED[capability] * 1024
+    assert 64 * 1024 < shared <= MIN_SHARED_KIB[capability] * 1024

@@ -576,7 +576,6 @@ arena.close()
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 def test_a_device_fault_is_an_error_not_an_abort():
     result = run(FAULT)
     assert result.returncode == 0, result.stderr

@@ -208,6 +208,10 @@ class TestClean:
         assert self.present(filled) == set(self.KEPT) - set(gone)
 
 
+MEMORY_BYTES = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+NUM_PROCESSES = max(1, min(MEMORY_BYTES >> 32, len(os.sched_getaffinity(0)) + 1, 8))
+
+
 def python_log(home: Path, kind: str, line: str) -> Path:
     """Set up for a kind of machine, with a line of a shell in place of Python; what that logs."""
     (home / "requirements").mkdir()
@@ -220,12 +224,13 @@ def python_log(home: Path, kind: str, line: str) -> Path:
 @pytest.mark.parametrize(
     ("kind", "arguments", "options"),
     [
-        ("cpu", "", "-n 2 --dist loadfile --no-loadscope-reorder"),
+        ("cpu", "", f"-n {NUM_PROCESSES} --dist loadfile --no-loadscope-reorder"),
+        ("cpu", "--fast", f"-m not slow -n {NUM_PROCESSES} --dist loadfile --no-loadscope-reorder"),
         ("cpu", "tests/test_docs.py -x", "tests/test_docs.py -x"),
         ("cuda", "", ""),
     ],
 )
-def test_all_tests_run_in_two_processes_where_no_gpu_is_shared(
+def test_all_tests_run_in_several_processes_where_no_gpu_is_shared(
     home: Path, kind: str, arguments: str, options: str
 ) -> None:
     log = python_log(home, kind, 'echo "$@" >>LOG')
@@ -235,13 +240,18 @@ def test_all_tests_run_in_two_processes_where_no_gpu_is_shared(
 
 
 def test_gpu_tests_share_a_card_but_those_that_run_alone(home: Path) -> None:
+    """Only files with such tests are imported."""
+    (home / "tests" / "b").mkdir(parents=True)
+    files = {"test_a": "gpu", "b/test_c": "alone\n@pytest.mark.gpu", "test_d": "slow"}
+    for name, mark in files.items():
+        (home / "tests" / f"{name}.py").write_text(f"@pytest.mark.{mark}\n")
     log = python_log(home, "cuda", 'echo "$VLLM_ACTIVATION_POOL_SIZE_BYTES:$*" >>LOG\nexit 1')
     env = {"MOSAIC_DEVICE": "cuda", "CUDA_HOME": "/nowhere"}
     processes = min(14, len(os.sched_getaffinity(0)))
     wanted = [
         f"{4 << 30}:-m pytest --require-gpu -m gpu and not alone -n {processes}"
-        " --no-loadscope-reorder tests -x",
-        ":-m pytest --require-gpu -m gpu and alone tests -x",
+        " --no-loadscope-reorder tests/b/test_c.py tests/test_a.py -x",
+        ":-m pytest --require-gpu -m gpu and alone tests/b/test_c.py -x",
     ]
     assert run(home / "scripts" / "gpu_tests.sh", "-x", env=env).returncode == 1
     assert log.read_text().splitlines() == wanted
@@ -251,12 +261,22 @@ def test_gpu_tests_share_a_card_but_those_that_run_alone(home: Path) -> None:
     ("test", "part"),
     [
         ("tests/engine/test_chunks.py::test_long[0]", "tests/engine/test_chunks.py::test_long[0]"),
-        ("tests/native/test_routing.py::test_one[bf16]", "tests/native/test_routing.py"),
+        ("tests/native/test_routing.py::test_one[bf16]", "tests/native/test_routing.py::test_one"),
+        ("tests/native/test_routing.py::test_two", "tests/native/test_routing.py::test_two"),
     ],
 )
-def test_gpu_tests_of_engines_go_to_any_process(test: str, part: str) -> None:
+def test_cases_of_a_gpu_test_share_a_process_unless_it_starts_engines(test: str, part: str) -> None:
     given = {"--require-gpu": True, "tx": ["2*popen"]}
     config: Any = SimpleNamespace(getoption=given.get, getvalue=given.get)
     assert conftest.pytest_xdist_make_scheduler(config, None)._split_scope(test) == part
     given["--require-gpu"] = False
     assert conftest.pytest_xdist_make_scheduler(config, None) is None
+
+
+def test_the_longest_gpu_tests_come_first() -> None:
+    """An engine counts as 100 cases of a kernel."""
+    many, few = ([f"tests/native/test_{n}.py::test[{i}]" for i in range(n)] for n in (101, 9))
+    engines = ["tests/engine/test_a.py::test[1]", "tests/server/test_b.py::test"]
+    items = [SimpleNamespace(nodeid=nodeid) for nodeid in (*few, engines[0], *many, engines[1])]
+    conftest.sort_longest_first(items)
+    assert [item.nodeid for item in items] == [*many, *engines, *few]

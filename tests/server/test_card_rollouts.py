@@ -4,7 +4,7 @@
 This process is the trainer, with upstream's own side of a transfer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,12 @@ from tests.server.client import Client
 from tests.server.process import SERVER, ServerProcess, free_port, healthy
 
 HEAD = "model.transformer.ff_out.weight"
+
+
+@pytest.fixture(scope="module")
+def model_dir(checkpoint: Callable[[str], Path]) -> Path:
+    """Return a model with random weights: these tests compare answers, and need no good ones."""
+    return checkpoint("mha")
 
 
 class Tensors(WeightSource):

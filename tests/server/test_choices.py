@@ -14,7 +14,7 @@ from vllm import SamplingParams
 from vllm.diffusion.api.choices import ChoicesClient
 from vllm.diffusion.api.generate import GenerateHandler
 from vllm.diffusion.api.protocol import GenerateRequest
-from vllm.diffusion.api.report import DiffusionReport, told
+from vllm.diffusion.api.report import DiffusionReport, reports_by_choice
 from vllm.diffusion.api.validator import RequestRefused, Validator
 from vllm.diffusion.request.decision import DECISION, decision_of
 from vllm.diffusion.request.families import LLADA
@@ -124,14 +124,14 @@ def test_several_answers_in_turn() -> None:
         1: str(2**64 - 1),
         2: "0",
     }
-    assert told(last[2]) == {2: {**REPORT, **TIMES, "seed": 0}}
+    assert reports_by_choice(last[2]) == {2: {**REPORT, **TIMES, "seed": 0}}
 
 
 def test_several_answers_together() -> None:
     sampling = sampled(n=3, seed=5, output_kind=RequestOutputKind.FINAL_ONLY)
     (whole,) = collect(client(Engine()).generate(PROMPT, sampling, "r"))
     assert [(c.index, c.text) for c in whole.outputs] == [(0, "5"), (1, "6"), (2, "7")]
-    report = DiffusionReport.of(told(whole).values())
+    report = DiffusionReport.of(reports_by_choice(whole).values())
     assert report.seeds == [5, 6, 7]
     assert (report.num_forwards, report.num_forwards_saved) == (9, 3)
     assert report.tokens_per_forward == 2.0
@@ -232,4 +232,4 @@ def test_an_aborted_request_reports_nothing() -> None:
     assert (report.seeds, report.num_forwards) == ([3], 3)
     empty = DiffusionReport.of([])
     assert (empty.steps, empty.num_forwards, empty.tokens_per_forward) == (None, 0, 0.0)
-    assert told(output("", None, None)) == {}
+    assert reports_by_choice(output("", None, None)) == {}

@@ -424,7 +424,6 @@ def test_a_start_that_fails_ends_with_one_line(
         assert client.ask()["text"] == [ANSWER]  # the older server is not disturbed
 
 
-@pytest.mark.slow
 def test_an_engine_that_ends_while_it_starts_takes_the_server_along(
     model_dir: Path, tmp_path: Path
 ) -> None:

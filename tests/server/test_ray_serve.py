@@ -18,8 +18,6 @@ from tests.server.process import PATIENCE_S, free_port, named
 ray = pytest.importorskip("ray", reason="wants ray[serve]")
 REPLICA = "ServeReplica"
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def http(model_dir: Path) -> Iterator[httpx.Client]:

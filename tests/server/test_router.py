@@ -30,8 +30,6 @@ ROUTER = (
 )
 ALIAS = "/v1/generate"
 
-pytestmark = pytest.mark.slow
-
 
 class Fleet:
     """Servers on ports that stay theirs, and a router before them."""

@@ -6,8 +6,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
-
 from tests.server.client import GENERATE, LONG, PUZZLE, Client, refusal
 from tests.server.process import (
     PATIENCE_S,
@@ -26,7 +24,6 @@ def of_engines(text: str, name: str) -> dict[str, float]:
     return {engine: float(value) for engine, value in re.findall(pattern, text, re.MULTILINE)}
 
 
-@pytest.mark.slow
 def test_a_killed_rank_is_told_and_leaves_nothing_behind(model_dir: Path, tmp_path: Path) -> None:
     """The other rank waits for it in the middle of a step."""
     command = [*SERVER, "--model", str(model_dir), "--tensor-parallel-size", "2"]
@@ -42,7 +39,6 @@ def test_a_killed_rank_is_told_and_leaves_nothing_behind(model_dir: Path, tmp_pa
         assert still_alive(started) == []
 
 
-@pytest.mark.slow
 def test_replicas_share_requests_and_end_together(model_dir: Path, tmp_path: Path) -> None:
     """Statistics are of each replica; a server ends when one of them does, and says so."""
     command = [*SERVER, "--model", str(model_dir), "--data-parallel-size", "2"]

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.server.process import POLL_S, START_S, environment, still_alive
 from tests.server.warm import WarmProcess
@@ -28,7 +27,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 def test_an_engine_and_its_workers_end_with_an_offline_program(
     model_dir: Path, tmp_path: Path
 ) -> None:

@@ -32,7 +32,7 @@ _LINE_END = ("\n", "\u010a", "<0x0A>")  # in plain text, in byte-level BPE, as a
 SCHEDULER = "vllm.diffusion.engine.scheduler.scheduler.DiffusionScheduler"
 TRANSFERS = ("nccl", "ipc", "disk")  # ways in which weights may come while the server runs
 EXECUTOR = "vllm.diffusion.engine.executor.RanksExecutor"
-USUAL_GUESSES = 7  # of a forward, where they are weighed by times of a GPU
+DEFAULT_NUM_DRAFTS = 7  # of a forward, where they are weighed by times of a GPU
 
 
 def configure(vllm_config: VllmConfig) -> None:
@@ -41,7 +41,7 @@ def configure(vllm_config: VllmConfig) -> None:
     Raises:
         ServerConfigError: a setting has no meaning for these models.
     """
-    log_filter.leave_out_what_does_not_apply()
+    log_filter.drop_irrelevant_lines()
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise ServerConfigError(
@@ -200,7 +200,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
     vocab_size = config.architecture.num_embeddings
     encode = None if model.skip_tokenizer_init else partial(_encode, model)
     settings, is_on_gpu = settings_of(vllm_config), vllm_config.device_config.device_type == "cuda"
-    usual = {"num_speculative_states": USUAL_GUESSES} if is_on_gpu else {}
+    usual = {"num_speculative_states": DEFAULT_NUM_DRAFTS} if is_on_gpu else {}
     return ServedModel(
         family=family,
         ids=ids,
@@ -270,13 +270,13 @@ class Settings:
 
     Attributes:
         long_share: share of the time for long requests while short ones run
-            (`engine/scheduler/long_requests.py`).
+            (`engine/scheduler/long_step_policy.py`).
         longest_pause_ms: longest pause that a short request sees; 0 for no bound, so that no step
             is cut.
         sequence_parallel_size: ranks that divide the rows of a long step; 1 divides nothing.
         sequence_parallel_min_tokens: rows of a step from which they do; None for where that pays.
-        weighs_guesses: whether no more states are guessed than save time
-            (`engine/worker/governor.py`), or as many as requests ask for; None weighs them on a
+        weighs_guesses: whether no more states are drafted than save time
+            (`engine/worker/draft_budget.py`), or as many as requests ask for; None weighs them on a
             GPU.
         page: whether the server has its web pages.
         fp8_head: whether the output head is quantised, too.
@@ -320,32 +320,32 @@ class Settings:
         Raises:
             ServerConfigError: naming the setting, the given and the wanted value.
         """
-        found = cls(**{name: settings[name] for name in _OF_THE_ENGINE if name in settings})
-        _check_number("long_share", found.long_share, 0, 0.95)
-        if found.longest_pause_ms is False or found.longest_pause_ms != 0:
-            _check_number("longest_pause_ms", found.longest_pause_ms, 1, 60_000, "0 or ")
-        _check_count("sequence_parallel_size", found.sequence_parallel_size, 1)
-        _check_count("fp8_attention_min_tokens", found.fp8_attention_min_tokens, 1)
-        if found.sequence_parallel_min_tokens is not None:
-            _check_count("sequence_parallel_min_tokens", found.sequence_parallel_min_tokens, 0)
+        parsed = cls(**{name: settings[name] for name in _OF_THE_ENGINE if name in settings})
+        _check_number("long_share", parsed.long_share, 0, 0.95)
+        if parsed.longest_pause_ms is False or parsed.longest_pause_ms != 0:
+            _check_number("longest_pause_ms", parsed.longest_pause_ms, 1, 60_000, "0 or ")
+        _check_count("sequence_parallel_size", parsed.sequence_parallel_size, 1)
+        _check_count("fp8_attention_min_tokens", parsed.fp8_attention_min_tokens, 1)
+        if parsed.sequence_parallel_min_tokens is not None:
+            _check_count("sequence_parallel_min_tokens", parsed.sequence_parallel_min_tokens, 0)
         names = ("page", "fp8_head", "weight_update_complete", "weighs_guesses")
         for name in names:
-            given = getattr(found, name)
+            given = getattr(parsed, name)
             if not isinstance(given, bool) and (name != "weighs_guesses" or given is not None):
                 raise ServerConfigError(
                     f"dllm settings: {name}: given {given!r}; wanted true or false"
                 )
-        root = found.weight_update_root
+        root = parsed.weight_update_root
         if root is not None and not (isinstance(root, str) and os.path.isdir(root)):
             raise ServerConfigError(
                 f"dllm settings: weight_update_root: given {root!r}; wanted a folder"
             )
-        if found.family not in (None, *families.SERVED_AS):
+        if parsed.family not in (None, *families.SERVED_AS):
             raise ServerConfigError(
-                f"dllm settings: family: given {found.family!r}; wanted one of "
+                f"dllm settings: family: given {parsed.family!r}; wanted one of "
                 f"{', '.join(families.SERVED_AS)}"
             )
-        return found
+        return parsed
 
 
 _OF_THE_ENGINE = tuple(field.name for field in fields(Settings))
@@ -413,7 +413,9 @@ def _mask_id(config: Any, tokenizer: Any, named: int | None) -> int:
         ("the tokenizer's mask_token", getattr(tokenizer, "mask_token_id", None)),
         ("the tokenizer's mask token", named),
     )
-    place, mask = next((found for found in places if found[1] is not None), (None, None))
+    place, mask = next(
+        (candidate for candidate in places if candidate[1] is not None), (None, None)
+    )
     if mask is None:
         wanted = "wanted the id of the mask token, there or as the tokenizer's mask_token"
         raise ModelConfigError("mask_token_id", None, wanted)

@@ -15,7 +15,7 @@ from vllm.diffusion.request.fields import SPELLINGS, near_miss
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-MOST_LEFT_OUT = 64  # fields of a request; each is compared with all parameters
+MAX_IGNORED_FIELDS = 64  # fields of a request; each is compared with all parameters
 MAX_TOOLS = 1_024  # of a body; their schemas together are limited as all formats are
 MAX_MODEL_NAME_LENGTH = 1024
 MAX_LABELS = 128  # token ids whose probabilities are compared, as many as upstream's logprobs have
@@ -135,8 +135,8 @@ def left_out(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
         if meant is not None:
             raise InvalidParameterError(name, value, f"unknown parameter; did you mean {meant}?")
         names.append(name)
-        if len(names) > MOST_LEFT_OUT:
-            wanted = f"wanted at most {MOST_LEFT_OUT} fields that do not act"
+        if len(names) > MAX_IGNORED_FIELDS:
+            wanted = f"wanted at most {MAX_IGNORED_FIELDS} fields that do not act"
             raise InvalidParameterError(name, value, wanted)
     return names
 
@@ -150,8 +150,10 @@ def check_template_kwargs(given: Any, field: str = "chat_template_kwargs") -> No
         InvalidParameterError: naming the first of them.
     """
     names = given if isinstance(given, dict) else {}
-    if len(names) > MOST_LEFT_OUT:
-        raise InvalidParameterError(field, len(names), f"wanted at most {MOST_LEFT_OUT} variables")
+    if len(names) > MAX_IGNORED_FIELDS:
+        raise InvalidParameterError(
+            field, len(names), f"wanted at most {MAX_IGNORED_FIELDS} variables"
+        )
     for name in names:
         if name in _TEMPLATE_ARGUMENTS:
             wanted = "wanted none: only variables that the chat template reads"
@@ -236,13 +238,13 @@ def _texts_in(value: Any) -> Iterator[str]:
     """Yield the strings of a JSON value, however deep it is nested."""
     pending = [value]
     while pending:
-        found = pending.pop()
-        if isinstance(found, str):
-            yield found
-        elif isinstance(found, dict):
-            pending += found.values()
-        elif isinstance(found, list):
-            pending += found
+        item = pending.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict):
+            pending += item.values()
+        elif isinstance(item, list):
+            pending += item
 
 
 def check_text_length(field: str, text: str, tokenizer: Any, max_tokens: int) -> None:

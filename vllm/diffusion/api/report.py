@@ -21,12 +21,12 @@ class DiffusionReport(BaseModel):
 
     Attributes:
         steps: denoise steps asked for; null where nothing bounds them.
-        num_steps: denoise steps of the answers; guesses that come true let a forward serve several.
+        num_steps: denoise steps of the answers; accepted drafts let a forward serve several.
         num_forwards: forwards that were run.
         num_forwards_saved: forwards that were not, because the answer was complete, a step would
-            have committed nothing, or a guess came true. Where the number of steps does not set the
-            pace, at least so many.
-        states_drafted, states_accepted: states that were guessed, and those of them that came true.
+            have committed nothing, or a draft was accepted. A lower bound where the number of steps
+            does not set the pace.
+        states_drafted, states_accepted: drafts, and those of them that were accepted.
         steps_per_forward: steps that a forward served.
         num_end_tokens: canvas positions from the token that ended an answer on, which are no part
             of it: of an empty answer all.
@@ -65,37 +65,37 @@ class DiffusionReport(BaseModel):
     error: str | None = None
 
     @classmethod
-    def of(cls, told: Iterable[Mapping[str, Any]]) -> DiffusionReport:
+    def of(cls, messages: Iterable[Mapping[str, Any]]) -> DiffusionReport:
         """Sum up what the scheduler reported of answers; aborted ones have no report."""
-        told = list(told)
-        found = [t for t in told if "num_forwards" in t]
-        forwards = sum(t["num_forwards"] for t in found)
-        steps = sum(t.get("num_steps", t["num_forwards"]) for t in found)
-        committed = sum(t["num_committed"] for t in found)
-        infilled = [t.get("infilled", {}) for t in found]
-        ignored = found[0]["ignored"] if found else []
-        largest = max(found, key=lambda t: t.get("peak_bytes", 0), default={})
+        messages = list(messages)
+        reports = [m for m in messages if "num_forwards" in m]
+        forwards = sum(r["num_forwards"] for r in reports)
+        steps = sum(r.get("num_steps", r["num_forwards"]) for r in reports)
+        committed = sum(r["num_committed"] for r in reports)
+        infilled = [r.get("infilled", {}) for r in reports]
+        ignored = reports[0]["ignored"] if reports else []
+        largest = max(reports, key=lambda r: r.get("peak_bytes", 0), default={})
         return cls(
-            steps=found[0]["steps"] if found else None,
+            steps=reports[0]["steps"] if reports else None,
             num_steps=steps,
             num_forwards=forwards,
-            num_forwards_saved=sum(t["num_forwards_saved"] for t in found),
-            states_drafted=sum(t.get("states_drafted", 0) for t in found),
-            states_accepted=sum(t.get("states_accepted", 0) for t in found),
+            num_forwards_saved=sum(r["num_forwards_saved"] for r in reports),
+            states_drafted=sum(r.get("states_drafted", 0) for r in reports),
+            states_accepted=sum(r.get("states_accepted", 0) for r in reports),
             steps_per_forward=round(steps / forwards, 3) if forwards else 0.0,
-            num_end_tokens=sum(t["num_end_tokens"] for t in found),
+            num_end_tokens=sum(r["num_end_tokens"] for r in reports),
             tokens_per_forward=round(committed / forwards, 3) if forwards else 0.0,
-            queue_ms=max((t["queue_ms"] for t in found), default=0.0),
-            denoise_ms=max((t["denoise_ms"] for t in found), default=0.0),
-            seeds=[t["seed"] for t in found],
+            queue_ms=max((r["queue_ms"] for r in reports), default=0.0),
+            denoise_ms=max((r["denoise_ms"] for r in reports), default=0.0),
+            seeds=[r["seed"] for r in reports],
             ignored=ignored,
             replaced_by={n: _REPLACED_BY[n] for n in ignored if n in _REPLACED_BY} or None,
             peak_bytes=largest.get("peak_bytes"),
             average_bytes=largest.get("average_bytes"),
             budget_bytes=largest.get("budget_bytes"),
             infilled=infilled if any(infilled) else None,
-            trajectories=trajectories_in(told),
-            error=next((t["error"] for t in found if "error" in t), None),
+            trajectories=trajectories_in(messages),
+            error=next((r["error"] for r in reports if "error" in r), None),
         )
 
     def content(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class DiffusionReport(BaseModel):
 
 
 _INCOMPLETE = "\ufffd"  # as which tokenizers write bytes that are no whole character
-_MOST_BYTES = 4  # of a character in UTF-8
+_MAX_CHARACTER_BYTES = 4  # of a character in UTF-8
 _RARE = ("replaced_by", "infilled", "trajectories", "error")
 _REPLACED_BY = {
     "guided_json": "structured_outputs.json",
@@ -115,10 +115,10 @@ _REPLACED_BY = {
 }
 
 
-def trajectories_in(told: Iterable[Mapping[str, Any]]) -> list[dict[str, Any] | None] | None:
+def trajectories_in(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any] | None] | None:
     """Return the trajectories of answers, null for one that was aborted; None if there are none."""
-    found = [t.get("trajectory") for t in told]
-    return found if any(found) else None
+    trajectories = [m.get("trajectory") for m in messages]
+    return trajectories if any(trajectories) else None
 
 
 class TokenTexts:
@@ -141,23 +141,23 @@ class TokenTexts:
         Of several tokens that are bytes of one character, the last one has the character. A
         prompt's first token is written alone, as upstream writes it.
         """
-        found = self.of(list(token_ids))
+        texts = self.of(list(token_ids))
         part: list[int] = []
-        for index, text in enumerate(found):
+        for index, text in enumerate(texts):
             if not part and _INCOMPLETE not in text:
                 continue
             part.append(token_ids[index])
             whole = self._tokenizer.decode(part)
-            if _INCOMPLETE in whole and len(part) < _MOST_BYTES:
-                found[index] = ""
+            if _INCOMPLETE in whole and len(part) < _MAX_CHARACTER_BYTES:
+                texts[index] = ""
                 continue
-            found[index] = whole
+            texts[index] = whole
             if index == len(part) - 1 and len(part) > 1:  # the first token of the prompt is in it
-                found[0], found[index] = _INCOMPLETE, whole[1:]
+                texts[0], texts[index] = _INCOMPLETE, whole[1:]
             part.clear()
         if part:
-            found[-1] = self._tokenizer.decode(part)
-        return found
+            texts[-1] = self._tokenizer.decode(part)
+        return texts
 
 
 class CanvasState(BaseModel):
@@ -171,8 +171,8 @@ class CanvasState(BaseModel):
         committed: whether the token is final.
         confidence: the model's probability of the token in the step that proposed it; null where
             there was none.
-        guessed: whether a guess that came true committed the token, without a forward of its own;
-            left out for requests without guesses.
+        guessed: whether an accepted draft committed the token, without a forward of its own;
+            left out for requests without drafts.
     """
 
     step: int
@@ -198,20 +198,20 @@ class CanvasState(BaseModel):
         )
 
 
-def timeout_in(found: Mapping[str, Any]) -> str | None:
+def timeout_in(message: Mapping[str, Any]) -> str | None:
     """Return the scheduler's error of a request whose time is over; None for others."""
-    return found["error"] if "timeout_s" in found else None
+    return message["error"] if "timeout_s" in message else None
 
 
-def told(output: RequestOutput) -> dict[int, dict[str, Any]]:
+def reports_by_choice(output: RequestOutput) -> dict[int, dict[str, Any]]:
     """Return the scheduler's messages in an output, by choice: a report, a canvas, an error.
 
     Upstream has one slot an output; where `choices` joins several answers in one output, it holds a
     list.
     """
-    found = (output.kv_transfer_params or {}).get("dllm")
-    if found is None:
+    message = (output.kv_transfer_params or {}).get("dllm")
+    if message is None:
         return {}
-    if isinstance(found, list):
-        return dict(enumerate(found))
-    return {output.outputs[0].index: found}
+    if isinstance(message, list):
+        return dict(enumerate(message))
+    return {output.outputs[0].index: message}

@@ -10,7 +10,7 @@ import torch
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import ServerConfigError
 
-LEAST_CAPABILITY = (8, 0)
+MIN_CAPABILITY = (8, 0)
 
 
 def check_card(device: torch.device) -> None:
@@ -20,7 +20,7 @@ def check_card(device: torch.device) -> None:
         ServerConfigError: its compute capability is too low.
     """
     major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < LEAST_CAPABILITY:
+    if (major, minor) < MIN_CAPABILITY:
         raise ServerConfigError(
             f"GPU: given {torch.cuda.get_device_name(device)} of compute capability "
             f"{major}.{minor}; wanted 8.0 or later"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm.diffusion.core.scoring import Scoring
+from vllm.diffusion.core.scoring import CandidateScoring
 from vllm.diffusion.decoding.base import Candidates, ScorePick, most_certain_first
 from vllm.diffusion.decoding.block_grid import GridRule
 from vllm.diffusion.decoding.semi_ar import transfer_quota
@@ -39,11 +39,11 @@ class Quota(GridRule):
         self._num_steps = params.steps_per_block
         self._num_shared = params.block_length  # positions of the block that quotas add up to
 
-    def work(self, masked: Array) -> ForwardTarget:
+    def target(self, masked: Array) -> ForwardTarget:
         if self.step == 0 and self.params.counts_masks:
             self._num_shared = masked.size
         self.forbid_mask |= self.step >= self._num_steps
-        return super().work(masked)
+        return super().target(masked)
 
     @property
     def pick(self) -> ScorePick | None:
@@ -95,7 +95,7 @@ class EntropyBounded(GridRule):
     If the model proposes nothing but the mask token, the next forward forbids it.
     """
 
-    drawn = Scoring(score="negative_entropy", epsilon=1e-12, draw="filtered")
+    drawn = CandidateScoring(score="negative_entropy", epsilon=1e-12, draw="filtered")
 
     def choose(self, candidates: Candidates) -> Array:
         order = most_certain_first(candidates.scores)

@@ -42,13 +42,13 @@ class Credit(UntilFilledRule):
         self._credited_block = -1
 
     def prepare(self, tokens: Array) -> ForwardTarget | None:
-        work = super().prepare(tokens)
-        if work is None or self._takes_all:
+        target = super().prepare(tokens)
+        if target is None or self._takes_all:
             self._credits = None
         elif self._credited_block != self.block:
             self._credited_block, self._credits = self.block, None
-            self._credited = torch.from_numpy(work.eligible)
-        return work
+            self._credited = torch.from_numpy(target.eligible)
+        return target
 
     def adjust_logits(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         if self._takes_all:

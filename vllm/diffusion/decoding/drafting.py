@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guesses of the states that a sequence will reach: what one forward may evaluate beside the next.
+"""Drafts of the states that a sequence will reach: what one forward may evaluate beside the next.
 
 A state is a row of tokens and the rule that has prepared its forward. The candidates of one state
 also rank what comes later, so the rule itself says what follows, on a copy: a fork decides among
@@ -26,47 +26,47 @@ if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array, DecodingRule, ForwardTarget
 
 T = TypeVar("T")
-# Chance of a guess whose parent holds, by how many candidates are committed, and by depth.
+# Chance of a draft whose parent holds, by how many candidates are committed, and by depth.
 Chance: TypeAlias = "Callable[[int | None, int], float]"
 
-MOST_TOGETHER = 8  # candidates of a guess that a rule may commit in a step
-_COUNTS = range(1, MOST_TOGETHER + 1)
+MAX_DRAFTED_COMMITS = 8  # candidates of a draft that a rule may commit in a step
+_COUNTS = range(1, MAX_DRAFTED_COMMITS + 1)
 _UNSURE = -1e9  # score below every threshold, of confidences and of entropies
 
 
-class State(NamedTuple):
+class DraftState(NamedTuple):
     """A state of a sequence.
 
     Attributes:
         depth: steps after the certain state.
         tokens: [T] int64.
         rule: rule that has prepared the forward of the state.
-        work: target of that forward.
-        parent: the state before it; None where the guess does not follow from it.
+        target: target of that forward.
+        parent: the state before it; None where the draft does not follow from it.
         committed: candidates that its parent's rule was made to commit; None where it decided.
     """
 
     depth: int
     tokens: Array
     rule: DecodingRule
-    work: ForwardTarget
-    parent: State | None = None
+    target: ForwardTarget
+    parent: DraftState | None = None
     committed: int | None = None
 
-    def is_of(self, tokens: Array, rule: DecodingRule, work: ForwardTarget) -> bool:
-        """Whether a sequence whose next forward is for `work` is in this state."""
-        own = self.work
+    def is_of(self, tokens: Array, rule: DecodingRule, target: ForwardTarget) -> bool:
+        """Whether a sequence whose next forward is for `target` is in this state."""
+        own = self.target
         return (
             self.rule.forbid_mask == rule.forbid_mask
-            and work.fill is None
-            and own.rows == work.rows
-            and np.array_equal(own.eligible, work.eligible)
+            and target.fill is None
+            and own.rows == target.rows
+            and np.array_equal(own.eligible, target.eligible)
             and np.array_equal(self.tokens, tokens)
         )
 
 
-class Source(Protocol):
-    """Candidates by which guesses are made."""
+class CandidateSource(Protocol):
+    """Candidates by which drafts are made."""
 
     def at(self, depth: int) -> Candidates | None:
         """Return candidates as the step that leads to states of `depth` would have them."""
@@ -74,46 +74,50 @@ class Source(Protocol):
 
 
 class Drafter:
-    """Guesses the states behind a certain one.
+    """Drafts the states behind a certain one.
 
     Args:
-        is_chain: what the rule commits is known, or how much: one guess follows from another; else
+        is_chain: what the rule commits is known, or how much: one draft follows from another; else
             a state has one child for each number of candidates.
-        crosses_blocks: a guess may be that a block is filled, and the next one all masks.
+        crosses_blocks: a draft may be that a block is filled, and the next one all masks.
     """
 
     def __init__(self, *, is_chain: bool, crosses_blocks: bool) -> None:
         self._counts: Sequence[int | None] = (None,) if is_chain else _COUNTS
         self._crosses_blocks = crosses_blocks
 
-    def draft(self, certain: State, source: Source, most: int, chance: Chance) -> list[State]:
-        """Return at most `most` guesses, the likeliest first; each is another state."""
-        found, seen = list[State](), set[tuple[int, bytes]]()
-        ranked = _Ranked[State](self._counts, chance)
+    def draft(
+        self, certain: DraftState, source: CandidateSource, most: int, chance: Chance
+    ) -> list[DraftState]:
+        """Return at most `most` drafts, the likeliest first; each is another state."""
+        drafts, seen = list[DraftState](), set[tuple[int, bytes]]()
+        ranked = _DraftQueue[DraftState](self._counts, chance)
         ranked.expect_children(certain, 0, 1.0)
-        while ranked and len(found) < most:
+        while ranked and len(drafts) < most:
             own_chance, parent, count = ranked.take()
             child = self._child(parent, source, count)
             if child is None:
                 continue
-            name = child.depth, child.work.eligible.tobytes()
+            name = child.depth, child.target.eligible.tobytes()
             if name not in seen:
                 seen.add(name)
-                found.append(child)
+                drafts.append(child)
                 ranked.expect_children(child, child.depth, own_chance)
-        return found
+        return drafts
 
     def chances(self, most: int, chance: Chance) -> list[float]:
-        """Return the chances of the guesses that `draft` would try, in its order."""
-        ranked, found = _Ranked[int](self._counts, chance), list[float]()
+        """Return the chances of the drafts that `draft` would try, in its order."""
+        ranked, chances = _DraftQueue[int](self._counts, chance), list[float]()
         ranked.expect_children(0, 0, 1.0)
-        while len(found) < most:
+        while len(chances) < most:
             own_chance, depth, _ = ranked.take()
-            found.append(own_chance)
+            chances.append(own_chance)
             ranked.expect_children(depth + 1, depth + 1, own_chance)
-        return found
+        return chances
 
-    def _child(self, parent: State, source: Source, count: int | None) -> State | None:
+    def _child(
+        self, parent: DraftState, source: CandidateSource, count: int | None
+    ) -> DraftState | None:
         """Return the state that follows where the rule commits the `count` best candidates.
 
         With None it decides by their scores. None is returned where nothing is known of what
@@ -122,7 +126,7 @@ class Drafter:
         known = source.at(parent.depth + 1)
         if known is None or not known.positions.size:
             return None
-        candidates = _among(known, parent.work.eligible)
+        candidates = _among(known, parent.target.eligible)
         if not candidates.positions.size:
             return None
         if count is not None:
@@ -130,21 +134,21 @@ class Drafter:
         rule, tokens = parent.rule.fork(), parent.tokens.copy()
         commit = rule.decide(candidates)
         tokens[commit.positions] = commit.tokens
-        work = rule.prepare(tokens)
-        if work is None or work.fill is not None or not work.eligible.size:
+        target = rule.prepare(tokens)
+        if target is None or target.fill is not None or not target.eligible.size:
             return None
-        is_next_block = self._crosses_blocks and work.rows[0] == parent.work.rows[1]
-        if work.rows != parent.work.rows and not is_next_block:
+        is_next_block = self._crosses_blocks and target.rows[0] == parent.target.rows[1]
+        if target.rows != parent.target.rows and not is_next_block:
             return None
-        return State(parent.depth + 1, tokens, rule, work, parent, count)
+        return DraftState(parent.depth + 1, tokens, rule, target, parent, count)
 
 
-class _Ranked(Generic[T]):
-    """Guesses that may be made, by their chances.
+class _DraftQueue(Generic[T]):
+    """Drafts that may be made, by their chances.
 
     Args:
         counts: numbers of candidates that a rule may commit; None where it decides.
-        chance: chance of a guess whose parent holds.
+        chance: chance of a draft whose parent holds.
     """
 
     def __init__(self, counts: Sequence[int | None], chance: Chance) -> None:

@@ -28,13 +28,13 @@ class LocalLeap(UntilFilledRule):
         self._searched_end = prompt_length  # blocks up to here hold no end-of-sequence token
 
     def prepare(self, tokens: Array) -> ForwardTarget | None:
-        work = super().prepare(tokens)
+        target = super().prepare(tokens)
         if not self.params.early_stop or self.params.eos_id is None or self._is_at_end:
-            return work
+            return target
         complete = tokens[self._searched_end : self.block_start]
         if not (complete == self.params.eos_id).any():
             self._searched_end = self.block_start
-            return work
+            return target
         nothing = np.empty(0, dtype=np.int64)
         return ForwardTarget(nothing, (0, len(tokens)), fill=(self.block_start, self.params.eos_id))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Self
 
-from vllm.diffusion.core.scoring import Scoring
+from vllm.diffusion.core.scoring import CandidateScoring
 from vllm.diffusion.decoding.base import Candidates, DecodingRule, ForwardTarget, most_certain_first
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class PipelinedRule(DecodingRule):
     changes nothing, because the model proposed the mask token, the next one forbids that token.
     """
 
-    scoring = Scoring(score="negative_entropy", epsilon=1e-12)
+    scoring = CandidateScoring(score="negative_entropy", epsilon=1e-12)
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)
@@ -75,12 +75,12 @@ class PipelinedRule(DecodingRule):
         self.step += 1
         if self.step == self.params.steps:
             return self.take_what_is_left(masked)
-        work = self.plan(tokens, masked)
-        if work.eligible.size == 0 and work.fill is None:
+        target = self.plan(tokens, masked)
+        if target.eligible.size == 0 and target.fill is None:
             return self.take_what_is_left(masked)  # mask tokens of the prompt out of reach
         unfinished = (b for b in self.blocks if b.is_full and b.num_masked > 0)
         self._first_full = next(unfinished, None)
-        return work
+        return target
 
     def choose(self, candidates: Candidates) -> Array:
         accepted = self.accept(candidates.scores)

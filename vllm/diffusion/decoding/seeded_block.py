@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm.diffusion.core.scoring import Scoring
+from vllm.diffusion.core.scoring import CandidateScoring
 from vllm.diffusion.decoding.base import Array, Candidates, ForwardTarget, ScorePick
 from vllm.diffusion.decoding.block_quota import ConfidenceOrQuota, Quota
 
@@ -59,7 +59,7 @@ class SeededQuota(Quota):
     Behind the last block there is none.
     """
 
-    drawn = Scoring()
+    drawn = CandidateScoring()
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)
@@ -90,7 +90,7 @@ class SeededQuota(Quota):
             following = target._replace(eligible=target.eligible[target.eligible != end])
         return following._replace(fill=(end, self._budget.end_id), fill_end=end + 1)
 
-    def work(self, masked: Array) -> ForwardTarget:
+    def target(self, masked: Array) -> ForwardTarget:
         was_seed, start = self._is_seed, self.start
         self._is_seed = int(masked[0]) == start
         if self._is_seed:
@@ -98,7 +98,7 @@ class SeededQuota(Quota):
             return ForwardTarget(masked[:1], (self._before(start), start), is_causal=True)
         if was_seed:
             self.forbid_mask = False
-        return super().work(masked)
+        return super().target(masked)
 
     def _before(self, start: int) -> int:
         """Return where the tokens begin whose keys and values are stored with the next seed."""

@@ -79,7 +79,7 @@ class SelfSpeculation(DecodingRule):
             tokens = self._with_think_end(candidates)
         if self._drafted is None:
             chosen = self.select(candidates)
-            self.num_drafted += int((candidates.positions[chosen] < self._end).sum())
+            self.num_unconfirmed += int((candidates.positions[chosen] < self._end).sum())
             return Commit(candidates.positions[chosen], tokens[chosen])
         self.forbade_mask = True
         differ = (self._drafted != tokens[: self._drafted.size]).nonzero()[0]
@@ -88,7 +88,7 @@ class SelfSpeculation(DecodingRule):
         written = np.where(np.arange(tokens.size) < count, tokens, self.params.mask_id)
         written = written[: max(count, self._drafted.size)]
         self._next, self._drafted = self._next + count, None
-        self._is_drafting, self.num_drafted = False, 0
+        self._is_drafting, self.num_unconfirmed = False, 0
         return Commit(candidates.positions[: written.size], written)
 
     def _with_think_end(self, candidates: Candidates) -> Array:

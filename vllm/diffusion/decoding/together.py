@@ -39,19 +39,19 @@ class BatchedChoice:
 
     Args:
         picks: picks of the rules; None where a rule chooses by itself.
-        works: targets of the forwards.
+        targets: targets of the forwards.
         mask_id: the mask token.
     """
 
     def __init__(
-        self, picks: Sequence[ScorePick | None], works: Sequence[ForwardTarget], mask_id: int
+        self, picks: Sequence[ScorePick | None], targets: Sequence[ForwardTarget], mask_id: int
     ) -> None:
         self._has_pick = [pick is not None for pick in picks]
         self._mask_id = mask_id
-        self._counts = counts = np.array([work.eligible.size for work in works])
+        self._counts = counts = np.array([target.eligible.size for target in targets])
         self._starts = counts.cumsum() - counts
         self._owners = np.repeat(np.arange(counts.size), counts)
-        self._positions = np.concatenate([work.eligible for work in works])
+        self._positions = np.concatenate([target.eligible for target in targets])
         quotas, thresholds, in_order = zip(*[pick or ScorePick(0) for pick in picks], strict=True)
         self._quotas = np.array(quotas)
         self._thresholds = np.repeat(thresholds, counts)
@@ -79,7 +79,11 @@ class BatchedChoice:
         is_left = np.ones(scores.size, dtype=np.bool_)
         is_left[filled] = False
 
-        positions, found, left = self._positions[chosen], tokens[chosen], self._positions[is_left]
+        positions, chosen_tokens, left = (
+            self._positions[chosen],
+            tokens[chosen],
+            self._positions[is_left],
+        )
         ends, left_ends = num_chosen.cumsum().tolist(), (counts - num_filled).cumsum().tolist()
         choices: list[BatchedCommit | None] = []
         start = left_start = 0
@@ -87,7 +91,9 @@ class BatchedChoice:
             self._has_pick, ends, left_ends, num_filled.tolist(), strict=True
         ):
             own = slice(start, end)
-            choice = BatchedCommit(positions[own], found[own], left[left_start:left_end], num > 0)
+            choice = BatchedCommit(
+                positions[own], chosen_tokens[own], left[left_start:left_end], num > 0
+            )
             choices.append(choice if has_pick else None)
             start, left_start = end, left_end
         return choices

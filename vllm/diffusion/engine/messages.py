@@ -11,14 +11,14 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 if TYPE_CHECKING:
     from vllm.diffusion.core.trajectory import Trajectory
-    from vllm.diffusion.engine.slices import PausedStep, Slice, SliceTiming
+    from vllm.diffusion.engine.long_steps import PausedStep, SliceTiming, StepSlice
     from vllm.diffusion.memory import Rates
     from vllm.diffusion.request.likelihood import TokenScores
     from vllm.diffusion.request.params import DiffusionParams
     from vllm.v1.outputs import LogprobsLists
 
 # Sample rows of a first forward whose hidden states are kept for requests that share its prompt.
-MOST_SHARED_ROWS = 8_192
+MAX_SHARED_ROWS = 8_192
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class CanvasView:
         committed: N bytes, 1 where the token is committed.
         confidence: N fp32, little-endian: the model's probability of the token in the forward that
             proposed it; NaN where none has.
-        guessed: N bytes, 1 where a guess that came true committed the token; None for requests
-            without guesses.
+        guessed: N bytes, 1 where an accepted draft committed the token; None for requests
+            without drafts.
     """
 
     step: int
@@ -83,7 +83,7 @@ class StepResult:
         new_token_ids: tokens that became part of the finished prefix of the canvas.
         num_steps: steps of the request so far: forwards of the loop that takes one at a time.
         num_forwards: forwards of the request so far; one may serve several steps.
-        num_drafted: states that were guessed, and evaluated beside a step's own, so far.
+        num_drafts: drafts that were evaluated so far.
         num_committed: canvas positions committed so far.
         next_rows: rows of its next forward; 0 where it has none.
         infilled: tokens that replaced mask tokens of the prompt so far, by position.
@@ -102,7 +102,7 @@ class StepResult:
     num_forwards: int
     num_committed: int
     next_rows: int = 0
-    num_drafted: int = 0
+    num_drafts: int = 0
     infilled: dict[int, int] = field(default_factory=dict)
     error: str | None = None
     logprobs: LogprobsLists | None = None
@@ -161,7 +161,7 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     admitted: list[NewCanvas] = field(default_factory=list)
     new_pages: dict[str, NewPages] = field(default_factory=dict)
     scheduled_at: float = 0.0
-    next_slice: Slice | None = None
+    next_slice: StepSlice | None = None
     long: list[str] = field(default_factory=list)
     drains: bool = False
     generation: int = 0
@@ -173,9 +173,9 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
 
     `usage` is the memory that the step took, and what there is; `num_rows` the rows computed;
     `launched` the requests of each of the next steps under way; `paused` the long step that waits
-    for its next slice; `worked` the slices that have ended since the last message. `generation`
-    is that of the weights, and `renewed` has, where it is a new one, the rows of every request's
-    next forward, which begins without kept keys and values.
+    for its next slice; `slice_timing` sums the slices that have ended since the last message.
+    `generation` is that of the weights. If it is a new one, `invalidated` has the rows of every
+    request's next forward, which begins without kept keys and values.
     """
 
     results: dict[str, StepResult] = field(default_factory=dict)
@@ -183,6 +183,6 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
     num_rows: int = 0
     launched: list[list[str]] = field(default_factory=list)
     paused: PausedStep | None = None
-    worked: SliceTiming | None = None
+    slice_timing: SliceTiming | None = None
     generation: int = 0
-    renewed: dict[str, int] = field(default_factory=dict)
+    invalidated: dict[str, int] = field(default_factory=dict)

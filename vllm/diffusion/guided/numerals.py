@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.guided.syntax import Node
 
-MOST_LISTED = 1000  # multiples that are written out; also the largest factor
-MOST_WHOLE_DIGITS = 27  # of bounds of whole numbers: `Decimal` has one more
-MOST_BOUND_DIGITS = 12  # so that three more behind the point are still told apart by a double
+MAX_MULTIPLES = 1000  # multiples that are written out; also the largest factor
+MAX_WHOLE_DIGITS = 27  # of bounds of whole numbers: `Decimal` has one more
+MAX_BOUND_DIGITS = 12  # so that three more behind the point are still told apart by a double
 OPEN_DIGITS = 15  # before the point, where a bound is missing on that side
 
 INTEGER = regex("-?(0|[1-9][0-9]*)")
@@ -32,8 +32,8 @@ def integers(least: int | None, most: int | None, factor: int | None) -> Node:
         return _multiples(least, most, factor)
     if least is None and most is None:
         return INTEGER
-    if any(len(str(abs(bound or 0))) > MOST_WHOLE_DIGITS for bound in (least, most)):
-        raise UnsupportedBoundsError(f"wanted bounds of at most {MOST_WHOLE_DIGITS} digits")
+    if any(len(str(abs(bound or 0))) > MAX_WHOLE_DIGITS for bound in (least, most)):
+        raise UnsupportedBoundsError(f"wanted bounds of at most {MAX_WHOLE_DIGITS} digits")
     return _between(least, most, 0)
 
 
@@ -51,8 +51,8 @@ def numbers(least: Decimal | None, most: Decimal | None, *, above: bool, below: 
     low = None if least is None else int(least.scaleb(places)) + above
     high = None if most is None else int(most.scaleb(places)) - below
     for bound in (low, high):
-        if bound is not None and len(str(abs(bound))) > MOST_BOUND_DIGITS:
-            raise UnsupportedBoundsError(f"wanted bounds of at most {MOST_BOUND_DIGITS} digits")
+        if bound is not None and len(str(abs(bound))) > MAX_BOUND_DIGITS:
+            raise UnsupportedBoundsError(f"wanted bounds of at most {MAX_BOUND_DIGITS} digits")
     more = regex("[0-9]{1,3}") if places else regex(r"\.[0-9]{1,3}")
     options = [_between(low, high, places)]
     # What follows the places of the bounds leads away from zero, by less than one of the last.
@@ -67,13 +67,14 @@ def numbers(least: Decimal | None, most: Decimal | None, *, above: bool, below: 
 
 
 def _multiples(least: int | None, most: int | None, factor: int) -> Node:
-    if not 1 <= factor <= MOST_LISTED:
-        raise UnsupportedBoundsError(f"wanted a whole number from 1 to {MOST_LISTED}")
+    if not 1 <= factor <= MAX_MULTIPLES:
+        raise UnsupportedBoundsError(f"wanted a whole number from 1 to {MAX_MULTIPLES}")
     if least is not None and most is not None:
         first, last = -(-least // factor), most // factor
-        if last - first >= MOST_LISTED:
+        if last - first >= MAX_MULTIPLES:
             raise UnsupportedBoundsError(
-                f"{last - first + 1} multiples lie within the bounds; wanted at most {MOST_LISTED}"
+                f"{last - first + 1} multiples lie within the bounds; "
+                f"wanted at most {MAX_MULTIPLES}"
             )
         return either(str(factor * number) for number in range(first, last + 1))
     if most is None and (least is None or least <= 0):

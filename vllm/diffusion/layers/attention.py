@@ -134,7 +134,7 @@ class SelfAttention:
         *,
         updated: Tensor | None = None,
         exchange: HeadExchange | None = None,
-        num_drafted: int = 0,
+        num_adapter_rows: int = 0,
     ) -> None:
         """Add Wo attention(q, k, v) of one group of heads, summed over ranks, to `updated`.
 
@@ -148,8 +148,8 @@ class SelfAttention:
             updated: [R, D], written; None for x itself, which is right if there is one group.
             exchange: exchange with ranks that have other rows; `sources` are then those of all
                 ranks' rows, for this rank's heads.
-            num_drafted: last rows to which the adapter for drafts is applied, if there is one; all
-                where it is more than there are, none below 1.
+            num_adapter_rows: last rows to which the draft adapter is applied, if there is one; all
+                rows if it is larger, none below 1.
         """
         if x.shape[0] == 0 and exchange is None:
             return
@@ -161,8 +161,8 @@ class SelfAttention:
             else:
                 theirs = exchange.to_heads(q, buffers)
                 heads = exchange.to_rows(_attend_all(theirs, sources, buffers), q, buffers)
-            if self.drafting is not None and num_drafted > 0:
-                self.drafting.add_to(x[-num_drafted:], heads[-num_drafted:].flatten(1))
+            if self.drafting is not None and num_adapter_rows > 0:
+                self.drafting.add_to(x[-num_adapter_rows:], heads[-num_adapter_rows:].flatten(1))
             self._add(x if updated is None else updated, heads, group, buffers)
 
     def _queries(self, x: Tensor, rotary: Rotary, group: HeadGroup, buffers: Buffers) -> Tensor:

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.spans import AttentionLayout
 
 PACKAGE = "nvidia-cudnn-frontend"
-_LEAST_FRONT_END, _LEAST_CUDNN = (1, 19, 1), 91900
+_MIN_FRONT_END, _MIN_CUDNN = (1, 19, 1), 91900
 _REFERENCE_ROWS = 512  # queries at a time off the GPU
-_MOST_PLANS = 256
-_MOST_ERROR = 0.1  # of results and weights that are rounded to fp8 in another order
+_MAX_PLANS = 256
+_MAX_ERROR = 0.1  # of results and weights that are rounded to fp8 in another order
 _ALIGNMENT = 16  # bytes, of everything that cuDNN reads
 
 
@@ -70,17 +70,17 @@ def why_not(device: torch.device, head_dim: int) -> str | None:
     if util.find_spec("cudnn") is None:
         return f"the package {PACKAGE}: pip install {PACKAGE}"
     versions = _version(metadata.version(PACKAGE)), torch.backends.cudnn.version() or 0
-    if versions[0] < _LEAST_FRONT_END or versions[1] < _LEAST_CUDNN:
+    if versions[0] < _MIN_FRONT_END or versions[1] < _MIN_CUDNN:
         return (
-            f"{PACKAGE} {'.'.join(map(str, _LEAST_FRONT_END))} and cuDNN {_LEAST_CUDNN} at least "
+            f"{PACKAGE} {'.'.join(map(str, _MIN_FRONT_END))} and cuDNN {_MIN_CUDNN} at least "
             f"(given {metadata.version(PACKAGE)} and {versions[1]})"
         )
     try:
         error = _tried(device, head_dim)
     except Exception as failure:
-        told = str(failure).strip().splitlines() or [type(failure).__name__]
-        return f"a cuDNN that computes it (it says: {told[0]})"
-    if not error < _MOST_ERROR:
+        lines = str(failure).strip().splitlines() or [type(failure).__name__]
+        return f"a cuDNN that computes it (it says: {lines[0]})"
+    if not error < _MAX_ERROR:
         return f"a cuDNN that computes it right (relative error {error:.3f})"
     return None
 
@@ -91,11 +91,11 @@ def _tried(device: torch.device, head_dim: int) -> float:
     heads = (64 * torch.randn(200, 12, head_dim, device=device, generator=draws)).to(FP8)
     q, k, v = heads.split((6, 3, 3), dim=1)
     scales = torch.full((4,), 1 / 64, device=device)
-    found = [torch.empty(q.shape, dtype=FP8, device=device) for _ in range(2)]
-    _by_cudnn(q[:150], k, v, scales, found[0][:150])
-    _by_cudnn(q[150:], k, v, scales, found[0][150:])
-    _by_torch(q, k, v, scales, found[1])
-    given, wanted = (part.float() for part in found)
+    outputs = [torch.empty(q.shape, dtype=FP8, device=device) for _ in range(2)]
+    _by_cudnn(q[:150], k, v, scales, outputs[0][:150])
+    _by_cudnn(q[150:], k, v, scales, outputs[0][150:])
+    _by_torch(q, k, v, scales, outputs[1])
+    given, wanted = (part.float() for part in outputs)
     return float((given - wanted).norm() / wanted.norm())
 
 
@@ -124,8 +124,8 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, scales: Tensor, out: Tensor) -> N
             logits = (q[part, head].float() @ keys.t()) * factor
             weights = (logits - logits.amax(1, keepdim=True)).exp()
             rounded = (weights * LARGEST).to(FP8).float()
-            found = (rounded @ values) * by / weights.sum(1, keepdim=True)
-            out[part, head] = found.clamp(-LARGEST, LARGEST).to(FP8)
+            product = (rounded @ values) * by / weights.sum(1, keepdim=True)
+            out[part, head] = product.clamp(-LARGEST, LARGEST).to(FP8)
 
 
 # ---- cuDNN ----
@@ -208,7 +208,7 @@ class _Library:
         with torch.cuda.device(device):
             self._handle = self._cudnn.create_handle()
         self._weights = torch.tensor((1.0 / LARGEST, LARGEST), device=device)  # of them, and by
-        self.graph_of = functools.lru_cache(_MOST_PLANS)(
+        self.graph_of = functools.lru_cache(_MAX_PLANS)(
             functools.partial(_Graph, self._cudnn, self._handle)
         )
 
@@ -235,9 +235,9 @@ def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, scales: Tensor, out: Tensor) -> N
     """
     if len(q) == 1:
         twice = q.view(torch.uint8).repeat(2, 1, 1).view(FP8)
-        found = torch.empty_like(twice)
-        _library(q.device).attend(twice, k, v, scales, found)
-        out.copy_(found[:1])
+        product = torch.empty_like(twice)
+        _library(q.device).attend(twice, k, v, scales, product)
+        out.copy_(product[:1])
         return
     _library(q.device).attend(q, k, v, scales, out)
 

@@ -55,7 +55,7 @@ class Rates(NamedTuple):
 
 
 H200 = Rates(720e12, 620e12, 4.2e12, 55e9, 2e-6, 132, 200e9, 150e-6)
-# One slow core: the scheduler learns what it has (`engine/scheduler/long_requests.py`), and a
+# One slow core: the scheduler learns what it has (`engine/scheduler/long_step_policy.py`), and a
 # device that is taken for too slow only has its steps cut where they need not be.
 CPU = Rates(20e9, 10e9, 5e9, 5e9, 20e-6, 1, 1e9, 500e-6)
 

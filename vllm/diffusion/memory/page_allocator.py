@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.ops import Array
 
 
-PART_WITH_PLACES = 0.25  # of the pool that pages may have with those of `places`
+MAX_SHARE_WITH_DRAFTS = 0.25  # share of the pool that pages may take with draft pages
 
 
 @dataclass
@@ -88,13 +88,13 @@ class PageAllocator:
                     f"page store: host_layers: wanted {self.store.host_layers}, as other requests "
                     f"have, given {host_layers}"
                 )
-            self.store.begin_anew(host_layers)
+            self.store.reset(host_layers)
         wanted = num_pages(length)
         self._provide(wanted)
         self.store.take_host_memory()
         pages = np.array([self.store.free.pop() for _ in range(wanted)], dtype=np.int64)
         kept = self._hold(req_id, length, pages)
-        self.renew_table()
+        self.update_table()
         return kept
 
     def share(self, req_id: str, owner: str, length: int, shared: Sequence[range]) -> KeptSequence:
@@ -118,23 +118,23 @@ class PageAllocator:
         (kept,) = self._share([req_id], owner, length, is_shared)
         return kept
 
-    def places(
+    def allocate_drafts(
         self, owner: str, own: Sequence[range], names: Sequence[str], *, grows: bool = True
     ) -> list[KeptSequence]:
-        """Give names what a request keeps, with pages of their own at some positions.
+        """Give drafts the pages of a request, with pages of their own at some positions.
 
-        Rows of these pages at other positions are copies of those that the request keeps now.
+        Rows of these pages at other positions are copies of the rows that the request keeps now.
 
         Args:
             owner: the request.
-            own: positions that are written.
-            names: whoever writes them.
+            own: positions that drafts write.
+            names: names of the drafts, by which `release` finds their pages.
             grows: whether the store may grow for it. Else free pages are used, which all ranks have
                 alike, and nothing is raised.
 
         Returns:
-            the sequences of the first names; fewer where more would take a part of the pool that
-            steps need.
+            the sequences of the first names; fewer if more would take a part of the pool that steps
+            need.
 
         Raises:
             PoolExhaustedError: as `allocate`.
@@ -146,17 +146,17 @@ class PageAllocator:
         pages_each = int(np.count_nonzero(~is_shared.reshape(-1, PAGE_SIZE).all(axis=1)))
         room = len(store.free)
         if grows and not self._is_fixed:
-            most = int(PART_WITH_PLACES * self._pool.budget_bytes) // store.page_bytes
-            room = max(room, most - store.num_pages + room)
+            max_pages = int(MAX_SHARE_WITH_DRAFTS * self._pool.budget_bytes) // store.page_bytes
+            room = max(room, max_pages - store.num_pages + room)
         names = names[: room // pages_each]
-        found = self._share(names, owner, kept.length, is_shared)
+        drafts = self._share(names, owner, kept.length, is_shared)
         if self._is_fixed:
-            for name, place in zip(names, found, strict=True):
-                self._scratch[name] = place.pages[place.pages != kept.pages].tolist()
-        return found
+            for name, draft in zip(names, drafts, strict=True):
+                self._scratch[name] = draft.pages[draft.pages != kept.pages].tolist()
+        return drafts
 
-    def copy_again(self, owner: str, names: Sequence[str]) -> None:
-        """Copy to places what their request keeps now beside the positions that they write."""
+    def refresh_drafts(self, owner: str, names: Sequence[str]) -> None:
+        """Copy a request's rows to draft pages, at positions that drafts do not write."""
         kept = self._sequences[owner].pages
         for name in names:
             pages = self._sequences[name].pages
@@ -171,15 +171,15 @@ class PageAllocator:
         own = np.flatnonzero(~by_page.all(axis=1))
         copied = own[by_page[own].any(axis=1)]
         self._provide(len(own) * len(names))  # pages of the owner may move
-        found = []
+        shares = []
         for name in names:
             pages = self._sequences[owner].pages[: len(by_page)].copy()
             sources = pages[copied]
             pages[own] = [self.store.free.pop() for _ in own]
             self.store.copy(sources.tolist(), pages[copied].tolist())
-            found.append(self._hold(name, length, pages))
-        self.renew_table()
-        return found
+            shares.append(self._hold(name, length, pages))
+        self.update_table()
+        return shares
 
     def copy(self, req_id: str, owner: str) -> None:
         """Copy everything that a request of equal length keeps now to this one's pages."""
@@ -207,7 +207,7 @@ class PageAllocator:
 
         Args:
             num_pages: number of pages.
-            scratch: further pages, for `places`.
+            scratch: further pages, for drafts.
             most_entries: pages of all requests together, a page counted once for each of them.
 
         Raises:
@@ -221,7 +221,7 @@ class PageAllocator:
     def assign(
         self, req_id: str, pages: Sequence[int], *, behind: bool = False
     ) -> KeptSequence | None:
-        """Give a request pages of a fixed store; call `renew_table` before they are read.
+        """Give a request pages of a fixed store; call `update_table` before they are read.
 
         Args:
             req_id: the request.
@@ -247,7 +247,7 @@ class PageAllocator:
         """Whether a request has pages."""
         return req_id in self._sequences
 
-    def renew_table(self) -> None:
+    def update_table(self) -> None:
         """Name the pages of all sequences; steps under way have the table before."""
         if not self._sequences:
             return
@@ -270,7 +270,7 @@ class PageAllocator:
         self.store.free += [p for p in kept.pages[::-1].tolist() if not self._holders[p]]
         is_large = 2 * self.store.reserved_bytes > self._pool.budget_bytes
         if not self._sequences and (is_large or self.store.host_layers):
-            self.store.begin_anew(host_layers=0)
+            self.store.reset(host_layers=0)
 
     @property
     def fixed_bytes(self) -> int:
@@ -287,7 +287,7 @@ class PageAllocator:
         try:
             self.store.resize(self.store.num_pages - len(self.store.free))
         finally:
-            self.renew_table()
+            self.update_table()
 
     @property
     def unused_bytes(self) -> int:

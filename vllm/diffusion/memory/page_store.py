@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.ops import Array
 
 
-ENTRIES_PER_PAGE = 16  # of the table: a request's guesses read most of its pages, too
+ENTRIES_PER_PAGE = 16  # of the table: a request's drafts read most of its pages, too
 
 
 class PageStore:
@@ -170,7 +170,7 @@ class PageStore:
             for part in self._parts:
                 part[:, target].copy_(part[:, source])
 
-    def begin_anew(self, host_layers: int) -> None:
+    def reset(self, host_layers: int) -> None:
         """Begin again without pages; so many layers of later ones are to lie in host memory."""
         if self._host is not None:
             self._host.close()

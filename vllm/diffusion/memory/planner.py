@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MAX_KNOWN_PLANS = 4_096
 # Steps share a plan if these sizes round up to equal multiples of a unit: sample rows,
 READ_UNITS = 16  # of a unit of 1 / READ_UNITS of the step's rows,
-LEAST_READ_UNIT = 32  # but at least this;
+MIN_READ_UNIT = 32  # but at least this;
 KEYS_UNIT = 256  # keys of the longest sequence, and kept keys;
 SEQUENCES_UNIT = 16  # sequences, if there are several.
 RESERVED_PART = 8  # at most 1 / RESERVED_PART of the budget is left to short steps
@@ -77,7 +77,7 @@ class Planner:
             shards=shards,
             min_rows=min_rows,
         )
-        self._found = lru_cache(MAX_KNOWN_PLANS)(self.search.find)
+        self._cached_find = lru_cache(MAX_KNOWN_PLANS)(self.search.find)
 
     def plan(self, step: StepShape, kept_bytes: int = 0, longest_chunk_s: float = math.inf) -> Plan:
         """Return the plan of a step.
@@ -94,11 +94,11 @@ class Planner:
         """
         reserved = 0 if longest_chunk_s == math.inf else self.reserved_bytes
         if not reserved:
-            return self._found(step, kept_bytes, longest_chunk_s)
+            return self._cached_find(step, kept_bytes, longest_chunk_s)
         try:
-            plan = self._found(step, kept_bytes + reserved, longest_chunk_s)
+            plan = self._cached_find(step, kept_bytes + reserved, longest_chunk_s)
         except ActivationBudgetError:
-            return self._found(step, kept_bytes, longest_chunk_s)
+            return self._cached_find(step, kept_bytes, longest_chunk_s)
         return replace(
             plan,
             predicted_peak_bytes=plan.predicted_peak_bytes - reserved,
@@ -139,7 +139,7 @@ class Planner:
     @property
     def num_found(self) -> int:
         """Number of searches for a plan so far; other plans were looked up."""
-        return self._found.cache_info().misses
+        return self._cached_find.cache_info().misses
 
     @property
     def cached_positions(self) -> int:
@@ -150,7 +150,7 @@ class Planner:
 def _rounded_up(step: StepShape) -> StepShape:
     """Return the largest of the steps that share one plan with this one."""
     is_alone = step.num_sequences == 1
-    unit = max(step.rows // READ_UNITS, LEAST_READ_UNIT)
+    unit = max(step.rows // READ_UNITS, MIN_READ_UNIT)
     return step._replace(
         sample_rows=min(_in_whole(unit, step.sample_rows), step.rows),
         longest=_in_whole(KEYS_UNIT, step.longest),

@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 MEASURED = ("product_flops", "attention_flops", "memory_bytes")  # which properties promise
-HEATED_S = 0.22  # of products, until the card has met its limit of power
+THERMAL_WARMUP_S = 0.22  # of products, until the card has met its limit of power
 MOMENT_S, COPIES_S = 0.04, 0.015  # that rounds are counted of products and of attention; of copies
 LINK_BYTES = 32 << 20  # as much of the host's memory is pinned meanwhile
-BELIEVED = 0.6  # of what properties promise: few cards do less of it alone
+PEAK_FRACTION = 0.6  # of what properties promise: few cards do less of it alone
 COPIED_BYTES = 512 << 20  # enough that a copy's start and end do not count
 OTHERS_BYTES = 2 << 30  # of its memory that this process has not allocated: others are there
 
 # Operations of dense 16-bit products with fp32 sums a clock and multiprocessor, by compute
 # capability: of the cards of a kind that have the fewest, which are those for games.
 _OPERATIONS = {(8, 0): 2048, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192}
-_FEWEST_OPERATIONS = 512  # of 8.6, 8.9, 12.0 and 12.1
+_MIN_OPERATIONS = 512  # of 8.6, 8.9, 12.0 and 12.1
 _H200_KILOHERTZ, _H200_MEMORY_KILOHERTZ, _H200_MEMORY_BITS = 1_980_000, 3_201_000, 6144
 
 _ROWS, _DEPTH, _COLUMNS = 8192, 4096, 12_288
@@ -61,9 +61,14 @@ def rates_of(device: torch.device, ranks: RankGroup) -> Rates:
     """
     if device.type != "cuda":
         return CPU
-    found, source = _rates_here(device)
-    least = {name: ranks.least(int(getattr(found, name))) for name in (*MEASURED, "host_bytes")}
-    rates = found._replace(**least, multiprocessors=ranks.least(found.multiprocessors))
+    own_rates, source = _rates_here(device)
+    slowest = {
+        name: ranks.all_reduce_min(int(getattr(own_rates, name)))
+        for name in (*MEASURED, "host_bytes")
+    }
+    rates = own_rates._replace(
+        **slowest, multiprocessors=ranks.all_reduce_min(own_rates.multiprocessors)
+    )
     if ranks.rank == 0:
         logger.info(
             "%s: products %.0f and attention %.0f TFLOP/s, memory %.2f TB/s, host %.1f GB/s; %s",
@@ -106,7 +111,7 @@ def promised_rates(device: torch.device) -> Rates:
     def part(name: str, of: float) -> float:
         return (getattr(card, name, 0) or of) / of
 
-    operations = _OPERATIONS.get((card.major, card.minor), _FEWEST_OPERATIONS)
+    operations = _OPERATIONS.get((card.major, card.minor), _MIN_OPERATIONS)
     products = operations / _OPERATIONS[9, 0] * part("clock_rate", _H200_KILOHERTZ)
     products *= card.multi_processor_count / H200.multiprocessors
     memory = part("memory_clock_rate", _H200_MEMORY_KILOHERTZ)
@@ -127,7 +132,7 @@ def believed(measured: Rates, promised: Rates) -> Rates:
     slow = {
         name: getattr(promised, name)
         for name in MEASURED
-        if getattr(measured, name) < BELIEVED * getattr(promised, name)
+        if getattr(measured, name) < PEAK_FRACTION * getattr(promised, name)
     }
     return measured._replace(**slow)
 
@@ -158,7 +163,7 @@ def _product_flops(device: torch.device) -> float:
     def multiply() -> object:
         return torch.mm(x, weights, out=out)
 
-    _rounds(multiply, HEATED_S)
+    _rounds(multiply, THERMAL_WARMUP_S)
     seconds = statistics.median(_rounds(multiply, MOMENT_S))
     return 2 * _ROWS * _DEPTH * _COLUMNS / seconds
 
@@ -214,8 +219,8 @@ def _path_of(device: torch.device) -> Path:
 def _remembered(path: Path) -> Rates | None:
     """Read rates from a file; None if it holds none."""
     try:
-        found = json.loads(path.read_text())
-        rates = Rates(**found)
+        numbers = json.loads(path.read_text())
+        rates = Rates(**numbers)
         return rates if all(0 < number < math.inf for number in rates) else None
     except (OSError, ValueError, TypeError):
         return None

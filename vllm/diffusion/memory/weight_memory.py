@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 512  # bytes
 CHUNK_BYTES = 32 << 20  # mapped at a time; all of them come and go together
-MOST_LEFT_BYTES = 1 << 30  # that PyTorch may keep of what has moved
+MAX_UNUSED_BYTES = 1 << 30  # that PyTorch may keep of what has moved
 _NAN_BYTE = 0xFF  # four of them are NaN in fp32, two in bf16; one is in e4m3
 
 
@@ -88,7 +88,7 @@ class ArenaWeights(WeightMemory):
                 owner._parameters[name].data = place  # type: ignore[union-attr]
             else:
                 owner._buffers[name] = place
-            if left > MOST_LEFT_BYTES:  # PyTorch keeps what the weights had
+            if left > MAX_UNUSED_BYTES:  # PyTorch keeps what the weights had
                 left = 0
                 torch.cuda.empty_cache()
         self.num_bytes = end

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.positions import QueryGrowth, Yarn
     from vllm.diffusion.request.families import Family
 
-USUAL_BLOCK = 32
+DEFAULT_BLOCK_LENGTH = 32
 
 
-class ExpertScoring(NamedTuple):
+class RouterScoring(NamedTuple):
     """Choice and weighting of experts: the attributes of `gather_gemm.Scoring`."""
 
     is_sigmoid: bool = False
@@ -83,7 +83,7 @@ class Architecture(NamedTuple):
     expert_layers: tuple[int, ...] = ()
     expert_width: int = 0
     shared_expert_width: int = 0
-    scoring: ExpertScoring = ExpertScoring()
+    scoring: RouterScoring = RouterScoring()
     expert_bias_of: str | None = None
     has_fused_qkv: bool = False
     yarn: Yarn | None = None
@@ -167,7 +167,7 @@ class DiffusionConfig(PreTrainedConfig):
     @property
     def block_length(self) -> int:
         """Positions of a block if a request gives none; in block-causal families."""
-        return int(getattr(self, self.block_length_key, None) or USUAL_BLOCK)
+        return int(getattr(self, self.block_length_key, None) or DEFAULT_BLOCK_LENGTH)
 
     @property
     def architecture(self) -> Architecture:

@@ -69,4 +69,4 @@ class Updatable(nn.Module):
         """Let parameters that keep the largest of what comes begin with what comes next."""
         for parameter in self.parameters():
             if isinstance(parameter, ops.StreamedParameter):
-                parameter.begins_anew = True
+                parameter.should_reset = True

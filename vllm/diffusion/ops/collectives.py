@@ -78,21 +78,21 @@ class Collectives:
         """Prepare for a CUDA graph; to be called around a capture, and before a replay."""
 
     @property
-    def can_begin_anew(self) -> bool:
+    def can_reset(self) -> bool:
         """Whether ranks can go on after one of them has left the others waiting."""
         return self._board is not None and distributed.get_backend(self._group) == "gloo"
 
     def stop_waiting(self) -> None:
         """Announce that this rank makes no more calls; others see it on the board."""
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forget calls that not all ranks have made; every rank must call this."""
         ranks = distributed.get_process_group_ranks(self._group)
         self._group = distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
     def _wait(self, work: distributed.Work) -> None:
         """Wait for work; on the host only as long as all ranks are well."""
-        if self.can_begin_anew and self._board is not None:
+        if self.can_reset and self._board is not None:
             self._board.wait(work)
         else:
             work.wait()
@@ -143,7 +143,7 @@ class CardCollectives(Collectives):
         ]
         self._turn = 0
         self._nothing = torch.zeros(self.num_ranks, _ALIGNMENT, dtype=torch.uint8, device=device)
-        self.begin_anew()
+        self.reset()
 
     def add_sum(self, x: Tensor, write: Callable[[slice, Tensor], None], scratch: Buffers) -> None:
         for rows in self._pieces(x):
@@ -174,14 +174,14 @@ class CardCollectives(Collectives):
             self._gather(self._nothing)
 
     @property
-    def can_begin_anew(self) -> bool:
+    def can_reset(self) -> bool:
         return True
 
     def stop_waiting(self) -> None:
         torch.cuda.synchronize(self._device)  # what others wait for in earlier steps
         self._all.is_over.fill_(1)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         torch.cuda.synchronize(self._device)
         self._all.exchange(0)  # nobody computes
         self._memory[2 * self._buffer_bytes :].zero_()

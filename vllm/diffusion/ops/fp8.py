@@ -21,7 +21,14 @@ from vllm.diffusion.core.errors import CheckpointError, ServerConfigError
 from vllm.diffusion.core.quantisation import Fp8Scheme
 from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter, wide_rows
-from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace
+from vllm.diffusion.ops.projection import (
+    ALL,
+    WEIGHTS_ARE_CONSTANT,
+    Projection,
+    ProjectionKind,
+    WeightSpec,
+    Workspace,
+)
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm_add_llada.cuda_kernels.fused_ops import (
     FP8,
@@ -43,7 +50,6 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.buffers import Buffer, Buffers
     from vllm.diffusion.ops.projection import ParallelLayer
 
-_AT_REST = True  # no kernel of a step writes a weight, so it may be read before the one before ends
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # of both sizes of a matrix, on a GPU
 
@@ -111,8 +117,8 @@ class Fp8Method(StreamedMethod[Fp8Scheme]):
 
             def put_largest(rows: slice, part: Tensor) -> None:  # of those that share rows
                 fixed = largest.data
-                if largest.begins_anew:
-                    largest.begins_anew = False
+                if largest.should_reset:
+                    largest.should_reset = False
                     fixed.zero_()
                 fixed.copy_(torch.maximum(fixed, part.to(fixed)))
 
@@ -167,13 +173,13 @@ class Fp8Projection(Projection):
         return self._weight
 
     @classmethod
-    def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
-        if use is Use.GATED:
+    def workspace(cls, use: ProjectionKind, matrix: WeightSpec) -> Workspace:
+        if use is ProjectionKind.GATED:
             most_rows = matrix.most_stored_rows(partial(dispatch.fp8_tiling, gated=True))
             gate_up = stages.gate_up(matrix.dtype, matrix.columns)
             product = stages.gate_up(matrix.dtype, matrix.columns // 2)  # before it becomes fp8
             return Workspace((gate_up,), most_rows, (product,))
-        if use is Use.ADD_TO:
+        if use is ProjectionKind.ADD_TO:
             return Workspace((stages.projected(matrix.dtype, matrix.columns),))
         return Workspace()
 
@@ -196,7 +202,7 @@ class Fp8Projection(Projection):
                 out,
                 tiling=tiling,
                 bias=bias,
-                early=_AT_REST,
+                early=WEIGHTS_ARE_CONSTANT,
                 ahead=self._ahead,
             )
             return
@@ -228,7 +234,11 @@ class Fp8Projection(Projection):
             return
         gate_up = stages.gate_up(self._dtype, num_columns).take(scratch, num_rows)
         scales: tuple[Tensor, ...] = ()
-        if self._uses_cublas and self._bias is None and dispatch.scales_gated_apart(num_rows):
+        if (
+            self._uses_cublas
+            and self._bias is None
+            and dispatch.should_scale_gate_separately(num_rows)
+        ):
             self._multiply(x, self._weight, gate_up)
             scales = (x.scales, self._scales)
         else:
@@ -309,7 +319,7 @@ class Fp8Projection(Projection):
             tiling=tiling,
             bias=bias,
             epilogue=epilogue,
-            early=_AT_REST,
+            early=WEIGHTS_ARE_CONSTANT,
             ahead=self._ahead,
         )
 

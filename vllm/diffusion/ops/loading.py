@@ -53,7 +53,7 @@ class StreamedParameter(BasevLLMParameter):
         num_weights: elements of the matrix that it stores; 0 for scales and the like.
     """
 
-    begins_anew = True  # a parameter that keeps the largest of what comes forgets what came before
+    should_reset = True  # a running maximum starts again with the next weights
     output_dim = 0
     input_dim = 1
 

@@ -20,7 +20,14 @@ from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.core.quantisation import PackedScheme
 from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter, wide_rows
-from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace
+from vllm.diffusion.ops.projection import (
+    ALL,
+    WEIGHTS_ARE_CONSTANT,
+    Projection,
+    ProjectionKind,
+    WeightSpec,
+    Workspace,
+)
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm_add_llada.cuda_kernels.fused_ops import (
     Epilogue,
@@ -45,8 +52,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.ops.projection import ParallelLayer
 
 _UNPACKED = 36 << 20  # numbers unpacked at a time on a GPU, but for matrices of great depth
-_LEAST_COLUMNS = 256
-_AT_REST = True  # no kernel of a step writes a weight, so it may be read before the one before ends
+_MIN_COLUMNS = 256
 _SMALLEST_GROUP = 8
 
 # NF4 of QLoRA (Dettmers et al. 2023, arXiv:2305.14314): quantiles of a normal distribution.
@@ -147,14 +153,14 @@ def _rounded(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         steps = groups / _not_zero(scales)[:, :, None]
         numbers = (steps.round() + zeros[:, :, None]).clamp(0, 15)
         error = ((numbers - zeros[:, :, None]) * scales[:, :, None] - groups).square().sum(dim=2)
-        found: tuple[Tensor, ...] = (error, scales, zeros, numbers)
+        chosen: tuple[Tensor, ...] = (error, scales, zeros, numbers)
         if best:
             wins = error < best[0]
-            found = tuple(
+            chosen = tuple(
                 torch.where(wins if new.dim() == 2 else wins[:, :, None], new, old)
-                for new, old in zip(found, best, strict=True)
+                for new, old in zip(chosen, best, strict=True)
             )
-        best = found
+        best = chosen
     _, scales, zeros, numbers = best
     return numbers, scales, zeros
 
@@ -209,11 +215,11 @@ class PackedProjection(Projection):
         return self._packed.values
 
     @classmethod
-    def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
-        if use is Use.GATED:
+    def workspace(cls, use: ProjectionKind, matrix: WeightSpec) -> Workspace:
+        if use is ProjectionKind.GATED:
             gate_up = stages.gate_up(matrix.dtype, matrix.columns)
             return Workspace((gate_up,), matrix.most_stored_rows(dispatch.gated_tiling))
-        if use is Use.PROJECT or (matrix.device.type == "cuda" and not matrix.is_summed):
+        if use is ProjectionKind.PROJECT or (matrix.device.type == "cuda" and not matrix.is_summed):
             return Workspace()
         return Workspace((stages.projected(matrix.dtype, matrix.columns),))
 
@@ -272,7 +278,7 @@ class PackedProjection(Projection):
             look_up=self._look_up,
             bias=bias,
             epilogue=epilogue,
-            early=_AT_REST,
+            early=WEIGHTS_ARE_CONSTANT,
             ahead=self._ahead,
         )
         return True
@@ -312,7 +318,7 @@ def _slices_of(x: Tensor, num_columns: int, packed: Packed, tiling: Tiling) -> I
 
 def _most_columns(depth: int) -> int:
     """Number of columns that are unpacked at a time."""
-    return max(_UNPACKED // depth, _LEAST_COLUMNS)
+    return max(_UNPACKED // depth, _MIN_COLUMNS)
 
 
 def reserve_unpacked(device: torch.device, num_rows: int, depth: int, dtype: torch.dtype) -> None:

@@ -45,10 +45,11 @@ if TYPE_CHECKING:
 
 ALL = slice(None)
 _SCANNED_ROWS = 16_384
-_AT_REST = True  # no kernel of a step writes a weight, so it may be read before the one before ends
+# No kernel of a step writes a weight, so a kernel may read weights before the previous one ends.
+WEIGHTS_ARE_CONSTANT = True
 
 
-class Use(Enum):
+class ProjectionKind(Enum):
     """Uses of a projection, by its methods' names."""
 
     PROJECT = "project"
@@ -56,7 +57,7 @@ class Use(Enum):
     ADD_TO = "add_to"
 
 
-class Matrix(NamedTuple):
+class WeightSpec(NamedTuple):
     """Facts about a weight [columns, depth] of one rank, before it is loaded.
 
     Attributes:
@@ -154,7 +155,7 @@ class Projection(ABC):
 
     @classmethod
     @abstractmethod
-    def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
+    def workspace(cls, use: ProjectionKind, matrix: WeightSpec) -> Workspace:
         """Return the scratch memory of a use on one rank, from shapes alone.
 
         Rows are those that `rows` returns.
@@ -241,15 +242,15 @@ class PlainProjection(Projection):
         return self._weight[columns] if self._bias is None else None
 
     @classmethod
-    def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
-        if use is Use.GATED:
+    def workspace(cls, use: ProjectionKind, matrix: WeightSpec) -> Workspace:
+        if use is ProjectionKind.GATED:
             gate_up = stages.gate_up(matrix.dtype, matrix.columns)
             return Workspace(
                 (gate_up,),
                 matrix.most_stored_rows(partial(dispatch.linear_tiling, gated=True)),
             )
         adds_in_place = matrix.device.type == "cuda" and not matrix.has_bias
-        if use is Use.PROJECT or (adds_in_place and not matrix.is_summed):
+        if use is ProjectionKind.PROJECT or (adds_in_place and not matrix.is_summed):
             return Workspace()
         return Workspace((stages.projected(matrix.dtype, matrix.columns),))
 
@@ -258,7 +259,7 @@ class PlainProjection(Projection):
         bias = None if bias is None else bias[columns]
         tiling = _tiling(x, weight)
         if tiling is not None:
-            fused_linear(x, weight, out, tiling=tiling, bias=bias, early=_AT_REST)
+            fused_linear(x, weight, out, tiling=tiling, bias=bias, early=WEIGHTS_ARE_CONSTANT)
         elif bias is not None:
             torch.addmm(bias, x, weight.t(), out=out)
         elif x.element_size() == 2 and dispatch.multiplies_head(len(x), len(weight), x.device):
@@ -272,7 +273,9 @@ class PlainProjection(Projection):
         tiling = None if self._bias is not None else _tiling(x, weight, gated=True)
         if tiling is not None:
             epilogue = Epilogue.SILU_MUL
-            fused_linear(x, weight, out, tiling=tiling, epilogue=epilogue, early=_AT_REST)
+            fused_linear(
+                x, weight, out, tiling=tiling, epilogue=epilogue, early=WEIGHTS_ARE_CONSTANT
+            )
             return
         gate_up = stages.gate_up(x.dtype, len(weight)).take(scratch, len(x))
         self.project(x, gate_up, scratch)
@@ -293,7 +296,9 @@ class PlainProjection(Projection):
         weight = self._weight[:, features]
         tiling = _tiling(h, weight) if features == ALL else None
         if tiling is not None:
-            fused_linear(h, weight, x, tiling=tiling, epilogue=Epilogue.RESIDUAL, early=_AT_REST)
+            fused_linear(
+                h, weight, x, tiling=tiling, epilogue=Epilogue.RESIDUAL, early=WEIGHTS_ARE_CONSTANT
+            )
         else:
             x.addmm_(h, weight.t())
 

@@ -53,12 +53,12 @@ def candidates(
         return flash_sample.candidates(logits, rows, score)
     record = flash_sample.partial(logits, rows, score, first_column=first_column)
     records = tensor_parallel().gather(record)
-    found = flash_sample.merge(records, rows, score)
+    merged = flash_sample.merge(records, rows, score)
     epsilon = rows.epsilon
     if score != "entropy" or _is_negligible(epsilon, vocab_size):
-        return found
+        return merged
     share = flash_sample.entropy_share(logits, records, rows, first_column=first_column)
-    return found._replace(score=tensor_parallel().gather(share).sum(dim=0))
+    return merged._replace(score=tensor_parallel().gather(share).sum(dim=0))
 
 
 def kept_columns(
@@ -68,7 +68,7 @@ def kept_columns(
     return flash_sample.kept_columns(logits, temperature, filters)
 
 
-MOST_IN_HEAD = gather_gemm.MAX_COLUMNS  # special columns that `most_likely_in_head` takes
+MAX_HEAD_COLUMNS = gather_gemm.MAX_COLUMNS  # special columns that `most_likely_in_head` takes
 
 
 def samples_in_head(x: torch.Tensor, matrix: torch.Tensor) -> bool:
@@ -84,7 +84,7 @@ def most_likely_in_head(x: torch.Tensor, matrix: torch.Tensor, rows: Rows) -> Sa
     Args:
         x: [R, D] normed hidden states.
         matrix: [V, D], the output matrix.
-        rows: sampling parameters of each row; without noise, and with at most `MOST_IN_HEAD`
+        rows: sampling parameters of each row; without noise, and with at most `MAX_HEAD_COLUMNS`
             special columns.
     """
     top = gather_gemm.gather_top(

@@ -56,16 +56,16 @@ class RankGroup:
         """Return the tensors of all ranks, [size, ...], which have one shape."""
         return given[None]
 
-    def follow(self, tensor: Tensor) -> Tensor:
+    def broadcast(self, tensor: Tensor) -> Tensor:
         """Return the tensor of rank 0, in place of this rank's."""
         return tensor
 
-    def least(self, number: int) -> int:
-        """Return the least number of any rank; the host waits for all of them."""
+    def all_reduce_min(self, number: int) -> int:
+        """Return the smallest number of any rank; the host waits for all of them."""
         return number
 
-    def told(self, text: str | None) -> list[str | None]:
-        """Return what every rank says, by rank; the host waits for all of them."""
+    def all_gather_object(self, text: str | None) -> list[str | None]:
+        """Return the texts of all ranks, by rank; the host waits for all of them."""
         return [text]
 
     def join_board(self) -> HostBoard | None:
@@ -99,19 +99,19 @@ class ConnectedGroup(RankGroup):
         self._run(dist.all_gather_into_tensor, out, given.contiguous(), group=self._device)
         return out.view(self.size, *given.shape)
 
-    def follow(self, tensor: Tensor) -> Tensor:
+    def broadcast(self, tensor: Tensor) -> Tensor:
         self._run(dist.broadcast, tensor, group=self._device, group_src=0)
         return tensor
 
-    def least(self, number: int) -> int:
-        found = torch.tensor(number)
-        self._run(dist.all_reduce, found, op=dist.ReduceOp.MIN, group=self._host)
-        return int(found)
+    def all_reduce_min(self, number: int) -> int:
+        smallest = torch.tensor(number)
+        self._run(dist.all_reduce, smallest, op=dist.ReduceOp.MIN, group=self._host)
+        return int(smallest)
 
-    def told(self, text: str | None) -> list[str | None]:
-        found: list[str | None] = [None] * self.size
-        dist.all_gather_object(found, text, group=self._host)
-        return found
+    def all_gather_object(self, text: str | None) -> list[str | None]:
+        texts: list[str | None] = [None] * self.size
+        dist.all_gather_object(texts, text, group=self._host)
+        return texts
 
     def _run(self, collective: Callable[..., Any], *arguments: Any, **named: Any) -> None:
         """Run a collective; once the ranks listen, wait only as long as all of them are well."""
@@ -130,13 +130,13 @@ class ConnectedGroup(RankGroup):
         self._board = board
 
     @property
-    def can_begin_anew(self) -> bool:
+    def can_reset(self) -> bool:
         return self._board is not None
 
     def stop_waiting(self) -> None:
         """Do nothing, as others look at the board."""
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         ranks = dist.get_process_group_ranks(self._host)
         self._host, self._device = (
             dist.new_group(ranks, backend="gloo", use_local_synchronization=True) for _ in range(2)
@@ -177,7 +177,7 @@ class Ranks:
         counts = [1] * peers.size
         peers.exchange(torch.empty_like(ones), ones, counts, counts)
         peers.gather(ones)
-        peers.follow(ones)
+        peers.broadcast(ones)
 
     @property
     def are_several(self) -> bool:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # What ranks tell each other of what all of them did, or the kind of what else they tell.
 WELL, NO_MEMORY, FAILED, NUMBER = range(4)
 
-_MOST_RANKS = 8
+_MAX_RANKS = 8
 _SPINS, _PAUSE_S = 200, 2e-5  # looks at the board before others may have the processor
 _LOOK_S = 1e-5  # between two looks at work of the host
 _MEMORY = "/dev/shm"
@@ -31,9 +31,9 @@ _MEMORY = "/dev/shm"
 def processes_here(group: distributed.ProcessGroup) -> list[int]:
     """Return the other processes of a group on this host; every process must call this."""
     mine = (socket.gethostname(), os.getpid())
-    found = [mine] * group.size()
-    distributed.all_gather_object(found, mine, group=group)
-    return [pid for host, pid in found if host == mine[0] and pid != mine[1]]
+    hosts = [mine] * group.size()
+    distributed.all_gather_object(hosts, mine, group=group)
+    return [pid for host, pid in hosts if host == mine[0] and pid != mine[1]]
 
 
 class HostBoard:
@@ -55,10 +55,10 @@ class HostBoard:
             self._memory = mmap.mmap(file.fileno(), self.SIZE)
         words = np.frombuffer(self._memory, dtype=np.int64)
         # [turn, rank]: the count of a call, and the number that came with it.
-        self._counts = words[: 2 * _MOST_RANKS].reshape(2, _MOST_RANKS)[:, :size]
-        self._numbers = words[2 * _MOST_RANKS : 4 * _MOST_RANKS].reshape(2, _MOST_RANKS)[:, :size]
+        self._counts = words[: 2 * _MAX_RANKS].reshape(2, _MAX_RANKS)[:, :size]
+        self._numbers = words[2 * _MAX_RANKS : 4 * _MAX_RANKS].reshape(2, _MAX_RANKS)[:, :size]
         self._words = words
-        self.is_over = torch.from_numpy(words[4 * _MOST_RANKS : 4 * _MOST_RANKS + 1])
+        self.is_over = torch.from_numpy(words[4 * _MAX_RANKS : 4 * _MAX_RANKS + 1])
         self.rank, self.size = rank, size
         self._count = 0
 
@@ -72,7 +72,7 @@ class HostBoard:
         rank, size = group.rank(), group.size()
         hosts: list[str] = [""] * size
         distributed.all_gather_object(hosts, socket.gethostname(), group=group)
-        if len(set(hosts)) > 1 or size > _MOST_RANKS:
+        if len(set(hosts)) > 1 or size > _MAX_RANKS:
             return None
         path: list[str] = [""]
         if rank == 0:
@@ -101,8 +101,8 @@ class HostBoard:
         while (self._counts[turn] < self._count).any():
             looks += 1
             time.sleep(0 if looks < _SPINS else _PAUSE_S)
-        found: list[int] = self._numbers[turn].tolist()
-        return found
+        numbers: list[int] = self._numbers[turn].tolist()
+        return numbers
 
     def wait(self, work: distributed.Work) -> None:
         """Wait for work, as long as all ranks are well.

@@ -58,7 +58,7 @@ class Algorithm:
             may propose.
         causal_rule: its rule in families whose context is causal; None where it is not for them.
         drafts: in those families: whether it writes tokens of a block and takes some back.
-        speculates: how its next states are guessed: one from another, as the number of positions
+        speculates: how its next states are drafted: one from another, as the number of positions
             that a step commits does not depend on scores ("chain"), or several of each, by that
             number ("fan"); None where its state is not the rule's alone.
     """

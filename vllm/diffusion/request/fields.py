@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.algorithms import Algorithm
     from vllm.diffusion.request.families import Family
 
-MOST_STATES = 15  # that are guessed for a forward
+MAX_DRAFTS = 15  # drafts of a forward
 REMASKING: tuple[str, ...] = ("low_confidence", "random")
 ATTENTION_DTYPES = ("model", "fp8")
 _RECORDS = (*ALGORITHMS.values(), *BLOCK_ALGORITHMS.values())
@@ -307,7 +307,7 @@ FIELDS: tuple[Field, ...] = (
         "the answer; 0 drafts none; the default on a GPU is 7",
         default=0,
         minimum=0,
-        maximum=MOST_STATES,
+        maximum=MAX_DRAFTS,
         neutral=(0,),
         server_wide=True,
         **users(lambda a: a.speculates is not None),
@@ -363,9 +363,9 @@ OF_SAMPLING = (
 # Parameters that clients know from elsewhere; a name that is almost theirs may be somebody else's.
 _STANDARD = frozenset({*OF_SAMPLING, "max_tokens", "priority"})
 OWN_SPELLINGS = tuple(name for name, field in SPELLINGS.items() if field.name not in _STANDARD)
-MOST_BIAS = 100.0  # of a logit, as in OpenAI's interface
-MOST_DIGITS = 18  # of a token id
-_MOST_LETTERS = 64  # of a name that is compared with all others
+MAX_BIAS = 100.0  # of a logit, as in OpenAI's interface
+MAX_DIGITS = 18  # of a token id
+_MAX_NAME_LENGTH = 64  # of a name that is compared with all others
 _ALIKE = 0.8  # share of two names' letters that are common to both, in order
 
 
@@ -408,7 +408,7 @@ def unknown(name: str, value: Any, known: Iterable[str]) -> InvalidParameterErro
     meant = near_miss(name, names)
     if meant is not None:
         return InvalidParameterError(name, value, f"unknown parameter; did you mean {meant}?")
-    nearest = difflib.get_close_matches(name[:_MOST_LETTERS], names, n=3, cutoff=0.0)
+    nearest = difflib.get_close_matches(name[:_MAX_NAME_LENGTH], names, n=3, cutoff=0.0)
     hint = f"the nearest are {', '.join(nearest)}; /docs lists all"
     return InvalidParameterError(name, value, f"unknown parameter; {hint}")
 
@@ -416,8 +416,8 @@ def unknown(name: str, value: Any, known: Iterable[str]) -> InvalidParameterErro
 def near_miss(name: str, known: Iterable[str] = OWN_SPELLINGS) -> str | None:
     """Return the known name that `name` almost is; case, dashes and underscores do not count."""
     names = {_letters(other): other for other in sorted(known)}
-    found = difflib.get_close_matches(_letters(name), names, n=1, cutoff=_ALIKE)
-    return names[found[0]] if found else None
+    matches = difflib.get_close_matches(_letters(name), names, n=1, cutoff=_ALIKE)
+    return names[matches[0]] if matches else None
 
 
 def _letters(name: str) -> str:
@@ -496,14 +496,14 @@ def _by_token(spelling: str, value: Any) -> dict[int, float]:
     wanted = "wanted an object of token ids and numbers"
     if not isinstance(value, dict):
         raise InvalidParameterError(spelling, value, wanted)
-    found = {}
+    biases = {}
     for token, bias in value.items():
         is_id = type(token) is int or (isinstance(token, str) and token.isdecimal())
         is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
-        if not is_id or not is_number or not _is_finite(bias) or len(str(token)) > MOST_DIGITS:
+        if not is_id or not is_number or not _is_finite(bias) or len(str(token)) > MAX_DIGITS:
             raise InvalidParameterError(spelling, {token: bias}, wanted)
-        found[int(token)] = min(max(float(bias), -MOST_BIAS), MOST_BIAS)
-    return found
+        biases[int(token)] = min(max(float(bias), -MAX_BIAS), MAX_BIAS)
+    return biases
 
 
 def _words(spelling: str, value: Any) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ class DiffusionParams(AlgorithmParams):
     `num_answers` is the number of requests with this prompt whose parameters differ in the seed
     alone. `guide` is the language of the answer, if it has one; `edits` are the changes of logits
     that it asks for, if any. `suffix_ids` stand on the canvas, right behind the longest answer.
-    `num_speculative_states` is the number of states that may be guessed for a forward.
+    `num_speculative_states` is the number of states that may be drafted for a forward.
     `has_stop_strings` says that any step's tokens may be the last ones. `fp8_attention_from` is the
     number of positions of a sequence from which attention is fp8, where that is asked for.
     """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion import ops
     from vllm.diffusion.core.buffers import Buffers
-    from vllm.diffusion.core.scoring import Scoring
+    from vllm.diffusion.core.scoring import CandidateScoring
     from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.request.params import DiffusionParams
     from vllm.diffusion.sampling.editing import RowEdits
@@ -56,11 +56,11 @@ class RowGroup:
         joints: choices that bind several rows, each with its rows; they read whole rows of logits,
             and are made when all parts of the step have been read.
         edits: changes of logits that the request asks for; None for none.
-        later_draws: further draws from the same logits, with the noise of the steps that follow.
+        num_extra_draws: further draws from the same logits, with the noise of later steps.
     """
 
     params: DiffusionParams
-    scoring: Scoring
+    scoring: CandidateScoring
     step: int
     forbid_mask: bool
     rows: slice
@@ -70,7 +70,7 @@ class RowGroup:
     token_ids: ops.Array | None = None
     joints: tuple[tuple[Joint, slice], ...] = ()
     edits: RowEdits | None = None
-    later_draws: int = 0
+    num_extra_draws: int = 0
 
     @property
     def num_top(self) -> int:
@@ -132,7 +132,7 @@ class RowGroup:
         own = logits.dtype if self.edits is None else torch.float32
         return dtypes.get(self.params.confidence_dtype, own)
 
-    def at_later(self, count: int) -> RowGroup:
+    def at_step_offset(self, count: int) -> RowGroup:
         """Return the group as it would be sampled `count` steps later."""
         return replace(self, step=self.step + count) if count else self
 

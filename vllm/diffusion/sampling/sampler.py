@@ -50,18 +50,18 @@ def sample(
     Returns:
         The candidates of all rows, on the model's device.
     """
-    found = []
+    samples = []
     for hidden, groups in parts:
         normed = model.final_norm(hidden, buffers)
         if model.head_matrix is not None:
             whole = sample_in_head(normed, groups, model.head_matrix)
             if whole is not None:
-                found.append(Samples.of(whole))
+                samples.append(Samples.of(whole))
                 continue
         logits = model.compute_logits(normed, buffers)
         for run, key in _runs(groups, logits, _rows_at_a_time(model, BYTES_OF_EDITS)):
-            found.append(_sample_run(logits, run, key, model))
-    return Samples.joined(found)
+            samples.append(_sample_run(logits, run, key, model))
+    return Samples.joined(samples)
 
 
 def _runs(
@@ -123,16 +123,16 @@ def _sample_rows(
 ) -> Samples[torch.Tensor]:
     """Sample the rows `own` of a run of groups, whose logits may be overwritten.
 
-    Three rows follow for each of the later draws, of the group that wants most.
+    Three rows follow for each extra draw, of the group that has most.
     """
     lead = run[0]
     readers = [group for group in run if group.joints and group.adjust is None]
     if readers:
         read_jointly(ops.gather_columns(own, model.vocab_size), readers, lead.rows.start)
-    if not any(group.later_draws for group in run):
+    if not any(group.num_extra_draws for group in run):
         return _draw(own, run, key, model)
-    counts = range(max(group.later_draws for group in run) + 1)
-    draws = [_draw(own, [group.at_later(n) for group in run], key, model) for n in counts]
+    counts = range(max(group.num_extra_draws for group in run) + 1)
+    draws = [_draw(own, [group.at_step_offset(n) for group in run], key, model) for n in counts]
     return Samples(torch.cat([draw.table for draw in draws]))
 
 
@@ -145,11 +145,11 @@ def _draw(
     """Sample the rows `own` of a run of groups once."""
     lead = run[0]
     if key is not None:
-        found = sample_fused(own, run, key, model.vocab_start, model.vocab_size)
+        samples = sample_fused(own, run, key, model.vocab_start, model.vocab_size)
         if not lead.params.return_trajectory:
-            return Samples.of(found)
-        traced = candidate_logprobs(own, run, found, model.vocab_start, model.vocab_size)
-        return Samples.of(found, [traced])
+            return Samples.of(samples)
+        traced = candidate_logprobs(own, run, samples, model.vocab_start, model.vocab_size)
+        return Samples.of(samples, [traced])
     # The others make copies of their logits: of a few rows at a time.
     pieces = pieces_of(len(own), _rows_at_a_time(model, BYTES_OF_COPIES))
     return Samples.joined([sample_alone(own[rows], lead.piece(rows), model) for rows in pieces])

@@ -17,8 +17,8 @@ _FP8 = torch.float8_e4m3fn
 _BLOCKS = 3  # of a multiprocessor, at most
 _PARTS_BYTES = 4 * 128 * 128 * 4  # of a multiprocessor: two tiles of each of its blocks
 _SHARED = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228}  # KiB, of it
-_LEAST_SHARED = 100  # of all others
-_MOST_TILES = 1 << 16
+_MIN_SHARED_KIB = 100  # of all others
+_MAX_TILES = 1 << 16
 
 
 def has_portable(*matrices: Tensor) -> bool:
@@ -121,7 +121,7 @@ def launch_portable(
 @cache
 def _shared_bytes(device: int) -> int:
     """Return the shared memory of a multiprocessor of the card that kernels are chosen for."""
-    return _SHARED.get(capability_of(device), _LEAST_SHARED) * 1024
+    return _SHARED.get(capability_of(device), _MIN_SHARED_KIB) * 1024
 
 
 @cache
@@ -132,4 +132,4 @@ def _workspace(device: torch.device) -> tuple[int, Tensor, Tensor]:
     """
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     parts = torch.empty(multiprocessors * _PARTS_BYTES, dtype=torch.uint8, device=device)
-    return multiprocessors, parts, torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
+    return multiprocessors, parts, torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)

@@ -28,7 +28,7 @@ from ._support import (
 )
 
 FP8 = reference.FP8
-_LEAST_CAPABILITY = (8, 9)
+_MIN_CAPABILITY = (8, 9)
 _ALIGNMENT = 16  # elements of a row's width
 
 
@@ -51,7 +51,7 @@ def has_quantise(x: Tensor) -> bool:
 
     Their width must be a multiple of 16, and rows must start on 16 bytes.
     """
-    if native is None or not x.is_cuda or capability_of(x.device.index) < _LEAST_CAPABILITY:
+    if native is None or not x.is_cuda or capability_of(x.device.index) < _MIN_CAPABILITY:
         return False
     return (
         x.dtype == torch.bfloat16

@@ -48,8 +48,8 @@ class AdmissionGate:
     def advanced(self, item: RequestState) -> None:
         """Take in that a step of a running request is over."""
 
-    def renew(self, items: Sequence[RequestState], generation: int) -> None:
-        """Take in that all requests, running and waiting, go on with weights of this generation."""
+    def weights_changed(self, items: Sequence[RequestState], generation: int) -> None:
+        """Handle a weight update: all requests, running and waiting, go on with this generation."""
 
     def left(self, item: RequestState) -> None:
         """Take in that a request is over, whether it has started or not."""

@@ -57,7 +57,7 @@ class Observer:
         """Record a step's result of `item`; must be called before `item` takes it in."""
         self._seen.count(metrics.FORWARDS, result.num_forwards - item.num_forwards)
         self._seen.count(metrics.REQUEST_STEPS, result.num_steps - item.num_steps)
-        self._seen.count(metrics.DRAFT_STATES, result.num_drafted - item.num_drafted)
+        self._seen.count(metrics.DRAFT_STATES, result.num_drafts - item.num_drafts)
         accepted = result.num_steps - result.num_forwards - item.num_accepted
         self._seen.count(metrics.ACCEPTED_STATES, accepted)
         self._seen.count(metrics.COMMITTED_TOKENS, result.num_committed - item.num_committed)
@@ -70,7 +70,7 @@ class Observer:
         if not item.num_forwards:
             return
         self._seen.observe(metrics.TOKENS_PER_FORWARD, item.num_committed / item.num_forwards)
-        if item.num_drafted:
+        if item.num_drafts:
             self._seen.observe(metrics.STEPS_PER_FORWARD, item.num_steps / item.num_forwards)
         if item.request.status in ANSWERED:
             self._seen.count(metrics.FORWARDS_SAVED, item.num_forwards_saved)

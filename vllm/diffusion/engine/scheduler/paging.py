@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
 
 BLOCKS_AHEAD = 2
-MOST_SCRATCH_PAGES, PAGES_PER_SCRATCH = 64, 32
+MAX_SCRATCH_PAGES, PAGES_PER_SCRATCH = 64, 32
 _WEIGHTS = "|W"  # begins the end of a salt
 
 logger = init_logger(__name__)
@@ -49,13 +49,13 @@ def most_positions(num_pages: int, max_model_len: int) -> int:
 
 
 def scratch_pages(num_pages: int) -> int:
-    """Pages that the store has beside `num_pages` that requests may have: for guesses."""
-    return min(MOST_SCRATCH_PAGES, num_pages // PAGES_PER_SCRATCH)
+    """Pages that the store has beside `num_pages` that requests may have: for drafts."""
+    return min(MAX_SCRATCH_PAGES, num_pages // PAGES_PER_SCRATCH)
 
 
 def without_scratch(num_pages: int) -> int:
     """Pages that requests may have in a store of `num_pages`."""
-    return num_pages - min(MOST_SCRATCH_PAGES, (num_pages + 1) // (PAGES_PER_SCRATCH + 1))
+    return num_pages - min(MAX_SCRATCH_PAGES, (num_pages + 1) // (PAGES_PER_SCRATCH + 1))
 
 
 class Paging(AdmissionGate):
@@ -124,7 +124,7 @@ class Paging(AdmissionGate):
         request.block_hashes.clear()
         request.update_block_hashes()
 
-    def renew(self, items: Sequence[RequestState], generation: int) -> None:
+    def weights_changed(self, items: Sequence[RequestState], generation: int) -> None:
         self._generation = generation
         own = [item for item in items if item.is_paged]
         if not self.reset(own):
@@ -148,10 +148,10 @@ class Paging(AdmissionGate):
         for item in paged:
             while not self._give(item, item.next_end):
                 able = (o for o in reversed(paged) if o.num_pages and o.req_id not in under_way)
-                newest = next(able, item)
-                if newest.started <= item.started:
+                last = next(able, item)
+                if last.started <= item.started:
                     break
-                self.preempt(newest)
+                self.preempt(last)
         ready = [item for item in paged if item.has_pages]
         self._is_short = len(ready) < len(paged)
         for item in ready:
@@ -173,11 +173,13 @@ class Paging(AdmissionGate):
         if item.num_pages * PAGE_SIZE >= end:
             return True
         request, manager, has_none = item.request, self.manager, item.num_pages == 0
-        found, num_found = None, 0
+        computed, num_found = None, 0
         if has_none:
-            found, num_found, _ = manager.get_computed_blocks(request)
+            computed, num_found, _ = manager.get_computed_blocks(request)
         num_new = end - request.num_computed_tokens - num_found
-        given = manager.allocate_slots(request, num_new, num_found, found, delay_cache_blocks=True)
+        given = manager.allocate_slots(
+            request, num_new, num_found, computed, delay_cache_blocks=True
+        )
         if given is None:
             return False
         if has_none:
@@ -247,9 +249,9 @@ class Paging(AdmissionGate):
     def put_into(self, stats: SchedulerStats) -> None:
         """Write how full the store is, and how many prefixes were found, into `stats`."""
         stats.kv_cache_usage = self.manager.usage
-        found = self.manager.make_prefix_cache_stats()
-        if found is not None:
-            stats.prefix_cache_stats = found
+        prefix_stats = self.manager.make_prefix_cache_stats()
+        if prefix_stats is not None:
+            stats.prefix_cache_stats = prefix_stats
 
 
 def _shares(item: RequestState) -> bool:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vllm.diffusion.core.pages import PAGE_SIZE, in_whole_pages
-from vllm.diffusion.engine.messages import MOST_SHARED_ROWS
+from vllm.diffusion.engine.messages import MAX_SHARED_ROWS
 from vllm.diffusion.engine.scheduler.gates import AdmissionGate
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.params import DiffusionParams
 
 # First forwards that have fewer rows all together cost no more than one of them.
-FEWEST_ROWS = 256
+MIN_SHARED_ROWS = 256
 
 
 class Prompt(NamedTuple):
@@ -112,7 +112,7 @@ class PromptGroups(AdmissionGate):
             group.members[item] = None
             group.num_places -= 1
 
-    def renew(self, items: Sequence[RequestState], generation: int) -> None:
+    def weights_changed(self, items: Sequence[RequestState], generation: int) -> None:
         """Part all groups: those that run compute their prompts again, each by itself."""
         for group in self._groups.values():
             for item in [*group.members][1:]:
@@ -149,11 +149,11 @@ def _may_share(item: RequestState) -> bool:
     params, demand, request = item.params, item.demand, item.request
     if params.cache == "frozen":
         return params.mask_id not in (request.prompt_token_ids or [])
-    if params.num_answers * demand.first_rows < FEWEST_ROWS:
+    if params.num_answers * demand.first_rows < MIN_SHARED_ROWS:
         return False
     if params.cache == "exact":
         return not request.skip_reading_prefix_cache
-    return demand.sample_rows <= MOST_SHARED_ROWS
+    return demand.sample_rows <= MAX_SHARED_ROWS
 
 
 def own_positions(item: RequestState) -> int:

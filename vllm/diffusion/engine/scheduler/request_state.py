@@ -80,7 +80,7 @@ class RequestState:
     num_pages: int = 0
     num_steps: int = 0
     num_forwards: int = 0
-    num_drafted: int = 0
+    num_drafts: int = 0
     num_committed: int = 0
     prompt_of: str | None = None
     largest: StepUsage | None = None
@@ -163,7 +163,7 @@ class RequestState:
         """
         self.next_rows, self.num_kept = result.next_rows, result.num_kept
         self.num_steps, self.num_forwards = result.num_steps, result.num_forwards
-        self.num_drafted, self.num_committed = result.num_drafted, result.num_committed
+        self.num_drafts, self.num_committed = result.num_drafts, result.num_committed
         if usage is not None and (
             self.largest is None or usage.peak_bytes > self.largest.peak_bytes
         ):

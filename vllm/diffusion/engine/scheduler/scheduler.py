@@ -7,7 +7,7 @@ owns the canvas; the scheduler sees only the tokens that became final. It learns
 memory from the worker's first answer, so the very first step is empty.
 
 What only some requests need is a guest: a gate, which hears of the requests that it takes in and of
-no others (`AdmissionGate`), and the sharing of steps with long requests (`long_requests.py`).
+no others (`AdmissionGate`), and the sharing of steps with long requests (`long_step_policy.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vllm.diffusion.engine.messages import (
 from vllm.diffusion.engine.planning import make_planner
 from vllm.diffusion.engine.scheduler import outputs, trainer_calls
 from vllm.diffusion.engine.scheduler.likelihood_calls import LikelihoodCalls
-from vllm.diffusion.engine.scheduler.long_requests import Slicing
+from vllm.diffusion.engine.scheduler.long_step_policy import LongStepPolicy
 from vllm.diffusion.engine.scheduler.observer import Observer
 from vllm.diffusion.engine.scheduler.paging import Paging
 from vllm.diffusion.engine.scheduler.prompt_groups import PromptGroups
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from vllm.config import VllmConfig
-    from vllm.diffusion.engine.slices import Slice
+    from vllm.diffusion.engine.long_steps import StepSlice
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
@@ -75,7 +75,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         include_finished_set: bool = False,
         log_stats: bool = False,
     ) -> None:
-        log_filter.leave_out_what_does_not_apply()
+        log_filter.drop_irrelevant_lines()
         watchdog.follow_parent()  # a forked process has not passed the plugin
         self._model = served_model(vllm_config)
         self._vllm_config = vllm_config
@@ -91,12 +91,12 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         self._finished_req_ids: set[str] = set()
         self._generation = 0  # of the weights, as workers have said
         self.labels = {0: trainer_calls.DEFAULT}  # of the weights, by the number of changes before
-        trainer_calls.follow()
+        trainer_calls.patch_engine_core()
         # Guests.
         self._observer = Observer() if log_stats else None
         settings = settings_of(vllm_config)
         logger.info("long requests: %s", settings.sharing)
-        self.slicing = Slicing(settings) if settings.longest_pause_ms else None
+        self.long_steps = LongStepPolicy(settings) if settings.longest_pause_ms else None
         self.paging: Paging | None = None
         if kv_cache_config.kv_cache_groups:
             self.paging = Paging(vllm_config, kv_cache_config, hash_block_size, log_stats=log_stats)
@@ -205,12 +205,14 @@ class DiffusionScheduler(CanvasSchedulerInterface):
 
     def _start_waiting(self) -> list[NewCanvas]:
         """Start the waiting requests that fit; return what the workers need of them."""
-        admission, slicing = self._admission, self.slicing
+        admission, long_steps = self._admission, self.long_steps
         if admission is None:
             return []
 
         def is_long(item: RequestState) -> bool:
-            return slicing is not None and slicing.is_long(item, item.demand.steady_rows, admission)
+            return long_steps is not None and long_steps.is_long(
+                item, item.demand.steady_rows, admission
+            )
 
         admitted = []
         for item, error in self._waiting.admit(self._running.values(), admission, is_long):
@@ -221,13 +223,13 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             self._running[item.req_id] = item
             item.labels = self.labels
             admitted.append(item.start())
-            if slicing is not None:
-                slicing.started(item, admission)
+            if long_steps is not None:
+                long_steps.started(item, admission)
             if self._observer is not None:
                 self._observer.started(item.request)
         return admitted
 
-    def _divide(self, launched: set[str]) -> tuple[dict[str, int], Slice | None, list[str]]:
+    def _divide(self, launched: set[str]) -> tuple[dict[str, int], StepSlice | None, list[str]]:
         """Divide the next step: rows by request, the slice among them, if any; the long requests.
 
         Args:
@@ -236,13 +238,13 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         turns = by_priority(self._running, _priority)
         is_paused = self._pause_state == PauseState.PAUSED_ALL
         next_step = self._launched_step if is_paused else self._next_step
-        admission, slicing = self._admission, self.slicing
-        if admission is None or slicing is None or slicing.is_idle:
+        admission, long_steps = self._admission, self.long_steps
+        if admission is None or long_steps is None or long_steps.is_idle:
             return next_step(turns), None, []
-        long = slicing.long(turns, admission)
+        long = long_steps.long(turns, admission)
         if is_paused:
             return next_step(turns), None, long
-        return (*slicing.share(long, turns, launched, admission, next_step), long)
+        return (*long_steps.share(long, turns, launched, admission, next_step), long)
 
     def _next_step(self, turns: Mapping[str, RequestState]) -> dict[str, int]:
         """Return the rows of those of `turns` that take part in the next step as a whole.
@@ -276,37 +278,37 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         self._learn(done)
         self._launched = done.launched
         if done.generation != self._generation:
-            self._renew(done)
+            self._invalidate(done)
         for req_id, result in done.results.items():
             item = self._running.get(req_id)
             if item is not None:  # else it was aborted while the step ran
                 self._outbox.put(item.request, *self._advance(item, result, done.usage))
         to_the_end(self._running, done.results)
-        is_told = not self._outbox.is_empty or not (self._running or len(self._waiting))
-        return self._outbox.take(self.make_stats(only_if_due=not is_told))
+        has_news = not self._outbox.is_empty or not (self._running or len(self._waiting))
+        return self._outbox.take(self.make_stats(only_if_due=not has_news))
 
     def _learn(self, done: DiffusionRunnerOutput) -> None:
-        """Take in how large the memory is, what the step took of it, and how long slices took."""
+        """Update the memory budget and the speed estimate of long steps from a worker's report."""
         now = time.monotonic()
         passed_s, self._heard_at = now - self._heard_at, now
-        usage, slicing = done.usage, self.slicing
+        usage, long_steps = done.usage, self.long_steps
         if usage is not None:
             self.last_usage = usage
             budget_bytes = usage.budget_bytes - self._paged_bytes
             if self._admission is None or self._admission.budget_bytes != budget_bytes:
                 planner = make_planner(self._vllm_config, budget_bytes, usage.rates)
                 self._admission = Admission(planner)
-        is_reported = done.paused is not None or done.worked is not None
-        if slicing is not None and (is_reported or not slicing.is_idle):
-            slicing.learn(done, passed_s, self._running.values(), self._admission)
+        is_reported = done.paused is not None or done.slice_timing is not None
+        if long_steps is not None and (is_reported or not long_steps.is_idle):
+            long_steps.learn(done, passed_s, self._running.values(), self._admission)
 
-    def _renew(self, done: DiffusionRunnerOutput) -> None:
-        """Take in that weights have changed: nothing that was computed before is used any more."""
+    def _invalidate(self, done: DiffusionRunnerOutput) -> None:
+        """Invalidate all cached results after a weight update."""
         self._generation = done.generation
         items = [*self._running.values(), *self._waiting.requests]
         for gate in self._gates:
-            gate.renew(items, done.generation)
-        for req_id, rows in done.renewed.items():
+            gate.weights_changed(items, done.generation)
+        for req_id, rows in done.invalidated.items():
             item = self._running.get(req_id)
             if item is not None and not item.is_paged:
                 item.next_rows = rows

@@ -15,14 +15,14 @@ _RETURN_OBJECTS = frozenset({"get_model"})  # methods of workers whose results n
 DEFAULT = "default"  # upstream's label of weights, before anybody has given one
 
 
-def follow() -> None:
+def patch_engine_core() -> None:
     """Patch upstream's engine: refusals of `sleep` and `collective_rpc`, labels of weights."""
     set_version, sleep = EngineCore.set_weight_version, EngineCore.sleep
     if hasattr(set_version, "__wrapped__"):
         return
 
     @functools.wraps(set_version)
-    def set_and_tell(engine: Any, weight_version: str) -> None:
+    def set_and_record(engine: Any, weight_version: str) -> None:
         set_version(engine, weight_version)
         if hasattr(engine.scheduler, "labels"):
             (generation, *_) = engine.model_executor.collective_rpc("weight_generation")
@@ -47,5 +47,5 @@ def follow() -> None:
         MsgpackEncoder().encode(UtilityResult(results))
         return results
 
-    EngineCore.set_weight_version, EngineCore.sleep = set_and_tell, check_and_sleep
+    EngineCore.set_weight_version, EngineCore.sleep = set_and_record, check_and_sleep
     EngineCore.collective_rpc = call_and_check

@@ -28,17 +28,17 @@ _CODE_BITS = 2
 _CODE = (1 << _CODE_BITS) - 1
 
 
-class Interruptible(Protocol):
+class Barrier(Protocol):
     """A place where ranks wait for each other within a step."""
 
     @property
-    def can_begin_anew(self) -> bool:
+    def can_reset(self) -> bool:
         """Whether ranks can go on after one of them has left the others waiting."""
 
     def stop_waiting(self) -> None:
         """Announce that this rank has failed and makes no more calls, to ranks that wait for it."""
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forget calls that not all ranks have made; every rank must call this."""
 
 
@@ -51,8 +51,8 @@ class Agreement:
             engine, as other ranks wait for this one.
     """
 
-    def __init__(self, *meets: Interruptible, board: HostBoard | None = None) -> None:
-        self._meets, self._board = meets, board
+    def __init__(self, *barriers: Barrier, board: HostBoard | None = None) -> None:
+        self._barriers, self._board = barriers, board
 
     def reach(self, error: Exception | None) -> Exception | None:
         """Return this rank's error, or a stand-in for another rank's; None if all ranks succeeded.
@@ -60,46 +60,46 @@ class Agreement:
         Raises:
             Exception: this rank's error, where the others could not go on.
         """
-        if not self._meets:
+        if not self._barriers:
             return error
-        if self._board is None or not all(meet.can_begin_anew for meet in self._meets):
+        if self._board is None or not all(barrier.can_reset for barrier in self._barriers):
             if error is not None:
                 raise error
             return None
         if error is not None:
-            for meet in self._meets:
-                meet.stop_waiting()
+            for barrier in self._barriers:
+                barrier.stop_waiting()
         worst = _worst(self._board, _code_of(error))
         if worst == WELL:
             return None
-        for meet in self._meets:
-            meet.begin_anew()
+        for barrier in self._barriers:
+            barrier.reset()
         if error is not None and _code_of(error) == worst:
             return error
         if worst == NO_MEMORY:
             return RankMemoryError("another rank has no memory for it")
         return RankError("another rank failed")
 
-    def most(self, number: int) -> int:
+    def all_reduce_max(self, number: int) -> int:
         """Return the largest number given by any rank.
 
         Raises:
-            RankError: another rank has failed and does not ask.
+            RankError: another rank has failed.
         """
         if self._board is None:
             return number
-        told = self._board.exchange(number << _CODE_BITS | NUMBER)
-        if any(other & _CODE != NUMBER for other in told):
+        words = self._board.exchange(number << _CODE_BITS | NUMBER)
+        if any(word & _CODE != NUMBER for word in words):
             raise RankError("another rank failed")
-        return max(told) >> _CODE_BITS
+        return max(words) >> _CODE_BITS
 
 
 def _worst(board: HostBoard, code: int) -> int:
     """Return the worst code of any rank, once no rank asks for a number any more."""
     while True:
-        told = board.exchange(code)
-        if all(other != NUMBER for other in (number & _CODE for number in told)):
-            return max(told)
+        codes = board.exchange(code)
+        if all(other & _CODE != NUMBER for other in codes):
+            return max(codes)
 
 
 def _code_of(error: Exception | None) -> int:

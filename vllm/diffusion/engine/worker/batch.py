@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.core.spans import PageTable
     from vllm.diffusion.decoding import ForwardTarget
-    from vllm.diffusion.engine.worker.branches import Packed
+    from vllm.diffusion.engine.worker.drafts import BatchItem
     from vllm.diffusion.engine.worker.window import Window
     from vllm.diffusion.ops import Array
 
@@ -40,14 +40,14 @@ class StepInputs(NamedTuple, Generic[A]):
         slot_mapping: [W] int64, the store's row of each of the last W rows; negative for none.
         layouts: for every chunk of the attend stage, then for those of the last layer where these
             differ: which keys its rows read, those of this step and those in the store.
-        num_drafted: last rows, whose candidates are drafts.
+        num_adapter_rows: last rows, whose candidates are drafts.
     """
 
     token_ids: A
     positions: A
     slot_mapping: A
     layouts: tuple[tuple[AttentionLayout[A], ...], ...]
-    num_drafted: int = 0
+    num_adapter_rows: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class Packing:
     positions, then of windows of some, which read kept keys. Columns are [S] int64.
 
     Attributes:
-        canvases: the requests, and guesses of their states, in the order of their rows.
+        canvases: the requests, and drafts of their states, in the order of their rows.
         windows: per request, the positions that are computed.
         pages: where the store has the keys and values that are kept.
         positions: [T] int64, from 0 in every sequence.
@@ -74,7 +74,7 @@ class Packing:
         num_own: sequences that read keys of this step; those behind them read kept ones.
     """
 
-    canvases: tuple[Packed, ...]
+    canvases: tuple[BatchItem, ...]
     windows: tuple[Window, ...]
     pages: PageTable
     positions: Array
@@ -124,18 +124,18 @@ class StepBatch:
 
     Attributes:
         token_ids: [T] int64.
-        works: per request, the target of the forward.
+        targets: per request, the target of the forward.
         packing: layout of the rows.
         logit_shift: 1 where the token at a position is read from the row before it, else 0.
     """
 
     token_ids: Array
-    works: tuple[ForwardTarget, ...]
+    targets: tuple[ForwardTarget, ...]
     packing: Packing
     logit_shift: int
 
     @property
-    def canvases(self) -> tuple[Packed, ...]:
+    def canvases(self) -> tuple[BatchItem, ...]:
         return self.packing.canvases
 
     @property
@@ -171,8 +171,10 @@ class StepBatch:
     @cached_property
     def sample_rows(self) -> int:
         """Number of rows whose logits are computed: two for a position that is guided."""
-        requests = zip(self.works, self.canvases, strict=True)
-        return sum([work.eligible.size * canvas.window.num_sequences for work, canvas in requests])
+        requests = zip(self.targets, self.canvases, strict=True)
+        return sum(
+            [target.eligible.size * canvas.window.num_sequences for target, canvas in requests]
+        )
 
     @property
     def reads_kept(self) -> bool:
@@ -180,14 +182,14 @@ class StepBatch:
         return self.packing.kept_keys > 0
 
     @cached_property
-    def num_drafted(self) -> int:
+    def num_adapter_rows(self) -> int:
         """Number of rows that draft over kept keys; these are the last ones."""
-        drafting = zip(self.works, self.packing.windows, strict=True)
-        return sum([w.num_rows for work, w in drafting if work.is_draft and w.reads_kept])
+        drafting = zip(self.targets, self.packing.windows, strict=True)
+        return sum([w.num_rows for target, w in drafting if target.is_draft and w.reads_kept])
 
     @property
     def num_sampled(self) -> int:
-        return sum([work.eligible.size for work in self.works])
+        return sum([target.eligible.size for target in self.targets])
 
     def inputs(
         self, attend_chunks: Iterable[Iterable[slice]], rows: slice = slice(None)
@@ -198,26 +200,26 @@ class StepBatch:
         """
         layouts = tuple([self.layouts(*chunk) for chunk in attend_chunks])
         own = self.token_ids[rows], self.positions[rows]
-        return StepInputs(*own, self.slot_mapping, layouts, self.num_drafted)
+        return StepInputs(*own, self.slot_mapping, layouts, self.num_adapter_rows)
 
     def layouts(self, *chunk: slice) -> tuple[AttentionLayout[Array], ...]:
         """Return which keys a chunk of rows reads; arguments are as for `inputs`."""
         runs: list[Span] = []
-        newest: Span | None = None
+        last: Span | None = None
         for rows, sequence in product(chunk, self.packing.sequences):
             start, end = max(sequence.q_start, rows.start), min(sequence.q_end, rows.stop)
             if start >= end:
                 continue
-            if newest is sequence and newest.block_length == 0:  # all its rows read the same
+            if last is sequence and last.block_length == 0:  # all its rows read the same
                 runs[-1] = runs[-1]._replace(q_end=runs[-1].q_end + end - start)
                 continue
-            newest, first = sequence, sequence.first + start - sequence.q_start
+            last, first = sequence, sequence.first + start - sequence.q_start
             runs.append(sequence._replace(q_start=start, q_end=end, first=first))
         return lay_out(runs, self.packing.pages)
 
 
 def build_batch(
-    canvases: Iterable[Packed],
+    canvases: Iterable[BatchItem],
     logit_shift: int,
     pages: PageTable,
     before: Packing | None = None,
@@ -232,7 +234,7 @@ def build_batch(
     """
     # What keeps nothing comes first, what reads keys that this step does not compute last.
     forwards = sorted([(canvas, *canvas.next_forward()) for canvas in canvases], key=_kind)
-    own, works, windows = zip(*forwards, strict=True)
+    own, targets, windows = zip(*forwards, strict=True)
     rows = [
         tokens[window.first : window.stop]
         for canvas, window in zip(own, windows, strict=True)
@@ -241,17 +243,19 @@ def build_batch(
     is_alike = before is not None and before.pages is pages and before.canvases == own
     if before is None or not is_alike or before.windows != windows:
         before = _pack(own, windows, pages)
-    return StepBatch(np.concatenate(rows), works, before, logit_shift)
+    return StepBatch(np.concatenate(rows), targets, before, logit_shift)
 
 
-def _kind(forward: tuple[Packed, ForwardTarget, Window]) -> int:
+def _kind(forward: tuple[BatchItem, ForwardTarget, Window]) -> int:
     """Sort key of a request's rows: first what keeps nothing, last what drafts over the store."""
-    canvas, work, window = forward
+    canvas, target, window = forward
     reads_kept = window.reads_kept
-    return (canvas.window.cache is not None) + reads_kept + (work.is_draft and reads_kept)
+    return (canvas.window.cache is not None) + reads_kept + (target.is_draft and reads_kept)
 
 
-def _pack(canvases: tuple[Packed, ...], windows: tuple[Window, ...], pages: PageTable) -> Packing:
+def _pack(
+    canvases: tuple[BatchItem, ...], windows: tuple[Window, ...], pages: PageTable
+) -> Packing:
     """Lay out the rows of these requests one after the other, in this order, without padding."""
     slots, kept_starts, numbers = [_NO_SLOTS], [], list[int]()
     for canvas, window in zip(canvases, windows, strict=True):

@@ -50,9 +50,9 @@ class Canvas:
         wants_logprobs: log probabilities are wanted of proposed tokens, or of tokens to be scored.
         num_steps: steps so far: forwards of the loop that takes one at a time. It numbers a step's
             random numbers.
-        num_accepted: those of them whose forward was that of an earlier one.
-        num_drafted: states that were guessed, and evaluated beside a step's own.
-        later_draws: further draws of tokens that its next guesses need.
+        num_accepted: steps whose forward was a draft of an earlier step.
+        num_drafts: drafts that were evaluated.
+        num_extra_draws: further draws of tokens that its next drafts need.
         is_complete: all of the answer is final.
     """
 
@@ -77,13 +77,13 @@ class Canvas:
         self._are_only_watching = all(guest.only_watches for guest in self._guests)
         self._num_final = 0  # canvas positions from 0
         self._next_news = 0  # with fewer positions settled a commit makes nothing final
-        self._newest: list[int] = []  # tokens that became final since the newest report
+        self._unreported: list[int] = []  # tokens that became final since the newest report
         self._num_committed: int | None = None  # see `_look`
-        self._work: ForwardTarget | None = None  # begun and not committed
+        self._target: ForwardTarget | None = None  # begun and not committed
         self._is_for_rule = True  # the forward under way
         self._is_over = False  # the rule has nothing left to fill
-        self.num_steps = self.num_accepted = self.num_drafted = 0
-        self.later_draws = 0
+        self.num_steps = self.num_accepted = self.num_drafts = 0
+        self.num_extra_draws = 0
         self.is_complete = False
 
     def _masked_row(self, prompt: list[int], params: DiffusionParams) -> Array:
@@ -98,17 +98,17 @@ class Canvas:
 
     def token_ids(self, positions: Array) -> Array | None:
         """Tokens [R, k] whose log probabilities are wanted at canvas positions [R]."""
-        if self.rule.token_ids is None or self._work is None:
+        if self.rule.token_ids is None or self._target is None:
             return None
-        eligible = self._work.eligible - self.prompt_length
+        eligible = self._target.eligible - self.prompt_length
         return self.rule.token_ids[np.searchsorted(eligible, positions)]
 
-    def joints(self, work: ForwardTarget) -> list[Joint]:
+    def joints(self, target: ForwardTarget) -> list[Joint]:
         """Joint choices of the next forward; empty where candidates do not depend on each other."""
         return [
             joint
             for guest in self._guests
-            for joint in guest.joints(self.tokens, work, self.rule.scoring, self.num_steps)
+            for joint in guest.joints(self.tokens, target, self.rule.scoring, self.num_steps)
         ]
 
     def edits(self, positions: Array, tokens: Array | None = None) -> RowEdits | None:
@@ -153,7 +153,7 @@ class Canvas:
     @property
     def next_size(self) -> NextForward:
         """Sizes of the next forward, by which the loop decides when it is launched."""
-        if self._work is None or self.window.size is None:
+        if self._target is None or self.window.size is None:
             rows = self.next_rows  # which begins it, or says what counts where the rule fails
             return self.window.next_size(rows)
         return self.window.size
@@ -184,36 +184,36 @@ class Canvas:
         Where the window is cut before the rule's rows, the target is empty and the rule takes no
         part.
         """
-        work = self.begin()
+        target = self.begin()
         window = self.window.begin()
-        self._is_for_rule = window.stop >= work.rows[1]
-        return (work if self._is_for_rule else ForwardTarget(_NO_POSITIONS, work.rows)), window
+        self._is_for_rule = window.stop >= target.rows[1]
+        return (target if self._is_for_rule else ForwardTarget(_NO_POSITIONS, target.rows)), window
 
     def begin(self) -> ForwardTarget:
         """Return the target of the next forward, after the fill that the rule wants before it.
 
         Calls return an equal target until it is committed: a failed forward may be repeated.
         """
-        return self._is_for(self._prepare()) if self._work is None else self._work
+        return self._is_for(self._prepare()) if self._target is None else self._target
 
-    def _is_for(self, work: ForwardTarget) -> ForwardTarget:
+    def _is_for(self, target: ForwardTarget) -> ForwardTarget:
         """Set the target of the next forward."""
-        self._work = work
-        self.window.aim(work.rows, is_causal=work.is_causal)
-        return work
+        self._target = target
+        self.window.aim(target.rows, is_causal=target.is_causal)
+        return target
 
     def _prepare(self) -> ForwardTarget:
-        work = self.rule.prepare(self.tokens)
-        if work is None:
+        target = self.rule.prepare(self.tokens)
+        if target is None:
             self._is_over = True
             return ForwardTarget(_NO_POSITIONS, (0, self.length))
-        if work.fill is not None:
+        if target.fill is not None:
             self._look()
-            start, token = work.fill
-            self.tokens[start : work.fill_end] = token
+            start, token = target.fill
+            self.tokens[start : target.fill_end] = token
             for guest in self._guests:
-                guest.fill(start, token, work.fill_end)
-        return work
+                guest.fill(start, token, target.fill_end)
+        return target
 
     def draws(self, positions: Array, step: int | None = None) -> Array | None:
         """Uniform random numbers [R] for a commit's positions, by default the next commit's.
@@ -239,25 +239,25 @@ class Canvas:
         is_plain = self._is_for_rule and self._are_only_watching and not self._is_over
         return self.rule.pick if is_plain else None
 
-    def commit(self, found: Candidates | BatchedCommit) -> None:
+    def commit(self, candidates: Candidates | BatchedCommit) -> None:
         """Let the rule choose, write the chosen tokens, and collect those that became final.
 
         The device may be waiting for the next forward, so all else is left to `report`.
         """
-        work, written = None, _NO_POSITIONS
-        if isinstance(found, BatchedCommit):
+        target, written = None, _NO_POSITIONS
+        if isinstance(candidates, BatchedCommit):
             for guest in self._guests:
-                guest.watch(found, is_mask_forbidden=self.rule.forbid_mask)
-            written = found.positions
-            self._write(found)
-            work = self.rule.go_on(self.tokens, found.left, found.changes)
-            if work is not None:
-                self._is_for(work)
+                guest.watch(candidates, is_mask_forbidden=self.rule.forbid_mask)
+            written = candidates.positions
+            self._write(candidates)
+            target = self.rule.go_on(self.tokens, candidates.left, candidates.changes)
+            if target is not None:
+                self._is_for(target)
         elif self._is_for_rule:
-            commit = self._chosen(found)
+            commit = self._chosen(candidates)
             written = commit.positions[self.tokens[commit.positions] != commit.tokens]
             self._write(commit)
-        num_settled = self.rule.settled(self.tokens) if work is None else work.rows[0]
+        num_settled = self.rule.settled(self.tokens) if target is None else target.rows[0]
         forward, self._is_for_rule = self.window.end(), True
         self._num_committed = None
         if num_settled < self._next_news:
@@ -271,24 +271,24 @@ class Canvas:
             # The answer does not end before its prompt is whole, unless the rule leaves it so.
             if self._is_over or self._first_hole == self.length:
                 self._num_final = max(start, end)
-            newest = self._canvas[start : self._num_final].tolist()
-            self._end_answer(newest, start)
-            self._newest += newest
+            final = self._canvas[start : self._num_final].tolist()
+            self._end_answer(final, start)
+            self._unreported += final
         if self._canvas.size:
             following = self.prompt_length + self._num_final + 1
             self._next_news = min(self.window.least_committed, following)
 
-    def _end_answer(self, newest: list[int], start: int) -> None:
+    def _end_answer(self, final: list[int], start: int) -> None:
         """Note whether the newest tokens end the answer, `start` of which were final before.
 
-        Where a guest waits for more, the last of them is not final yet and leaves `newest`.
+        Where a guest waits for more, the last of them is not final yet and leaves `final`.
         """
-        end = self.params.answer_end(newest, start)
+        end = self.params.answer_end(final, start)
         if end is not None and self._guests and not self._is_over:
             stop = start + end
             if not all(guest.may_end(self.tokens, stop) for guest in self._guests):
                 self._num_final, end = stop - 1, None
-                del newest[self._num_final - start :]
+                del final[self._num_final - start :]
         self.is_complete = end is not None
 
     def use_weights(self, generation: int) -> None:
@@ -296,9 +296,9 @@ class Canvas:
         for guest in self._guests:
             guest.use_weights(generation)
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Let the next forward compute all positions; what is committed stays."""
-        self.window.forget()
+        self.window.invalidate()
         self._next_news = 0
         if not self.keeps_approximately or self.params.cache == "frozen" or self.is_complete:
             return
@@ -321,7 +321,7 @@ class Canvas:
         return commit
 
     def _write(self, commit: Commit | BatchedCommit) -> None:
-        self._work = None
+        self._target = None
         self.tokens[commit.positions] = commit.tokens
         self.num_steps += 1
 
@@ -337,7 +337,7 @@ class Canvas:
         """
         if self._num_committed is None:
             num_masked = int(np.count_nonzero(self._canvas == self.params.mask_id))
-            num_given = self.params.gen_length - self.params.num_open + self.rule.num_drafted
+            num_given = self.params.gen_length - self.params.num_open + self.rule.num_unconfirmed
             self._num_committed = self._canvas.size - num_masked - num_given
             for guest in self._guests:
                 guest.look(self.tokens, self.num_steps)
@@ -348,15 +348,15 @@ class Canvas:
         num_committed, more = self.num_committed, dict[str, Any]()
         if self.is_complete and self.params.early_stop:
             self._prepare()  # which fills what stands behind the end
-        newest, self._newest = self._newest, []
-        final = range(self._num_final - len(newest), self._num_final)
+        new_tokens, self._unreported = self._unreported, []
+        final = range(self._num_final - len(new_tokens), self._num_final)
         for guest in self._guests:
             more |= guest.report(self.tokens, final, is_complete=self.is_complete)
         return StepResult(
-            new_token_ids=newest,
+            new_token_ids=new_tokens,
             num_steps=self.num_steps,
             num_forwards=self.num_forwards,
-            num_drafted=self.num_drafted,
+            num_drafts=self.num_drafts,
             num_committed=num_committed,
             next_rows=0 if self.is_complete else self.next_rows,
             infilled=self._infilled() if self._prompt_holes.size else {},

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion import ops
 from vllm.diffusion.core.samples import Samples
-from vllm.diffusion.engine.messages import MOST_SHARED_ROWS
+from vllm.diffusion.engine.messages import MAX_SHARED_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.engine.messages import NewCanvas
     from vllm.diffusion.engine.worker.batch import StepBatch
-    from vllm.diffusion.engine.worker.branches import Packed
     from vllm.diffusion.engine.worker.canvas import Canvas
+    from vllm.diffusion.engine.worker.drafts import BatchItem
     from vllm.diffusion.engine.worker.forward import ForwardPass
     from vllm.diffusion.engine.worker.sample_rows import SamplePart, SampleRows
     from vllm.diffusion.memory import PageAllocator
@@ -56,7 +56,7 @@ class FirstForwards:
         """Keep, of a part's `hidden` states [r, D], those that other requests will need."""
         for number, own, unconditional in part.pieces:
             canvas = batch.canvases[number]
-            if not is_shared(canvas) or batch.works[number].eligible.size > MOST_SHARED_ROWS:
+            if not is_shared(canvas) or batch.targets[number].eligible.size > MAX_SHARED_ROWS:
                 continue
             num_rows = own.stop - own.start
             rows = slice(own.start, (unconditional or own).stop)
@@ -96,28 +96,28 @@ class FirstForwards:
         if known is None:
             return None
         self._known[new.req_id] = known
-        forward, found = self._forward, []
+        forward, samples = self._forward, []
         for part, hidden in known.values():
             (positions,) = ops.to_device((part.positions,), forward.caches.device)
             sample_rows = hidden.wait().to(forward.caches.device, non_blocking=True)
             with forward.pool.temporaries(), forward.pool.scope("step"):
-                found.append(forward.sampled(rows, part, positions, sample_rows))
-        return forward.agreed(rows.choose_jointly(Samples.joined(found)))
+                samples.append(forward.sampled(rows, part, positions, sample_rows))
+        return forward.agreed(rows.choose_jointly(Samples.joined(samples)))
 
-    def to_be_copied(self, req_ids: Iterable[str]) -> list[str]:
+    def requests_to_copy(self, req_ids: Iterable[str]) -> list[str]:
         """Return the requests whose keys and values others may copy with the next message."""
         return [req_id for req_id in req_ids if is_copied(self._canvases[req_id])]
 
-    def forget_all(self) -> None:
+    def clear(self) -> None:
         """Drop everything, as other weights would compute other hidden states."""
         self._known.clear()
 
-    def forget(self, req_id: str) -> None:
+    def remove(self, req_id: str) -> None:
         """Drop a request that has gone; others may hold what it shared."""
         self._known.pop(req_id, None)
 
 
-def is_shared(canvas: Packed) -> bool:
+def is_shared(canvas: BatchItem) -> bool:
     """Whether the next forward is the first one, and equal for all requests of its prompt."""
     return canvas.num_steps == 0 and shares_first_forward(canvas.params)
 

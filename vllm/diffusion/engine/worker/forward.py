@@ -107,17 +107,17 @@ class ForwardPass:
                     caches.begin_step(batch.slot_mapping, reads=batch.reads_kept)
                 where, ended = (pool, pool, caches), model.routes_windows
                 body = yield from run_body(model, inputs, plan, *where, to_the_end=ended)
-            found = []
+            sampled = []
             with closing(run_last_layer(model, body, samples, pool, caches)) as hidden:
                 for part, on_device in zip(parts, samples, strict=True):
                     yield plan.chunk_seconds.read
                     sample_rows = next(hidden)
                     if self.note_first is not None:
                         self.note_first(batch, part, sample_rows)
-                    found.append(self.sampled(rows, part, on_device.positions, sample_rows))
+                    sampled.append(self.sampled(rows, part, on_device.positions, sample_rows))
             if batch.slot_mapping.size:
                 caches.end_step()
-            return self.agreed(rows.choose_jointly(Samples.joined(found)))
+            return self.agreed(rows.choose_jointly(Samples.joined(sampled)))
 
     def sampled(
         self, rows: SampleRows, part: SamplePart[Array], positions: Tensor, hidden: Tensor
@@ -133,7 +133,7 @@ class ForwardPass:
         table: Tensor = samples.table
         if self.ranks.sequence.size == 1 or not table.numel():
             return table
-        return self.ranks.sequence.follow(table.contiguous())
+        return self.ranks.sequence.broadcast(table.contiguous())
 
 
 def run_to_end(work: Chunked[T]) -> T:
@@ -172,7 +172,7 @@ def run_body(
     writing = list(chunks(num_rows, plan.rows.keys_values))
     attending = list(zip(chunks(num_rows, plan.rows.attend), inputs.layouts, strict=True))
     feeding = list(chunks(num_rows, plan.rows.feed_forward))
-    seconds, first_drafted = plan.chunk_seconds, num_rows - inputs.num_drafted
+    seconds, first_adapter_row = plan.chunk_seconds, num_rows - inputs.num_adapter_rows
 
     def tables(rows: slice) -> Rotary:
         own = inputs.positions[rows]
@@ -196,7 +196,7 @@ def run_body(
             with scratch.scope("attend"):
                 sources = sources_of(layouts, k, v, index, caches)
                 given = x[rows], tables(rows), sources, None if q is None else q[rows], scratch
-                layer.attention.attend(*given, num_drafted=rows.stop - first_drafted)
+                layer.attention.attend(*given, num_adapter_rows=rows.stop - first_adapter_row)
         for rows in feeding:
             yield seconds.feed_forward
             layer.mlp_stage.feed_forward(x[rows], scratch)
@@ -221,7 +221,7 @@ def run_last_layer(
     """
     index = len(model.layers) - 1
     layer = model.layers[index]
-    for rows, _, layouts, _, num_drafted in parts:
+    for rows, _, layouts, _, num_adapter_rows in parts:
         with scratch.scope("sample rows"):
             listed, _ = stages.read_rows(model.dtype, model.hidden_size)
             x = listed.take(scratch, rows.numel())
@@ -234,7 +234,9 @@ def run_last_layer(
             else:
                 rotary = body.rotary.select(rows, scratch)
             sources = sources_of(layouts, *body.keys_values, index, caches)
-            layer.attention.attend(x, rotary, sources, None, scratch, num_drafted=num_drafted)
+            layer.attention.attend(
+                x, rotary, sources, None, scratch, num_adapter_rows=num_adapter_rows
+            )
             layer.mlp_stage.feed_forward(x, scratch)
             yield x
 

@@ -13,7 +13,7 @@ from vllm.diffusion import ops
 from vllm.diffusion.config import settings_of
 from vllm.diffusion.core import envs
 from vllm.diffusion.engine.planning import make_planner
-from vllm.diffusion.engine.worker.agreement import Agreement, Interruptible
+from vllm.diffusion.engine.worker.agreement import Agreement, Barrier
 from vllm.diffusion.engine.worker.pool_budget import activation_budget, planning_budget
 from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
 from vllm.diffusion.memory import (
@@ -117,12 +117,12 @@ def join_ranks(ranks: Ranks, model: DiffusionModel, device: torch.device) -> Agr
     if not ranks.are_several:
         return None
     watchdog.follow_ranks(processes_here(get_world_group().cpu_group))
-    meets: list[Interruptible] = [ops.tensor_parallel()] if tensor.size > 1 else []
+    barriers: list[Barrier] = [ops.tensor_parallel()] if tensor.size > 1 else []
     if isinstance(sequence, ConnectedGroup):
-        meets.append(sequence)
+        barriers.append(sequence)
         if board is not None:
             sequence.listen(board)
-    return Agreement(*meets, board=board)
+    return Agreement(*barriers, board=board)
 
 
 def why_no_graphs(model: DiffusionModel, device: torch.device, *, is_eager: bool) -> str | None:

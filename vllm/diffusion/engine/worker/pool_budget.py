@@ -36,7 +36,7 @@ def activation_budget(device: torch.device, utilization: float, ranks: RankGroup
         ServerConfigError: nothing is free.
     """
     free_bytes = _free_bytes(device, utilization)
-    budget = ranks.least(envs.activation_pool_size_bytes() or free_bytes)
+    budget = ranks.all_reduce_min(envs.activation_pool_size_bytes() or free_bytes)
     if budget < 1:
         raise ServerConfigError(
             f"gpu_memory_utilization: given {utilization}; no memory is left for activations "

@@ -61,7 +61,7 @@ class Windows(ABC):
         """Set the number of positions from 0 whose keys and values are kept."""
         self.kept = num_kept
 
-    def forget(self) -> None:  # noqa: B027 (most of them keep nothing)
+    def invalidate(self) -> None:  # noqa: B027 (most of them keep nothing)
         """Let the next forward compute all positions, as the weights have changed."""
 
 
@@ -122,7 +122,7 @@ class Frozen(Windows):
         if committed >= self.least_committed:
             self._start = self._canvas_start
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         self._start = 0
 
 
@@ -163,7 +163,7 @@ class Exact(Windows):
         self.kept = num_kept
         self.least_committed = num_kept + self._visibility.kept_unit
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         self.keep(0)
 
 

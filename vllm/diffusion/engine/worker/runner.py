@@ -24,9 +24,9 @@ from vllm.diffusion.engine.worker.batch import build_batch
 from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.engine.worker.first_forwards import FirstForwards, shares_first_forward
 from vllm.diffusion.engine.worker.forward import ForwardPass, run_to_end
+from vllm.diffusion.engine.worker.long_step_runner import LongStepRunner
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
-from vllm.diffusion.engine.worker.sliced_step import SlicedStep
-from vllm.diffusion.engine.worker.speculation import Speculation, serves_guesses, times_of
+from vllm.diffusion.engine.worker.speculation import Speculation, serves_drafts, step_times_of
 from vllm.diffusion.engine.worker.step_graphs import GraphRunner
 from vllm.diffusion.engine.worker.step_log import StepLog
 from vllm.diffusion.engine.worker.step_log import logger as step_logger
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.diffusion.decoding import BatchedCommit
+    from vllm.diffusion.engine.long_steps import StepSlice
     from vllm.diffusion.engine.messages import NewCanvas, NewPages
-    from vllm.diffusion.engine.slices import Slice
     from vllm.diffusion.engine.worker.batch import Packing, StepBatch
-    from vllm.diffusion.engine.worker.branches import Packed
+    from vllm.diffusion.engine.worker.drafts import BatchItem
     from vllm.diffusion.engine.worker.forward import BodyOutputs, Chunked
     from vllm.diffusion.memory import ActivationPool, GraphMemory, Plan, Planner
     from vllm.diffusion.models.base import DiffusionModel
@@ -68,7 +68,7 @@ class DiffusionModelRunner:
         graph_memory: memory for CUDA graphs of the layers; None runs without graphs.
         max_model_len: positions of the longest sequence.
         ranks: ranks that compute the same steps; None where there are no others.
-        weighs_guesses: guess no more states than save time, or as many as requests ask for.
+        weighs_guesses: draft no more states than save time, or as many as requests ask for.
     """
 
     vllm_config: VllmConfig  # set by the worker; trainers' extensions of it look for it here
@@ -117,7 +117,7 @@ class DiffusionModelRunner:
         self._firsts: FirstForwards | None = None  # from the first request that shares a prompt on
         self._weighs_guesses = weighs_guesses
         self._speculation: Speculation | None = None  # from the first request that asks for it on
-        self.sliced: SlicedStep | None = None  # from the first long step on
+        self.long_steps: LongStepRunner | None = None  # from the first long step on
         self._log = StepLog() if is_reporting else None
         self.usage = self.idle_usage  # of the newest step whose results were handed out
         self._packing: Packing | None = None  # of the newest step
@@ -130,11 +130,11 @@ class DiffusionModelRunner:
         """Give the device one denoise step of the named requests, without waiting for a GPU."""
         started = time.perf_counter()
         canvases = [self.canvases[req_id] for req_id in req_ids]
-        packed: Sequence[Packed] = canvases
+        packed: Sequence[BatchItem] = canvases
         if self._speculation is not None:
-            packed = self._speculation.with_branches(canvases, self.planner.row_budget)
+            packed = self._speculation.with_drafts(canvases, self.planner.row_budget)
         batch, plan, planner_us = self._planned(packed)
-        if len(packed) > len(canvases) and not serves_guesses(batch, plan, self.graphs):
+        if len(packed) > len(canvases) and not serves_drafts(batch, plan, self.graphs):
             batch, plan, planner_us = self._planned(canvases)
         self.pool.reset_peak(looks_often=not plan.is_whole(batch.num_rows))
         rows = SampleRows(batch)
@@ -159,47 +159,49 @@ class DiffusionModelRunner:
 
     def collect(self, step: Step) -> Outcomes:
         """Commit what a step found; requests that have gone meanwhile are left out."""
-        found = step.rows.found(step.samples)
+        candidates = step.rows.candidates_of(step.samples)
         outcomes = {}
-        for packed, own in zip(step.batch.canvases, found, strict=True):
+        for packed, row_candidates in zip(step.batch.canvases, candidates, strict=True):
             canvas = self.canvases.get(packed.req_id)
             if canvas is packed:
-                outcomes[canvas.req_id] = _commit(canvas, own)
+                outcomes[canvas.req_id] = _commit(canvas, row_candidates)
         if self._speculation is not None:
-            self._speculation.accept(step.rows, step.samples.host.numpy(), found, outcomes)
+            self._speculation.accept(step.rows, step.samples.host.numpy(), candidates, outcomes)
         self._over.append((step, time.perf_counter()))
         return outcomes
 
-    def take_note(self) -> None:
+    def report_collected(self) -> None:
         """Log collected steps and publish their memory use.
 
         Called after the next launch, so the GPU never waits for it.
         """
         if self._speculation is not None:
-            self._speculation.take_note()
+            self._speculation.learn_from_probes()
         over, self._over = self._over, []
         for step, ended in over:
             self.usage = step.memory.usage(self.idle_usage)
             if self._log is not None and step_logger.isEnabledFor(logging.INFO):
                 self._log.step(step.started, ended, step.batch, self.usage, step.memory.plan)
 
-    def launch_slice(self, asked: Slice) -> Step | None:
+    def launch_slice(self, step_slice: StepSlice) -> Step | None:
         """Launch the next slice of a request's step; return the step if it was the last one."""
-        if self.sliced is None:
-            self.sliced = SlicedStep(
+        if self.long_steps is None:
+            self.long_steps = LongStepRunner(
                 self._chunks, self._account, self.pool, self.caches, self.device
             )
-        if not self.sliced.is_of(self.canvases[asked.req_id]):
-            self.sliced.drop()
-            self.sliced.begin(*self._planned([self.canvases[asked.req_id]], asked.seconds))
-        return self.sliced.run(asked)
+        if not self.long_steps.is_of(self.canvases[step_slice.req_id]):
+            self.long_steps.drop()
+            self.long_steps.begin(
+                *self._planned([self.canvases[step_slice.req_id]], step_slice.seconds)
+            )
+        return self.long_steps.run(step_slice)
 
-    def drop_slices(self) -> bool:
+    def drop_paused_step(self) -> bool:
         """Give back the memory of a paused step, which will begin anew; whether there was one."""
-        return self.sliced is not None and self.sliced.drop()
+        return self.long_steps is not None and self.long_steps.drop()
 
     def _planned(
-        self, canvases: Sequence[Packed], longest_chunk_s: float = math.inf
+        self, canvases: Sequence[BatchItem], longest_chunk_s: float = math.inf
     ) -> tuple[StepBatch, Plan, float]:
         """Build and plan a step; also return the microseconds that planning took."""
         generation = self.caches.generation
@@ -209,11 +211,11 @@ class DiffusionModelRunner:
             batch = self._batch(canvases)
         return batch, plan, planner_us
 
-    def drop_guesses(self) -> bool:
-        """Guess no states in the next step; whether there may have been some in the last one."""
+    def drop_drafts(self) -> bool:
+        """Draft nothing in the next step; return whether the last one may have had drafts."""
         return self._speculation is not None and self._speculation.pause()
 
-    def _batch(self, canvases: Sequence[Packed]) -> StepBatch:
+    def _batch(self, canvases: Sequence[BatchItem]) -> StepBatch:
         shift, pages = self.model.family.logit_shift, self.caches.table
         batch = build_batch(canvases, shift, pages, self._packing)
         self._packing = batch.packing
@@ -249,14 +251,14 @@ class DiffusionModelRunner:
         self.canvases[new.req_id] = canvas
         if new.params.num_speculative_states and not layers and self._ranks.sequence.size == 1:
             if self._speculation is None:
-                times = times_of(self.graphs, self.planner, weighs=self._weighs_guesses)
+                times = step_times_of(self.graphs, self.planner, weighs=self._weighs_guesses)
                 # Graphs would be captured anew, and another rank might not have the memory.
                 grows = self.graphs is None and self.agreement is None
                 self._speculation = Speculation(self.canvases, self.pages, times, grows=grows)
             self._speculation.start(canvas)
 
     @torch.inference_mode()
-    def step_known(self, new: NewCanvas) -> Outcomes:
+    def run_known_step(self, new: NewCanvas) -> Outcomes:
         """Run a started request's first step from what another one computed; empty if unknown."""
         firsts = self._firsts
         if firsts is None or not firsts.serves(new):
@@ -265,21 +267,21 @@ class DiffusionModelRunner:
         sampled = firsts.sampled(rows, new)
         if sampled is None:
             return {}
-        (found,) = rows.found(ops.HostCopy(sampled))
-        return {new.req_id: _commit(self.canvases[new.req_id], found)}
+        (candidates,) = rows.candidates_of(ops.HostCopy(sampled))
+        return {new.req_id: _commit(self.canvases[new.req_id], candidates)}
 
-    def forget_computed(self) -> None:
+    def invalidate(self) -> None:
         """Drop what is kept of forwards between steps, but for keys and values in pages."""
-        self.drop_slices()
+        self.drop_paused_step()
         if self._speculation is not None:
-            self._speculation.begin_anew()
+            self._speculation.reset()
         if self._firsts is not None:
-            self._firsts.forget_all()
+            self._firsts.clear()
         self._packing = None
 
-    def to_be_copied(self, req_ids: Iterable[str]) -> list[str]:
+    def requests_to_copy(self, req_ids: Iterable[str]) -> list[str]:
         """Return the requests whose keys and values others may copy with the next message."""
-        return [] if self._firsts is None else self._firsts.to_be_copied(req_ids)
+        return [] if self._firsts is None else self._firsts.requests_to_copy(req_ids)
 
     def assign(self, new_pages: Mapping[str, NewPages]) -> None:
         """Take in the pages that the scheduler hands to requests."""
@@ -287,25 +289,25 @@ class DiffusionModelRunner:
             canvas = self.canvases.get(req_id)
             if canvas is None:
                 continue  # it could not start
-            if new.num_kept is not None and self.sliced is not None:
-                self.sliced.drop(req_id)
+            if new.num_kept is not None and self.long_steps is not None:
+                self.long_steps.drop(req_id)
             if self._speculation is not None:
-                self._speculation.leave_places(req_id)
+                self._speculation.release_draft_pages(req_id)
             kept = self.pages.assign(req_id, new.page_ids, behind=new.num_kept is None)
             canvas.assign(kept, new.num_kept)
         if new_pages:
-            self.pages.renew_table()
+            self.pages.update_table()
 
-    def forget(self, req_id: str) -> None:
-        if self.sliced is not None:
-            self.sliced.drop(req_id)
+    def remove(self, req_id: str) -> None:
+        if self.long_steps is not None:
+            self.long_steps.drop(req_id)
         self.canvases.pop(req_id, None)
         self.pages.release(req_id)
         self._packing = None
         if self._speculation is not None:
-            self._speculation.forget(req_id)
+            self._speculation.remove(req_id)
         if self._firsts is not None:
-            self._firsts.forget(req_id)
+            self._firsts.remove(req_id)
 
     # ---- what memory there is ----
 
@@ -326,12 +328,16 @@ class DiffusionModelRunner:
         return StepUsage(self.budget_bytes, self.planner.rates, *kept)
 
 
-def _commit(canvas: Canvas, found: Candidates | BatchedCommit) -> Exception | None:
+def _commit(canvas: Canvas, candidates: Candidates | BatchedCommit) -> Exception | None:
     """Commit what a step found for a request; return the error that ends it alone, if any."""
-    if isinstance(found, Candidates) and found.scores.size and np.isnan(found.scores).all():
+    if (
+        isinstance(candidates, Candidates)
+        and candidates.scores.size
+        and np.isnan(candidates.scores).all()
+    ):
         return BrokenLogitsError()
     try:
-        canvas.commit(found)
+        canvas.commit(candidates)
     except Exception as error:
         logger.exception("decoding of request %s failed", canvas.req_id)
         return error

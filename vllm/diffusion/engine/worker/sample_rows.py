@@ -39,14 +39,14 @@ class SamplePart(NamedTuple, Generic[A]):
         layouts: keys that the rows read in the last layer.
         pieces: per request: its index in the batch, then the ranges of `rows` of its own sequence
             and of its unconditional one, if it is guided.
-        num_drafted: last of `rows`, whose candidates are drafts.
+        num_adapter_rows: last of `rows`, whose candidates are drafts.
     """
 
     rows: A
     positions: A
     layouts: tuple[AttentionLayout[A], ...]
     pieces: list[tuple[int, slice, slice | None]]
-    num_drafted: int = 0
+    num_adapter_rows: int = 0
 
     @property
     def num_sampled(self) -> int:
@@ -69,16 +69,16 @@ class SampleRows:
     def parts(self, rows_per_part: int) -> Iterator[SamplePart[Array]]:
         """Yield the sample rows, at most `rows_per_part` at a time (two of a guided request)."""
         part = _PartBuilder(self.batch)
-        for number, work in enumerate(self.batch.works):
+        for number, target in enumerate(self.batch.targets):
             done, weight = 0, self.batch.canvases[number].window.num_sequences
-            while done < work.eligible.size:
+            while done < target.eligible.size:
                 room = (rows_per_part - part.num_rows) // weight
                 if room < 1 and part.num_rows:
                     yield part.finish()
                     part = _PartBuilder(self.batch)
                     continue
-                piece = slice(done, min(done + max(room, 1), work.eligible.size))
-                part.add(number, work.eligible[piece])
+                piece = slice(done, min(done + max(room, 1), target.eligible.size))
+                part.add(number, target.eligible[piece])
                 done = piece.stop
         if part.num_rows:
             yield part.finish()
@@ -102,7 +102,7 @@ class SampleRows:
                     token_ids=canvas.token_ids(on_canvas),
                     joints=tuple([(joint, joint.rows_among(on_canvas)) for joint in joints]),
                     edits=canvas.edits(on_canvas),
-                    later_draws=canvas.later_draws,
+                    num_extra_draws=canvas.num_extra_draws,
                 )
             )
         return tuple(groups)
@@ -110,18 +110,21 @@ class SampleRows:
     @cached_property
     def joints(self) -> tuple[list[Joint], ...]:
         """Joint choices of each request; empty where candidates do not depend on each other."""
-        found = [
-            c.joints(work) for c, work in zip(self.batch.canvases, self.batch.works, strict=True)
+        joints = [
+            c.joints(target)
+            for c, target in zip(self.batch.canvases, self.batch.targets, strict=True)
         ]
-        if not any(found):
-            return tuple(found)
+        if not any(joints):
+            return tuple(joints)
         ends, start = [], 0
-        for canvas, work, own in zip(self.batch.canvases, self.batch.works, found, strict=True):
-            stops = [canvas.prompt_length + joint.window.stop for joint in own]
-            ends += [start + int(end) for end in np.searchsorted(work.eligible, stops)]
-            start += work.eligible.size
-        gather([joint for own in found for joint in own], ends)
-        return tuple(found)
+        for canvas, target, own_joints in zip(
+            self.batch.canvases, self.batch.targets, joints, strict=True
+        ):
+            stops = [canvas.prompt_length + joint.window.stop for joint in own_joints]
+            ends += [start + int(end) for end in np.searchsorted(target.eligible, stops)]
+            start += target.eligible.size
+        gather([joint for own_joints in joints for joint in own_joints], ends)
+        return tuple(joints)
 
     def choose_jointly(self, samples: Samples[torch.Tensor]) -> Samples[torch.Tensor]:
         """Replace, in place, the candidates of requests that choose several tokens together."""
@@ -130,7 +133,7 @@ class SampleRows:
             choose_all(samples, joints)
         return samples
 
-    def found(self, table: ops.HostCopy) -> list[Candidates | BatchedCommit]:
+    def candidates_of(self, table: ops.HostCopy) -> list[Candidates | BatchedCommit]:
         """Split what was sampled by request: its candidates, or already the choice among them.
 
         `table` is that of all samples of the step; this call waits for it.
@@ -138,18 +141,20 @@ class SampleRows:
         picks = [canvas.pick for canvas in self.batch.canvases]
         together = None
         if len(picks) - picks.count(None) > 1:  # one has it sooner by itself
-            together = BatchedChoice(picks, self.batch.works, self.batch.canvases[0].params.mask_id)
+            together = BatchedChoice(
+                picks, self.batch.targets, self.batch.canvases[0].params.mask_id
+            )
         samples: Samples[Array] = Samples(table.host.numpy())
         scores, extras = samples.scores, samples.extras
         awaited, end = [], 0
-        for canvas, work in zip(self.batch.canvases, self.batch.works, strict=True):
-            start, end = end, end + work.eligible.size
+        for canvas, target in zip(self.batch.canvases, self.batch.targets, strict=True):
+            start, end = end, end + target.eligible.size
             logprobs = extras[:, start:end] if canvas.wants_logprobs else None
-            given = scores[start:end], canvas.draws(work.eligible), logprobs
-            awaited.append((work.eligible, slice(start, end), *given))
+            given = scores[start:end], canvas.draws(target.eligible), logprobs
+            awaited.append((target.eligible, slice(start, end), *given))
         table.wait()  # the device waits from here on
         tokens, greedy = (x.astype(np.int64) for x in (samples.tokens, samples.greedy))
-        choices: list[BatchedCommit | None] = [None] * len(self.batch.works)
+        choices: list[BatchedCommit | None] = [None] * len(self.batch.targets)
         if together is not None:
             choices = together.decide(tokens, scores)
         if np.isnan(scores).any():  # which the requests of these rows are to see
@@ -158,7 +163,7 @@ class SampleRows:
                 for choice, (_, own, *_) in zip(choices, awaited, strict=True)
             ]
         return [
-            _told(choice, eligible, logprobs)
+            _with_logprobs(choice, eligible, logprobs)
             or Candidates(eligible, tokens[own], certain, greedy[own], draws, logprobs)
             for choice, (eligible, own, certain, draws, logprobs) in zip(
                 choices, awaited, strict=True
@@ -172,18 +177,18 @@ class SampleRows:
         number of a later draw, from 1.
         """
         end = int(self._ends[number])
-        work = self.batch.works[number]
-        table = samples[3 * draw : 3 * draw + 3, end - work.eligible.size : end]
+        target = self.batch.targets[number]
+        table = samples[3 * draw : 3 * draw + 3, end - target.eligible.size : end]
         tokens, greedy = table[0].astype(np.int64), table[2].astype(np.int64)
-        return Candidates(work.eligible, tokens, table[1], greedy)
+        return Candidates(target.eligible, tokens, table[1], greedy)
 
     @cached_property
     def _ends(self) -> Array:
         """Columns of the table behind those of each request."""
-        return np.cumsum([work.eligible.size for work in self.batch.works])
+        return np.cumsum([target.eligible.size for target in self.batch.targets])
 
 
-def _told(
+def _with_logprobs(
     choice: BatchedCommit | None, eligible: Array, logprobs: Array | None
 ) -> BatchedCommit | None:
     """Return a choice, with the log probabilities of all that it was made from, if wanted."""
@@ -204,7 +209,7 @@ class _PartBuilder:
     def add(self, number: int, positions: Array) -> None:
         """Add the rows that predict `positions` [r] of the request with this index in the batch."""
         prompt_length, places = self._batch.canvases[number].prompt_length, []
-        shift = 1 if self._batch.works[number].is_causal else self._batch.logit_shift
+        shift = 1 if self._batch.targets[number].is_causal else self._batch.logit_shift
         for sequence in self._batch.packing.of_requests[number]:
             self._rows.append((positions, sequence, prompt_length, shift))
             places.append(slice(self.num_rows, self.num_rows + positions.size))
@@ -227,13 +232,13 @@ class _PartBuilder:
             positions - np.repeat(prompt_lengths, counts),
             lay_out(runs, self._batch.packing.pages),
             self._pieces,
-            self._num_drafted(),
+            self._num_adapter_rows(),
         )
 
-    def _num_drafted(self) -> int:
-        if not self._batch.num_drafted:
+    def _num_adapter_rows(self) -> int:
+        if not self._batch.num_adapter_rows:
             return 0
-        first = self._batch.num_rows - self._batch.num_drafted
+        first = self._batch.num_rows - self._batch.num_adapter_rows
         return sum(own.size for own, sequence, *_ in self._rows if sequence.q_start >= first)
 
 

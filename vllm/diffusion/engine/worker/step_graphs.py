@@ -21,8 +21,8 @@ from vllm.diffusion import ops
 from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.spans import AttentionLayout, PageTable
 from vllm.diffusion.engine.worker.batch import StepInputs
+from vllm.diffusion.engine.worker.draft_budget import StepTimes
 from vllm.diffusion.engine.worker.forward import run_body, run_to_end
-from vllm.diffusion.engine.worker.governor import StepTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,12 +46,12 @@ ROW_BUCKETS = (
 # For models without experts. Beyond this, layers take longer than their launch, and the attention
 # of a graph is slower for long sequences (docs/measurements/steps.md). Layers with experts finish
 # sooner, and experts would be read in vain if windows came in shares.
-MOST_WHOLE_ROWS = 1536
-MOST_WHOLE_ROWS_FP8 = 3072
-MOST_WINDOW_ROWS = 1024
+MAX_WHOLE_ROWS = 1536
+MAX_WHOLE_ROWS_FP8 = 3072
+MAX_WINDOW_ROWS = 1024
 ENDED_ROWS = 128  # up to which all rows go through the last layer
-MOST_TIMED_ROWS = 512  # of a step: more rows take longer on any card, so guesses save nothing
-MOST_SEQUENCES = 256  # of a bucket: every program of attention counts them
+MAX_TIMED_ROWS = 512  # of a step: more rows take longer on any card, so drafts save nothing
+MAX_SEQUENCES = 256  # of a bucket: every program of attention counts them
 
 
 class Bucket(NamedTuple):
@@ -212,7 +212,7 @@ class GraphRunner:
             return None
         if (bucket.is_cached or self._has_blocks) and not self._reads_pages:
             return None  # other kernels need the host's spans
-        if batch.num_drafted and self._model.adapts_drafts:
+        if batch.num_adapter_rows and self._model.adapts_drafts:
             return None  # of some rows only
         if bucket.is_cached:
             self._copy_table()
@@ -234,17 +234,17 @@ class GraphRunner:
 
     def measure(self) -> None:
         """Time short steps of several sequences: the best of two replays, on the slowest rank."""
-        found: dict[bool, dict[int, float]] = {False: {}, True: {}}
+        seconds: dict[bool, dict[int, float]] = {False: {}, True: {}}
         for bucket, captured in self._captured.items():
             is_stale = captured.generation != self._caches.generation * bucket.is_cached
-            if is_stale or bucket.sequences == 1 or bucket.rows > MOST_TIMED_ROWS:
+            if is_stale or bucket.sequences == 1 or bucket.rows > MAX_TIMED_ROWS:
                 continue  # what is stale writes to pages of the past
-            took_us = self._agreement.most(
+            took_us = self._agreement.all_reduce_max(
                 round(1e6 * min(_replayed(captured.graph) for _ in "12"))
             )
-            known = found[bucket.is_cached]
+            known = seconds[bucket.is_cached]
             known[bucket.rows] = min(known.get(bucket.rows, math.inf), took_us / 1e6)
-        self.times = {is_cached: StepTimes.of(known) for is_cached, known in found.items()}
+        self.times = {is_cached: StepTimes.of(known) for is_cached, known in seconds.items()}
 
     def _copy_table(self) -> None:
         """Update the page table that graphs read from the store's."""
@@ -263,7 +263,7 @@ class GraphRunner:
         if stale is None and not self.captures_more:
             return None
         has_room = stale is not None or self._memory.has_room_for(self._bytes_of(batch))
-        if self._agreement.most(int(not has_room)):  # of any rank
+        if self._agreement.all_reduce_max(int(not has_room)):  # of any rank
             return None
         if stale is not None:
             stale.inputs.wait()  # before their memory is another's
@@ -287,7 +287,7 @@ class GraphRunner:
         with self._memory.capture(graph):
             outputs = run()
             ops.align_ranks()
-        self._memory.settle(self._agreement.most(self._memory.used_bytes))
+        self._memory.settle(self._agreement.all_reduce_max(self._memory.used_bytes))
         generation = self._caches.generation * bucket.is_cached
         self._captured[bucket] = _Captured(graph, given, outputs, generation)
         return self._captured[bucket]
@@ -330,7 +330,7 @@ class Buckets:
         if not is_cached and batch.num_whole < batch.num_rows:
             return None
         for rows in self.windows if is_cached else self.whole:
-            most = min(rows // self.rows_per_sequence, MOST_SEQUENCES)
+            most = min(rows // self.rows_per_sequence, MAX_SEQUENCES)
             if num_sequences == 1:
                 most = 1
             if rows >= batch.num_rows and most >= num_sequences:
@@ -343,7 +343,7 @@ def buckets_of(config: DiffusionConfig, *, is_fp8: bool = False) -> Buckets:
     rows_per_sequence = 4 if config.family.is_block_causal else 16
     if config.architecture.expert_layers:
         return Buckets(ROW_BUCKETS, ROW_BUCKETS, rows_per_sequence)
-    most = MOST_WHOLE_ROWS_FP8 if is_fp8 else MOST_WHOLE_ROWS
+    most = MAX_WHOLE_ROWS_FP8 if is_fp8 else MAX_WHOLE_ROWS
     whole = tuple(rows for rows in ROW_BUCKETS if rows <= most)
-    windows = tuple(rows for rows in ROW_BUCKETS if rows <= MOST_WINDOW_ROWS)
+    windows = tuple(rows for rows in ROW_BUCKETS if rows <= MAX_WINDOW_ROWS)
     return Buckets(whole, windows, rows_per_sequence)

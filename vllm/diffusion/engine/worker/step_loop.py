@@ -16,24 +16,24 @@ import torch
 from vllm.diffusion.engine.messages import DiffusionRunnerOutput, StepResult
 from vllm.diffusion.engine.scheduler.turns import to_the_end
 from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY
-from vllm.diffusion.engine.worker.renewal import Standstill
 from vllm.diffusion.engine.worker.reuse import ALL_ROWS
 from vllm.diffusion.engine.worker.run_ahead import next_behind
+from vllm.diffusion.engine.worker.step_pause import StepPause
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+    from vllm.diffusion.engine.long_steps import StepSlice
     from vllm.diffusion.engine.messages import DiffusionSchedulerOutput, NewCanvas
     from vllm.diffusion.engine.scheduler.turns import StepLimits
-    from vllm.diffusion.engine.slices import Slice
     from vllm.diffusion.engine.worker.agreement import Agreement
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner, Outcomes
     from vllm.diffusion.engine.worker.step_memory import Step
 
 logger = init_logger(__name__)
 
-MOST_UNDER_WAY = 2  # steps: one that computes, and one that follows it without a pause
+MAX_STEPS_IN_FLIGHT = 2  # steps: one that computes, and one that follows it without a pause
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class StepLoop:
         limits: limits above which a step takes only some requests, where it is launched so.
 
     Attributes:
-        standstill: what happens instead of steps; None where they go on.
+        step_pause: the pause of steps; None while steps go on.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class StepLoop:
         self._runner, self._agreement = runner, agreement
         self.runs_ahead, self.limits = runs_ahead, limits
         self._under_way: list[LaunchResult] = []  # in the order in which they were launched
-        self._begun_anew: str | None = None  # whose long step has run out of memory once
+        self._restarted: str | None = None  # whose long step has run out of memory once
         self._num_rows = 0  # of the steps collected for this message
-        self.standstill: Standstill | None = None
+        self.step_pause: StepPause | None = None
 
     def execute(self, message: DiffusionSchedulerOutput) -> DiffusionRunnerOutput:
         """Take in started and finished requests, then return the results of one step.
@@ -89,22 +89,22 @@ class StepLoop:
         Requests that start while a step is under way take part in one after it.
         """
         self._num_rows = 0
-        self._forget(message.finished_req_ids)
+        self._remove_finished(message.finished_req_ids)
         if self._runner.weights != self._runner.model.weight_generation:
-            self.stop().renew()
-        still = self.standstill
-        if still is not None and still.is_over(message):
-            self.standstill = still = None
-        results = self._start_all(message.admitted if still is None else still.admitted(message))
+            self.pause_steps().invalidate()
+        pause = self.step_pause
+        if pause is not None and pause.can_resume(message):
+            self.step_pause = pause = None
+        results = self._start_all(message.admitted if pause is None else pause.admitted(message))
         self._runner.assign(message.new_pages)
-        if still is not None:
-            results |= still.take_results()
-            return still.tell(self._output(message, results), message)
-        asked = message.next_slice
+        if pause is not None:
+            results |= pause.take_results()
+            return pause.add_results_to(self._output(message, results), message)
+        step_slice = message.next_slice
         stepping = {
             req_id: rows
             for req_id, rows in message.num_scheduled_tokens.items()
-            if req_id not in results and (asked is None or req_id != asked.req_id)
+            if req_id not in results and (step_slice is None or req_id != step_slice.req_id)
         }
         if stepping and message.drains:
             results |= self._drain()
@@ -112,9 +112,9 @@ class StepLoop:
             results |= self._ahead(stepping, message.long)
         elif stepping:
             results |= self._plain(stepping)
-        if asked is not None and asked.req_id not in results:
-            results |= self._slice(asked)
-        self._runner.take_note()
+        if step_slice is not None and step_slice.req_id not in results:
+            results |= self._slice(step_slice)
+        self._runner.report_collected()
         return self._output(message, results)
 
     def _output(
@@ -128,24 +128,24 @@ class StepLoop:
             usage=runner.usage if req_ids else runner.idle_usage,
             num_rows=self._num_rows,
             launched=[s.req_ids for s in self._under_way],
-            paused=None if runner.sliced is None else runner.sliced.paused,
-            worked=None if runner.sliced is None else runner.sliced.take_worked(),
+            paused=None if runner.long_steps is None else runner.long_steps.paused,
+            slice_timing=None if runner.long_steps is None else runner.long_steps.pop_timing(),
             generation=runner.generation,
         )
 
-    def stop(self) -> Standstill:
-        """Collect the steps under way, and take none before what stands still is over."""
-        still = self.standstill = self.standstill or Standstill(self._runner, self._results)
+    def pause_steps(self) -> StepPause:
+        """Collect the steps in flight, and take no other step until the pause ends."""
+        pause = self.step_pause = self.step_pause or StepPause(self._runner, self._results)
         while self._under_way:
-            still.add(self._collect(self._under_way.pop(0)))
-        self._runner.take_note()
-        self._runner.drop_slices()
-        return still
+            pause.add(self._collect(self._under_way.pop(0)))
+        self._runner.report_collected()
+        self._runner.drop_paused_step()
+        return pause
 
-    def _forget(self, req_ids: Collection[str]) -> None:
+    def _remove_finished(self, req_ids: Collection[str]) -> None:
         """Drop requests that are over, and steps under way whose requests have all gone."""
         for req_id in req_ids:
-            self._runner.forget(req_id)
+            self._runner.remove(req_id)
         if req_ids:
             running = self._runner.canvases.keys()
             self._under_way = [s for s in self._under_way if not running.isdisjoint(s.req_ids)]
@@ -163,15 +163,15 @@ class StepLoop:
         for new in admitted:
             error = self._start(new)
             if isinstance(error, OUT_OF_MEMORY):
-                self._runner.drop_guesses()
-                self._runner.drop_slices()
+                self._runner.drop_drafts()
+                self._runner.drop_paused_step()
                 self._runner.pool.trim()  # what steps have left behind
                 error = self._start(new)
             if error is not None:
                 results[new.req_id] = self._failed(new.req_id, error)
                 continue
             what = f"request {new.req_id} computes its first step itself"
-            outcomes, _ = self._tried(what, self._runner.step_known, new)
+            outcomes, _ = self._tried(what, self._runner.run_known_step, new)
             results |= self._results(outcomes or {})
         return results
 
@@ -197,7 +197,7 @@ class StepLoop:
         self._launch_behind(apart)
         outcomes = self._collect(self._under_way.pop(0))
         failed = [req_id for req_id, error in outcomes.items() if error]
-        self._launch_behind({*apart, *failed, *self._runner.to_be_copied(outcomes)})
+        self._launch_behind({*apart, *failed, *self._runner.requests_to_copy(outcomes)})
         return self._results(outcomes)
 
     @torch.inference_mode()
@@ -206,39 +206,40 @@ class StepLoop:
         return self._results(self._collect(self._under_way.pop(0))) if self._under_way else {}
 
     @torch.inference_mode()
-    def _slice(self, asked: Slice) -> dict[str, StepResult]:
+    def _slice(self, step_slice: StepSlice) -> dict[str, StepResult]:
         """Run the next slice of a long step; return the request's result if it was the last one.
 
         Where memory runs out, what steps have left behind is given back, and the step begins anew
         with the next slice, once.
         """
         failures: dict[str, Exception] = {}
-        step, req_id = None, asked.req_id
-        if self._is_ready(req_id, failures, asked.rows):
+        step, req_id = None, step_slice.req_id
+        if self._is_ready(req_id, failures, step_slice.rows):
             what = f"a slice of request {req_id} could not be launched"
-            step, failure = self._tried(what, self._runner.launch_slice, asked)
+            step, failure = self._tried(what, self._runner.launch_slice, step_slice)
             if failure is not None:
-                self._runner.drop_slices()
-                if isinstance(failure, OUT_OF_MEMORY) and self._begun_anew != req_id:
-                    self._begun_anew = req_id
+                self._runner.drop_paused_step()
+                if isinstance(failure, OUT_OF_MEMORY) and self._restarted != req_id:
+                    self._restarted = req_id
                     self._runner.pool.trim()
                     return {}
                 failures[req_id] = failure
         if step is not None:
-            self._begun_anew = None
+            self._restarted = None
         return self._results(self._collect(LaunchResult(step, failures)))
 
     def _start(self, new: NewCanvas) -> Exception | None:
         """Take in a request; return why it could not start on some rank, if so."""
         _, failure = self._tried(f"request {new.req_id} cannot start", self._runner.start, new)
         if failure is not None:
-            self._runner.forget(new.req_id)
+            self._runner.remove(new.req_id)
         return failure
 
     def _launch_behind(self, apart: Collection[str]) -> None:
         """Launch the step that follows those under way, if that can be done without waiting."""
         under_way = {req_id for launched in self._under_way for req_id in launched.req_ids}
-        if len(self._under_way) == MOST_UNDER_WAY or under_way.issuperset(self._runner.canvases):
+        is_full = len(self._under_way) == MAX_STEPS_IN_FLIGHT
+        if is_full or under_way.issuperset(self._runner.canvases):
             return
         taken = next_behind(self._runner, under_way, apart, self.limits)
         if taken:
@@ -247,7 +248,7 @@ class StepLoop:
     def _launch(self, rows: Mapping[str, int]) -> LaunchResult:
         """Launch a step with these rows a request.
 
-        Where memory runs out, guesses are left out, then what other steps have left behind is
+        Where memory runs out, drafts are left out, then what other steps have left behind is
         released, then what a paused step holds, then the requests that take most are left out, each
         time with another try. Where it fails for another reason, what fails alone is left out.
         """
@@ -264,9 +265,9 @@ class StepLoop:
                 failures |= alone or dict.fromkeys(ready, failure)
                 ready = [req_id for req_id in ready if req_id not in failures]
                 continue
-            if self._runner.drop_guesses():
+            if self._runner.drop_drafts():
                 continue
-            if has_trimmed and not self._runner.drop_slices():
+            if has_trimmed and not self._runner.drop_paused_step():
                 largest = self._largest(ready)
                 failures[largest] = failure
                 ready.remove(largest)
@@ -277,13 +278,13 @@ class StepLoop:
 
     def _failing_alone(self, req_ids: Iterable[str]) -> dict[str, Exception]:
         """Return the requests that fail in a step of their own, too, and why."""
-        found = {}
+        failing = {}
         for req_id in req_ids:
             what = f"a denoise step of request {req_id} alone could not be launched"
             _, failure = self._tried(what, self._runner.launch, [req_id])
             if failure is not None and not isinstance(failure, OUT_OF_MEMORY):
-                found[req_id] = failure
-        return found
+                failing[req_id] = failure
+        return failing
 
     def _is_ready(self, req_id: str, failures: dict[str, Exception], room: int = ALL_ROWS) -> bool:
         """Whether a request's rule can begin the step; else `failures` gets its error."""
@@ -308,8 +309,8 @@ class StepLoop:
         if step is not None:
             self._num_rows += step.batch.num_rows
             what = f"a denoise step failed; its {len(step.req_ids)} requests end"
-            found, failure = self._tried(what, self._runner.collect, step)
-            outcomes = found or {}
+            collected, failure = self._tried(what, self._runner.collect, step)
+            outcomes = collected or {}
             if failure is not None:
                 failures = failures | dict.fromkeys(step.req_ids, failure)
         canvases = self._runner.canvases
@@ -324,16 +325,16 @@ class StepLoop:
 
         Memory that runs out is not logged here: the caller decides which request ends.
         """
-        found, failure = None, None
+        result, failure = None, None
         try:
-            found = call(argument)
+            result = call(argument)
         except Exception as error:
             if not isinstance(error, OUT_OF_MEMORY):
                 logger.exception(what)
             failure = error.with_traceback(None)  # whose frames hold tensors
         if self._agreement is not None:
             failure = self._agreement.reach(failure)
-        return (found, None) if failure is None else (None, failure)
+        return (result, None) if failure is None else (None, failure)
 
     def _results(self, outcomes: Outcomes) -> dict[str, StepResult]:
         """Make the clients' results of a committed step."""

@@ -141,7 +141,7 @@ class PoolAccount:
         """Bytes of the pool that the step cannot have; on any rank, if all must cut alike."""
         kept_bytes, ranks = self.kept_bytes, self._ranks.sequence
         if ranks.size > 1 and planner.search.divides(shape):
-            return -ranks.least(-kept_bytes)
+            return -ranks.all_reduce_min(-kept_bytes)
         return kept_bytes
 
     def _gains(

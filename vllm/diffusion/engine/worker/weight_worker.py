@@ -27,7 +27,7 @@ from vllm.diffusion import ops
 from vllm.diffusion.config import TRANSFERS, settings_of
 from vllm.diffusion.core.errors import CheckpointError
 from vllm.diffusion.engine.worker.disk_transfer import readable_files, tensors_in
-from vllm.diffusion.engine.worker.renewal import rest, wake
+from vllm.diffusion.engine.worker.step_pause import release_kv_cache, restore_kv_cache
 from vllm.diffusion.models.weights import stored_weights
 from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -157,7 +157,7 @@ class WeightWorker(WorkerBase):
         self._check_turn("start_weight_update", is_updating=False)
         model, transfer = self.model_runner.model, self._transfer_engine()
         _check_can_change(model)
-        self.loop.stop()
+        self.loop.pause_steps()
         model.begin_update()
         transfer.set_weight_update_target(WeightSink(model), self.model_config)
         transfer.start_weight_update()
@@ -232,7 +232,7 @@ class WeightWorker(WorkerBase):
             files = readable_files(Path(weights_path or self.model_config.model))
         except CheckpointError as error:
             raise RefusedCallError(str(error)) from error
-        self.loop.stop()
+        self.loop.pause_steps()
         model.begin_update()
         model.load_weights(tensors_in(files))
         self._end_update(must_be_complete=True)
@@ -249,7 +249,7 @@ class WeightWorker(WorkerBase):
     def reset_weights(self) -> None:
         """Set all weights to zero, so that a check sees whether an update brings all of them."""
         model = self.model_runner.model
-        self.loop.stop()
+        self.loop.pause_steps()
         for weight in stored_weights(model).values():
             weight.zero_()
         model.begin_update()
@@ -265,7 +265,7 @@ class WeightWorker(WorkerBase):
         """Take no step for a reason, or no longer for this one."""
         others = {name: why for name, why in self._reasons.items() if name != who}
         self._reasons = others if reason is None else {**others, who: reason}
-        self.loop.stop().held = next(iter(self._reasons.values()), None)
+        self.loop.pause_steps().reason = next(iter(self._reasons.values()), None)
 
     def _end_update(self, *, must_be_complete: bool) -> None:
         """End an update, with the tensors that did not come as an error or a line of the log."""
@@ -311,8 +311,8 @@ class WeightWorker(WorkerBase):
         if (agreement := self.model_runner.agreement) is not None:
             with suppress(Exception):  # this rank's: here the others hear of it in any case
                 agreement.reach(failure)
-        told = self.ranks.every.told(None if failure is None else str(failure))
-        others = [text for text in told if text is not None]
+        failures = self.ranks.every.all_gather_object(None if failure is None else str(failure))
+        others = [text for text in failures if text is not None]
         return RuntimeError(others[0]) if failure is None and others else failure
 
     def give_up(self, what: str, failure: Exception) -> None:
@@ -356,7 +356,7 @@ class WeightWorker(WorkerBase):
             self.weights.resume()
             self._hold("weights", None)
         if _RESTING in self._reasons and (tags is None or _RESTING in tags):
-            self.loop.stop().add(wake(self.model_runner, self._fixed_pages))
+            self.loop.pause_steps().add(restore_kv_cache(self.model_runner, self._fixed_pages))
             self._hold(_RESTING, None)
 
     @_by_all_ranks()
@@ -368,8 +368,8 @@ class WeightWorker(WorkerBase):
     def _rest(self) -> None:
         if _RESTING in self._reasons:
             return
-        self.loop.stop()
-        self._fixed_pages = rest(self.model_runner)
+        self.loop.pause_steps()
+        self._fixed_pages = release_kv_cache(self.model_runner)
         self._hold(_RESTING, "the memory of keys and values is lent")
 
     # ---- checks ----

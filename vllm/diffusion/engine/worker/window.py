@@ -195,9 +195,9 @@ class ForwardWindow:
         self.cache, self.reads_prompt = cache, True
         self._windows.computed(Forward(range(self._length)), self._length)
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Begin the next forward without kept keys and values; they stay where they were."""
-        self._windows.forget()
+        self._windows.invalidate()
         self.reset()
         self.reads_prompt = False
 

@@ -54,7 +54,7 @@ class DiffusionWorker(WeightWorker):
 
     def init_device(self) -> None:
         watchdog.follow_parent()  # a forked process has not passed the plugin
-        log_filter.leave_out_what_does_not_apply()
+        log_filter.drop_irrelevant_lines()
         # Upstream would import its own quantisation, two seconds, to log nothing of it.
         base_loader._get_online_quantization_config = lambda config: None
         if self.device_config.device_type == "cuda":
@@ -174,7 +174,7 @@ class DiffusionWorker(WeightWorker):
     def determine_available_memory(self) -> int:
         """Bytes of the pages that fit into the part of the pool that is meant for them.
 
-        Without those that guesses have.
+        Without those that drafts have.
         """
         planner = self.model_runner.planner
         num_pages = without_scratch(planner.cached_positions // pages.PAGE_SIZE)

@@ -2,7 +2,7 @@
 // The conversation: its turns, what a model is sent of them, and what a reload of the page brings back.
 
 const KEY = "mosaic-conversation";
-const MOST_KEPT = 400_000; // characters; browsers keep some millions a site
+const MAX_KEPT = 400_000; // characters; browsers keep some millions a site
 
 // Whether later requests hold an answer, and its question.
 export const isSaid = (answer) => Boolean(answer?.isWhole && answer.text.trim());
@@ -40,7 +40,7 @@ export function keep(storage, state) {
   const kept = { ...state, turns: [...state.turns] };
   try {
     let text = JSON.stringify(kept);
-    while (text.length > MOST_KEPT && kept.turns.length) {
+    while (text.length > MAX_KEPT && kept.turns.length) {
       kept.turns.shift();
       text = JSON.stringify(kept);
     }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens between two steps where weights change, or where memory is lent.
+"""Pausing steps during a weight update or while the KV cache is released (sleep mode).
 
-What was computed is dropped; what is committed stays.
+Cached results are dropped; committed tokens stay.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ if TYPE_CHECKING:
     )
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner, Outcomes
 
-_HELD_S = 1e-3  # between two messages while no step is taken
+_PAUSED_S = 1e-3  # seconds between two messages while no step is taken
 
 
-class Standstill:
-    """Messages that are answered without a step.
+class StepPause:
+    """A pause in which messages are answered without a step.
 
-    The scheduler gets the results of all steps that were collected before, then hears of new
-    weights, if there are some; it is over once the scheduler knows of them and nobody holds it.
+    The scheduler first receives the results of steps already collected, then the new weight
+    generation. The pause ends when the scheduler has acknowledged that generation and no caller
+    still holds the pause.
 
     Args:
         runner: owner of the requests.
         results: makes the clients' results of a step.
 
     Attributes:
-        held: why no step is taken until that is lifted; None where nobody has asked for it.
+        reason: why a caller holds the pause; None if no caller holds it.
     """
 
     def __init__(
@@ -45,63 +46,63 @@ class Standstill:
     ) -> None:
         self._runner, self._results = runner, results
         self._settled: list[dict[str, StepResult]] = []  # for the next messages
-        self.held: str | None = None
+        self.reason: str | None = None
 
     def add(self, outcomes: Outcomes) -> None:
-        """Take in a step that was collected, or requests that have failed."""
+        """Keep the outcomes of a collected step, or of failed requests, for the next messages."""
         if outcomes:
             self._settled.append(self._results(outcomes))
 
-    def renew(self) -> None:
-        """Take in new weights."""
-        self.add(renew(self._runner))
+    def invalidate(self) -> None:
+        """Drop cached results, after a change of the weights."""
+        self.add(invalidate_results(self._runner))
 
-    def is_over(self, message: DiffusionSchedulerOutput) -> bool:
-        """Whether steps may go on: the scheduler knows all, and nobody holds it."""
-        return not self._settled and self.held is None and self._is_known(message)
+    def can_resume(self, message: DiffusionSchedulerOutput) -> bool:
+        """Whether the pause ends: the scheduler is up to date, and no caller holds the pause."""
+        return not self._settled and self.reason is None and self._is_known(message)
 
     def admitted(self, message: DiffusionSchedulerOutput) -> list[NewCanvas]:
-        """Return requests that start, without what others had computed with other weights."""
+        """Return requests that start, without prompts that were computed with other weights."""
         if self._is_known(message):
             return message.admitted
         return [replace(new, prompt_of=None) for new in message.admitted]
 
     def take_results(self) -> dict[str, StepResult]:
-        """Return the results of a step that was collected before; if none, wait a little."""
+        """Return the results of an already collected step; if there are none, wait a little."""
         if self._settled:
             running = self._runner.canvases
-            return {r: found for r, found in self._settled.pop(0).items() if r in running}
-        if self.held is not None:
-            time.sleep(_HELD_S)  # a core is better used by who lifts it
+            return {r: result for r, result in self._settled.pop(0).items() if r in running}
+        if self.reason is not None:
+            time.sleep(_PAUSED_S)  # do not spin: the caller that resumes needs this core
         return {}
 
-    def tell(
+    def add_results_to(
         self, output: DiffusionRunnerOutput, message: DiffusionSchedulerOutput
     ) -> DiffusionRunnerOutput:
-        """Add to an answer what is still to be told, and news of weights once that is all told."""
+        """Attach pending results; when none are left, attach the new weight generation."""
         if self._settled:
             launched = [*map(list, self._settled), *output.launched]
             return replace(output, launched=launched, generation=message.generation)
         if not self._is_known(message):
             canvases = self._runner.canvases.items()
-            output.renewed |= {r: c.next_rows for r, c in canvases if not c.is_complete}
+            output.invalidated |= {r: c.next_rows for r, c in canvases if not c.is_complete}
         return output
 
     def _is_known(self, message: DiffusionSchedulerOutput) -> bool:
         return self._runner.generation == message.generation
 
 
-def renew(runner: DiffusionModelRunner) -> Outcomes:
-    """Drop what was computed: the weights have changed, or keys and values are gone.
+def invalidate_results(runner: DiffusionModelRunner) -> Outcomes:
+    """Drop cached results: the weights have changed, or keys and values are gone.
 
     Returns:
-        why requests cannot go on, by request: that read another one's prompt, and for whose own
-        there is no memory.
+        failures by request: it read another request's prompt, and there is no memory for a cache
+        of its own.
     """
     failures: Outcomes = {}
     runner.generation += 1
     runner.weights = runner.model.weight_generation
-    runner.forget_computed()
+    runner.invalidate()
     for req_id, canvas in runner.canvases.items():
         window = canvas.window
         try:
@@ -110,34 +111,34 @@ def renew(runner: DiffusionModelRunner) -> Outcomes:
                 window.cache = runner.pages.allocate(req_id, window.num_places, layers)
         except OUT_OF_MEMORY as error:
             failures[req_id] = error.with_traceback(None)
-        canvas.forget()
+        canvas.invalidate()
         canvas.use_weights(runner.weights)
     return failures
 
 
-def rest(runner: DiffusionModelRunner) -> tuple[int, int] | None:
-    """Give back kept keys and values, and the pool's memory, while nothing runs.
+def release_kv_cache(runner: DiffusionModelRunner) -> tuple[int, int] | None:
+    """Release kept keys and values, and the pool's memory, while nothing runs.
 
     Returns:
-        what `wake` needs.
+        the sizes that `restore_kv_cache` needs.
     """
-    runner.forget_computed()  # guesses hold pages, too
+    runner.invalidate()  # drafts hold pages, too
     store, pages = runner.caches, runner.pages
     fixed = (store.num_pages, store.most_entries) if pages.fixed_bytes else None
     for req_id, canvas in runner.canvases.items():
         pages.release(req_id)
         canvas.window.assign(None, 0 if canvas.params.cache == "exact" else None)
-    store.begin_anew(store.host_layers)
+    store.reset(store.host_layers)
     runner.pool.trim()
     return fixed
 
 
-def wake(runner: DiffusionModelRunner, fixed: tuple[int, int] | None) -> Outcomes:
-    """Take the memory again; requests begin their next forwards without kept keys and values.
+def restore_kv_cache(runner: DiffusionModelRunner, fixed: tuple[int, int] | None) -> Outcomes:
+    """Allocate the memory again; requests begin their next forwards without kept keys and values.
 
     Returns:
-        as `renew`.
+        as `invalidate_results`.
     """
     if fixed is not None:
         runner.pages.fix(*fixed)
-    return renew(runner)
+    return invalidate_results(runner)

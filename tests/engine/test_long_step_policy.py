@@ -9,9 +9,9 @@ import pytest
 
 from vllm.diffusion.config import Settings
 from vllm.diffusion.core.errors import ServerConfigError
-from vllm.diffusion.engine.scheduler.long_requests import Slicing
+from vllm.diffusion.engine.long_steps import PausedStep, SliceTiming
+from vllm.diffusion.engine.scheduler.long_step_policy import LongStepPolicy
 from vllm.diffusion.engine.scheduler.request_state import RequestState
-from vllm.diffusion.engine.slices import PausedStep, SliceTiming
 from vllm.diffusion.memory import Demand
 
 STEP_S, SHORT_S = 1.0, 0.004  # what the planner predicts of a long step and of a short one
@@ -30,9 +30,9 @@ PREDICTION: Any = Prediction()
 
 
 def request(name: str, rows: int, **demand: Any) -> RequestState:
-    asked: Any = SimpleNamespace(request_id=name)
+    step_slice: Any = SimpleNamespace(request_id=name)
     params: Any = SimpleNamespace(cache="none", priority=None)
-    return RequestState(asked, params, Demand(rows, 1, **demand))
+    return RequestState(step_slice, params, Demand(rows, 1, **demand))
 
 
 class Device:
@@ -47,7 +47,7 @@ class Device:
     """
 
     def __init__(self, factor: float = 1.0, lag: int = 0, **settings: float) -> None:
-        self.slicing = Slicing(Settings(**settings))
+        self.long_steps = LongStepPolicy(Settings(**settings))
         self.now = self.long_s = self.waits_s = 0.0
         self.slices: list[str] = []
         self.paused: PausedStep | None = None
@@ -57,31 +57,33 @@ class Device:
 
     def step(self, long: list[RequestState], *, short_s: float = 0.0) -> None:
         """One step of the engine, in which short requests take so many seconds."""
-        asked = self.slicing.next_slice(long, PREDICTION, is_shared=short_s > 0)
+        step_slice = self.long_steps.next_slice(long, PREDICTION, is_shared=short_s > 0)
         self.now += short_s
-        worked = self.paused = None
-        if asked is not None:
-            seconds = min(asked.seconds, self._left[asked.req_id])
+        slice_timing = self.paused = None
+        if step_slice is not None:
+            seconds = min(step_slice.seconds, self._left[step_slice.req_id])
             taken, self.waits_s = self._factor * seconds + self.waits_s, 0.0
             self.now, self.long_s = self.now + taken, self.long_s + taken
-            self.slices.append(asked.req_id)
-            worked = SliceTiming(seconds, taken, 1)
-            self._left[asked.req_id] = (self._left[asked.req_id] - seconds) or STEP_S
+            self.slices.append(step_slice.req_id)
+            slice_timing = SliceTiming(seconds, taken, 1)
+            self._left[step_slice.req_id] = (self._left[step_slice.req_id] - seconds) or STEP_S
             self.paused = (
-                None if self._left[asked.req_id] == STEP_S else PausedStep(asked.req_id, 1)
+                None
+                if self._left[step_slice.req_id] == STEP_S
+                else PausedStep(step_slice.req_id, 1)
             )
         elif self.slices and self._left[self.slices[-1]] < STEP_S:
             self.paused = PausedStep(self.slices[-1], 1)
-        self._unheard.append(worked)
-        done = SimpleNamespace(worked=self._unheard.pop(0), paused=self.paused)
-        self.slicing.learn(done, self.now - self._heard_at, long, PREDICTION)  # type: ignore[arg-type]
+        self._unheard.append(slice_timing)
+        done = SimpleNamespace(slice_timing=self._unheard.pop(0), paused=self.paused)
+        self.long_steps.learn(done, self.now - self._heard_at, long, PREDICTION)  # type: ignore[arg-type]
         self._heard_at = self.now
 
 
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("factor", [0.2, 1.0, 3.0])
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.8])
-def test_long_requests_have_their_share_beside_short_ones(
+def test_long_step_policy_have_their_share_beside_short_ones(
     share: float, factor: float, lag: int
 ) -> None:
     device = Device(factor, lag, long_share=share)
@@ -151,28 +153,28 @@ def test_long_is_whose_next_step_takes_longer_than_a_pause() -> None:
     device = Device(3.0)
     window = request("window", 90, num_sequences=2, window=20)
     running = {r.req_id: r for r in (request("a", 500), request("short", 90), window)}
-    assert device.slicing.long(running, PREDICTION) == ["a", "window"]
+    assert device.long_steps.long(running, PREDICTION) == ["a", "window"]
     window.next_rows = 40
-    assert device.slicing.long(running, PREDICTION) == ["a"]
+    assert device.long_steps.long(running, PREDICTION) == ["a"]
     for _ in range(10):
         device.step([running["a"]])
-    assert device.slicing.long(running, PREDICTION) == ["a", "short", "window"]
+    assert device.long_steps.long(running, PREDICTION) == ["a", "short", "window"]
     running["a"].next_rows = 1
-    assert device.slicing.long(running, PREDICTION)[0] == "a"
+    assert device.long_steps.long(running, PREDICTION)[0] == "a"
 
 
 def test_steps_are_shared_only_while_a_request_may_be_long() -> None:
     """From the start of one that may be until its last slice is reported."""
     device, short, long = Device(), request("short", 90), request("a", 1000)
-    slicing = device.slicing
-    slicing.started(short, PREDICTION)
-    assert slicing.is_idle
-    slicing.started(long, PREDICTION)
-    assert not slicing.is_idle
-    rows, first = slicing.share(["a"], {"short": short, "a": long}, set(), PREDICTION, of_all)
+    long_steps = device.long_steps
+    long_steps.started(short, PREDICTION)
+    assert long_steps.is_idle
+    long_steps.started(long, PREDICTION)
+    assert not long_steps.is_idle
+    rows, first = long_steps.share(["a"], {"short": short, "a": long}, set(), PREDICTION, of_all)
     assert rows == {"short": 90, "a": 1000} and first is not None
     device.step([])  # that step is over, and the long request has left
-    assert slicing.is_idle
+    assert long_steps.is_idle
 
 
 def of_all(turns: Mapping[str, RequestState]) -> dict[str, int]:
@@ -180,8 +182,10 @@ def of_all(turns: Mapping[str, RequestState]) -> dict[str, int]:
 
 
 def test_a_part_that_the_row_budget_holds_is_taken_of_what_can_be_cut() -> None:
-    asked = Device().slicing.next_slice([request("a", 960, unit=32)], PREDICTION, is_shared=False)
-    assert asked is not None and asked.rows == 96
+    step_slice = Device().long_steps.next_slice(
+        [request("a", 960, unit=32)], PREDICTION, is_shared=False
+    )
+    assert step_slice is not None and step_slice.rows == 96
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,10 @@ from tests.engine.harness import (
     step,
     tokens,
 )
-from vllm.diffusion.engine.scheduler.long_requests import Pace, Slicing
-from vllm.diffusion.engine.slices import Slice
+from vllm.diffusion.engine.long_steps import StepSlice
+from vllm.diffusion.engine.scheduler.long_step_policy import LongStepPolicy, SpeedEstimate
+from vllm.diffusion.engine.worker.long_step_runner import LongStepRunner
 from vllm.diffusion.engine.worker.reuse import ALL_ROWS
-from vllm.diffusion.engine.worker.sliced_step import SlicedStep
 from vllm.diffusion.memory import Admission, Demand, PoolExhaustedError, StepShape, rates
 from vllm.diffusion.memory.plan import Plan, StageSeconds
 
@@ -50,11 +50,11 @@ class Slicer:
 
     def execute(self, message: Any) -> Any:
         named = [req_id for req_id in message.num_scheduled_tokens if req_id in self.long]
-        asked = Slice(named[0], ALL_ROWS, self.seconds) if named else None
+        step_slice = StepSlice(named[0], ALL_ROWS, self.seconds) if named else None
         for req_id in named[1:]:
             del message.num_scheduled_tokens[req_id]  # one at a time
-        told = replace(message, next_slice=asked, long=list(self.long))
-        self.outputs.append(self._execute(told))
+        changed = replace(message, next_slice=step_slice, long=list(self.long))
+        self.outputs.append(self._execute(changed))
         return self.outputs[-1]
 
     @property
@@ -188,7 +188,7 @@ def test_what_runs_beside_a_paused_step_comes_out_of_what_is_left(
 
 
 @pytest.mark.parametrize(
-    ("error", "times", "told"),
+    ("error", "times", "reason"),
     [
         (RuntimeError("the device broke"), 1, "the device broke"),
         (PoolExhaustedError("gate_up", 2, 1), 1, None),
@@ -199,7 +199,7 @@ def test_what_runs_beside_a_paused_step_comes_out_of_what_is_left(
 def test_a_slice_that_fails_ends_its_request_alone(
     error: Exception,
     times: int,
-    told: str | None,
+    reason: str | None,
     alone: Alone,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -219,10 +219,10 @@ def test_a_slice_that_fails_ends_its_request_alone(
     slicer.long = {start(engine, "long", LONG)}
     answer = finish(engine)["long"]
     assert len(failures) == times
-    if told is None:
+    if reason is None:
         assert tokens([answer]) == wanted[:1]
     else:
-        assert told in answer.report["error"]
+        assert reason in answer.report["error"]
     assert engine.is_idle()
     assert engine.runner.pool.used_bytes == engine.runner.caches.reserved_bytes
     monkeypatch.undo()
@@ -239,7 +239,7 @@ def slow(
     """An engine of a planner that expects a slow device, and the outputs of its steps."""
     slow = rates.CPU._replace(product_flops=1e8, attention_flops=1e8, launch_seconds=4e-6)
     monkeypatch.setattr(rates, "CPU", slow)
-    monkeypatch.setattr(Pace, "learn", lambda *_: None)
+    monkeypatch.setattr(SpeedEstimate, "learn", lambda *_: None)
     with running(checkpoint("mha")) as engine:
         yield engine, record(monkeypatch, engine.loop, "execute", lambda output, _: output)
 
@@ -254,8 +254,8 @@ def test_the_scheduler_hands_out_long_steps_in_slices(
     """Two long requests take their steps one after the other; others step meanwhile."""
     engine, outputs = slow
     monkeypatch.setattr(engine.loop, "runs_ahead", runs_ahead)
-    asked = {**SHORT, "cache": cache}
-    asks = [Ask(random_prompt(n, n), asked) for n in (200, 15, 180, 8)]
+    step_slice = {**SHORT, "cache": cache}
+    asks = [Ask(random_prompt(n, n), step_slice) for n in (200, 15, 180, 8)]
     wanted = tokens(engine.ask(*asks))
     assert all(output.paused is None for output in outputs)
     planner = engine.runner.planner
@@ -319,17 +319,19 @@ def test_a_step_whose_keys_were_moved_begins_anew(
 ) -> None:
     """One that came before it goes, and one that comes needs more room than that left."""
     engine, _ = slow
-    asked = {**SHORT, "cache": "dual"}
-    asks = [Ask(random_prompt(n, n), asked) for n in (15, 200, 60)]
+    step_slice = {**SHORT, "cache": "dual"}
+    asks = [Ask(random_prompt(n, n), step_slice) for n in (15, 200, 60)]
     wanted = tokens(engine.ask(*asks))
     runner = engine.runner
     runner.pages.trim()  # so that there is no more room than is in use
     engine.cut_steps(2 * Admission(runner.planner).seconds_of(Demand(216, 16), 216) / 30)
     forwards_begun = record(
-        monkeypatch, SlicedStep, "begin", lambda *call: call[2].canvases[0].num_forwards
+        monkeypatch, LongStepRunner, "begin", lambda *call: call[2].canvases[0].num_forwards
     )
     names: list[str] = []
-    monkeypatch.setattr(Slicing, "long", lambda _, running, *__: [n for n in names if n in running])
+    monkeypatch.setattr(
+        LongStepPolicy, "long", lambda _, running, *__: [n for n in names if n in running]
+    )
     first = start(engine, "first", asks[0])
     step(engine)
     names.append(start(engine, "long", asks[1]))
@@ -354,7 +356,7 @@ def test_a_paused_step_makes_room_for_who_starts(
     wanted, runner = tokens(engine.ask(*asks)), engine.runner
     engine.cut_steps(2 * Admission(runner.planner).seconds_of(Demand(216, 16), 216) / 30)
     forwards_begun = record(
-        monkeypatch, SlicedStep, "begin", lambda *call: call[2].canvases[0].num_forwards
+        monkeypatch, LongStepRunner, "begin", lambda *call: call[2].canvases[0].num_forwards
     )
     allocate = runner.pages.allocate
 
@@ -365,7 +367,9 @@ def test_a_paused_step_makes_room_for_who_starts(
 
     monkeypatch.setattr(runner.pages, "allocate", allocate_alone)
     names = [start(engine, "long", asks[0])]
-    monkeypatch.setattr(Slicing, "long", lambda _, running, *__: [n for n in names if n in running])
+    monkeypatch.setattr(
+        LongStepPolicy, "long", lambda _, running, *__: [n for n in names if n in running]
+    )
     for _ in range(3):
         step(engine)
     assert runner.pool.has_frame

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Slice:
+class StepSlice:
     """A part of one request's step, which is paused after it.
 
     Attributes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guessed states, packed into a step like requests."""
+"""Drafts: states that a step packs like requests of their own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding import ForwardTarget
-    from vllm.diffusion.decoding.drafting import State
+    from vllm.diffusion.decoding.drafting import DraftState
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.window import Window
     from vllm.diffusion.guided.joint import Joint
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from vllm.diffusion.sampling import RowEdits
 
 
-class BranchWindow(NamedTuple):
-    """Where a guess keeps the keys and values that it computes, as `ForwardWindow` says it.
+class DraftWindow(NamedTuple):
+    """Where a draft keeps the keys and values that it computes, as `ForwardWindow` does.
 
     Attributes:
-        cache: the request's pages, but own ones where positions of the window lie; None where the
+        cache: the request's pages, but draft pages for the positions of the window; None if the
             request keeps nothing.
-        kept_starts, num_sequences: those of the request.
+        kept_starts, num_sequences: as for the request.
         has_fp8_attention: as in `ForwardWindow`.
     """
 
@@ -32,25 +32,25 @@ class BranchWindow(NamedTuple):
     has_fp8_attention: bool = False
 
 
-class Branch:
-    """A guessed state, which a step packs like a request of its own.
+class Draft:
+    """A drafted state, which a step packs like a request of its own.
 
     Args:
         canvas: the request.
-        state: the guess.
+        state: the drafted state.
         positions: positions that are computed.
     """
 
     adjust_logits = None
     pick = None
 
-    def __init__(self, canvas: Canvas, state: State, positions: Window) -> None:
+    def __init__(self, canvas: Canvas, state: DraftState, positions: Window) -> None:
         self.canvas, self.state, self.positions = canvas, state, positions
-        self.window = BranchWindow(None, canvas.window.kept_starts, canvas.window.num_sequences)
+        self.window = DraftWindow(None, canvas.window.kept_starts, canvas.window.num_sequences)
         self.req_id, self.params = canvas.req_id, canvas.params
         self.prompt_length, self.wants_logprobs = canvas.prompt_length, canvas.wants_logprobs
         self.num_steps = canvas.num_steps + state.depth
-        self.rule, self.later_draws = state.rule, canvas.later_draws
+        self.rule, self.num_extra_draws = state.rule, canvas.num_extra_draws
 
     @property
     def num_rows(self) -> int:
@@ -62,12 +62,12 @@ class Branch:
         return self.canvas.sequences_of(self.state.tokens)
 
     def next_forward(self) -> tuple[ForwardTarget, Window]:
-        return self.state.work, self.positions
+        return self.state.target, self.positions
 
     def token_ids(self, positions: Array) -> None:
-        """Return no tokens to be scored: likelihoods are not guessed."""
+        """Return no tokens to be scored: likelihood requests have no drafts."""
 
-    def joints(self, work: ForwardTarget) -> list[Joint]:
+    def joints(self, target: ForwardTarget) -> list[Joint]:
         return []
 
     def edits(self, positions: Array) -> RowEdits | None:
@@ -76,12 +76,12 @@ class Branch:
     def draws(self, positions: Array) -> Array | None:
         return self.canvas.draws(positions, self.num_steps)
 
-    def is_reached(self, work: ForwardTarget) -> bool:
-        """Whether this is the request's state, whose next forward is for `work`."""
+    def is_reached(self, target: ForwardTarget) -> bool:
+        """Whether the request, whose next forward is for `target`, has reached this state."""
         canvas = self.canvas
         is_due = self.num_steps == canvas.num_steps
-        return is_due and self.state.is_of(canvas.tokens, canvas.rule, work)
+        return is_due and self.state.is_of(canvas.tokens, canvas.rule, target)
 
 
-# What a step packs.
-Packed: TypeAlias = "Canvas | Branch"
+# An item of a step's batch.
+BatchItem: TypeAlias = "Canvas | Draft"

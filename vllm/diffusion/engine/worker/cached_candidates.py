@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates of the newest step of a request, by which its next states are guessed."""
+"""Candidates of the latest step of a request, from which its next states are drafted."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def has_random_scores(canvas: Canvas) -> bool:
-    """Whether random numbers, known before a step, stand for the scores of a request."""
+    """Whether random numbers, known before a step, are the scores of a request."""
     return canvas.params.remasking == "random" and not canvas.rule.scoring.is_categorical
 
 
-class LastCandidates:
-    """Candidates of the state that a request committed last, by which the next ones are guessed.
+class CachedCandidates:
+    """Candidates of the state that a request committed last; the next states are drafted from them.
 
     Args:
         canvas: the request.
@@ -32,25 +32,25 @@ class LastCandidates:
     def __init__(self, canvas: Canvas, rows: SampleRows, samples: Array, number: int) -> None:
         self._canvas, self._rows, self._samples, self._number = canvas, rows, samples, number
         self._step = canvas.num_steps - 1  # of these candidates
-        self._later_draws = rows.batch.canvases[number].later_draws
+        self._num_extra_draws = rows.batch.canvases[number].num_extra_draws
         self._is_random = has_random_scores(canvas)
         self._known: dict[int, Candidates | None] = {}
 
     def at(self, depth: int) -> Candidates | None:
-        """Return the candidates with the random numbers of a later step; see `Source`."""
+        """Return the candidates with the random numbers of a later step; see `CandidateSource`."""
         if depth not in self._known:
             self._known[depth] = self._drawn_at(depth)
         return self._known[depth]
 
     def _drawn_at(self, depth: int) -> Candidates | None:
         canvas, is_noisy = self._canvas, self._canvas.params.temperature > 0
-        if is_noisy and depth > self._later_draws:
+        if is_noisy and depth > self._num_extra_draws:
             return None
-        found = self._rows.candidates(self._samples, self._number, depth if is_noisy else 0)
-        positions, step = found.positions, self._step + depth
+        candidates = self._rows.candidates(self._samples, self._number, depth if is_noisy else 0)
+        positions, step = candidates.positions, self._step + depth
         if self._is_random and not is_noisy:
             scores = canvas.uniform(REMASKING, positions, step)
             if scores is not None:
                 sign = -1 if canvas.rule.scoring.score == "negative_entropy" else 1
-                found = found._replace(scores=sign * scores)
-        return found._replace(draws=canvas.draws(positions, step))
+                candidates = candidates._replace(scores=sign * scores)
+        return candidates._replace(draws=canvas.draws(positions, step))

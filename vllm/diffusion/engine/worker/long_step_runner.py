@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.engine.slices import PausedStep, SliceTiming
+from vllm.diffusion.engine.long_steps import PausedStep, SliceTiming
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.engine.worker.step_memory import Step
 from vllm.diffusion.memory import HostBuffers
@@ -25,25 +25,25 @@ from vllm.diffusion.memory import HostBuffers
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm.diffusion.engine.slices import Slice
+    from vllm.diffusion.engine.long_steps import StepSlice
     from vllm.diffusion.engine.worker.batch import StepBatch
-    from vllm.diffusion.engine.worker.branches import Packed
     from vllm.diffusion.engine.worker.canvas import Canvas
+    from vllm.diffusion.engine.worker.drafts import BatchItem
     from vllm.diffusion.engine.worker.forward import Chunked
     from vllm.diffusion.engine.worker.step_memory import PoolAccount
     from vllm.diffusion.memory import ActivationPool, PageStore, Plan
 
 
 @dataclass
-class _Paused:
-    """A step between its slices; `kept_at` is the page store's generation that it knows."""
+class _SlicedStep:
+    """A step between its slices; `cache_generation` is the generation of its page table."""
 
     started: float  # time.perf_counter()
     rows: SampleRows
     plan: Plan
     planner_us: float
     work: Chunked[torch.Tensor]
-    kept_at: int | None
+    cache_generation: int | None
     peak_bytes: int = 0
     next_s: float = 0.0  # predicted of the chunk that it stands before
 
@@ -71,7 +71,7 @@ class _Stopwatch:
             self._events[1].record()
 
     @property
-    def is_over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the device has reached `stop`."""
         return self._events is None or self._events[1].query()
 
@@ -82,14 +82,14 @@ class _Stopwatch:
 
     @property
     def taken_s(self) -> float:
-        """Seconds measured, once `is_over`."""
+        """Seconds measured, once `has_ended`."""
         if self._events is None:
             return self._taken_s
         started, ended = self._events
         return float(started.elapsed_time(ended)) / 1000
 
 
-class SlicedStep:
+class LongStepRunner:
     """Runs one long step at a time, slice by slice.
 
     Args:
@@ -112,7 +112,7 @@ class SlicedStep:
         self._pool, self._caches = pool, caches
         # Rows in host memory are not those of the steps in between.
         self._host = HostBuffers(is_pinned=device.type == "cuda")
-        self._paused: _Paused | None = None
+        self._paused: _SlicedStep | None = None
         self._device = device
         self._under_way: deque[tuple[float, _Stopwatch]] = deque()  # predicted seconds of slices
 
@@ -131,9 +131,9 @@ class SlicedStep:
         paused = self._paused
         if paused is None or paused.rows.batch.canvases[0] is not canvas:
             return False
-        return paused.kept_at == self._generation_of(canvas)
+        return paused.cache_generation == self._generation_of(canvas)
 
-    def _generation_of(self, canvas: Packed) -> int | None:
+    def _generation_of(self, canvas: BatchItem) -> int | None:
         return None if canvas.window.cache is None else self._caches.generation
 
     def begin(self, batch: StepBatch, plan: Plan, planner_us: float) -> None:
@@ -141,16 +141,16 @@ class SlicedStep:
         rows = SampleRows(batch)
         self._account.make_room(batch.num_rows, plan)
         self._pool.begin_frame()
-        self._paused = _Paused(
+        self._paused = _SlicedStep(
             started=time.perf_counter(),
             rows=rows,
             plan=plan,
             planner_us=planner_us,
             work=self._chunks(rows, plan, self._host),
-            kept_at=self._generation_of(batch.canvases[0]),
+            cache_generation=self._generation_of(batch.canvases[0]),
         )
 
-    def run(self, asked: Slice) -> Step | None:
+    def run(self, step_slice: StepSlice) -> Step | None:
         """Launch the next slice of the begun step; return the step if that was the last one.
 
         Returns when the slice before it is over. So a GPU has work while the host turns to others,
@@ -158,10 +158,10 @@ class SlicedStep:
         """
         paused = self._paused
         if paused is None:
-            raise RuntimeError(f"slice of {asked.req_id}: its step has not begun")
+            raise RuntimeError(f"slice of {step_slice.req_id}: its step has not begun")
         self._pool.reset_peak()
         watch = _Stopwatch(self._device)
-        done_s, sampled = self._advance(paused, asked.seconds)
+        done_s, sampled = self._advance(paused, step_slice.seconds)
         watch.stop()
         if self._under_way:
             self._under_way[-1][1].wait()
@@ -173,7 +173,7 @@ class SlicedStep:
         memory = self._account.memory(paused.plan, paused.planner_us, peak_bytes=paused.peak_bytes)
         return Step(paused.started, paused.rows, ops.HostCopy(sampled), memory)
 
-    def _advance(self, paused: _Paused, seconds: float) -> tuple[float, torch.Tensor | None]:
+    def _advance(self, paused: _SlicedStep, seconds: float) -> tuple[float, torch.Tensor | None]:
         """Run chunks of at most `seconds` predicted seconds, but at least one chunk.
 
         Returns:
@@ -190,10 +190,10 @@ class SlicedStep:
                 return done_s, sampled
         return done_s, None
 
-    def take_worked(self) -> SliceTiming | None:
+    def pop_timing(self) -> SliceTiming | None:
         """Sum the slices that have ended since the last call; None if there are none."""
         over = []
-        while self._under_way and self._under_way[0][1].is_over:
+        while self._under_way and self._under_way[0][1].has_ended:
             over.append(self._under_way.popleft())
         if not over:
             return None

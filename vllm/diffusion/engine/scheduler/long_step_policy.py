@@ -20,49 +20,49 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from vllm.diffusion.engine.long_steps import PausedStep, StepSlice
 from vllm.diffusion.engine.scheduler.turns import take_turns
-from vllm.diffusion.engine.slices import PausedStep, Slice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from vllm.diffusion.config import Settings
+    from vllm.diffusion.engine.long_steps import SliceTiming
     from vllm.diffusion.engine.messages import DiffusionRunnerOutput
     from vllm.diffusion.engine.scheduler.request_state import RequestState
-    from vllm.diffusion.engine.slices import SliceTiming
     from vllm.diffusion.memory import Admission
 
 
-class Pace:
+class SpeedEstimate:
     """Ratio of the seconds that the device takes to those that the planner predicts.
 
     It is the median over the last slices, each of the weight of its work: a slice may wait until a
     kernel is compiled, and the steps planned after it must not be cut to pieces for that.
 
     Args:
-        guess_s: predicted seconds that the guess, 1, weighs as much as.
+        prior_s: predicted seconds that the prior ratio, 1, weighs as much as.
 
     Attributes:
         factor: the ratio, rounded to two digits so that plans for given seconds are found again.
     """
 
-    REMEMBERED = 64  # reports of slices
+    MAX_REPORTS = 64  # reports of slices
 
-    def __init__(self, guess_s: float) -> None:
-        self._seen = deque([(1.0, guess_s)], maxlen=self.REMEMBERED)  # ratios, predicted seconds
+    def __init__(self, prior_s: float) -> None:
+        self._seen = deque([(1.0, prior_s)], maxlen=self.MAX_REPORTS)  # ratios, predicted seconds
         self.factor = 1.0
 
-    def learn(self, worked: SliceTiming) -> None:
-        if not worked.seconds:  # of a plan that predicts nothing
+    def learn(self, slice_timing: SliceTiming) -> None:
+        if not slice_timing.seconds:  # of a plan that predicts nothing
             return
-        self._seen.append((worked.taken_s / worked.seconds, worked.seconds))
+        self._seen.append((slice_timing.taken_s / slice_timing.seconds, slice_timing.seconds))
         ratios, weights = zip(*sorted(self._seen), strict=True)
         sums = list(accumulate(weights))
         self.factor = float(f"{ratios[bisect_left(sums, sums[-1] / 2)]:.1e}")
 
 
-class Slicing:
+class LongStepPolicy:
     """Decides which requests are long, and names the next slice.
 
     Args:
@@ -70,13 +70,13 @@ class Slicing:
 
     Attributes:
         longest_pause_s: seconds that a short request may wait without progress.
-        pace: pace of the device.
+        speed: speed of the device.
         is_idle: no running request may be long, and no slice is under way: steps need no sharing.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._share, self.longest_pause_s = settings.long_share, settings.longest_pause_s
-        self.pace = Pace(self.longest_pause_s)
+        self.speed = SpeedEstimate(self.longest_pause_s)
         self.is_idle = True
         self._paused: PausedStep | None = None
         self._is_shared = False  # both kinds took part in the step that runs
@@ -113,9 +113,9 @@ class Slicing:
         self._paused = done.paused
         if self._is_shared:
             self._owed_s = min(self._owed_s + self._share * passed_s, self.slice_s)
-        if done.worked is not None:
-            self.pace.learn(done.worked)
-            self._owed_s += done.worked.num_slices * self.slice_s - done.worked.taken_s
+        if done.slice_timing is not None:
+            self.speed.learn(done.slice_timing)
+            self._owed_s += done.slice_timing.num_slices * self.slice_s - done.slice_timing.taken_s
         if not self._is_shared:  # they have had at least the slices that a newcomer waits for
             self._owed_s = max(self._owed_s, -self.longest_pause_s)
         has_slices = self._is_shared or self._paused is not None
@@ -131,14 +131,14 @@ class Slicing:
 
         It takes longer than a pause may, or has fp8 attention.
         """
-        most = item.demand.largest_rows(admission.row_budget)
+        max_rows = item.demand.largest_rows(admission.row_budget)
         if item.demand.fp8_attention and rows >= item.demand.length * item.demand.num_sequences:
             return True
         predicted = self._predicted_s.setdefault(item, {})
-        for count in (most, int(min(rows, most))):
+        for count in (max_rows, int(min(rows, max_rows))):
             if count not in predicted:
                 predicted[count] = admission.seconds_of(item.demand, count)
-            if predicted[count] <= self.longest_pause_s / self.pace.factor:
+            if predicted[count] <= self.longest_pause_s / self.speed.factor:
                 return False
         return True
 
@@ -165,7 +165,7 @@ class Slicing:
         launched: AbstractSet[str],
         admission: Admission,
         next_step: Callable[[Mapping[str, RequestState]], dict[str, int]],
-    ) -> tuple[dict[str, int], Slice | None]:
+    ) -> tuple[dict[str, int], StepSlice | None]:
         """Return the rows of the next step, by request, and the slice among them, if one is due.
 
         Args:
@@ -187,7 +187,7 @@ class Slicing:
 
     def next_slice(
         self, long: Sequence[RequestState], admission: Admission, *, is_shared: bool
-    ) -> Slice | None:
+    ) -> StepSlice | None:
         """Return the next slice of the step that has begun, else the first one of the next step.
 
         Args:
@@ -203,7 +203,7 @@ class Slicing:
         units = {item.req_id: item.demand.unit} if item.demand.unit else {}
         rows = take_turns({item.req_id: item.next_rows}, admission.row_budget, units)
         self._owed_s -= self.slice_s  # until it is known what it took
-        return Slice(item.req_id, rows[item.req_id], self.slice_s / self.pace.factor)
+        return StepSlice(item.req_id, rows[item.req_id], self.slice_s / self.speed.factor)
 
     def _fits_beside(
         self, rows: Mapping[str, int], running: Mapping[str, RequestState], admission: Admission

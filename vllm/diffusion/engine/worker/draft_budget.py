@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses how many drafts a step evaluates: drafts that save more time than their rows take.
+
+Two tables decide: acceptance rates, which are learned, and the time of a step by its rows. Both
+depend on counts alone, never on a clock, so all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping, Sequence
+
+    from vllm.diffusion.ops import Array
+
+MARGIN = 0.02  # share of a step's time per draft: the host drafts and accepts
+DECAY = 0.98  # weight of an old trial relative to the next one
+PRIOR_COUNT = 2.0  # prior trials, half of which were accepted
+
+# Drafts of a kind share the algorithm, the number of tokens that it commits, cache and noise.
+Kind: TypeAlias = "Hashable"
+
+
+class AcceptanceRates:
+    """Acceptance rates of drafts, by kind, depth and number of committed candidates."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Kind, int | None, int], tuple[float, float]] = {}
+
+    def clear(self) -> None:
+        """Forget all counts."""
+        self._known.clear()
+
+    def chance(self, kind: Kind, count: int | None, depth: int) -> float:
+        """Return the acceptance rate of drafts whose parent was accepted.
+
+        A depth without trials has the rate of the depth before it. `count` is None if the rule
+        decides how many candidates are committed.
+        """
+        accepted, trials = self._counts(kind, count, depth)
+        return accepted / trials
+
+    def _counts(self, kind: Kind, count: int | None, depth: int) -> tuple[float, float]:
+        for known in range(depth, 0, -1):
+            counts = self._known.get((kind, count, known))
+            if counts is not None:
+                return counts
+        return PRIOR_COUNT * 0.5 ** (count or 1), PRIOR_COUNT
+
+    def learn(self, kind: Kind, count: int | None, depth: int, *, is_accepted: bool) -> None:
+        """Record whether a draft was accepted whose parent was."""
+        accepted, trials = self._counts(kind, count, depth)
+        self._known[kind, count, depth] = accepted * DECAY + is_accepted, trials * DECAY + 1
+
+
+class DraftOffer(NamedTuple):
+    """Drafts that a request could have.
+
+    Attributes:
+        chances: chance of each to be reached, descending.
+        rows: rows of each.
+    """
+
+    chances: Sequence[float]
+    rows: int
+
+
+class StepTimes(NamedTuple):
+    """Time of a step by its rows, which count as the next larger size.
+
+    Attributes:
+        rows: [N] int64, sizes, ascending.
+        seconds: [N + 1] float64, their times; the last is that of more rows.
+    """
+
+    rows: Array
+    seconds: Array
+
+    @classmethod
+    def of(cls, known: Mapping[int, float]) -> StepTimes:
+        """Make the table of known times; a step of more rows never pays."""
+        rows = sorted(known)
+        return cls(np.array(rows), np.array([*(known[size] for size in rows), np.inf]))
+
+    def at(self, rows: Array | int) -> Array:
+        """Return the times [R] of steps with `rows` rows."""
+        seconds: Array = self.seconds[self.rows.searchsorted(rows)]
+        return seconds
+
+
+def choose_num_drafts(
+    offers: Sequence[DraftOffer], num_requests: int, rows: int, times: StepTimes
+) -> list[int]:
+    """Return how many of its first drafts each request should have.
+
+    Takes drafts of all requests, the likeliest first, up to the number that maximises the expected
+    number of committed steps per second.
+
+    Args:
+        offers: drafts that requests could have.
+        num_requests: requests of the step.
+        rows: its rows without drafts.
+        times: times of steps.
+    """
+    sizes = [len(offer.chances) for offer in offers]
+    owners = np.repeat(np.arange(len(offers)), sizes)
+    alone_s = float(times.at(rows))
+    if not owners.size or alone_s == np.inf:
+        return [0] * len(offers)
+    chances = np.concatenate([offer.chances for offer in offers])
+    order = (-chances).argsort(kind="stable")
+    all_rows = rows + np.repeat([offer.rows for offer in offers], sizes)[order].cumsum()
+    seconds = times.at(all_rows) + MARGIN * alone_s * np.arange(1, order.size + 1)
+    rates = (num_requests + chances[order].cumsum()) / seconds
+    best = int(rates.argmax())
+    if not rates[best] * alone_s > num_requests:
+        return [0] * len(offers)
+    counts: list[int] = np.bincount(owners[order[: best + 1]], minlength=len(offers)).tolist()
+    return counts
