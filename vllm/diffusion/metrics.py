@@ -52,8 +52,8 @@ class Metric:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        own = self.facts if self.label is None else (self.label,)
-        return ("model_name", "engine", *own) if self.per_engine else ("model_name", *own)
+        names = self.facts if self.label is None else (self.label,)
+        return ("model_name", "engine", *names) if self.per_engine else ("model_name", *names)
 
 
 STEP_BATCH_SIZE = Metric(

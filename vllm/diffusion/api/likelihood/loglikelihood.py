@@ -332,8 +332,8 @@ def _maskings(
                 raise InvalidParameterError(name, values[name], "wanted it left out beside masks")
         return None, _given_maskings(masks, length)
     mc_num, seed = values.get("mc_num", 128), values.get("seed", 1234) % 2**SEED_BITS
-    usual = next(n for n in range(min(mc_num, DEFAULT_BATCH_SIZE), 0, -1) if mc_num % n == 0)
-    batch_size = values.get("batch_size", usual)
+    default = next(n for n in range(min(mc_num, DEFAULT_BATCH_SIZE), 0, -1) if mc_num % n == 0)
+    batch_size = values.get("batch_size", default)
     if mc_num % batch_size:
         raise InvalidParameterError("batch_size", batch_size, f"wanted a divisor of {mc_num}")
     if length == 1:  # every sample masks it
