@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choice of the kernel that an op runs, by its rows, its shape and the card. Nothing else chooses.
 
-All numbers were measured on an H200; docs/performance.md lists them ("Which kernel runs").
+All numbers were measured on an H200; docs/measurements/kernels.md lists them ("Which kernel runs").
 """
 
 from __future__ import annotations

@@ -43,9 +43,9 @@ ROW_BUCKETS = (
     *range(1536, 2048, 256),
     *range(2048, 4096 + 1, 512),
 )
-# Of models without experts. Beyond, layers take longer than launching them, and a graph's attention
-# costs a long sequence more (docs/performance.md). Those with experts are over sooner, and would be
-# read in vain if windows came in shares.
+# For models without experts. Beyond this, layers take longer than their launch, and the attention
+# of a graph is slower for long sequences (docs/measurements/steps.md). Layers with experts finish
+# sooner, and experts would be read in vain if windows came in shares.
 MAX_WHOLE_ROWS = 1536
 MAX_WHOLE_ROWS_FP8 = 3072
 MAX_WINDOW_ROWS = 1024
