@@ -7,7 +7,7 @@
 
 A server with the released shape and random weights. Measured, in this order:
 
-    steps       rows per second of steps of 4,096 rows, as the server's own metrics tell them, while
+    steps       rows per second of steps of 4,096 rows, as the server's metrics report them, while
                 twice as many requests generate
     decisions   POST /v1/systemone: one client, then --clients; each sends its next call when it has
                 the answer to the last

@@ -351,7 +351,7 @@ def one_line(message: object) -> str:
     return " ".join(str(message).split())
 
 
-# --- telling ---------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------
 
 
 def markdown(rows: Sequence[Row], refused: Sequence[Refused]) -> str:

@@ -22,7 +22,7 @@ answers, up to N tokens.
     tokens/forward  where all positions of at least --threshold are committed at once
 
 A quantisation may keep the likeliest token of a position and still change which position is the
-surest, and so the order, which a decoding rule follows: that is why the order is told apart.
+surest. A decoding rule follows that order, so the order has a column of its own.
 
 Written: quantisation_quality.json, .md and .svg.
 """

@@ -29,7 +29,7 @@ many as the engine finds worth their rows, up to eight.
 With --models, how often drafts hold on trained checkpoints (names of tiny ones under models/,
 which are trained if they are missing): steps per forward of the engine's own drafts, up to seven,
 at temperatures 0 and 1, for answers of 32 tokens with 1, 2 and 4 tokens a step, and with a
-threshold of 0.9. Other checkpoints tell as much of every answer in `diffusion.steps_per_forward`.
+threshold of 0.9. Other checkpoints report it for every answer in `diffusion.steps_per_forward`.
 
 Written: speculation.json, speculation.png (reached.json with --models).
 """

@@ -32,7 +32,7 @@ files_with() { grep -rlE --include='test_*.py' "mark\.$1\b" tests | sort; }
 # Each process may take 6 GiB of the card. tests/conftest.py decides which tests share a process and
 # puts the longest first; xdist keeps that order.
 processes=$(($(nproc) < 14 ? $(nproc) : 14))
-# An engine that is not told otherwise counts on all memory that it finds free.
+# By default an engine uses all memory that it finds free.
 mapfile -t files < <(files_with gpu)
 VLLM_ACTIVATION_POOL_SIZE_BYTES=$((4 << 30)) run_tests 'gpu and not alone' \
   -n "$processes" --no-loadscope-reorder "${files[@]}" "$@"

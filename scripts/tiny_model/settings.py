@@ -93,7 +93,7 @@ def plan_for(family: str) -> Plan:
 
     LLaDA, which every set-up trains, knows every kind of question. The others are larger, or see
     their rows twice, clean and noised. So that each is made within two minutes of two cores, they
-    know no differences and no months, and do not tell large numbers from other unknown things;
+    know no differences and no months, and treat large numbers like other unknown things;
     block-diffusion models no countries of capitals either, and two turns only. Of each group 90 %
     must be right. Answers of block-diffusion models end with a block: longer canvases are only more
     blocks.

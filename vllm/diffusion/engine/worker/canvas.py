@@ -302,7 +302,7 @@ class Canvas:
         self._next_news = 0
         if not self.keeps_approximately or self.params.cache == "frozen" or self.is_complete:
             return
-        with suppress(Exception):  # its rule fails, which is told when the forward is launched
+        with suppress(Exception):  # the launch of the forward reports an error of its rule
             self._is_for(self.begin()._replace(rows=(0, self.length)))
 
     @property
