@@ -188,7 +188,7 @@ def test_what_runs_beside_a_paused_step_comes_out_of_what_is_left(
 
 
 @pytest.mark.parametrize(
-    ("error", "times", "told"),
+    ("error", "times", "changed"),
     [
         (RuntimeError("the device broke"), 1, "the device broke"),
         (PoolExhaustedError("gate_up", 2, 1), 1, None),
