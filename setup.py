@@ -98,18 +98,18 @@ ROOMS = (
 def find_nvcc(room: Room) -> str:
     """Path of the CUDA compiler: ``$CUDA_HOME/bin``, ``PATH``, then ``/usr/local/cuda/bin``."""
     cuda_home = os.environ.get("CUDA_HOME")
-    found = (
+    nvcc = (
         shutil.which("nvcc", path=str(Path(cuda_home) / "bin"))
         if cuda_home
         else shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
     )
-    if found is None:
+    if nvcc is None:
         where = f"in CUDA_HOME={cuda_home}" if cuda_home else "on PATH"
         raise BuildError(
             f"{room.name}: nvcc not found {where} (CUDA_HOME names the toolkit, "
             f"BUILD_{room.name.upper()}=0 leaves the room out)"
         )
-    return found
+    return nvcc
 
 
 def include_flags(room: Room) -> list[str]:
@@ -173,12 +173,12 @@ def arch_flags(nvcc: str, default: str) -> list[str]:
 def find_ninja(room: Room) -> str:
     """Path of ninja: beside this interpreter, then ``PATH``."""
     beside = str(Path(sys.executable).parent)
-    found = shutil.which("ninja", path=beside) or shutil.which("ninja")
-    if found is None:
+    ninja = shutil.which("ninja", path=beside) or shutil.which("ninja")
+    if ninja is None:
         raise BuildError(
             f"{room.name}: ninja not found: python -m pip install -r requirements/build.txt"
         )
-    return found
+    return ninja
 
 
 RULES = """

@@ -122,7 +122,7 @@ def measure(options: argparse.Namespace, is_fused: bool, table: Table) -> None:
                 windows.timed_requests(llm, runner, prompts, parameters)
                 for _ in range(options.rounds + 1)
             ]
-            num_forwards, seconds = min(rounds[1:], key=lambda found: found[1])
+            num_forwards, seconds = min(rounds[1:], key=lambda step: step[1])
             num_tokens = num_requests * options.gen_length
             table.add(Row(num_requests, is_fused, num_tokens, num_forwards, seconds))
     del os.environ[VARIABLE]

@@ -111,8 +111,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.option("--in-process", False, "no server, no HTTP")
     parser.option("--clients", [1, 8, 32], "how many at a time", type=positive)
     caches = ("none", "prefix", "dual", "exact")
-    told = "(default: none dual; of block-causal families exact)"
-    parser.option("--caches", None, told, nargs="+", choices=caches)
+    default_text = "(default: none dual; of block-causal families exact)"
+    parser.option("--caches", None, default_text, nargs="+", choices=caches)
     parser.option("--prompt-length", 128, type=positive)
     parser.option("--gen-length", 128, "canvas length in tokens")
     parser.option("--block-length", 32)
@@ -155,9 +155,9 @@ def measure(
     _, cache, num_clients = identity
     sizes = (options.prompt_length, shape.vocab_size)
     send([[prompt] for prompt in in_process.random_prompts(num_clients, *sizes)], cache)
-    asked = in_process.random_prompts(num_clients * options.rounds, *sizes, seed=num_clients)
+    prompts = in_process.random_prompts(num_clients * options.rounds, *sizes, seed=num_clients)
     started = time.perf_counter()
-    answers = send([asked[i::num_clients] for i in range(num_clients)], cache)
+    answers = send([prompts[i::num_clients] for i in range(num_clients)], cache)
     seconds = time.perf_counter() - started
     num_tokens = sum(len(answer.token_ids) for answer in answers)
     return Row(
@@ -186,7 +186,7 @@ def plain_loop(folder: Path, shape: Shape, options: argparse.Namespace) -> Itera
     """Run the plain model with its loop until the block ends."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, options.dtype)
-    asked = {name: getattr(options, name) for name in ("block_length", "steps")}
+    parameters = {name: getattr(options, name) for name in ("block_length", "steps")}
     has_weights = options.model is not None
     model: torch.nn.Module
     if shape.block_length:
@@ -197,7 +197,7 @@ def plain_loop(folder: Path, shape: Shape, options: argparse.Namespace) -> Itera
         generate = partial(plain_model.generate, model)
 
     def send(prompts: Prompts, _cache: str) -> list[Answer]:
-        run = partial(generate, canvas=options.gen_length, **asked)
+        run = partial(generate, canvas=options.gen_length, **parameters)
         return [plain_answer(run, prompt) for client in prompts for prompt in client]
 
     try:

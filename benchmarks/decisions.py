@@ -188,8 +188,12 @@ def likelihood_of(options: argparse.Namespace) -> Callable[[int], dict[str, Any]
     ids = [5 + i % 200 for i in range(CONTEXT + TARGET)]
 
     def body(number: int) -> dict[str, Any]:
-        asked = {"context": ids[:CONTEXT], "continuation": ids[CONTEXT:], "mc_num": options.samples}
-        return {**asked, "seed": number}
+        fields = {
+            "context": ids[:CONTEXT],
+            "continuation": ids[CONTEXT:],
+            "mc_num": options.samples,
+        }
+        return {**fields, "seed": number}
 
     return body
 
@@ -198,34 +202,34 @@ async def run(
     server: Server, route: str, body: Callable[[int], dict[str, Any]], clients: int, calls: int
 ) -> Run:
     """Measure the seconds and answer of every call, and the seconds of all."""
-    found: list[tuple[float, dict[str, Any]]] = []
+    rows: list[tuple[float, dict[str, Any]]] = []
     numbers = iter(range(calls))
 
     async def client() -> None:
         for number in numbers:
             started = time.perf_counter()
             answer = await server.post(route, body(number))
-            found.append((time.perf_counter() - started, answer))
+            rows.append((time.perf_counter() - started, answer))
 
     await asyncio.gather(*(server.post(route, body(-1 - i)) for i in range(min(WARM_UP, clients))))
     started = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(clients)))
-    return found, time.perf_counter() - started
+    return rows, time.perf_counter() - started
 
 
 def row_of(
     kind: str, rows: int, clients: int, run: Run, rows_per_call: float, steps_per_s: float
 ) -> Row:
     """Summarise calls of `rows` rows each."""
-    found, seconds = run
-    percents = statistics.quantiles([s for s, _ in found], n=10, method="inclusive")
-    calls_per_s = len(found) / seconds
+    last_run, seconds = run
+    percents = statistics.quantiles([s for s, _ in last_run], n=10, method="inclusive")
+    calls_per_s = len(last_run) / seconds
     rows_per_s = calls_per_s * rows_per_call
     return Row(
         kind,
         rows,
         clients,
-        len(found),
+        len(last_run),
         round(calls_per_s, 2),
         round(rows_per_s, 1),
         round(1000 * percents[4], 2),

@@ -138,8 +138,8 @@ class Bench:
         self._num_sent += 1
         name = str(self._num_sent)
         prompt = in_process.random_prompt(num_tokens, self._vocab_size, self._num_sent)
-        asked = {"gen_length": gen_length, "block_length": BLOCK, "steps": steps}
-        sampling = harness.sampling_of(asked)
+        parameters = {"gen_length": gen_length, "block_length": BLOCK, "steps": steps}
+        sampling = harness.sampling_of(parameters)
         own = self._engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
         return name, str(own)
 
@@ -373,8 +373,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.option("--watch", 0.0, "seconds of `beside`, at most; 0: to the long one's end")
     parser.option("--learn", 2.0, "seconds before `alone`")
     parser.option("--sequence-parallel-size", 1, "ranks that share long steps")
-    told = "rows from which a step is shared (default: where that pays)"
-    parser.option("--sequence-parallel-min-tokens", None, told, type=int)
+    help_text = "rows from which a step is shared (default: where that pays)"
+    parser.option("--sequence-parallel-min-tokens", None, help_text, type=int)
     parser.option("--long-share", 0.5, "of the time, that long requests keep")
     parser.option("--longest-pause-ms", 100.0, "that a short request waits")
     options = parser.parse_args(arguments)

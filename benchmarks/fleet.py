@@ -112,7 +112,7 @@ def servers(options: argparse.Namespace) -> Iterator[list[str]]:
         "VLLM_SERVER_DEV_MODE": "1",  # has the route that empties the cache
     }
     with ExitStack() as stack:
-        found = []
+        processes = []
         for index in range(options.servers):
             port = free_port()
             command = [sys.executable, "-m", "vllm.entrypoints.api_server", "--port", str(port)]
@@ -120,10 +120,10 @@ def servers(options: argparse.Namespace) -> Iterator[list[str]]:
             command += ["--max-model-len", str(options.max_model_len)]
             log = options.output_dir / f"server_{index}.log"
             server = ServerProcess(command, log, port=port, variables=variables)
-            found.append(stack.enter_context(server))
-        for server in found:
+            processes.append(stack.enter_context(server))
+        for server in processes:
             server.wait_until_healthy(START_S)
-        yield [server.url for server in found]
+        yield [server.url for server in processes]
 
 
 @contextmanager
@@ -155,9 +155,9 @@ def requests_of(options: argparse.Namespace) -> list[tuple[str, list[int]]]:
         return [draws.randint(FIRST_ID, LAST_ID) for _ in range(number)]
 
     prefixes = {str(group): some(options.prefix) for group in range(options.groups)}
-    found = [(g, p + some(OWN)) for g, p in prefixes.items() for _ in range(options.per_group)]
-    draws.shuffle(found)
-    return found
+    requests = [(g, p + some(OWN)) for g, p in prefixes.items() for _ in range(options.per_group)]
+    draws.shuffle(requests)
+    return requests
 
 
 def measure(options: argparse.Namespace, router: str, policy: str, urls: list[str]) -> Row:
@@ -185,13 +185,13 @@ def measure(options: argparse.Namespace, router: str, policy: str, urls: list[st
     if errors:
         raise BenchmarkError(f"{policy}: {len(errors)} clients failed; the first: {errors[0]}")
     after = [counters(url) for url in urls]
-    asked, found, served = (
+    queries, hits, served = (
         [end[name] - begin[name] for begin, end in zip(before, after, strict=True)]
         for name in ("queries", "hits", "served")
     )
     return Row(
         policy,
-        sum(found) / sum(asked) if sum(asked) else 0.0,
+        sum(hits) / sum(queries) if sum(queries) else 0.0,
         1000 * statistics.median(times),
         1000 * statistics.quantiles(times, n=10)[-1],
         len(times) / seconds,
@@ -239,15 +239,15 @@ def counters(url: str) -> dict[str, float]:
         "vllm:prefix_cache_hits_total": "hits",
         "vllm:request_success_total": "served",
     }
-    found = dict.fromkeys(names.values(), 0.0)
+    values = dict.fromkeys(names.values(), 0.0)
     time.sleep(0.2)  # values of short steps may be 0.1 s old
     with session() as http:
         text = http.get(f"{url}/metrics", timeout=60).text
     for line in text.splitlines():
         name = names.get(line.partition("{")[0])
         if name is not None:
-            found[name] += float(line.rpartition(" ")[2])
-    return found
+            values[name] += float(line.rpartition(" ")[2])
+    return values
 
 
 if __name__ == "__main__":

@@ -59,11 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     running = {name: start(name, variables, options) for name, variables in ALLOCATORS.items()}
     table, failed = Table(COLUMNS), []
     for allocator, process in running.items():
-        told, _ = process.communicate()
+        output, _ = process.communicate()
         if process.returncode:
             failed.append(f"{allocator}: its process ended with {process.returncode}")
         else:
-            table.add(row_of(allocator, json.loads(told.splitlines()[-1])))
+            table.add(row_of(allocator, json.loads(output.splitlines()[-1])))
     if failed:
         raise BenchmarkError("; ".join(failed))
     write_results(options, table.rows)
@@ -125,8 +125,8 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         for length in tqdm(lengths, unit="request", leave=False, disable=not shows_progress):
             canvas = length // 2
             prompt = in_process.random_prompt(length - canvas, vocab_size, seed=length)
-            asked = {"gen_length": canvas, "block_length": canvas, "steps": 1}
-            in_process.run_requests(llm, [prompt], {"algorithm": "semi_ar", **asked})
+            parameters = {"gen_length": canvas, "block_length": canvas, "steps": 1}
+            in_process.run_requests(llm, [prompt], {"algorithm": "semi_ar", **parameters})
             used = max(used, runner.pool.peak_bytes)
             most = max(most, reserved.num_bytes())
     return {"used": used, "reserved": most}
@@ -156,9 +156,9 @@ class Reserved:
         return torch.cuda.memory_reserved() - shared
 
 
-def row_of(allocator: str, found: dict[str, float]) -> list[str | float]:
+def row_of(allocator: str, measured: dict[str, float]) -> list[str | float]:
     """Return a row's cells in the order of COLUMNS."""
-    used, reserved = found["used"] / GIB, found["reserved"] / GIB
+    used, reserved = measured["used"] / GIB, measured["reserved"] / GIB
     return [allocator, used, reserved, reserved / used]
 
 

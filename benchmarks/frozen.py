@@ -123,7 +123,12 @@ def measure_request(
 ) -> Row:
     """Measure one request alone."""
     canvas, host_layers = options.canvas, []
-    asked = {"gen_length": canvas, "block_length": canvas, "steps": options.steps, "cache": cache}
+    parameters = {
+        "gen_length": canvas,
+        "block_length": canvas,
+        "steps": options.steps,
+        "cache": cache,
+    }
     start = runner.start
 
     def noting_start(new: Any) -> None:
@@ -134,7 +139,7 @@ def measure_request(
     try:
         with in_process.StepLog().attached(runner) as log:
             begun = time.perf_counter()
-            (output,) = in_process.run_requests(llm, [prompt], asked)
+            (output,) = in_process.run_requests(llm, [prompt], parameters)
             total_s = time.perf_counter() - begun
     finally:
         del runner.start

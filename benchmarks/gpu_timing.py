@@ -260,11 +260,11 @@ def rates(
     2,048.
     """
     length = max(length, MIN_ATTENTION_LENGTH)
-    found = copy_bandwidth(), matmul_rate(), attention_rate(length, num_heads, head_dim)
-    noted["copy_tb_per_s"], noted["matmul_tflop_per_s"] = found[0] / 1e12, found[1] / 1e12
+    measured = copy_bandwidth(), matmul_rate(), attention_rate(length, num_heads, head_dim)
+    noted["copy_tb_per_s"], noted["matmul_tflop_per_s"] = measured[0] / 1e12, measured[1] / 1e12
     attention = noted.setdefault("attention_tflop_per_s", {})
-    attention[f"{length} x {num_heads} heads"] = found[2] / 1e12
-    return found
+    attention[f"{length} x {num_heads} heads"] = measured[2] / 1e12
+    return measured
 
 
 def attention_flops(num_queries: int, num_keys: int, num_heads: int, head_dim: int) -> float:
@@ -333,8 +333,8 @@ def report(
     for row in rows:
         table.add(row)
     if path is not None:
-        found = {"columns": list(columns), "rows": table.rows}
-        write_record(path, {"title": title, "copy_bandwidth": copy_bandwidth(), **found})
+        content = {"columns": list(columns), "rows": table.rows}
+        write_record(path, {"title": title, "copy_bandwidth": copy_bandwidth(), **content})
 
 
 def random_rows(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:

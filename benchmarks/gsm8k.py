@@ -112,8 +112,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.option("--temperature", 0.0, "of the answers")
     parser.option("--prompt", PROMPT, "user message with {question}", type=prompt_template)
     parser.option("--timeout", 3600.0, "seconds to wait for an answer", metavar="S")
-    told = "more request parameters"
-    parser.add_argument("extra", nargs="*", type=key_value, metavar="KEY=VALUE", help=told)
+    help_text = "more request parameters"
+    parser.add_argument("extra", nargs="*", type=key_value, metavar="KEY=VALUE", help=help_text)
     return parser.parse_args(arguments)
 
 
@@ -177,8 +177,8 @@ def parse_problem(line: str, index: int, where: str) -> Problem:
 
 def last_number(text: str) -> Decimal | None:
     """Find the last number of a text, without thousands commas and dollar signs."""
-    found = NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "").replace("$", "")) if found else None
+    numbers = NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "").replace("$", "")) if numbers else None
 
 
 # --- asking ----------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def summarise(
     num_forwards = sum(answer.num_forwards for answer in answers)
     completion_tokens = sum(answer.completion_tokens for answer in answers)
     right = sum(answer.right for answer in answers)
-    asked = body(Problem(0, "{question}", Decimal(0)), options)
+    request = body(Problem(0, "{question}", Decimal(0)), options)
     return {
         "problems": len(answers),
         "right": right,
@@ -297,7 +297,7 @@ def summarise(
         "concurrency": options.concurrency,
         "host": options.host,
         "data": str(options.data),
-        "request": asked,
+        "request": request,
     }
 
 

@@ -102,9 +102,9 @@ def compile_times(known: Vocabulary) -> tuple[Language, dict[str, float]]:
 
     def timed(name: str, work: Callable[[], Any]) -> Any:
         started = time.process_time()
-        found = work()
+        result = work()
         times[name] = 1000 * (time.process_time() - started)
-        return found
+        return result
 
     timed("trie of the vocabulary", lambda: known.levels)
     automaton = timed("automaton", lambda: build(from_schema(schema(20))))
@@ -152,7 +152,7 @@ def engine_steps(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Measure milliseconds a step of an engine, free and with the schema."""
     config = harness.configuration_of(options)
     known = vocabulary(config["embedding_size"])
-    found: dict[str, dict[str, float]] = {}
+    medians: dict[str, dict[str, float]] = {}
     table = Table(ENGINE)
     with (
         mock.patch("vllm.diffusion.config.vocabulary_of", lambda *_: known),
@@ -163,17 +163,17 @@ def engine_steps(options: argparse.Namespace) -> dict[str, dict[str, float]]:
             for _ in range(2):  # the first time compiles kernels and captures graphs
                 structured = {"structured_outputs": {"json": schema(5)}}
                 for name, more in (("free", {}), ("schema", structured)):
-                    asked = {**more, "temperature": temperature}
-                    times[name] = _step_ms(llm, config["embedding_size"], requests, asked)
-            found[f"{requests} requests at {temperature:g}"] = times
+                    parameters = {**more, "temperature": temperature}
+                    times[name] = _step_ms(llm, config["embedding_size"], requests, parameters)
+            medians[f"{requests} requests at {temperature:g}"] = times
             table.add([requests, temperature, *times.values()])
-    return found
+    return medians
 
 
 def _step_ms(llm: Any, vocab_size: int, requests: int, more: dict[str, Any]) -> float:
     prompts = in_process.random_prompts(requests, 128, vocab_size)
-    asked = {"gen_length": 128, "block_length": 64, "steps": 16, **more}
-    outputs = in_process.run_requests(llm, prompts, asked)
+    parameters = {"gen_length": 128, "block_length": 64, "steps": 16, **more}
+    outputs = in_process.run_requests(llm, prompts, parameters)
     reports = [output.kv_transfer_params["dllm"] for output in outputs]
     return statistics.median(r["denoise_ms"] / r["num_forwards"] for r in reports)
 

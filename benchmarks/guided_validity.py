@@ -23,8 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
 from tests.checkpoints import make_case, random_prompt
+from tests.engine.cases import GUIDED_RULES, SCHEMA
 from tests.engine.harness import Ask, running
-from tests.engine.test_guided import BLOCK_RULES, RULES, SCHEMA
+from tests.engine.test_guided import BLOCK_RULES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +51,7 @@ AT_ONCE = 32
 
 def asks(case: str, rules: dict[str, dict[str, Any]], count: int) -> list[tuple[str, Ask, Any]]:
     """Return (rule, request, schema) of `count` requests, rule after rule and round again."""
-    found: list[tuple[str, Ask, Any]] = []
+    requests: list[tuple[str, Ask, Any]] = []
     for number in range(count):
         name = list(rules)[number % len(rules)]
         turn = number // len(rules)
@@ -62,8 +63,8 @@ def asks(case: str, rules: dict[str, dict[str, Any]], count: int) -> list[tuple[
         if extra.get("algorithm") == "dream":
             del extra["block_length"]
         extra["structured_outputs"] = {"json": schema}
-        found.append((f"{case} {name}", Ask(random_prompt(9, number), extra), schema))
-    return found
+        requests.append((f"{case} {name}", Ask(random_prompt(9, number), extra), schema))
+    return requests
 
 
 def fault(answer: Any, schema: Any) -> str | None:
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.Parser("", __doc__)
     parser.option("--answers", 2000, "how many, at least")
     options = parser.parse_args(arguments)
-    cases: dict[str, dict[str, dict[str, Any]]] = {"mha": RULES, **BLOCK_RULES}
+    cases: dict[str, dict[str, dict[str, Any]]] = {"mha": GUIDED_RULES, **BLOCK_RULES}
     num_rules = sum(map(len, cases.values()))
     faults, num_valid = [], 0
     with tempfile.TemporaryDirectory() as folder:

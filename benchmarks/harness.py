@@ -93,9 +93,9 @@ class Parser(argparse.ArgumentParser):
             more = {"nargs": "+", "type": type(default[0]) if default else str, **more}
         elif default is not None:
             more = {"type": type(default), **more}
-        is_told = default is not None and default is not False and default != ()
-        told = " (default: %(default)s)" if is_told else ""
-        self.add_argument(name, default=default, help=f"{about}{told}".strip(), **more)
+        shows_default = default is not None and default is not False and default != ()
+        default_text = " (default: %(default)s)" if shows_default else ""
+        self.add_argument(name, default=default, help=f"{about}{default_text}".strip(), **more)
 
     def shape(
         self, family: str | None, families: Sequence[str] = FAMILIES, *, takes_model: bool = False
@@ -218,7 +218,7 @@ class Table:
     def cells(self, row: Any) -> list[str]:
         """Format a row, cell by cell."""
         values = [getattr(row, name) for name in self._attributes] or row
-        return list(map(told, values, self.columns.values()))
+        return list(map(formatted, values, self.columns.values()))
 
     def line(self, row: Any) -> str:
         """Format a row as a line."""
@@ -232,12 +232,12 @@ class Table:
 
 def width_of(spec: str) -> int:
     """Return the width of cells with a format, such as 9 of ">9.2f"."""
-    found = WIDTH.search(spec)
-    assert found is not None
-    return int(found[0])
+    match = WIDTH.search(spec)
+    assert match is not None
+    return int(match[0])
 
 
-def told(value: object, spec: str) -> str:
+def formatted(value: object, spec: str) -> str:
     """Format a cell: a dash for None, yes and no for bool."""
     if value is None or isinstance(value, bool):
         value = {None: "-", True: "yes", False: "no"}[value]

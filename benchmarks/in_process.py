@@ -95,8 +95,8 @@ class StepLog:
                 count, batch = len(step.req_ids), step.batch
                 time_ms = 1000 * (ended - started)
                 sizes, plan = (batch.num_rows, batch.num_sampled), step.memory.plan
-                found = Step(count, started, time_ms, None, *sizes, 1000 * plan.predicted_seconds)
-                self._raw.append((found, events))
+                record = Step(count, started, time_ms, None, *sizes, 1000 * plan.predicted_seconds)
+                self._raw.append((record, events))
             return results
 
         runner.launch, runner.collect = timed_launch, timed_collect
@@ -140,13 +140,13 @@ def kernel_times(run: Callable[[], Sequence[Step]]) -> dict[str, tuple[float, fl
         return {}
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         num_steps = len(run())
-    found: dict[str, tuple[float, float]] = {}
+    times: dict[str, tuple[float, float]] = {}
     for event in profiled.events():
         if event.device_type.name == "CUDA":
-            time_ms, launches = found.get(event.name, (0.0, 0.0))
+            time_ms, launches = times.get(event.name, (0.0, 0.0))
             time_ms += event.device_time_total / 1000 / num_steps
-            found[event.name] = (time_ms, launches + 1 / num_steps)
-    return dict(sorted(found.items(), key=lambda item: -item[1][0]))
+            times[event.name] = (time_ms, launches + 1 / num_steps)
+    return dict(sorted(times.items(), key=lambda item: -item[1][0]))
 
 
 def step_loop(llm: Any) -> Any:
@@ -176,8 +176,8 @@ def engine(model: Path, *, dummy_weights: bool, **settings: Any) -> Iterator[tup
     try:
         llm = LLM(model=str(model), disable_log_stats=True, **settings)
     except ValueError as error:
-        told = " ".join(str(error).split())
-        raise harness.BenchmarkError(f"{model} cannot be loaded: {told}") from error
+        reason = " ".join(str(error).split())
+        raise harness.BenchmarkError(f"{model} cannot be loaded: {reason}") from error
     executor = llm.llm_engine.engine_core.engine_core.model_executor
     worker = getattr(executor, "driver_worker", None)
     runner = None if worker is None else worker.worker.model_runner
@@ -198,9 +198,9 @@ def engine_of(options: argparse.Namespace, **settings: Any) -> Iterator[tuple[An
     settings["dtype"] = options.dtype
     with (
         harness.checkpoint_of(options) as folder,
-        engine(folder, dummy_weights=dummy_weights, **settings) as found,
+        engine(folder, dummy_weights=dummy_weights, **settings) as checkpoint,
     ):
-        yield found
+        yield checkpoint
 
 
 def free_memory() -> None:
@@ -221,8 +221,8 @@ def run_requests(
     Raises:
         BenchmarkError: a request failed.
     """
-    asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-    outputs: list[Any] = llm.generate(asked, harness.sampling_of(parameters), use_tqdm=False)
+    inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    outputs: list[Any] = llm.generate(inputs, harness.sampling_of(parameters), use_tqdm=False)
     for output in outputs:
         harness.report_of(output)
     return outputs

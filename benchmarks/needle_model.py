@@ -120,9 +120,9 @@ def vocabulary(num_kinds: int, num_needles: int, num_others: int) -> list[str]:
 
 def ids_of(tokenizer: Tokenizer, words: Sequence[str]) -> list[int]:
     """Return the token of each word with a space before it."""
-    found = [tokenizer.encode(f" {word}").ids for word in words]
-    assert all(len(ids) == 1 for ids in found)
-    return [ids[0] for ids in found]
+    encoded = [tokenizer.encode(f" {word}").ids for word in words]
+    assert all(len(ids) == 1 for ids in encoded)
+    return [ids[0] for ids in encoded]
 
 
 class Drawn(NamedTuple):
@@ -143,16 +143,16 @@ class Drawn(NamedTuple):
         width = length - 2 * ASKED * num_questions
         num_found = max(min(len(self.kinds), width // 2), ASKED * num_questions)
         chosen = torch.rand(num_rows, len(self.kinds)).argsort(1)[:, :num_found]
-        found = self.needles[chosen, torch.randint(self.needles.shape[1], chosen.shape)]
+        needles = self.needles[chosen, torch.randint(self.needles.shape[1], chosen.shape)]
         context = self.others[torch.randint(len(self.others), (num_rows, width))]
-        context.scatter_(1, torch.rand(num_rows, width).argsort(1)[:, :num_found], found)
-        asked = [
+        context.scatter_(1, torch.rand(num_rows, width).argsort(1)[:, :num_found], needles)
+        kinds_asked = [
             part[:, : ASKED * num_questions].view(num_rows, num_questions, ASKED)
-            for part in (self.kinds[chosen], found)
+            for part in (self.kinds[chosen], needles)
         ]
         masked = torch.zeros(num_rows, length, dtype=torch.bool)
         masked[:, width:].view(num_rows, num_questions, 2 * ASKED)[..., ASKED:] = True
-        return torch.cat((context, torch.cat(asked, dim=2).flatten(1)), dim=1), masked
+        return torch.cat((context, torch.cat(kinds_asked, dim=2).flatten(1)), dim=1), masked
 
 
 def fact(tokenizer: Tokenizer, row: Tensor, is_answer: Tensor) -> dict[str, str]:

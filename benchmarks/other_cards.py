@@ -101,7 +101,7 @@ def kinds_of(content: dict[str, Any]) -> list[Kind]:
     card = next((card for name, card in MEASURED.items() if name in gpu), None)
     if card is None:
         raise BenchmarkError(f"given a run on {gpu}; wanted one of {', '.join(MEASURED)}")
-    found = []
+    kinds = []
     for family in dict.fromkeys(row["family"] for row in content["rows"]):
         seconds = {
             row["length"]: row["device_ms"] / 1000
@@ -113,8 +113,8 @@ def kinds_of(content: dict[str, Any]) -> list[Kind]:
         num_bytes = bytes_of(family)
         of_bandwidth = num_bytes / (seconds[FEW] * card.bandwidth * 1e9)
         of_rate = work_of(MANY).matmul_flops / (seconds[MANY] * card.tflops * 1e12)
-        found.append(Kind(NAMES[family], num_bytes, of_bandwidth, of_rate))
-    return found
+        kinds.append(Kind(NAMES[family], num_bytes, of_bandwidth, of_rate))
+    return kinds
 
 
 def supposed(kinds: Sequence[Kind]) -> list[Kind]:

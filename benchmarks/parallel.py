@@ -151,8 +151,10 @@ class Client:
         extra["block_length"] = BLOCK
 
         async def ask_all(steps: int) -> int:
-            asked = {**extra, "steps": steps}
-            return sum(await asyncio.gather(*(self.ask(PROMPT, asked) for _ in range(num_clients))))
+            parameters = {**extra, "steps": steps}
+            return sum(
+                await asyncio.gather(*(self.ask(PROMPT, parameters) for _ in range(num_clients)))
+            )
 
         await ask_all(CANVAS // BLOCK)
         await asyncio.sleep(BALANCED_S)
@@ -221,10 +223,10 @@ class Job:
             for attention in self.attention:
                 await client.long_step_s(min(WARM_ROWS, *self.long), attention)
             for length, attention in product(self.long, self.attention):
-                told = "" if attention == "model" else f", {attention} attention"
+                remark = "" if attention == "model" else f", {attention} attention"
                 seconds = await client.long_step_s(length, attention)
-                yield f"one step of {length:,}{told}", seconds, "s"
-                yield f"activations of {length:,}{told}", client.peak_bytes / (1 << 30), "GiB"
+                yield f"one step of {length:,}{remark}", seconds, "s"
+                yield f"activations of {length:,}{remark}", client.peak_bytes / (1 << 30), "GiB"
             return
         is_replicated = self.way.startswith("dp")
         for length in () if is_replicated else self.lengths:
@@ -281,26 +283,26 @@ class Running:
         self._process.terminate()
 
 
-def jobs_of(asked: argparse.Namespace, model: Path) -> list[Job]:
+def jobs_of(options: argparse.Namespace, model: Path) -> list[Job]:
     """Make the engines of the ways: those for long steps by themselves, without graphs."""
     settings: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 128}
-    if asked.quantization:
-        settings["quantization"] = asked.quantization
-    if asked.model is None:
-        settings |= {"dtype": asked.dtype, "load_format": "dummy", "max_model_len": 4096}
+    if options.quantization:
+        settings["quantization"] = options.quantization
+    if options.model is None:
+        settings |= {"dtype": options.dtype, "load_format": "dummy", "max_model_len": 4096}
     jobs = [
-        Job(way, model, settings, tuple(asked.lengths), tuple(asked.clients))
-        for way in asked.ways
-        if not way.startswith("sp") and (asked.lengths or asked.clients)
+        Job(way, model, settings, tuple(options.lengths), tuple(options.clients))
+        for way in options.ways
+        if not way.startswith("sp") and (options.lengths or options.clients)
     ]
-    if asked.model is None and asked.long:
-        settings = settings | {"max_model_len": max(asked.long)}
-    if asked.long:
-        divided = [way for way in asked.ways if way == "one" or way.startswith("sp")]
+    if options.model is None and options.long:
+        settings = settings | {"max_model_len": max(options.long)}
+    if options.long:
+        divided = [way for way in options.ways if way == "one" or way.startswith("sp")]
         long = {
-            "long": tuple(asked.long),
-            "attention": tuple(asked.attention_dtype),
-            "longest_pause_ms": asked.longest_pause_ms,
+            "long": tuple(options.long),
+            "attention": tuple(options.attention_dtype),
+            "longest_pause_ms": options.longest_pause_ms,
         }
         jobs += [Job(way, model, settings, **long) for way in divided]
     return jobs

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options = parse_arguments(arguments)
     first_ms, times = measure(options)
-    medians = {kind: statistics.median(found) for kind, found in times.items()}
+    medians = {kind: statistics.median(seconds) for kind, seconds in times.items()}
     print(f"the prefix for the first time: {first_ms:.2f} ms")
     for kind, median in medians.items():
         print(f"{kind:>16}: {median:8.2f} ms to the first block (fastest {min(times[kind]):.2f})")
@@ -82,9 +82,9 @@ def measure(options: argparse.Namespace) -> tuple[float, dict[str, list[float]]]
         first_ms = time_of(0, prefix)
         for number in tqdm(range(WARM_UP + options.rounds), leave=False, disable=None):
             seeds = 1 + 2 * number, 2 + 2 * number
-            found = time_of(seeds[0], prefix), time_of(seeds[1])
+            timed = time_of(seeds[0], prefix), time_of(seeds[1])
             if number >= WARM_UP:
-                for kind, time_ms in zip(times, found, strict=True):
+                for kind, time_ms in zip(times, timed, strict=True):
                     times[kind].append(time_ms)
     return first_ms, times
 

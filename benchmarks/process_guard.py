@@ -95,13 +95,13 @@ def wait_for_group(group: int, timeout_s: float) -> None:
 
 def living_members(group: int) -> list[int]:
     """Return the processes of a group, without dead ones that nobody has waited for yet."""
-    found = []
+    members = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
             is_member = os.getpgid(process.pid) == group
             if is_member and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-    return found
+                members.append(process.pid)
+    return members
 
 
 if __name__ == "__main__":

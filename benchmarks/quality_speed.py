@@ -94,19 +94,19 @@ class Case:
 
     def request(self, gen_length: int, block_length: int) -> dict[str, Any]:
         """Return the parameters as a request carries them."""
-        asked: dict[str, Any] = {
+        request: dict[str, Any] = {
             "algorithm": self.algorithm,
             "gen_length": gen_length,
             **self.parameters,
         }
         users = BY_NAME["block_length"].algorithms
         if not users or self.algorithm in users:
-            asked["block_length"] = block_length
+            request["block_length"] = block_length
         if self.cache != "none":
-            asked["cache"] = self.cache
-        return asked
+            request["cache"] = self.cache
+        return request
 
-    def told(self) -> str:
+    def label(self) -> str:
         """Describe the parameters that are not defaults."""
         return " ".join(f"{name}={value}" for name, value in self.parameters.items()) or "defaults"
 
@@ -151,11 +151,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows, refused = measure_all(options, plan)
     if not rows:
         raise BenchmarkError(f"no case was run{': ' + refused[0].reason if refused else ''}")
-    told = markdown(rows, refused)
-    print(told)
+    text = markdown(rows, refused)
+    print(text)
     harness.write("quality_speed", options, rows, refused=list(map(asdict, refused)))
     file = options.output_dir / "quality_speed.md"
-    file.write_text(told, "utf-8")
+    file.write_text(text, "utf-8")
     with file.with_suffix(".csv").open("w", newline="", encoding="utf-8") as table:
         writer = csv.DictWriter(table, [column.name for column in fields(Row)])
         writer.writeheader()
@@ -172,8 +172,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = harness.Parser("quality_speed", __doc__)
-    told = "names under models/, or checkpoint directories with a facts.jsonl"
-    parser.option("--models", DEFAULT_MODELS, told)
+    help_text = "names under models/, or checkpoint directories with a facts.jsonl"
+    parser.option("--models", DEFAULT_MODELS, help_text)
     parser.option("--algorithms", list(ALGORITHMS), choices=ALGORITHMS)
     parser.option("--caches", list(CACHES), choices=CACHES)
     parser.option("--wordings", list(WORDINGS), choices=WORDINGS)
@@ -202,13 +202,13 @@ def cases(
         raise BenchmarkError(
             f"--block-length: given {block_length}; wanted a divisor of --gen-length {gen_length}"
         )
-    found = []
+    plan = []
     for algorithm in algorithms:
         if "none" in caches:
             settings = paces(algorithm, gen_length, gen_length // block_length)
-            found += [Case(algorithm, parameters=setting) for setting in settings]
-        found += [Case(algorithm, cache) for cache in caches if cache != "none"]
-    return found
+            plan += [Case(algorithm, parameters=setting) for setting in settings]
+        plan += [Case(algorithm, cache) for cache in caches if cache != "none"]
+    return plan
 
 
 def paces(algorithm: str, gen_length: int, num_blocks: int) -> list[dict[str, Any]]:
@@ -238,7 +238,7 @@ def measure_all(
         BenchmarkError: a model is missing and cannot be made, or cannot be loaded.
     """
     folders = [checkpoint(name) for name in options.models]
-    found: list[Row | Refused] = []
+    measured: list[Row | Refused] = []
     settings = {"dtype": options.dtype, "max_model_len": options.gen_length + 256}
     num_cases = len(folders) * len(options.wordings) * len(plan)
     with tqdm(total=num_cases, unit="case") as progress:
@@ -248,16 +248,16 @@ def measure_all(
                 request = plan[0].request(options.gen_length, options.block_length)
                 measure(llm, facts[:1], request, ("warm-up", "", "", "", ""))
                 for case, wording in product(plan, options.wordings):
-                    progress.set_postfix_str(f"{folder.name} {case.algorithm} {case.told()}")
-                    identity = (folder.name, wording, case.algorithm, case.cache, case.told())
+                    progress.set_postfix_str(f"{folder.name} {case.algorithm} {case.label()}")
+                    identity = (folder.name, wording, case.algorithm, case.cache, case.label())
                     request = case.request(options.gen_length, options.block_length)
                     request["temperature"] = options.temperature
                     if ALGORITHMS[case.algorithm].speculates and options.guesses:
                         request["num_speculative_states"] = options.guesses
-                    found.append(measure(llm, worded(facts, wording), request, identity))
+                    measured.append(measure(llm, worded(facts, wording), request, identity))
                     progress.update()
-    rows = [row for row in found if isinstance(row, Row)]
-    return rows, [case for case in found if isinstance(case, Refused)]
+    rows = [row for row in measured if isinstance(row, Row)]
+    return rows, [case for case in measured if isinstance(case, Refused)]
 
 
 def checkpoint(name: str) -> Path:
@@ -368,8 +368,8 @@ def markdown(rows: Sequence[Row], refused: Sequence[Refused]) -> str:
     for row in rows:
         if row.failed:
             case = f"{row.model}, {row.wording}, {row.algorithm}, {row.parameters}"
-            told = f"{row.failed} of {row.questions} answers failed: {case}, cache {row.cache}"
-            lines += ["", told]
+            failures = f"{row.failed} of {row.questions} answers failed: {case}, cache {row.cache}"
+            lines += ["", failures]
     # Most refusals hold for all models: each is printed once.
     reasons = in_order(
         f"- `{case.algorithm}`, {case.parameters}, cache {case.cache}: {case.reason}"
@@ -392,8 +392,8 @@ def paint(rows: Sequence[Row], panels: Sequence[tuple[str, str]], *axes: Any) ->
     for (wording, model), axis in zip(panels, axes, strict=True):
         for algorithm, cache in pairs:
             wanted = (model, wording, algorithm, cache)
-            found = [r for r in rows if (r.model, r.wording, r.algorithm, r.cache) == wanted]
-            points = sorted((r.tokens_per_forward, 100 * r.accuracy) for r in found)
+            group = [r for r in rows if (r.model, r.wording, r.algorithm, r.cache) == wanted]
+            points = sorted((r.tokens_per_forward, 100 * r.accuracy) for r in group)
             axis.plot(
                 *zip(*points, strict=True) if points else ([], []),
                 color=f"C{algorithms.index(algorithm) % 10}",

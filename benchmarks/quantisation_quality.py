@@ -184,10 +184,10 @@ class Decoder:
                 masked = (ids[first:last] == mask).nonzero().flatten() + first
                 if not len(masked):
                     break
-                found = self.log_probabilities(ids, masked)
+                log_probs = self.log_probabilities(ids, masked)
                 if keeps:
-                    trace.states.append((ids.clone(), masked, found))
-                best, tokens = found.max(dim=-1)
+                    trace.states.append((ids.clone(), masked, log_probs))
+                best, tokens = log_probs.max(dim=-1)
                 is_sure = best == best.max() if threshold is None else best.exp() >= threshold
                 is_sure[best.argmax()] = True
                 chosen = is_sure.nonzero().flatten()
@@ -224,14 +224,14 @@ class Decoder:
 
     def prompts(self, facts: Sequence[tuple[str, str]], num_tokens: int) -> list[list[int]]:
         """Tokenise questions, each behind as many others as fit into so many tokens."""
-        found = []
+        prompts = []
         for number, (question, _) in enumerate(facts):
             others, first = [*facts[number + 1 :], *facts[:number]], self.prompt(question)
             before: list[tuple[str, str]] = []
             while len(prompt := self.prompt(question, before)) <= num_tokens and others:
                 first, before = prompt, [*before, others[len(before) % len(others)]]
-            found.append(first)
-        return found
+            prompts.append(first)
+        return prompts
 
     def text(self, tokens: Sequence[int]) -> str:
         """Decode an answer up to its first stop token."""
@@ -302,9 +302,9 @@ def compared(decoder: Decoder, plain: Sequence[Trace]) -> tuple[float, float]:
     divergence = 0.0
     for trace in plain:
         for ids, masked, wanted in trace.states:
-            found = decoder.log_probabilities(ids, masked)
-            same += int((found.argmax(dim=-1) == wanted.argmax(dim=-1)).sum())
-            terms = wanted.exp() * (wanted - found)
+            log_probs = decoder.log_probabilities(ids, masked)
+            same += int((log_probs.argmax(dim=-1) == wanted.argmax(dim=-1)).sum())
+            terms = wanted.exp() * (wanted - log_probs)
             divergence += float(torch.where(wanted.isfinite(), terms, 0.0).sum())
             positions += len(masked)
     return same / positions, divergence / positions

@@ -155,12 +155,12 @@ def tables(folders: Sequence[Path]) -> Iterator[str]:
     for folder in folders:
         records = sorted(folder.glob("*.json"))
         try:
-            found = [line for record in records for line in section(record)]
+            lines = [line for record in records for line in section(record)]
         except TableError:
-            found = []
+            lines = []
         output = folder / "output.txt"
-        yield from (f"## {folder.name}", "", *found)
-        if not found and output.is_file():
+        yield from (f"## {folder.name}", "", *lines)
+        if not lines and output.is_file():
             yield from ("```", output.read_text(encoding="utf-8").rstrip(), "```", "")
 
 

@@ -129,17 +129,17 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def arguments_of(trainer: Trainer, options: argparse.Namespace) -> list[str]:
     """Return the server's arguments."""
     length = PROMPT + options.gen_length + options.block_length
-    found = ["--dtype", options.dtype, "--max-model-len", str(length), "--enable-sleep-mode"]
-    found += ["--max-num-seqs", str(max(options.prompts * options.answers, UNDER_WAY))]
-    found += ["--weight-transfer-config", json.dumps({"backend": trainer.backend})]
+    arguments = ["--dtype", options.dtype, "--max-model-len", str(length), "--enable-sleep-mode"]
+    arguments += ["--max-num-seqs", str(max(options.prompts * options.answers, UNDER_WAY))]
+    arguments += ["--weight-transfer-config", json.dumps({"backend": trainer.backend})]
     if trainer.backend == "disk":
         own = {"dllm": {"weight_update_root": str(trainer.updates)}}
-        found += ["--additional-config", json.dumps(own)]
+        arguments += ["--additional-config", json.dumps(own)]
     elif trainer.backend == "ipc":
-        found += ["--gpu-memory-utilization", "0.6"]  # the rest is the trainer's
+        arguments += ["--gpu-memory-utilization", "0.6"]  # the rest is the trainer's
     if options.model is None:
-        found += ["--load-format", "dummy"]
-    return found + (["--quantization", options.quantization] if options.quantization else [])
+        arguments += ["--load-format", "dummy"]
+    return arguments + (["--quantization", options.quantization] if options.quantization else [])
 
 
 def asked_of(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -208,30 +208,34 @@ class Server:
     """
 
     def __init__(
-        self, url: str, http: requests.Session, asked: dict[str, Any], options: argparse.Namespace
+        self,
+        url: str,
+        http: requests.Session,
+        parameters: dict[str, Any],
+        options: argparse.Namespace,
     ) -> None:
         self.options = options
-        self.url, self._http, self._asked = url, http, asked
+        self.url, self._http, self._parameters = url, http, parameters
 
     def post(self, route: str) -> float:
         """Return the seconds that a call took."""
         started = time.perf_counter()
-        self._told(self._http.post(f"{self.url}{route}", timeout=ANSWER_S))
+        self._checked(self._http.post(f"{self.url}{route}", timeout=ANSWER_S))
         return time.perf_counter() - started
 
     def generate(self, prompt: Sequence[int], n: int = 1, **more: Any) -> requests.Response:
         """Return the answer of /generate, all of it, as bytes."""
-        body = {**self._asked, "prompt": list(prompt), "n": n, **more}
+        body = {**self._parameters, "prompt": list(prompt), "n": n, **more}
         with session() as http:
-            return self._told(http.post(f"{self.url}/generate", json=body, timeout=ANSWER_S))
+            return self._checked(http.post(f"{self.url}/generate", json=body, timeout=ANSWER_S))
 
     def answers(self, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
         """Return what /generate says."""
-        found: dict[str, Any] = self.generate(prompt, **more).json()
-        return found
+        response: dict[str, Any] = self.generate(prompt, **more).json()
+        return response
 
     @staticmethod
-    def _told(response: requests.Response) -> requests.Response:
+    def _checked(response: requests.Response) -> requests.Response:
         if response.status_code != 200:
             raise BenchmarkError(f"{response.url}: {response.status_code}, {response.text[:200]}")
         return response
@@ -243,8 +247,8 @@ def measure_updates(server: Server, trainer: Trainer, _: GpuMemory, table: Table
     trainer.send()  # the first one opens the memory
     took = [trainer.send() for _ in range(max(server.options.updates // 2, 1))]
     server.post("/resume")
-    told = f"update of {trainer.gigabytes:.3g} GB by {trainer.backend}, paused"
-    table.add(Row(told, statistics.median(took), "s"))
+    label = f"update of {trainer.gigabytes:.3g} GB by {trainer.backend}, paused"
+    table.add(Row(label, statistics.median(took), "s"))
 
 
 def measure_rollouts(server: Server, trainer: Trainer, _: GpuMemory, table: Table) -> None:
@@ -255,14 +259,14 @@ def measure_rollouts(server: Server, trainer: Trainer, _: GpuMemory, table: Tabl
     def rate(more: dict[str, Any]) -> float:
         started = time.perf_counter()
         with ThreadPoolExecutor(len(prompts)) as pool:
-            found = pool.map(lambda p: server.generate(p, options.answers, seed=0, **more), prompts)
+            rates = pool.map(lambda p: server.generate(p, options.answers, seed=0, **more), prompts)
         took = time.perf_counter() - started
-        return sum(len(ids) for a in found for ids in a.json()["token_ids"]) / took
+        return sum(len(ids) for a in rates for ids in a.json()["token_ids"]) / took
 
     for more in KINDS.values():
         rate(more)  # compiles what it needs
     rounds = [[rate(more) for more in KINDS.values()] for _ in range(options.rounds)]
-    plain, *_ = medians = [statistics.median(found) for found in zip(*rounds, strict=True)]
+    plain, *_ = medians = [statistics.median(rates) for rates in zip(*rounds, strict=True)]
     for name, median in zip(KINDS, medians, strict=True):
         table.add(Row(f"rollouts, {name}", median, "tokens/s", median / plain))
 
@@ -304,9 +308,9 @@ def measure_load(server: Server, trainer: Trainer, gpu: GpuMemory, table: Table)
         took += [trainer.send() for _ in range(half)]
         after = gpu.used_by([])
     table.add(Row(f"update beside {clients} clients", statistics.median(took), "s"))
-    told = [answer["trajectory"][0] for answer in answers]
-    mixed = [t for t in told if len(t["weight_steps"]) > 1]
-    table.add(Row("answers of several weights", len(mixed), f"of {len(told)}"))
+    trajectories = [answer["trajectory"][0] for answer in answers]
+    mixed = [t for t in trajectories if len(t["weight_steps"]) > 1]
+    table.add(Row("answers of several weights", len(mixed), f"of {len(trajectories)}"))
     if before is not None and after is not None:
         table.add(Row(f"growth in the last {half} updates", (after - before) / MIB, "MiB"))
 
@@ -314,14 +318,14 @@ def measure_load(server: Server, trainer: Trainer, gpu: GpuMemory, table: Table)
 def measure_pause(server: Server, trainer: Trainer, _: GpuMemory, table: Table) -> None:
     """Measure how long a server takes to pause."""
     with under_way(server, trainer, UNDER_WAY):
-        found = []
+        pauses = []
         for _ in range(5):
             before = metric(server.url, STEPS)
             seconds = server.post("/pause?mode=keep")
-            found.append((metric(server.url, STEPS) - before, seconds))
+            pauses.append((metric(server.url, STEPS) - before, seconds))
             server.post("/resume")
             time.sleep(0.2)
-    steps, seconds = map(statistics.median, zip(*found, strict=True))
+    steps, seconds = map(statistics.median, zip(*pauses, strict=True))
     table.add(Row(f"pause of {UNDER_WAY} requests", steps, "steps"))
     table.add(Row(f"pause of {UNDER_WAY} requests", 1000 * seconds, "ms"))
 

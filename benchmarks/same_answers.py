@@ -77,9 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 ("beside", options.states, 0),
                 ("guesses", 1, options.states - 1),
             ):
-                asked = {**kept, "num_speculative_states": guesses}
-                found, pace = answers(llm, prompts, asked, at_a_time=count)
-                table.add(Row(Path(name).name, run, *shares(found, plain), pace))
+                parameters = {**kept, "num_speculative_states": guesses}
+                answers_found, pace = answers(llm, prompts, parameters, at_a_time=count)
+                table.add(Row(Path(name).name, run, *shares(answers_found, plain), pace))
     harness.write("same_answers", options, table.rows)
 
 
@@ -120,25 +120,25 @@ def engine(options: argparse.Namespace, name: str) -> Iterator[tuple[Any, Shape,
 
 
 def answers(
-    llm: Any, prompts: Prompts, asked: dict[str, Any], *, at_a_time: int
+    llm: Any, prompts: Prompts, parameters: dict[str, Any], *, at_a_time: int
 ) -> tuple[list[list[int]], float]:
     """Return the tokens of all answers, so many at a time, and the steps a forward."""
     outputs = []
     for start in range(0, len(prompts), at_a_time):
-        outputs += in_process.run_requests(llm, prompts[start : start + at_a_time], asked)
+        outputs += in_process.run_requests(llm, prompts[start : start + at_a_time], parameters)
     reports = [harness.report_of(output) for output in outputs]
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
     return tokens, harness.steps_per_forward(reports)
 
 
-def shares(found: list[list[int]], plain: list[list[int]]) -> tuple[float, float]:
+def shares(answers: list[list[int]], plain: list[list[int]]) -> tuple[float, float]:
     """Return the shares of answers, and of tokens, that are the plain ones."""
     equal = [
         a == b
-        for one, other in zip(found, plain, strict=True)
+        for one, other in zip(answers, plain, strict=True)
         for a, b in zip(one, other, strict=True)
     ]
-    same = [one == other for one, other in zip(found, plain, strict=True)]
+    same = [one == other for one, other in zip(answers, plain, strict=True)]
     return sum(same) / len(same), sum(equal) / len(equal)
 
 

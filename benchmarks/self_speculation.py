@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options = parse_arguments(arguments)
     rates = measure(options)
-    medians = {name: statistics.median(found) for name, found in rates.items()}
+    medians = {name: statistics.median(measured) for name, measured in rates.items()}
     for name, median in medians.items():
         print(f"{name:>16}: {median:9.1f} tokens/s (best {max(rates[name]):.1f})")
     print(f"ratio: {medians['self_speculation'] / medians['autoregressive']:.2f}")
@@ -95,7 +95,7 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     Confirming.accepted = options.accepted
     CAUSAL_RULES["self_speculation"] = Confirming
     prompts = in_process.random_prompts(options.clients, options.context, shape.vocab_size)
-    asked = {"gen_length": options.gen_length, "block_length": options.block_length}
+    parameters = {"gen_length": options.gen_length, "block_length": options.block_length}
     rates: dict[str, list[float]] = {name: [] for name in ALGORITHMS}
     length = options.context + options.gen_length + options.block_length
     with in_process.engine_of(
@@ -103,20 +103,20 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     ) as (llm, runner):
         for number in tqdm(range(1 + options.rounds), leave=False, disable=None):
             for name in ALGORITHMS:
-                rate = rate_of(llm, runner, prompts, {**asked, "algorithm": name})
+                rate = rate_of(llm, runner, prompts, {**parameters, "algorithm": name})
                 if number:  # the first one warms up
                     rates[name].append(rate)
     return rates
 
 
 def rate_of(
-    llm: Any, runner: Any, prompts: Sequence[Sequence[int]], asked: dict[str, Any]
+    llm: Any, runner: Any, prompts: Sequence[Sequence[int]], extra: dict[str, Any]
 ) -> float:
     """Measure tokens a second of requests at once."""
-    own = {name: value for name, value in asked.items() if name != "block_length"}
-    parameters = own if asked["algorithm"] == "autoregressive" else asked
+    own = {name: value for name, value in extra.items() if name != "block_length"}
+    parameters = own if extra["algorithm"] == "autoregressive" else extra
     _, seconds = windows.timed_requests(llm, runner, prompts, parameters)
-    return len(prompts) * float(asked["gen_length"]) / seconds
+    return len(prompts) * float(extra["gen_length"]) / seconds
 
 
 if __name__ == "__main__":

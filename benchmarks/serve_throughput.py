@@ -114,8 +114,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.option("--block-length", 32)
     parser.option("--steps", 16, "forwards of a canvas")
     parser.option("--algorithm", None, "of the server; the loop's by default, semi_ar")
-    told = "of the server (default: none; of block-causal families exact)"
-    parser.option("--cache", None, told)
+    help_text = "of the server (default: none; of block-causal families exact)"
+    parser.option("--cache", None, help_text)
     options = parser.parse_args(arguments)
     if options.requests < 2:
         parser.error("--requests: wanted at least 2")
@@ -182,15 +182,15 @@ def measure(system: str, num_clients: int, send: Send, prompts: Sequence[Sequenc
         waiting.put(prompt)
 
     def client() -> list[tuple[int, float]]:
-        found = []
+        results = []
         while True:
             try:
                 prompt = waiting.get_nowait()
             except queue.Empty:
-                return found
+                return results
             sent = time.perf_counter()
             length = len(send(prompt))
-            found.append((length, time.perf_counter() - sent))
+            results.append((length, time.perf_counter() - sent))
 
     started = time.perf_counter()
     with ThreadPoolExecutor(num_clients) as pool:
@@ -221,17 +221,17 @@ def prompts_for(folder: Path, shape: Shape, options: argparse.Namespace) -> list
 
 def stop_ids_of(folder: Path, config: dict[str, Any]) -> set[int]:
     """Return the ids that end a text by both configurations, and a turn by the tokenizer."""
-    found: set[Any] = set()
+    ids: set[Any] = set()
     generation = folder / "generation_config.json"
     defaults = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
     for stop in (config.get("eos_token_id"), defaults.get("eos_token_id")):
-        found |= set(stop) if isinstance(stop, list) else {stop}
+        ids |= set(stop) if isinstance(stop, list) else {stop}
     file = folder / "tokenizer.json"
     if file.is_file():
         tokens = json.loads(file.read_text(encoding="utf-8")).get("added_tokens", [])
         ends_of_turn = ("<|eot_id|>", "<|im_end|>", "<|role_end|>")
-        found |= {token["id"] for token in tokens if token["content"] in ends_of_turn}
-    return found - {None}
+        ids |= {token["id"] for token in tokens if token["content"] in ends_of_turn}
+    return ids - {None}
 
 
 def up_to_stop(token_ids: Sequence[int], stop_ids: set[int]) -> list[int]:

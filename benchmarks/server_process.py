@@ -124,10 +124,12 @@ class ServerProcess:
     def processes(self) -> list[psutil.Process]:
         """Return the processes of the server that still run."""
         try:
-            found: list[psutil.Process] = psutil.Process(self._guard.pid).children(recursive=True)
+            children: list[psutil.Process] = psutil.Process(self._guard.pid).children(
+                recursive=True
+            )
         except psutil.NoSuchProcess:
             return []
-        return found
+        return children
 
     def log_size(self) -> int:
         """Return the bytes of the log so far."""
@@ -143,8 +145,8 @@ class ServerProcess:
         """Return the first exception in the log from byte `start` on, and its last lines."""
         lines = [line.strip() for line in self.log_text(start).splitlines() if line.strip()]
         cause = next((match[1] for line in lines if (match := CAUSE.search(line))), None)
-        told = f"{cause}; " if cause else ""
-        return f"{told}its log ends with: {' | '.join(lines[-TAIL_LINES:])}"
+        prefix = f"{cause}; " if cause else ""
+        return f"{prefix}its log ends with: {' | '.join(lines[-TAIL_LINES:])}"
 
 
 @contextmanager
@@ -200,9 +202,9 @@ def is_free(port: int) -> bool:
 
 def session() -> requests.Session:
     """Make a client for servers of this machine: it ignores proxies."""
-    found = requests.Session()
-    found.trust_env = False
-    return found
+    client = requests.Session()
+    client.trust_env = False
+    return client
 
 
 def metric(url: str, name: str) -> float:

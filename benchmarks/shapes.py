@@ -85,26 +85,26 @@ class Shape:
         Raises:
             ModelConfigError: The engine would not run this model.
         """
-        found = DiffusionConfig.from_dict(dict(config))
-        family, architecture = found.family, found.architecture
-        num_experts = found.num_experts if architecture.expert_layers else 0
+        parsed = DiffusionConfig.from_dict(dict(config))
+        family, architecture = parsed.family, parsed.architecture
+        num_experts = parsed.num_experts if architecture.expert_layers else 0
         return cls(
             family=family.name,
-            width=found.hidden_size,
-            num_layers=found.num_hidden_layers,
-            num_heads=found.num_attention_heads,
-            num_kv_heads=found.num_key_value_heads,
-            head_dim=found.head_dim,
+            width=parsed.hidden_size,
+            num_layers=parsed.num_hidden_layers,
+            num_heads=parsed.num_attention_heads,
+            num_kv_heads=parsed.num_key_value_heads,
+            head_dim=parsed.head_dim,
             mlp_width=architecture.expert_width if num_experts else architecture.dense_width,
             vocab_size=architecture.num_embeddings,
-            mask_id=getattr(found, "mask_token_id", None),
+            mask_id=getattr(parsed, "mask_token_id", None),
             num_experts=num_experts,
-            num_chosen=found.num_experts_per_tok if num_experts else 0,
-            num_dense=found.num_hidden_layers - len(architecture.expert_layers),
+            num_chosen=parsed.num_experts_per_tok if num_experts else 0,
+            num_dense=parsed.num_hidden_layers - len(architecture.expert_layers),
             dense_width=architecture.dense_width,
             shared_width=architecture.shared_expert_width,
             shifts_rows=family.logit_shift > 0,
-            block_length=found.block_length if family.is_block_causal else 0,
+            block_length=parsed.block_length if family.is_block_causal else 0,
         )
 
     @classmethod
@@ -202,7 +202,7 @@ def window_stages(
         return Stage(name, bytes_per_element * parameters, flops, count)
 
     num_layers = shape.num_layers
-    found = [
+    stages = [
         products("attention's products", shape.attention_parameters, count=num_layers),
         Stage(
             "attention",
@@ -216,11 +216,11 @@ def window_stages(
         touched = shape.num_experts if touched_experts is None else touched_experts
         num_sparse = num_layers - shape.num_dense
         read, passed = (n * shape.mlp_parameters for n in (touched, shape.num_chosen))
-        found.append(products("experts", read, passed, num_sparse))
+        stages.append(products("experts", read, passed, num_sparse))
         always = shape.width * (shape.num_experts + 3 * shape.shared_width)
-        found.append(products("router, shared expert", always, count=num_sparse))
+        stages.append(products("router, shared expert", always, count=num_sparse))
     dense = 3 * shape.width * shape.dense_width
-    found.append(products("feed-forward", dense, count=shape.num_dense))
+    stages.append(products("feed-forward", dense, count=shape.num_dense))
     sampled = num_requests * (window if head_rows is None else head_rows)
     head_bytes = bytes_per_element * shape.head_parameters
-    return [*found, Stage("head", head_bytes, 2.0 * sampled * shape.head_parameters)]
+    return [*stages, Stage("head", head_bytes, 2.0 * sampled * shape.head_parameters)]

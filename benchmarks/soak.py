@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     outcome = soak(options)
     harness.write("soak", options, outcome=asdict(outcome))
-    print(told(outcome))
+    print(summary(outcome))
     return 0 if outcome.is_good else 1
 
 
@@ -287,7 +287,7 @@ def rss_mib() -> float:
     return float(sum(child.memory_info().rss for child in children) / 2**20)
 
 
-def told(outcome: Outcome) -> str:
+def summary(outcome: Outcome) -> str:
     """Describe the outcome in lines."""
     lines = [
         f"{outcome.num_answers} answers in {outcome.seconds:.0f} s, "

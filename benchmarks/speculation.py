@@ -145,7 +145,7 @@ class Oracle:
         here = self._places.get(certain.tokens.tobytes())
         if here is None:
             return []
-        found, holds, parent = list[DraftState](), True, certain
+        states, holds, parent = list[DraftState](), True, certain
         for depth, state in enumerate(self._paths[_prompt_of(certain)][here + 1 :][:most], 1):
             if not _is_alike(certain, state):
                 break
@@ -153,8 +153,8 @@ class Oracle:
             parent = state._replace(depth=depth, parent=parent)
             if not holds:
                 parent = parent._replace(tokens=_spoilt(state))
-            found.append(parent)
-        return found
+            states.append(parent)
+        return states
 
 
 def _prompt_of(state: DraftState) -> bytes:
@@ -245,7 +245,7 @@ def engine(options: argparse.Namespace, *, weighs: bool) -> Iterator[Case]:
 @contextmanager
 def settled() -> Iterator[None]:
     """Let tokens and scores depend on their positions alone, no two scores of a block alike."""
-    found = SampleRows.found
+    candidates_of = SampleRows.candidates_of
 
     def read(rows: SampleRows, table: Any) -> Any:
         table.wait()
@@ -253,13 +253,13 @@ def settled() -> Iterator[None]:
         at = np.concatenate([target.eligible for target in rows.batch.targets])
         tokens[:] = greedy[:] = 1 + at * 7919 % 29989
         scores[:] = 1 / (2 + at * 37 % 1009)
-        return found(rows, table)
+        return candidates_of(rows, table)
 
-    SampleRows.found = read  # type: ignore[method-assign]
+    SampleRows.candidates_of = read  # type: ignore[method-assign]
     try:
         yield
     finally:
-        SampleRows.found = found  # type: ignore[method-assign]
+        SampleRows.candidates_of = candidates_of  # type: ignore[method-assign]
 
 
 class Case:
@@ -283,15 +283,18 @@ class Case:
     ) -> Row:
         """Measure a number of clients, with guesses that hold with `chance`; None: without."""
         prompts = in_process.random_prompts(clients, self._options.context, self._shape.vocab_size)
-        asked = {**self._parameters, "num_speculative_states": 0 if states is None else states - 1}
+        parameters = {
+            **self._parameters,
+            "num_speculative_states": 0 if states is None else states - 1,
+        }
         if self._recorded != clients:
             with self._oracle.recording(self._runner):
-                quiet = {**asked, "num_speculative_states": 0}
+                quiet = {**parameters, "num_speculative_states": 0}
                 in_process.run_requests(self._llm, prompts, quiet)
             self._recorded = clients
         with self._oracle.drafting(chance or 0.0):
-            rounds = [self._round(prompts, asked) for _ in range(self._options.rounds + 1)]
-        pace, between, reports = max(rounds[1:], key=lambda found: found[0])
+            rounds = [self._round(prompts, parameters) for _ in range(self._options.rounds + 1)]
+        pace, between, reports = max(rounds[1:], key=lambda result: result[0])
         drafted = sum(report["states_drafted"] for report in reports)
         accepted = sum(report["states_accepted"] for report in reports)
         row = Row(
@@ -309,11 +312,11 @@ class Case:
         return row
 
     def _round(
-        self, prompts: Sequence[Sequence[int]], asked: dict[str, Any]
+        self, prompts: Sequence[Sequence[int]], parameters: dict[str, Any]
     ) -> tuple[float, float | None, list[dict[str, Any]]]:
         """Run the requests: steps a second, of all and between whole forwards, and the reports."""
         with in_process.StepLog().attached(self._runner) as log:
-            outputs = in_process.run_requests(self._llm, prompts, asked)
+            outputs = in_process.run_requests(self._llm, prompts, parameters)
         steps = sorted(log.steps(), key=lambda step: step.started)
         reports = [harness.report_of(output) for output in outputs]
         num_steps = sum(report["num_steps"] for report in reports)
@@ -352,11 +355,11 @@ def reached(options: argparse.Namespace) -> None:
             folder, dummy_weights=False, max_model_len=LENGTH + 256, **settings
         ) as (llm, _):
             for temperature in (0.0, 1.0):
-                found = [
-                    steps_per_forward(llm, questions, asked, temperature)
-                    for asked in paces_of(folder)
+                rates = [
+                    steps_per_forward(llm, questions, parameters, temperature)
+                    for parameters in paces_of(folder)
                 ]
-                table.add(Reached(folder.name, temperature, *found))
+                table.add(Reached(folder.name, temperature, *rates))
     harness.write("reached", options, table.rows)
 
 
@@ -374,12 +377,12 @@ def paces_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def steps_per_forward(
-    llm: Any, questions: Sequence[str], asked: dict[str, Any], temperature: float
+    llm: Any, questions: Sequence[str], extra: dict[str, Any], temperature: float
 ) -> float:
     """Return the steps that a forward served, over all answers, one after the other."""
     from vllm import SamplingParams
 
-    parameters = {"gen_length": LENGTH, "num_speculative_states": MAX_DRAFTS, **asked}
+    parameters = {"gen_length": LENGTH, "num_speculative_states": MAX_DRAFTS, **extra}
     sampling = SamplingParams(temperature=temperature, seed=0, extra_args=parameters)
     reports = [
         harness.report_of(llm.chat([chat], sampling, use_tqdm=False)[0])

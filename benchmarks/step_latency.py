@@ -184,9 +184,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.option("--steps", 16, f"measured steps of a case, at most; from {MIN_STEPS}")
     parser.option("--seconds", 3.0, "of a case, at most (three steps at least)")
     parser.option("--no-reference", False, "leave plain PyTorch out")
-    told = "precision of the reference's softmax; LLaDA's published loop: that of the logits"
+    help_text = "precision of the reference's softmax; LLaDA's published loop: that of the logits"
     precisions = ("logits", "float32", "float64")
-    parser.option("--reference-confidence", "logits", told, choices=precisions)
+    parser.option("--reference-confidence", "logits", help_text, choices=precisions)
     parser.option("--enforce-eager", False, "no CUDA graphs")
     parser.option("--profile", False, "print the longest kernels of every case, too")
     parser.option("--quantization", (), "beside the plain weights", type=str)
@@ -283,9 +283,9 @@ def measure_windows(options: argparse.Namespace, ceilings: dict[str, Any], table
             tell_kernels(options, table, run, len(steps))
             if case.num_requests > served.requests or case.num_rows > served.rows:
                 loop.limits = served
-                found = windows.served_round(llm, runner, shape, case, len(steps))
-                table.rows[-1] = replace(table.rows[-1], served_ms=found.round_ms)
-                table.note(served_line(found, floor))
+                timed = windows.served_round(llm, runner, shape, case, len(steps))
+                table.rows[-1] = replace(table.rows[-1], served_ms=timed.round_ms)
+                table.note(served_line(timed, floor))
 
 
 def measure_references(config: dict[str, Any], options: argparse.Namespace) -> dict[int, Reference]:
@@ -391,13 +391,13 @@ def run_case(llm: Any, runner: Any, shape: Shape, case: Case, steps: int) -> lis
     parameters = {"algorithm": "semi_ar", "steps": min(steps, case.canvas)}
     parameters |= {"gen_length": case.canvas, "block_length": case.canvas}
     logged = in_process.timed_steps(llm, runner, prompts, parameters)
-    found = [step for step in logged if step.num_requests == case.num_requests]
-    if len(found) < MIN_STEPS:
+    steps_of_case = [step for step in logged if step.num_requests == case.num_requests]
+    if len(steps_of_case) < MIN_STEPS:
         raise BenchmarkError(
             f"wanted {MIN_STEPS} steps with all {case.num_requests} requests of {case.length} "
-            f"rows, got {len(found)}"
+            f"rows, got {len(steps_of_case)}"
         )
-    return found
+    return steps_of_case
 
 
 def row_of(
@@ -443,11 +443,11 @@ def window_row(
 # --- telling ---------------------------------------------------------------------------------
 
 
-def served_line(found: windows.Round, floor: float | None) -> str:
+def served_line(timed: windows.Round, floor: float | None) -> str:
     """Format the line below a case that a server runs in shares."""
-    over = harness.told(floor and found.round_ms / floor, ">.2f")
-    device = harness.told(found.device_ms, ">.2f")
-    served = f"in shares, as served: {found.round_ms:.2f} ms a forward of all"
+    over = harness.formatted(floor and timed.round_ms / floor, ">.2f")
+    device = harness.formatted(timed.device_ms, ">.2f")
+    served = f"in shares, as served: {timed.round_ms:.2f} ms a forward of all"
     return f"    {served}, device {device}, {over} x floor"
 
 

@@ -51,10 +51,10 @@ def parameters_of(
 
     Where only the row before a position can be read, every forward commits one token.
     """
-    asked = {"gen_length": num_blocks * block_length, "block_length": block_length}
+    parameters = {"gen_length": num_blocks * block_length, "block_length": block_length}
     if shape.shifts_rows:
-        return {**asked, "algorithm": "hierarchy_block", "threshold": 1.0}
-    return {**asked, "algorithm": "semi_ar", "steps_per_block": steps_per_block}
+        return {**parameters, "algorithm": "hierarchy_block", "threshold": 1.0}
+    return {**parameters, "algorithm": "semi_ar", "steps_per_block": steps_per_block}
 
 
 def kept_parameters(
@@ -64,8 +64,8 @@ def kept_parameters(
     if shape.block_length:
         steps = max(block_length // tokens_a_step, 1)
         return parameters_of(shape, block_length, gen_length // block_length, steps)
-    asked = {"gen_length": gen_length, "block_length": block_length, "cache": "dual"}
-    return {**asked, "algorithm": "semi_ar", "steps": gen_length // tokens_a_step}
+    parameters = {"gen_length": gen_length, "block_length": block_length, "cache": "dual"}
+    return {**parameters, "algorithm": "semi_ar", "steps": gen_length // tokens_a_step}
 
 
 def blocks_of(steps: int, block_length: int) -> int:
@@ -93,8 +93,10 @@ def run_windows(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int) 
     Raises:
         BenchmarkError: The engine had fewer than `steps`.
     """
-    found = [step for step in logged_steps(llm, runner, shape, case, steps) if case.is_window(step)]
-    together = [step for step in found if step.num_requests == case.num_requests]
+    window_steps = [
+        step for step in logged_steps(llm, runner, shape, case, steps) if case.is_window(step)
+    ]
+    together = [step for step in window_steps if step.num_requests == case.num_requests]
     if len(together) < steps:
         raise BenchmarkError(f"wanted {steps} steps of {case}, got {len(together)}")
     return together
@@ -167,21 +169,23 @@ def floor_ms(
 
 
 @contextmanager
-def routed(runner: Any, hear: Callable[[torch.Tensor, torch.Tensor, Any], None]) -> Iterator[None]:
-    """Call `hear` with rows, router and choice of all layers' experts; layers run eagerly."""
+def routed(
+    runner: Any, observe: Callable[[torch.Tensor, torch.Tensor, Any], None]
+) -> Iterator[None]:
+    """Call `observe` with rows, router and choice of all layers' experts; layers run eagerly."""
     from vllm.diffusion import ops
 
     route = ops.route_rows
 
-    def heard(x: torch.Tensor, gate: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+    def recorded(x: torch.Tensor, gate: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         routing = route(x, gate, *arguments, **options)
-        hear(x, gate, routing)
+        observe(x, gate, routing)
         return routing
 
     graphs = runner.graphs
     if graphs is not None:
         graphs.run = lambda *_: None
-    ops.route_rows = heard
+    ops.route_rows = recorded
     try:
         yield
     finally:

@@ -41,16 +41,16 @@ def is_built() -> bool:
 
 def candidates(logits: Tensor, rows: Rows, score: Score) -> Sampled:
     """Sample each row, as `flash_sample.candidates`."""
-    found = _empty_candidates(len(logits), logits.device)
+    sampled = _empty_candidates(len(logits), logits.device)
     if rows.filters is not None:
-        return _filtered(logits, rows, rows.filters, score, found)
+        return _filtered(logits, rows, rows.filters, score, sampled)
     if score == "entropy" and _epsilon_counts(rows.epsilon, logits.shape[1]):
         whole = logits.new_empty(len(logits), RECORD_FIELDS, dtype=torch.float64)
-        _launch(logits, rows, score, record=whole, found=found)
-        _launch(logits, rows, score, whole=whole, share=found.score)
+        _launch(logits, rows, score, record=whole, sampled=sampled)
+        _launch(logits, rows, score, whole=whole, share=sampled.score)
     else:
-        _launch(logits, rows, score, found=found)
-    return found
+        _launch(logits, rows, score, sampled=sampled)
+    return sampled
 
 
 def partial(logits: Tensor, rows: Rows, score: Score, *, first_column: int, out: Tensor) -> None:
@@ -60,9 +60,9 @@ def partial(logits: Tensor, rows: Rows, score: Score, *, first_column: int, out:
 
 def merge(records: Tensor, rows: Rows, score: Score) -> Sampled:
     """Merge the records of slices, as `flash_sample.merge`."""
-    found = _empty_candidates(records.shape[1], records.device)
-    _merge(records, rows, score, found=found)
-    return found
+    sampled = _empty_candidates(records.shape[1], records.device)
+    _merge(records, rows, score, sampled=sampled)
+    return sampled
 
 
 def entropy_share(logits: Tensor, records: Tensor, rows: Rows, *, first_column: int) -> Tensor:
@@ -98,9 +98,9 @@ def _empty_candidates(num_rows: int, device: torch.device) -> Sampled:
 
 
 def _filtered(
-    logits: Tensor, rows: Rows, filters: Filters, score: Score, found: Sampled
+    logits: Tensor, rows: Rows, filters: Filters, score: Score, sampled: Sampled
 ) -> Sampled:
-    """Sample rows with filters into `found`; a score may want a launch of its own."""
+    """Sample rows with filters into `sampled`; a score may want a launch of its own."""
     is_exact = score == "entropy" and _epsilon_counts(rows.epsilon, logits.shape[1])
     is_apart = not filters.are_scored and (is_exact or score == "margin")
     if filters.are_scored and is_exact:
@@ -119,13 +119,13 @@ def _filtered(
             has_noise=rows.has_noise,
             are_scored=filters.are_scored,
             score=getattr(native, score.upper()),
-            **_results(found),
+            **_results(sampled),
             **_place(),
         )
     if is_apart:
         whole = replace(rows, filters=None, positions=None)
-        return found._replace(score=candidates(logits, whole, score).score)
-    return found
+        return sampled._replace(score=candidates(logits, whole, score).score)
+    return sampled
 
 
 def _launch(
@@ -137,7 +137,7 @@ def _launch(
     whole: Tensor | None = None,
     share: Tensor | None = None,
     record: Tensor | None = None,
-    found: Sampled | None = None,
+    sampled: Sampled | None = None,
 ) -> None:
     assert native is not None
     with torch.cuda.device(logits.device):
@@ -151,7 +151,7 @@ def _launch(
             whole=_address(whole),
             share=_address(share),
             record=_address(record),
-            **_results(found),
+            **_results(sampled),
             **_place(),
         )
 
@@ -162,7 +162,7 @@ def _merge(
     score: Score,
     *,
     record: Tensor | None = None,
-    found: Sampled | None = None,
+    sampled: Sampled | None = None,
 ) -> None:
     assert native is not None
     with torch.cuda.device(records.device):
@@ -174,7 +174,7 @@ def _merge(
             num_rows=records.shape[1],
             score=getattr(native, score.upper()),
             record=_address(record),
-            **_results(found),
+            **_results(sampled),
             **_place(),
         )
 
@@ -190,11 +190,11 @@ def _matrix(logits: Tensor) -> dict[str, Any]:
     }
 
 
-def _results(found: Sampled | None) -> dict[str, int]:
+def _results(sampled: Sampled | None) -> dict[str, int]:
     """Arguments that say where a launch writes its results; None for nowhere."""
-    if found is None:
+    if sampled is None:
         return {"token": 0, "value": 0, "greedy": 0}
-    token, score, greedy = found
+    token, score, greedy = sampled
     return {"token": token.data_ptr(), "value": score.data_ptr(), "greedy": greedy.data_ptr()}
 
 

@@ -39,14 +39,14 @@ def candidates(logits: Tensor, rows: Rows, score: Score) -> Sampled:
         kept = tempered(kept, kept.amax(dim=-1), rows)
     probabilities = torch.softmax(kept, dim=-1)
     if score == "entropy":
-        found = entropy(probabilities, rows.epsilon).masked_fill(is_empty, torch.inf)
+        scores = entropy(probabilities, rows.epsilon).masked_fill(is_empty, torch.inf)
     elif score == "margin":
         best = probabilities.topk(min(2, probabilities.shape[1]), dim=-1).values
-        found = best[:, 0] - best[:, 1] if best.shape[1] == 2 else best[:, 0]
-        found = found.masked_fill(is_empty, 0.0)
+        scores = best[:, 0] - best[:, 1] if best.shape[1] == 2 else best[:, 0]
+        scores = scores.masked_fill(is_empty, 0.0)
     else:
-        found = probabilities.gather(-1, token[:, None]).squeeze(-1).masked_fill(is_empty, 0.0)
-    return Sampled(token, found, greedy)
+        scores = probabilities.gather(-1, token[:, None]).squeeze(-1).masked_fill(is_empty, 0.0)
+    return Sampled(token, scores, greedy)
 
 
 def computed(logits: Tensor) -> Tensor:
@@ -71,14 +71,14 @@ def masked(values: Tensor, columns: Sequence[int], mask: int | Tensor, first_col
     """Copy with -inf in those of ``columns`` whose bit is set, if any lies in this slice."""
     if isinstance(mask, int) and mask == 0:
         return values
-    found = values
+    masked = values
     for i, column in enumerate(columns):
         local = column - first_column
         if not 0 <= local < values.shape[1] or (isinstance(mask, int) and not mask >> i & 1):
             continue
-        found = values.clone() if found is values else found
-        found[:, local] = found[:, local].masked_fill(bit(mask, i, values.device), -torch.inf)
-    return found
+        masked = values.clone() if masked is values else masked
+        masked[:, local] = masked[:, local].masked_fill(bit(mask, i, values.device), -torch.inf)
+    return masked
 
 
 def tempered(values: Tensor, maximum: Tensor, rows: Rows) -> Tensor:

@@ -99,18 +99,18 @@ def merge(records: Tensor, rows: Rows, score: Score) -> Sampled:
     token = whole[:, TOKEN].long()
     is_empty = (maximum == -torch.inf) | (total == 0)
     if score == "entropy":
-        found = (total.log() - whole[:, WEIGHTED] / total).masked_fill(is_empty, torch.inf)
+        scores = (total.log() - whole[:, WEIGHTED] / total).masked_fill(is_empty, torch.inf)
     else:
         other = whole[:, SECOND if score == "margin" else TOKEN_LOGIT]
         relative = tempered(other[:, None], maximum, rows).squeeze(-1).exp()
-        found = ((1 - relative if score == "margin" else relative) / total).masked_fill(
+        scores = ((1 - relative if score == "margin" else relative) / total).masked_fill(
             is_empty, 0.0
         )
     if score == "confidence":
         for i, column in enumerate(rows.columns):
             is_excluded = bit(rows.excluded, i, token.device)
-            found = found.masked_fill(is_excluded & (token == column), 0.0)
-    return Sampled(token, found.float(), whole[:, COLUMN].long())
+            scores = scores.masked_fill(is_excluded & (token == column), 0.0)
+    return Sampled(token, scores.float(), whole[:, COLUMN].long())
 
 
 def entropy_share(logits: Tensor, whole: Tensor, rows: Rows, *, first_column: int = 0) -> Tensor:

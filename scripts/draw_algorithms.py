@@ -77,10 +77,10 @@ def steps_of(algorithm: Algorithm) -> list[list[tuple[str, float]]]:
     is_block = algorithm.is_block_causal
     family = FAMILIES.get(algorithm.name, SDAR) if is_block else LLADA
     model = ServedModel(family, SpecialIds(MASK, 14, None, frozenset(), edit=EDITS), 4096, 16)
-    asked = {"algorithm": algorithm.name, "gen_length": LENGTH, **ASKED.get(algorithm.name, {})}
+    request = {"algorithm": algorithm.name, "gen_length": LENGTH, **ASKED.get(algorithm.name, {})}
     if algorithm.blocks != "none":
-        asked["block_length"] = BLOCK
-    params = decision.decide(fields.canonical(asked), model, [1] * PROMPT)
+        request["block_length"] = BLOCK
+    params = decision.decide(fields.canonical(request), model, [1] * PROMPT)
     rule = make_rule(params, PROMPT)
     tokens = np.array([1] * PROMPT + [MASK] * LENGTH)
     sure = np.zeros(LENGTH + PROMPT)
@@ -89,23 +89,23 @@ def steps_of(algorithm: Algorithm) -> list[list[tuple[str, float]]]:
         positions = target.eligible[target.eligible < len(tokens)]
         if not positions.size or rule.settled(tokens) >= len(tokens):
             break
-        found = confidences(tokens, positions)
+        known = confidences(tokens, positions)
         # A few tokens are seen otherwise once all around them are there.
-        proposed = np.where((positions % 7 == 3) & (found > 0.8), 2, 1)
-        scores = 3 * (found - 1) if _is_entropy(algorithm) else found
+        proposed = np.where((positions % 7 == 3) & (known > 0.8), 2, 1)
+        scores = 3 * (known - 1) if _is_entropy(algorithm) else known
         if algorithm.edits_length:  # it looks up more than the likeliest token
-            rule.adjust_logits(_logits(proposed, found), torch.from_numpy(positions - PROMPT))
+            rule.adjust_logits(_logits(proposed, known), torch.from_numpy(positions - PROMPT))
         draws = np.random.default_rng(len(rows)).random(len(positions))
         commit = rule.decide(Candidates(positions, proposed, scores, proposed, draws))
-        rows.append(_row(tokens, sure, dict(zip(positions, found, strict=True)), commit))
+        rows.append(_row(tokens, sure, dict(zip(positions, known, strict=True)), commit))
         tokens[commit.positions] = commit.tokens
     return rows
 
 
-def _logits(proposed: np.ndarray, found: np.ndarray) -> torch.Tensor:
+def _logits(proposed: np.ndarray, probabilities: np.ndarray) -> torch.Tensor:
     """Return logits [R, 16] by which the proposed tokens have these probabilities."""
-    rest = np.repeat((1 - found)[:, None] / 15, 16, axis=1)
-    rest[np.arange(len(found)), proposed] = found
+    rest = np.repeat((1 - probabilities)[:, None] / 15, 16, axis=1)
+    rest[np.arange(len(probabilities)), proposed] = probabilities
     return torch.from_numpy(np.log(rest))
 
 
@@ -114,19 +114,19 @@ def _is_entropy(algorithm: Algorithm) -> bool:
 
 
 def _row(
-    tokens: np.ndarray, sure: np.ndarray, found: dict[int, float], commit: object
+    tokens: np.ndarray, sure: np.ndarray, confidences: dict[int, float], commit: object
 ) -> list[tuple[str, float]]:
     new = dict(zip(commit.positions.tolist(), commit.tokens.tolist(), strict=True))  # type: ignore[attr-defined]
     row = []
     for position in range(PROMPT, PROMPT + LENGTH):
         before = tokens[position]
         if position in new and new[position] not in (MASK, before):
-            sure[position] = found[position]
+            sure[position] = confidences[position]
             row.append(("n" if before == MASK else "e", 1.0))
         elif before != MASK:
             row.append(("c", 0.12 + 0.4 * sure[position] ** 2))
-        elif position in found:
-            row.append(("p", 0.06 + 0.3 * found[position] ** 3))
+        elif position in confidences:
+            row.append(("p", 0.06 + 0.3 * confidences[position] ** 3))
         else:
             row.append(("m", 0.0))
     return row

@@ -4,7 +4,7 @@
 # What the scripts share. Source it, do not run it: it sets ROOT, VENV and PY, exports PYTHONPATH,
 # and defines the set-up steps. Every failure is one line on stderr and a non-zero exit.
 #
-# pip's own variables (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, ...) are honoured.
+# pip's own variables (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, ...) also apply to uv.
 
 set -euo pipefail
 
@@ -63,9 +63,9 @@ device_kind() {
   esac
 }
 
-pip_install() {
-  "$PY" -m pip install -qq --no-warn-conflicts --disable-pip-version-check "$@" ||
-    die "pip install $* failed (its own message is above)"
+install_packages() {
+  "$PY" "$ROOT/scripts/install_packages.py" "$@" ||
+    die "installing $* failed (see the messages above)"
 }
 
 # install_once NAME INSTALLER FILE...: run INSTALLER unless the stamp NAME in .venv carries the
@@ -104,13 +104,13 @@ install_cpu() {
     fi
   fi
   say "torch"
-  pip_install -c "$ROOT/requirements/cpu.txt" "${index[@]}" "$torch"
+  install_packages -c "$ROOT/requirements/cpu.txt" "${index[@]}" "$torch"
   say "vllm and what its server imports"
-  pip_install --no-deps -r "$ROOT/requirements/cpu.txt"
+  install_packages --no-deps -r "$ROOT/requirements/cpu.txt"
 }
-install_cuda() { pip_install -r "$ROOT/requirements/cuda.txt"; }
-install_build() { pip_install -r "$ROOT/requirements/build.txt"; }
-install_test() { pip_install -r "$ROOT/requirements/test.txt"; }
+install_cuda() { install_packages -r "$ROOT/requirements/cuda.txt"; }
+install_build() { install_packages -r "$ROOT/requirements/build.txt"; }
+install_test() { install_packages -r "$ROOT/requirements/test.txt"; }
 
 # put_on_path: .venv's programs find this repository from any folder, before upstream's vllm and
 # behind what PYTHONPATH names. The line holds no absolute path: .venv may move with the repository.

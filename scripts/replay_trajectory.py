@@ -134,8 +134,8 @@ def replay(
             logprob_error = max(logprob_error, abs(float(own[token]) - logprob) / scale)
         is_last = 0 <= position < len(last_step) and last_step[position] == step
         if is_last and entropies and entropies[position] is not None:
-            found = float(torch.special.entr(own.exp()).sum())
-            entropy_error = max(entropy_error, abs(found - entropies[position]) / scale)
+            entropy = float(torch.special.entr(own.exp()).sum())
+            entropy_error = max(entropy_error, abs(entropy - entropies[position]) / scale)
     return Replayed(
         sum(logprob is not None for *_, logprob in commits),
         logprob_error,
@@ -173,19 +173,19 @@ def _states(
     commits: Sequence[tuple[int, int, int, float | None]],
 ) -> tuple[Tensor, Tensor]:
     """Return the row [T] before each of S steps, [S, T], and what was known at first, [T]."""
-    asked, start = trajectory["parameters"], len(prompt)
+    parameters, start = trajectory["parameters"], len(prompt)
     last = max((place for _, place, *_ in commits), default=0)  # a draft may go beyond the answer
-    length = start + max(asked["gen_length"], len(trajectory["token_ids"]), last + 1)
-    row = torch.full((length,), asked["mask_id"])
+    length = start + max(parameters["gen_length"], len(trajectory["token_ids"]), last + 1)
+    row = torch.full((length,), parameters["mask_id"])
     row[:start] = torch.tensor(prompt)
-    if asked["suffix_ids"]:
-        first = start + asked["max_tokens"]
-        row[first:] = asked["eos_id"]
-        row[first : first + len(asked["suffix_ids"])] = torch.tensor(asked["suffix_ids"])
+    if parameters["suffix_ids"]:
+        first = start + parameters["max_tokens"]
+        row[first:] = parameters["eos_id"]
+        row[first : first + len(parameters["suffix_ids"])] = torch.tensor(parameters["suffix_ids"])
     for position, step in enumerate(trajectory["commit_steps"]):
         if step == 0:
             row[start + position] = trajectory["token_ids"][position]
-    known, rows = row != asked["mask_id"], []
+    known, rows = row != parameters["mask_id"], []
     number = 0
     for step in range(1, trajectory["num_steps"] + 1):
         while number < len(commits) and commits[number][0] < step:
@@ -207,44 +207,46 @@ def _distributions(
 
     Also the largest logit [S, T] there, at least 1.
     """
-    asked = trajectory["parameters"]
-    is_grid = is_of_grid(asked)
+    parameters = trajectory["parameters"]
+    is_grid = is_of_grid(parameters)
     block_length = trajectory["block_length"] if is_grid else None
 
     def logits_of(ids: Tensor) -> Tensor:
         if hasattr(model, "causal_logits"):
             # There is room for a whole block behind the last position of an answer.
             room = (0, trajectory["block_length"])
-            ids = torch.nn.functional.pad(ids, room, value=asked["mask_id"])
+            ids = torch.nn.functional.pad(ids, room, value=parameters["mask_id"])
             contexts = _contexts(ids, trajectory, commits)
             return torch.stack(
-                [_behind(model, *found) for found in zip(ids, contexts, strict=True)]
+                [_behind(model, *context) for context in zip(ids, contexts, strict=True)]
             )
         raw = model.logits(ids, block_length)
         return shift_right(raw) if model.logit_shift else raw
 
     logits = logits_of(rows)
-    if asked["cfg_scale"] > 0:
-        free = logits_of(torch.where(known, asked["mask_id"], rows))
-        logits = free + (asked["cfg_scale"] + 1) * (logits - free)
-    edits = {name: asked[name] for name, neutral in _EDITS.items() if asked[name] != neutral}
+    if parameters["cfg_scale"] > 0:
+        free = logits_of(torch.where(known, parameters["mask_id"], rows))
+        logits = free + (parameters["cfg_scale"] + 1) * (logits - free)
+    edits = {
+        name: parameters[name] for name, neutral in _EDITS.items() if parameters[name] != neutral
+    }
     if edits:
-        start, stops = trajectory["prompt_length"], asked["end_ids"] or asked["stop_ids"]
-        end = start + asked["max_tokens" if asked["suffix_ids"] else "gen_length"]
-        edits |= {"ignore_eos": asked["ignore_eos"]}
+        start, stops = trajectory["prompt_length"], parameters["end_ids"] or parameters["stop_ids"]
+        end = start + parameters["max_tokens" if parameters["suffix_ids"] else "gen_length"]
+        edits |= {"ignore_eos": parameters["ignore_eos"]}
         for step in sorted({commit[0] for commit in commits}):
             logits[step - 1, start:] = shaping.edited(
                 logits[step - 1, start:],
                 rows[step - 1, :end].tolist(),  # what follows is no part of the answer
                 start,
                 edits,
-                asked["mask_id"],
+                parameters["mask_id"],
                 stops,
-                asked["bad_words"],
+                parameters["bad_words"],
             )
-    logits[..., asked["forbidden_ids"]] = -torch.inf
+    logits[..., parameters["forbidden_ids"]] = -torch.inf
     for step in trajectory["mask_forbidden"]:
-        logits[step - 1, :, asked["mask_id"]] = -torch.inf
+        logits[step - 1, :, parameters["mask_id"]] = -torch.inf
     scales = logits.abs().nan_to_num(posinf=0.0).amax(dim=-1).clamp(min=1.0)
     return torch.log_softmax(logits, dim=-1), scales
 
@@ -259,23 +261,23 @@ def _contexts(
     None stands for a causal forward: a seed's, or one that confirms what was drafted.
     """
     start, width = trajectory["prompt_length"], trajectory["block_length"]
-    asked, found = trajectory["parameters"], list[range | None]()
+    parameters, contexts = trajectory["parameters"], list[range | None]()
     following = start  # the first position that is not confirmed
     for step, row in enumerate(rows, start=1):
         own = [(start + place, token) for when, place, token, _ in commits if when == step]
-        if asked["algorithm"] == "self_speculation":
+        if parameters["algorithm"] == "self_speculation":
             block = range(following - 1, following - 1 + width)
-            is_drafted = asked["mask_id"] not in row[block.start : block.stop].tolist()
+            is_drafted = parameters["mask_id"] not in row[block.start : block.stop].tolist()
             if following > start and not is_drafted:
-                found.append(block)
+                contexts.append(block)
             else:
-                found.append(None)
-                following += sum(token != asked["mask_id"] for _, token in own)
+                contexts.append(None)
+                following += sum(token != parameters["mask_id"] for _, token in own)
             continue
         places = [(position - start) % width for position, _ in own]
         first = own[0][0] - places[0] if own else start
-        found.append(None if 0 in places else range(first, first + width))
-    return found
+        contexts.append(None if 0 in places else range(first, first + width))
+    return contexts
 
 
 def _behind(model: Any, row: Tensor, block: range | None) -> Tensor:
@@ -286,9 +288,9 @@ def _behind(model: Any, row: Tensor, block: range | None) -> Tensor:
     return torch.nn.functional.pad(logits, (0, 0, 0, len(row) - block.stop))
 
 
-def is_of_grid(asked: dict[str, Any]) -> bool:
+def is_of_grid(parameters: dict[str, Any]) -> bool:
     """Whether the parameters are a block-causal family's."""
-    return asked["algorithm"] in _OF_GRIDS or "steps_per_block" in asked
+    return parameters["algorithm"] in _OF_GRIDS or "steps_per_block" in parameters
 
 
 def differences(model: Any, prompt: Sequence[int], trajectory: dict[str, Any]) -> list[int] | None:
@@ -297,48 +299,50 @@ def differences(model: Any, prompt: Sequence[int], trajectory: dict[str, Any]) -
     Returns:
         canvas positions with another token or step; None where no loop knows the parameters.
     """
-    asked = trajectory["parameters"]
-    is_edited = any(asked[name] != neutral for name, neutral in _EDITS.items())
-    is_dream = asked["algorithm"] == "dream"
-    is_grid = is_of_grid(asked)
-    filters = (asked["top_k"], asked["top_p"], asked["min_p"] or None)
-    is_cut = asked["min_p"] > 0 or (filters != (None,) * 3 and not (is_dream or is_grid))
-    if is_edited or is_cut or asked["suffix_ids"]:
+    parameters = trajectory["parameters"]
+    is_edited = any(parameters[name] != neutral for name, neutral in _EDITS.items())
+    is_dream = parameters["algorithm"] == "dream"
+    is_grid = is_of_grid(parameters)
+    filters = (parameters["top_k"], parameters["top_p"], parameters["min_p"] or None)
+    is_cut = parameters["min_p"] > 0 or (filters != (None,) * 3 and not (is_dream or is_grid))
+    if is_edited or is_cut or parameters["suffix_ids"]:
         return None
-    if trajectory["mask_forbidden"] and asked["algorithm"] != "hierarchy_block":
+    if trajectory["mask_forbidden"] and parameters["algorithm"] != "hierarchy_block":
         return None  # the loops never do that
     run = _run_blocks if is_grid else _run_loop
     wanted = run(model, prompt, trajectory)
     filled, last = set(trajectory["filled"]), trajectory["num_steps"]
     tokens, steps = trajectory["token_ids"], trajectory["commit_steps"]
-    found = []
+    differing = []
     for position, (token, step) in enumerate(zip(tokens, steps, strict=True)):
         if position in filled or position >= len(wanted):
             continue
         wanted_token, wanted_step = wanted[position]
         is_later = wanted_step > last
         if step != (-1 if is_later else wanted_step) or (not is_later and token != wanted_token):
-            found.append(position)
-    return found
+            differing.append(position)
+    return differing
 
 
 def _run_loop(
     model: Any, prompt: Sequence[int], trajectory: dict[str, Any]
 ) -> list[tuple[int, int]]:
     """Return token and step of every canvas position, by the loop of a full-attention family."""
-    asked, algorithm = trajectory["parameters"], trajectory["parameters"]["algorithm"]
-    ids = decode.SpecialIds(asked["mask_id"], asked["eos_id"], asked["eot_id"])
-    own = {name: asked[name] for name in _OWN[algorithm] if asked[name] not in (None, [])}
+    parameters, algorithm = trajectory["parameters"], trajectory["parameters"]["algorithm"]
+    ids = decode.SpecialIds(parameters["mask_id"], parameters["eos_id"], parameters["eot_id"])
+    own = {name: parameters[name] for name in _OWN[algorithm] if parameters[name] not in (None, [])}
     own = {name: value for name, value in own.items() if value is not False}
-    options = {name: asked[name] for name, usual in _OPTIONS.items() if asked[name] != usual}
+    options = {
+        name: parameters[name] for name, usual in _OPTIONS.items() if parameters[name] != usual
+    }
     if algorithm != "dream":
-        own["block_length"] = asked["block_length"]
+        own["block_length"] = parameters["block_length"]
     decoded = dispatch.run(
         model,
         prompt,
         ids=ids,
         algorithm=algorithm,
-        gen_length=asked["gen_length"],
+        gen_length=parameters["gen_length"],
         seed=trajectory["seed"],
         **options,
         **own,
@@ -355,40 +359,40 @@ def _run_blocks(
     model: Any, prompt: Sequence[int], trajectory: dict[str, Any]
 ) -> list[tuple[int, int]]:
     """Return the same by the loop of a block-causal family."""
-    asked, algorithm = trajectory["parameters"], trajectory["parameters"]["algorithm"]
-    width, seed = asked["block_length"], trajectory["seed"]
+    parameters, algorithm = trajectory["parameters"], trajectory["parameters"]["algorithm"]
+    width, seed = parameters["block_length"], trajectory["seed"]
 
     def logits_of(tokens: Sequence[int]) -> Tensor:
-        found: Tensor = model.logits(torch.tensor([list(tokens)]), width)[0]
-        return found
+        distributions: Tensor = model.logits(torch.tensor([list(tokens)]), width)[0]
+        return distributions
 
     def uniform(forward: int, position: int) -> Tensor:
         return uniform_matrix(seed, dispatch.DREAM_TOKEN, forward, [position], num_columns)[0]
 
     kind = type(model).__name__.removesuffix("Reference")
     num_columns = logits_of(prompt[:1]).shape[-1]
-    own = {name: asked[name] for name in _OWN[algorithm] if name in asked}
+    own = {name: parameters[name] for name in _OWN[algorithm] if name in parameters}
     if algorithm == "semi_ar":
-        own = {"steps_per_block": asked["steps_per_block"]}
+        own = {"steps_per_block": parameters["steps_per_block"]}
     decoded = block_loops.run(
         logits_of,
         prompt,
         algorithm=algorithm,
-        gen_length=asked["gen_length"],
+        gen_length=parameters["gen_length"],
         block_length=width,
-        mask_id=asked["mask_id"],
-        stop_ids=asked["stop_ids"],
+        mask_id=parameters["mask_id"],
+        stop_ids=parameters["stop_ids"],
         scores_after_filters=kind not in ("SDAR", "SDARMoe", "StableDiffCoder"),
         counts_masks=kind == "StableDiffCoder",
-        temperature=asked["temperature"],
-        top_k=asked["top_k"],
-        top_p=asked["top_p"],
-        uniform=uniform if asked["temperature"] > 0 else None,
+        temperature=parameters["temperature"],
+        top_k=parameters["top_k"],
+        top_p=parameters["top_p"],
+        uniform=uniform if parameters["temperature"] > 0 else None,
         **own,
     )
-    found: list[tuple[int, int]] = []
-    before = [asked["mask_id"]] * asked["gen_length"]
-    steps = [0] * asked["gen_length"]
+    distributions: list[tuple[int, int]] = []
+    before = [parameters["mask_id"]] * parameters["gen_length"]
+    steps = [0] * parameters["gen_length"]
     for number, canvas in enumerate(decoded.history, start=1):
         for position, token in enumerate(canvas):
             if token != before[position]:
@@ -396,24 +400,24 @@ def _run_blocks(
         before = canvas
     late = trajectory["num_steps"] + 1
     for token, step in zip(before, steps, strict=True):
-        found.append((token, step if token != asked["mask_id"] else late))
-    return found
+        distributions.append((token, step if token != parameters["mask_id"] else late))
+    return distributions
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("model", type=Path, help="folder of the checkpoint")
     parser.add_argument("answers", type=Path, help="file of answers, JSON lines")
-    asked = parser.parse_args()
-    model, agrees = load_reference(asked.model, torch.float64), True
-    for number, line in enumerate(asked.answers.read_text().splitlines()):
+    options = parser.parse_args()
+    model, agrees = load_reference(options.model, torch.float64), True
+    for number, line in enumerate(options.answers.read_text().splitlines()):
         answer = json.loads(line)
         if not answer["trajectory"]["replayable"]:
             print(f"answer {number}: its cache or its rule cannot be replayed")
             continue
-        found = replay(model, answer["prompt_token_ids"], answer["trajectory"])
-        agrees &= found.agrees
-        print(f"answer {number}: {found}")
+        replayed = replay(model, answer["prompt_token_ids"], answer["trajectory"])
+        agrees &= replayed.agrees
+        print(f"answer {number}: {replayed}")
     return 0 if agrees else 1
 
 

@@ -8,10 +8,11 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted((ROOT / "docs").rglob("*.md"))  # of the site
 DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",
-    *(f"docs/{file.name}" for file in sorted((ROOT / "docs").glob("*.md"))),
+    *(str(file.relative_to(ROOT)) for file in PAGES),
 )
 
 # Made by running something, with what they hold: named in the documents, not in the repository.
@@ -86,7 +87,7 @@ def test_the_readme_is_short_and_every_document_has_a_place_on_the_site() -> Non
     first, *groups = site["nav"]
     entries = [entry for group in groups for pages in group.values() for entry in pages]
     places = [file for entry in (first, *entries) for file in entry.values()]
-    assert sorted(places) == sorted(file.name for file in (ROOT / "docs").glob("*.md"))
+    assert sorted(places) == sorted(str(file.relative_to(ROOT / "docs")) for file in PAGES)
 
 
 def test_links_of_the_site_can_be_seen_in_every_scheme() -> None:
@@ -121,8 +122,8 @@ def contrast(one: str, other: str) -> float:
 
 def test_documents_link_to_each_other() -> None:
     """A document that is named as code cannot be followed on the site."""
-    for file in sorted((ROOT / "docs").glob("*.md")):
-        named = re.findall(r"`docs/\w+\.md`", file.read_text(encoding="utf-8"))
+    for file in PAGES:
+        named = re.findall(r"`docs/[\w/]+\.md`", file.read_text(encoding="utf-8"))
         assert not named, f"{file.name} names {named}"
 
 
@@ -170,7 +171,7 @@ def test_every_command_is_run_or_listed_as_not_run() -> None:
     """On small models, where its own would need a GPU or released weights."""
     listed = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8").split("## Not run")[1]
     not_run = re.findall(r"^- `(.+?)`", listed, re.MULTILINE)
-    for file in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+    for file in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES):
         text = file.read_text(encoding="utf-8").replace("\\\n", " ")
         for block in re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
             quoted = re.sub(r"'[^']*'", "''", block)  # bodies and programs have lines of their own

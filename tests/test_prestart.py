@@ -102,7 +102,7 @@ def test_a_missing_gpu_is_told_once(is_child: bool, monkeypatch: pytest.MonkeyPa
     level = logger.level
     monkeypatch.setattr(sys, "orig_argv", ["python", *["--multiprocessing-fork"] * is_child])
     try:
-        early.say_nothing_twice()
+        early.silence_gpu_warning()
         assert logger.isEnabledFor(logging.WARNING) != is_child
     finally:
         logger.setLevel(level)
@@ -212,7 +212,7 @@ def test_the_compiler_is_imported_late_and_has_upstreams_list(
 def test_the_folders_of_models_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late, "STRUCTURE", "antigravity")  # a module that nobody has imported
     monkeypatch.delitem(sys.modules, "antigravity", raising=False)
-    monkeypatch.setattr(late, "_After", lambda module, then: (module, then))
+    monkeypatch.setattr(late, "PostImportHook", lambda module, then: (module, then))
     monkeypatch.setattr(sys, "meta_path", [])
     late.read_models_once()
     ((module, then),) = sys.meta_path

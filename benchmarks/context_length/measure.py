@@ -118,7 +118,7 @@ def measure(
     request: Request,
     prompt_ids: Sequence[int],
     log: Path,
-    tell: Callable[[str], None],
+    report_progress: Callable[[str], None],
     tick: Callable[[], None],
 ) -> Point:
     """Start a server, send one request, and stop the server; return the point.
@@ -132,7 +132,7 @@ def measure(
     """
     point = Point(request.length, request.prompt_tokens, request.gen_tokens, records.NOT_STARTED)
     gpu = GpuMemory(server.gpu)
-    tell("starting the server")
+    report_progress("starting the server")
     started = time.monotonic()
     with ServerProcess(
         server.command,
@@ -146,9 +146,9 @@ def measure(
         except ServerFailed as error:
             return replace(point, reason=str(error))
         point = replace(point, startup_s=round(time.monotonic() - started, 3))
-        tell("denoising")
-        point = _ask(process, request, prompt_ids, gpu, tell, tick, point)
-        tell("stopping the server")
+        report_progress("denoising")
+        point = _ask(process, request, prompt_ids, gpu, report_progress, tick, point)
+        report_progress("stopping the server")
     return point
 
 
@@ -157,7 +157,7 @@ def _ask(
     request: Request,
     prompt_ids: Sequence[int],
     gpu: GpuMemory,
-    tell: Callable[[str], None],
+    report_progress: Callable[[str], None],
     tick: Callable[[], None],
     point: Point,
 ) -> Point:
@@ -171,7 +171,7 @@ def _ask(
     started = time.monotonic()
 
     def look() -> None:
-        tell(told_progress(process.log_text(mark), request.steps, memory.peak))
+        report_progress(progress_text(process.log_text(mark), request.steps, memory.peak))
         tick()
 
     with PeakMemory(memory_now, look) as memory:
@@ -201,14 +201,14 @@ def _ask(
     )
 
 
-def told_progress(log: str, steps: int, peak: MemoryUse) -> str:
+def progress_text(log: str, steps: int, peak: MemoryUse) -> str:
     """Describe the progress of a request by the server's log of its steps, and its memory."""
     step_s = [float(text) / 1000 for text in STEP_TIME.findall(log)]
     num_bytes = peak.host_bytes if peak.gpu_bytes is None else peak.gpu_bytes
-    told = f"step {len(step_s)} of {steps}"
+    line = f"step {len(step_s)} of {steps}"
     if step_s:
-        told += f", {statistics.median(step_s) * max(steps - len(step_s), 0):.0f} s left"
-    return f"{told}, {num_bytes / 2**30:.1f} GiB"
+        line += f", {statistics.median(step_s) * max(steps - len(step_s), 0):.0f} s left"
+    return f"{line}, {num_bytes / 2**30:.1f} GiB"
 
 
 def send(process: ServerProcess, body: dict[str, Any], request: Request, mark: int) -> Answer:

@@ -32,7 +32,7 @@ COLUMNS |= {"median ms": ">11.2f", "last ms": ">11.2f", "GPU GiB": ">8.2f", "hos
 COLUMNS |= {"act. GiB": ">8.2f", "KiB/token": ">9.2f", "peak/avg": ">8.2f", "status": "<6"}
 ATTRIBUTES = (
     "length prompt_tokens gen_tokens num_steps first_ms median_ms last_ms gpu_gib host_gib "
-    "activation_gib kib_per_token peak_over_average told"
+    "activation_gib kib_per_token peak_over_average summary"
 )
 
 
@@ -113,7 +113,7 @@ class Point:
         return _over(self.activation_peak_bytes, self.activation_average_bytes)
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """Status, with the start of the reason of a failure."""
         short = len(self.reason) <= MAX_REASON_LENGTH
         reason = self.reason if short else f"{self.reason[: MAX_REASON_LENGTH - 3]}..."
@@ -183,9 +183,9 @@ class Results:
         now = json.loads(json.dumps(self._settings))
         changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         if changed:
-            told = ", ".join(f"{n}: {before.get(n)!r} then, {now.get(n)!r} now" for n in changed)
+            changes = ", ".join(f"{n}: {before.get(n)!r} then, {now.get(n)!r} now" for n in changed)
             raise SettingsDiffer(
-                f"{path} was measured with other settings ({told}); wanted the same, or another "
+                f"{path} was measured with other settings ({changes}); wanted the same, or another "
                 "--output-dir"
             )
         self._points = {point.length: point for point in points}

@@ -85,13 +85,13 @@ def interrupting(numbers: Sequence[signal.Signals]) -> Iterator[None]:
         raise Interrupted(number)
 
     before = {number: signal.getsignal(number) for number in numbers}
-    heard = [number for number, handler in before.items() if handler != signal.SIG_IGN]
-    for number in heard:
+    handled = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+    for number in handled:
         signal.signal(number, interrupt)
     try:
         yield
     finally:
-        for number in heard:
+        for number in handled:
             signal.signal(number, before[number])
 
 
@@ -100,12 +100,12 @@ def parse_arguments(family: str, arguments: Sequence[str] | None) -> argparse.Na
     about = f"The longest {NAMES[family]} request, and what its steps cost.\n\n{__doc__}"
     parser = harness.Parser("", about)
     seconds = {"metavar": "SECONDS"}
-    told = "repository whose scripts start the server"
-    parser.option("--project-path", ROOT, told, type=absolute)
+    help_text = "repository whose scripts start the server"
+    parser.option("--project-path", ROOT, help_text, type=absolute)
     parser.option("--model-path", None, "checkpoint folder", type=absolute, required=True)
     results = ROOT / "results" / records.NAME / family
-    told = "for the results; an interrupted run goes on there"
-    parser.option("--output-dir", results, told, type=absolute)
+    help_text = "for the results; an interrupted run goes on there"
+    parser.option("--output-dir", results, help_text, type=absolute)
     parser.option("--start", 8192, "first length, prompt and canvas, in tokens")
     parser.option("--step", 8192, "from one length to the next")
     parser.option("--max", 204800, "last length")
@@ -118,10 +118,10 @@ def parse_arguments(family: str, arguments: Sequence[str] | None) -> argparse.Na
     parser.option("--request-timeout", 64800.0, "for an answer", **seconds)
     parser.option("--shutdown-timeout", 300.0, "for a server to end, else it is killed", **seconds)
     parser.option("--gpu-memory-utilization", 0.92, "share of the GPU's memory")
-    told = "budget of activations (default: the server's)"
-    parser.option("--activation-pool-size-bytes", None, told, type=int)
-    told = "longest length of the server (default: that of --max)"
-    parser.option("--max-model-len", None, told, type=int)
+    help_text = "budget of activations (default: the server's)"
+    parser.option("--activation-pool-size-bytes", None, help_text, type=int)
+    help_text = "longest length of the server (default: that of --max)"
+    parser.option("--max-model-len", None, help_text, type=int)
     parser.option("--load-format", None, "of the weights; dummy for a checkpoint without any")
     options = parser.parse_args(arguments)
     if min(options.start - 1, options.step, options.precision, options.steps) < 1:
@@ -161,10 +161,10 @@ def run(family: str, options: argparse.Namespace) -> None:
         print(f"note: the lengths so far were measured at commit {results.commit_before}")
     sweep = Sweep(family, script, options, results, prompt_ids)
     try:
-        found = sweep.run()
+        length_range = sweep.run()
     finally:
         sweep.tell_results()
-    if found.longest is None:
+    if length_range.longest is None:
         raise BenchmarkError(f"the first length, {options.start} tokens, fails already")
 
 
@@ -191,9 +191,9 @@ def run_record(gpu: str | None) -> dict[str, Any]:
     """Record machine, software and command line; this process itself leaves the GPU alone."""
     select = [] if gpu is None else ["-i", gpu]
     query = "--query-gpu=name,memory.total,driver_version"
-    told = first_line("nvidia-smi", *select, query, "--format=csv,noheader,nounits")
+    line = first_line("nvidia-smi", *select, query, "--format=csv,noheader,nounits")
     record = software_record()
-    parts = [part.strip() for part in (told or "").split(",")]
+    parts = [part.strip() for part in (line or "").split(",")]
     if len(parts) == 3 and parts[1].isdigit():
         record["gpu"], record["driver"] = parts[0], parts[2]
         record["gpu_memory_gib"] = round(int(parts[1]) / 1024, 1)
@@ -221,14 +221,14 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Found:
+class LengthRange:
     """Longest length that runs and shortest known to fail; None where there is none."""
 
     longest: int | None
     failure: int | None
 
 
-def search(tried: Range, runs: Callable[[int, int], bool]) -> Found:
+def search(tried: Range, runs: Callable[[int, int], bool]) -> LengthRange:
     """Find the longest length that runs, assuming that all shorter ones do.
 
     Without a failure there is no bisection, and without a success nothing to bisect.
@@ -245,7 +245,7 @@ def search(tried: Range, runs: Callable[[int, int], bool]) -> Found:
             break
         longest = length
     if longest is None or failure is None:
-        return Found(longest, failure)
+        return LengthRange(longest, failure)
     while failure - longest > tried.precision:
         left = math.ceil(math.log2((failure - longest) / tried.precision))
         middle = (longest + failure) // 2
@@ -253,7 +253,7 @@ def search(tried: Range, runs: Callable[[int, int], bool]) -> Found:
             longest = middle
         else:
             failure = middle
-    return Found(longest, failure)
+    return LengthRange(longest, failure)
 
 
 @dataclass
@@ -273,12 +273,12 @@ class Sweep:
     results: Results
     prompt_ids: Sequence[int]
 
-    def run(self) -> Found:
+    def run(self) -> LengthRange:
         """Measure the lengths that are not in the results yet."""
         options = self.options
         tried = Range(options.start, options.step, options.max, options.precision)
         server = self._server()
-        print(f"server of each length: {told_command(server)}")
+        print(f"server of each length: {command_line(server)}")
         print(
             f"lengths: {options.start} to {options.max} by {options.step}; if one fails, its limit "
             f"to {options.precision} tokens\n"
@@ -290,11 +290,11 @@ class Sweep:
     def _runs(self, length: int, left: int, progress: tqdm, table: Table) -> bool:
         """Whether a length runs; see `search`."""
         progress.total = progress.n + left
-        point, told = self.results.final(length), " (measured before)"
+        point, remark = self.results.final(length), " (measured before)"
         if point is None:
-            point, told = self._measure(length, progress), ""
+            point, remark = self._measure(length, progress), ""
             self.results.add(point)
-        table.note(table.line(point) + told)
+        table.note(table.line(point) + remark)
         progress.update()
         if not point.is_final:
             raise BenchmarkError(f"{point.reason}; all of it is in {self._log(length)}")
@@ -303,14 +303,16 @@ class Sweep:
     def _measure(self, length: int, progress: tqdm) -> Point:
         options = self.options
 
-        def tell(doing: str) -> None:
+        def report_progress(doing: str) -> None:
             progress.set_postfix_str(f"{length}: {doing}")
 
         request = Request(
             self.family, length, options.alpha, options.steps, options.request_timeout
         )
         tick = progress.refresh if sys.stderr.isatty() else _nothing
-        return measure(self._server(), request, self.prompt_ids, self._log(length), tell, tick)
+        return measure(
+            self._server(), request, self.prompt_ids, self._log(length), report_progress, tick
+        )
 
     def _log(self, length: int) -> Path:
         log: Path = self.options.output_dir / "logs" / f"server_{length}.log"
@@ -372,7 +374,7 @@ class Sweep:
         print(f"written: {self.options.output_dir}", flush=True)
 
 
-def told_command(server: Server) -> str:
+def command_line(server: Server) -> str:
     """Format the start of a server as a line for a shell."""
     variables = [f"{name}={shlex.quote(value)}" for name, value in server.variables.items()]
     return " ".join([*variables, shlex.join(server.command)])

@@ -36,7 +36,7 @@ from gather_gemm import route, sum_terms
 from gather_gemm.launch import GroupedConfig, choose_gated, choose_product
 from gather_gemm.scoring import SOFTMAX, Scoring
 from vllm.diffusion.ops import quantise_weight
-from vllm.diffusion.ops.experts import Matrices, gated_products, route_rows, weighted_terms
+from vllm.diffusion.ops.experts import DenseExperts, gated_products, route_rows, weighted_terms
 from vllm_add_llada.cuda_kernels import fused_ops
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Layer:
     gate: Tensor  # [E, D]
     w1: Tensor  # [E, 2I, D]
     w2: Tensor  # [E, D, I]
-    quantised: tuple[Matrices, Matrices]  # w1 and w2 as fp8
+    quantised: tuple[DenseExperts, DenseExperts]  # w1 and w2 as fp8
     x: Tensor  # [R, D]
     routing: Routing
     inner: Tensor  # [R * k, I]
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def make_weights(
     options: argparse.Namespace,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Matrices, Matrices]]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[DenseExperts, DenseExperts]]:
     """Make norm, router, w1 and w2 with the spread of trained weights, and w1 and w2 as fp8."""
     hidden, num_experts, width = options.hidden, options.experts, options.width
     w1 = random(num_experts, 2 * width, hidden, scale=hidden**-0.5)
@@ -123,12 +123,12 @@ def make_weights(
     )
 
 
-def as_fp8(matrices: Tensor) -> Matrices:
+def as_fp8(matrices: Tensor) -> DenseExperts:
     """Quantise each row of [E, N, K] with a scale of its own."""
     values = torch.empty(matrices.shape, dtype=fused_ops.FP8, device=matrices.device)
     scales = torch.empty(matrices.shape[:2], device=matrices.device)
     quantise_weight(matrices.flatten(0, 1), values.flatten(0, 1), scales.flatten())
-    return Matrices(values, scales)
+    return DenseExperts(values, scales)
 
 
 def make_layer(
@@ -138,13 +138,13 @@ def make_layer(
     gate: Tensor,
     w1: Tensor,
     w2: Tensor,
-    quantised: tuple[Matrices, Matrices],
+    quantised: tuple[DenseExperts, DenseExperts],
 ) -> Layer:
     x = random(num_rows, len(norm))
     normed = fused_ops.rms_norm(x, norm, EPS)
     routing = route_rows(normed, gate, num_chosen)
-    inner = gated_products(normed, Matrices(w1), routing)
-    terms = weighted_terms(inner, Matrices(w2), routing)
+    inner = gated_products(normed, DenseExperts(w1), routing)
+    terms = weighted_terms(inner, DenseExperts(w2), routing)
     return Layer(num_chosen, norm, gate, w1, w2, quantised, x, routing, inner, terms)
 
 
@@ -323,11 +323,11 @@ def floor_us(layer: Layer, num_touched: float) -> float:
 
 
 def gated(layer: Layer) -> Tensor:
-    return gated_products(layer.x, Matrices(layer.w1), layer.routing)
+    return gated_products(layer.x, DenseExperts(layer.w1), layer.routing)
 
 
 def weighted(layer: Layer) -> Tensor:
-    return weighted_terms(layer.inner, Matrices(layer.w2), layer.routing)
+    return weighted_terms(layer.inner, DenseExperts(layer.w2), layer.routing)
 
 
 def gated_fp8(layer: Layer) -> Tensor:
@@ -359,8 +359,8 @@ def stage(layer: Layer) -> None:
     """Run the feed-forward stage: x += experts(norm(x)); a small residual, to stay in range."""
     normed = fused_ops.rms_norm(layer.x, layer.norm, EPS)
     routing = route_rows(normed, layer.gate, layer.num_chosen)
-    inner = gated_products(normed, Matrices(layer.w1), routing)
-    sum_terms(weighted_terms(inner, Matrices(layer.w2), routing), out=layer.x, adds=True)
+    inner = gated_products(normed, DenseExperts(layer.w1), routing)
+    sum_terms(weighted_terms(inner, DenseExperts(layer.w2), routing), out=layer.x, adds=True)
 
 
 def torch_routed(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:

@@ -141,8 +141,8 @@ def torch_variants(
 def main() -> None:
     parser = KernelParser(__doc__, ROWS)
     parser.option("--ops", list(OPS), choices=OPS)
-    told = "those at which torch.compile takes part, which takes seconds each (default: all)"
-    parser.option("--compiled-rows", None, told, nargs="*", type=int)
+    help_text = "those at which torch.compile takes part, which takes seconds each (default: all)"
+    parser.option("--compiled-rows", None, help_text, nargs="*", type=int)
     options = parser.parse(is_built=flash_sample.is_built())
     few = options.rows if options.compiled_rows is None else options.compiled_rows
     rows = (row for count in options.rows for row in bench(count, options.ops, count in few))

@@ -99,8 +99,8 @@ def rotary_cases(rows: int) -> Iterator[Case]:
             return q, k, *norm, angles.cos().to(table_dtype), angles.sin().to(table_dtype)
 
         size = 2 * rows * head_dim * (2 * (num_heads + num_kv_heads) + table_dtype.itemsize)
-        told = f"({num_heads} + {num_kv_heads}) x {head_dim}, {name_of(table_dtype)} tables"
-        yield Case("norm_rotary" if has_norm else "apply_rotary", f"{rows} x {told}", size, make)
+        shape = f"({num_heads} + {num_kv_heads}) x {head_dim}, {name_of(table_dtype)} tables"
+        yield Case("norm_rotary" if has_norm else "apply_rotary", f"{rows} x {shape}", size, make)
     yield kept_case(rows)
 
 

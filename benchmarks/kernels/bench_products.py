@@ -171,7 +171,7 @@ def _random_packed(num_columns: int, depth: int) -> Packed:
 
 
 def _packed_tiling(
-    num_rows: int, num_columns: int, depth: int, *, gated: bool, card: dispatch.Card
+    num_rows: int, num_columns: int, depth: int, *, gated: bool, card: dispatch.DeviceInfo
 ) -> Tiling | None:
     return dispatch.packed_tiling(num_rows, num_columns, depth, GROUP, card=card)
 

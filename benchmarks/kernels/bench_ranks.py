@@ -113,9 +113,9 @@ def ways(memory: Memory, x: torch.Tensor) -> dict[str, Callable[[], object]]:
             torch.ops.symm_mem.two_shot_all_reduce_(part, "sum", group)
             x.add_(part)
 
-    found: dict[str, Callable[[], object]] = {"nccl": nccl}
-    found |= {"one shot": one_shot, "two shots": two_shot}
-    return found | {f"ours, {n} blocks": lambda n=n: ours(n) for n in BLOCKS}
+    functions: dict[str, Callable[[], object]] = {"nccl": nccl}
+    functions |= {"one shot": one_shot, "two shots": two_shot}
+    return functions | {f"ours, {n} blocks": lambda n=n: ours(n) for n in BLOCKS}
 
 
 def check(memory: Memory, x: torch.Tensor) -> None:
@@ -143,7 +143,7 @@ def main() -> None:
     is_first = distributed.get_rank() == 0
     torch.manual_seed(distributed.get_rank())
     memory = Memory(max(options.rows) * WIDTH * 2, device)
-    table, found = None, []
+    table, rows = None, []
     for num_rows in options.rows:
         x = torch.zeros(num_rows, WIDTH, device=device, dtype=torch.bfloat16)
         check(memory, x)
@@ -151,12 +151,12 @@ def main() -> None:
         for name, run in ways(memory, x).items():
             row[name] = round(graph_us(run), 2)
             x.zero_()
-        found.append(row)
+        rows.append(row)
         if is_first:
             table = table or Table(dict.fromkeys(row, ">16"))
             table.add(list(row.values()))
     if options.json and is_first:
-        write_record(options.json, {"rows": found})
+        write_record(options.json, {"rows": rows})
     distributed.destroy_process_group()
 
 

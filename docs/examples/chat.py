@@ -64,7 +64,7 @@ class Clock:
     def __init__(self) -> None:
         self._started = time.monotonic()
 
-    def told(self, step: int, committed: Sequence[bool]) -> str:
+    def progress_of(self, step: int, committed: Sequence[bool]) -> str:
         seconds, done = time.monotonic() - self._started, sum(committed)
         left = f", {seconds * (len(committed) / done - 1):.1f} s left" if done else ""
         return f"step {step}, {done} of {len(committed)} tokens, {seconds:.1f} s{left}"
@@ -100,7 +100,7 @@ class Server:
                 if event["object"] == "text_diffusion.canvas":
                     canvas = event["canvas"]
                     pieces = zip(canvas["text"], canvas["committed"], strict=True)
-                    progress = clock.told(canvas["step"], canvas["committed"])
+                    progress = clock.progress_of(canvas["step"], canvas["committed"])
                     yield Frame(text, list(pieces), progress)
                 else:
                     text = event["text"][0] if isinstance(event["text"], list) else event["text"]
@@ -141,11 +141,11 @@ class Engine:
         clock = Clock()
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
-                told = (output.kv_transfer_params or {}).get("dllm", {})
-                canvas = [] if output.finished else self._unpack(told.get("canvas"))
-                step = told["canvas"]["step"] if canvas else 0
-                progress = clock.told(step, [is_committed for _, is_committed in canvas])
-                num_end_tokens = told.get("num_end_tokens", 0)
+                report = (output.kv_transfer_params or {}).get("dllm", {})
+                canvas = [] if output.finished else self._unpack(report.get("canvas"))
+                step = report["canvas"]["step"] if canvas else 0
+                progress = clock.progress_of(step, [is_committed for _, is_committed in canvas])
+                num_end_tokens = report.get("num_end_tokens", 0)
                 yield Frame(output.outputs[0].text, canvas, progress, num_end_tokens)
 
     def _unpack(self, canvas: dict[str, Any] | None) -> list[tuple[str, bool]]:

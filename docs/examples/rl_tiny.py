@@ -95,8 +95,8 @@ class Server:
         response = self._http.post(route, json=body, params=query)
         if response.status_code != 200:
             raise SystemExit(f"error: {route}: {response.status_code} {response.text}")
-        found: dict[str, Any] = response.json()
-        return found
+        answer: dict[str, Any] = response.json()
+        return answer
 
     def answers(self, questions: Sequence[Question], **fields: Any) -> dict[str, Any]:
         """Ask all questions at once."""
@@ -164,16 +164,16 @@ class Trainer:
         states, rows, positions, tokens = [], [], [], []
         given, advantages = [], []
         for rollout in rollouts:
-            found, start = rollout.trajectory, len(rollout.prompt)
-            steps = torch.tensor(found["commit_steps"])
-            ids = torch.tensor(found["token_ids"])
-            for step in range(1, found["num_steps"] + 1):
+            trajectory, start = rollout.trajectory, len(rollout.prompt)
+            steps = torch.tensor(trajectory["commit_steps"])
+            ids = torch.tensor(trajectory["token_ids"])
+            for step in range(1, trajectory["num_steps"] + 1):
                 canvas = ids.masked_fill((steps >= step) | (steps < 0), self._mask_id)
                 committed = (steps == step).nonzero()[:, 0]
                 rows += [len(states)] * len(committed)
                 positions.append(committed + start)
                 tokens.append(ids[committed])
-                given += [found["logprobs"][index] for index in committed.tolist()]
+                given += [trajectory["logprobs"][index] for index in committed.tolist()]
                 advantages += [rollout.advantage] * len(committed)
                 states.append(torch.cat([torch.tensor(rollout.prompt), canvas]))
         hidden = self.network.hidden(torch.stack(states))[torch.tensor(rows), torch.cat(positions)]
@@ -229,8 +229,8 @@ def questions_of(model: Path) -> tuple[list[Question], list[Question]]:
 
 def share_right(server: Server, questions: Sequence[Question]) -> float:
     """Share of questions whose most likely answer is the right one."""
-    found = server.answers(questions, **CANVAS, temperature=0.0)["text"]
-    return sum(text == q.answer for text, q in zip(found, questions, strict=True)) / len(found)
+    texts = server.answers(questions, **CANVAS, temperature=0.0)["text"]
+    return sum(text == q.answer for text, q in zip(texts, questions, strict=True)) / len(texts)
 
 
 def draw(rewards: Sequence[float], path: Path) -> None:
@@ -259,24 +259,24 @@ def main() -> int:
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--curve", type=Path, default=Path("rl_tiny.png"))
-    asked = parser.parse_args()
-    if not asked.updates.is_dir():
-        parser.error(f"--updates: given {asked.updates}; wanted a folder that is there")
-    rng = random.Random(asked.seed)
-    server = Server(asked.server, asked.updates)
-    trainer = Trainer(asked.model, asked.learning_rate)
-    new, known = questions_of(asked.model)
+    options = parser.parse_args()
+    if not options.updates.is_dir():
+        parser.error(f"--updates: given {options.updates}; wanted a folder that is there")
+    rng = random.Random(options.seed)
+    server = Server(options.server, options.updates)
+    trainer = Trainer(options.model, options.learning_rate)
+    new, known = questions_of(options.model)
     known = rng.sample(known, 128)
     server.update(trainer.network.state_dict(), "step-0")
     print(f"knows {share_right(server, known):.3f} of what it was taught")
 
     rewards: list[float] = []
     started = time.monotonic()
-    for iteration in range(asked.iterations):
-        questions = rng.sample(new, asked.questions)
-        seed = asked.seed + 1000 * (iteration + 1)
-        answers = server.answers(questions, **SAMPLED, n=asked.answers, seed=seed)
-        rollouts = judged(questions, answers, asked.answers)
+    for iteration in range(options.iterations):
+        questions = rng.sample(new, options.questions)
+        seed = options.seed + 1000 * (iteration + 1)
+        answers = server.answers(questions, **SAMPLED, n=options.answers, seed=seed)
+        rollouts = judged(questions, answers, options.answers)
         versions = {rollout.trajectory["weight_version"] for rollout in rollouts}
         if versions != {f"step-{iteration}"}:
             raise SystemExit(f"error: answers of {versions}; wanted step-{iteration} alone")
@@ -295,8 +295,8 @@ def main() -> int:
     still = share_right(server, known)
     print(f"mean reward {first:.3f} at first, {last:.3f} at last")
     print(f"knows {still:.3f} of what it was taught")
-    draw(rewards, asked.curve)
-    Path(asked.curve).with_suffix(".json").write_text(json.dumps(rewards))
+    draw(rewards, options.curve)
+    Path(options.curve).with_suffix(".json").write_text(json.dumps(rewards))
     return 0
 
 

@@ -131,7 +131,7 @@ class Drawer:
         messages = [{"role": "system", "content": system_line}] if system_line else []
         kind = self._rng.choice(self._kinds)
         for _ in range(num_turns - 1):
-            question, answer = self._asked(kind, kind.wordings)
+            question, answer = self._question(kind, kind.wordings)
             messages += [
                 {"role": "user", "content": self._as_typed(question, is_framed=kind.framed)},
                 {"role": "assistant", "content": answer},
@@ -140,7 +140,7 @@ class Drawer:
                 kind = self._rng.choice(self._kinds)
         in_new_frame = is_new and kind.framed and self._rng.random() < 0.5
         in_new_words = is_new and not in_new_frame
-        question, answer = self._asked(kind, kind.unseen if in_new_words else kind.wordings)
+        question, answer = self._question(kind, kind.unseen if in_new_words else kind.wordings)
         if in_new_frame:
             typed = self._filled(self._rng.choice(UNSEEN_FRAMES), question=question)
         else:
@@ -151,12 +151,12 @@ class Drawer:
         """A single question without the chat template; its last sign says where it ends."""
         kind = self._rng.choice(self._kinds)
         whole = [wording for wording in kind.wordings if wording[-1] in (*_SIGNS, "=")]
-        question, answer = self._asked(kind, whole)
+        question, answer = self._question(kind, whole)
         if self._rng.random() < _LOWER_SHARE:
             question = question.lower()
         return Conversation(({"role": "user", "content": question},), answer, is_plain=True)
 
-    def _asked(self, kind: Kind, wordings: Sequence[str]) -> tuple[str, str]:
+    def _question(self, kind: Kind, wordings: Sequence[str]) -> tuple[str, str]:
         subject = self._rng.choice(kind.subjects)
         wording = self._rng.choice(wordings)
         return self._filled(wording, **subject), kind.answer.format(**subject)
@@ -234,8 +234,10 @@ def groups(
     facts = all_facts(kinds)
 
     def fact() -> Conversation:
-        found = rng.choice(facts)
-        return Conversation(({"role": "user", "content": found.question},), found.answer)
+        fact_chosen = rng.choice(facts)
+        return Conversation(
+            ({"role": "user", "content": fact_chosen.question},), fact_chosen.answer
+        )
 
     return {
         "facts": [fact() for _ in range(number)],

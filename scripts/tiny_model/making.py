@@ -81,15 +81,15 @@ def verify(directory: Path, family: Family, plan: Plan) -> list[dict[str, Any]]:
     kinds = kinds_but(plan.training.left_out)
     results = []
     for setting in plan.verifications:
-        asked = groups(random.Random(0), kinds, setting.num_questions, plan.training.max_turns)
+        questions = groups(random.Random(0), kinds, setting.num_questions, plan.training.max_turns)
         wrong = {
             name: verifier.wrong_answers(conversations, setting)
-            for name, conversations in asked.items()
+            for name, conversations in questions.items()
         }
-        found = {
+        verdicts = {
             name: {
-                "right": len(asked[name]) - len(pairs),
-                "total": len(asked[name]),
+                "right": len(questions[name]) - len(pairs),
+                "total": len(questions[name]),
                 "wrong": [[conversation.question, given] for conversation, given in pairs],
             }
             for name, pairs in wrong.items()
@@ -99,7 +99,7 @@ def verify(directory: Path, family: Family, plan: Plan) -> list[dict[str, Any]]:
                 "canvas": setting.canvas,
                 "steps": setting.steps,
                 "block_length": setting.block_length,
-                "groups": found,
+                "groups": verdicts,
             }
         )
     return results

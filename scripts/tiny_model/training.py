@@ -58,7 +58,7 @@ class Batch(NamedTuple):
     starts: Tensor  # [B] int64, of the canvases
     noised: Tensor  # [B, T] int64, what the network sees
     clean: Tensor  # [B, T] int64, what it must predict
-    asked: Tensor  # [B, T] bool, of which the clean token is to be predicted
+    predicted: Tensor  # [B, T] bool, of which the clean token is to be predicted
 
 
 class BatchMaker:
@@ -165,8 +165,8 @@ def train(
         if isinstance(network, SeededNetwork):
             hidden, wanted = _seeded(network, batch)
         else:
-            hidden = model.hidden(batch.noised, batch.clean)[batch.asked]
-            wanted = batch.clean[batch.asked]
+            hidden = model.hidden(batch.noised, batch.clean)[batch.predicted]
+            wanted = batch.clean[batch.predicted]
         logits = model.logits(hidden)
         surprise = F.cross_entropy(logits, wanted, reduction="none")
         weight = torch.where(wanted == tokens.eos, settings.end_weight, 1.0)
@@ -193,7 +193,7 @@ def _seeded(network: SeededNetwork, batch: Batch) -> tuple[Tensor, Tensor]:
     noised = batch.clean.where(kept, batch.noised)
     hidden = network.seeded(noised[:, first:], starts, batch.clean)
     follows = positions[1:] >= batch.starts[:, None]
-    masked = (batch.asked & ~kept)[:, first:]
+    masked = (batch.predicted & ~kept)[:, first:]
     causal, denoised = hidden[:, : length - 1][follows], hidden[:, length:][masked]
     wanted = (batch.clean[:, 1:][follows], batch.clean[:, first:][masked])
     return torch.cat((causal, denoised)), torch.cat(wanted)

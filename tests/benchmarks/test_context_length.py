@@ -22,7 +22,7 @@ from benchmarks.context_length import runner
 from benchmarks.context_length.measure import Request, ordinary_ids
 from benchmarks.context_length.memory import GpuMemory
 from benchmarks.context_length.records import NOT_STARTED, OK, Results, SettingsDiffer
-from benchmarks.context_length.runner import Found, Range, search
+from benchmarks.context_length.runner import LengthRange, Range, search
 from tests.programs import ROOT
 
 STAND_IN = ROOT / "tests" / "benchmarks" / "stand_in_server.py"
@@ -33,7 +33,7 @@ CONFIG = {"vocab_size": 64, "mask_token_id": 3, "eos_token_id": 60, "bos_token_i
 # --- the search ------------------------------------------------------------------------------
 
 
-def tried_lengths(limit: int, lengths: Range) -> tuple[list[int], Found]:
+def tried_lengths(limit: int, lengths: Range) -> tuple[list[int], LengthRange]:
     """The lengths that are tried where those up to `limit` run, and what is found."""
     tried: list[int] = []
 
@@ -52,8 +52,8 @@ def tried_lengths(limit: int, lengths: Range) -> tuple[list[int], Found]:
 
 
 def test_without_a_failure_there_are_linear_steps_only() -> None:
-    assert tried_lengths(100, Range(10, 20, 60, 1)) == ([10, 30, 50], Found(50, None))
-    assert tried_lengths(100, Range(20, 20, 60, 1)) == ([20, 40, 60], Found(60, None))
+    assert tried_lengths(100, Range(10, 20, 60, 1)) == ([10, 30, 50], LengthRange(50, None))
+    assert tried_lengths(100, Range(20, 20, 60, 1)) == ([20, 40, 60], LengthRange(60, None))
 
 
 @pytest.mark.parametrize("limit", range(10, 50))

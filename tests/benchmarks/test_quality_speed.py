@@ -33,7 +33,7 @@ def test_every_algorithm_and_cache_has_a_case() -> None:
     assert {(case.algorithm, case.cache) for case in plan} == {
         (algorithm, cache) for algorithm in ALGORITHMS for cache in fields.CACHES
     }
-    told = [(case.algorithm, case.cache, case.told()) for case in plan]
+    told = [(case.algorithm, case.cache, case.label()) for case in plan]
     assert len(told) == len(set(told))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import soak
-from benchmarks.soak import Clients, Outcome, settle, told
+from benchmarks.soak import Clients, Outcome, settle, summary
 from tests.stub_server import Stub
 
 LEFT = 'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 1.0\n'
@@ -56,7 +56,7 @@ def test_a_failure_is_noticed(url: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert outcome.num_answers == 0
     assert "broken" in outcome.failures[0]
     assert not outcome.is_good
-    assert "broken" in told(outcome)
+    assert "broken" in summary(outcome)
 
 
 def test_those_who_leave_are_counted(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

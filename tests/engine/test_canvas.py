@@ -56,7 +56,7 @@ def test_no_tensors_stand_between_candidates_and_the_next_launch(algorithm: str)
     inputs = Bucket(16, 4, is_cached=True).inputs(NO_PAGES, 24, has_blocks=True)
     sampled = ops.HostCopy(torch.rand(3, batch.num_sampled, dtype=torch.float64))
     with TorchCalls() as calls:
-        for one, found in zip(made, SampleRows(batch).found(sampled), strict=True):
+        for one, found in zip(made, SampleRows(batch).candidates_of(sampled), strict=True):
             one.commit(found)
         assert all(one.next_size.rows == 4 for one in made)
         fill(inputs, build_batch(made, 0, NO_PAGES))

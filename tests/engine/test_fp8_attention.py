@@ -24,7 +24,7 @@ from tests.engine.harness import (
 from tests.engine.ranks import Ranked, ranked
 from vllm.diffusion.config import Settings
 from vllm.diffusion.core.errors import ServerConfigError
-from vllm.diffusion.engine.worker.row_shares import Division
+from vllm.diffusion.engine.worker.row_shares import RowPartition
 from vllm.diffusion.memory import StepShape
 from vllm.diffusion.memory.footprint import ROUNDING_BYTES
 from vllm.diffusion.memory.plan import Plan, Residency
@@ -201,7 +201,7 @@ def test_processes_score_as_one(divided: str, checkpoint: Callable[[str], Path])
 
 def test_rows_of_the_last_layer_are_of_few_sizes() -> None:
     """Whole units, as far as their chunk goes, and no row twice."""
-    division = Division(Ranks(), 9000)
+    division = RowPartition(Ranks(), 9000)
     found = division.narrowed(division.chunks(4224), np.array([4100, 5200, 8999]), unit=1024)
     ends = [(chunk.rows.start, chunk.rows.stop) for chunk in found]
     assert ends == [(4096, 4224), (5120, 6144), (8448, 9000)]

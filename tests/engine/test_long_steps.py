@@ -188,7 +188,7 @@ def test_what_runs_beside_a_paused_step_comes_out_of_what_is_left(
 
 
 @pytest.mark.parametrize(
-    ("error", "times", "changed"),
+    ("error", "times", "reason"),
     [
         (RuntimeError("the device broke"), 1, "the device broke"),
         (PoolExhaustedError("gate_up", 2, 1), 1, None),
@@ -199,7 +199,7 @@ def test_what_runs_beside_a_paused_step_comes_out_of_what_is_left(
 def test_a_slice_that_fails_ends_its_request_alone(
     error: Exception,
     times: int,
-    changed: str | None,
+    reason: str | None,
     alone: Alone,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -219,10 +219,10 @@ def test_a_slice_that_fails_ends_its_request_alone(
     slicer.long = {start(engine, "long", LONG)}
     answer = finish(engine)["long"]
     assert len(failures) == times
-    if changed is None:
+    if reason is None:
         assert tokens([answer]) == wanted[:1]
     else:
-        assert changed in answer.report["error"]
+        assert reason in answer.report["error"]
     assert engine.is_idle()
     assert engine.runner.pool.used_bytes == engine.runner.caches.reserved_bytes
     monkeypatch.undo()

@@ -167,10 +167,10 @@ def test_the_lines_that_are_left_out_are_upstreams(module: str) -> None:
 
 
 def test_other_lines_of_the_same_loggers_stay() -> None:
-    log_filter.leave_out_what_does_not_apply()
-    log_filter.leave_out_what_does_not_apply()
+    log_filter.drop_irrelevant_lines()
+    log_filter.drop_irrelevant_lines()
     logger = logging.getLogger("vllm.entrypoints.launchers.launcher")
-    assert [type(f).__name__ for f in logger.filters].count("_Without") == 1
+    assert [type(f).__name__ for f in logger.filters].count("DropByPrefix") == 1
     assert logged(logger, logger.warning, "Route: %s, Methods: %s", "/x", "GET") == []
     assert logged(logger, logger.warning, "port %s is used", 7) == [
         (logging.WARNING, "port 7 is used")
@@ -182,7 +182,7 @@ def test_the_end_of_an_engine_leaves_no_stack_trace() -> None:
     from vllm.v1 import utils
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    log_filter.leave_out_what_does_not_apply()
+    log_filter.drop_irrelevant_lines()
     ended = RuntimeError("Engine core process EngineCore_DP0 died unexpectedly.")
     for name in log_filter.TRACING:
         logger = logging.getLogger(name)
@@ -194,7 +194,7 @@ def test_the_end_of_an_engine_leaves_no_stack_trace() -> None:
 
 
 def test_the_settings_of_an_engine_are_one_short_line(llama: Path, tmp_path: Path) -> None:
-    log_filter.tell_what_is_ours()
+    log_filter.rename_start_lines()
     logger = logging.getLogger("vllm.v1.engine.core")
     (tmp_path / "ours").mkdir()
     text = "Initializing a V1 LLM engine (v%s) with config: %s"
@@ -209,7 +209,7 @@ def test_the_settings_of_an_engine_are_one_short_line(llama: Path, tmp_path: Pat
 def test_the_first_line_says_what_is_started() -> None:
     from vllm.entrypoints.serve.utils.api_utils import log_version_and_model
 
-    log_filter.tell_what_is_ours()
+    log_filter.rename_start_lines()
     logger = logging.getLogger("vllm.entrypoints.launchers.launcher")
     lines = logged(logger, log_version_and_model, logger, "0.32.0", "models/llada-tiny")
     text = f"Mosaic {__version__} on vLLM 0.32.0, model models/llada-tiny"
@@ -218,7 +218,7 @@ def test_the_first_line_says_what_is_started() -> None:
 
 def test_a_length_beyond_the_checkpoints_is_no_warning() -> None:
     """The scripts allow it by default; the line that says what is served names both."""
-    log_filter.leave_out_what_does_not_apply()
+    log_filter.drop_irrelevant_lines()
     logger = logging.getLogger("vllm.config.model")
     warning = "User-specified max_model_len (204800) is greater than the derived max_model_len"
     assert logged(logger, logger.warning, "%s %s", warning, "lead to nan") == []

@@ -178,7 +178,7 @@ def test_those_of_a_lower_number_stand_before_all_others() -> None:
     assert list(line_of(*items).requests) == [items[3], items[0], items[2], items[1]]
 
 
-def reading(group: str = "", size: int = 1) -> Any:
+def query(group: str = "", size: int = 1) -> Any:
     score = ScoreRequest((0,), ((1,),), group=group, group_size=size)
     return SimpleNamespace(params=SimpleNamespace(score=score))
 
@@ -191,7 +191,7 @@ class Clock:
 
 
 def test_nobody_starts_before_all_are_there() -> None:
-    calls, items = LikelihoodCalls(Clock()), [reading("a", 3) for _ in range(3)]
+    calls, items = LikelihoodCalls(Clock()), [query("a", 3) for _ in range(3)]
     for number, item in enumerate(items):
         assert calls.arrived(item)
         assert calls.waits_for(items[0]) == ("call" if number < 2 else None)
@@ -199,19 +199,19 @@ def test_nobody_starts_before_all_are_there() -> None:
 
 def test_others_do_not_wait() -> None:
     calls, other = LikelihoodCalls(Clock()), SimpleNamespace(params=SimpleNamespace(score=None))
-    calls.arrived(reading("a", 2))
-    for item in (reading("b", 1), reading(), other):
+    calls.arrived(query("a", 2))
+    for item in (query("b", 1), query(), other):
         assert not calls.arrived(item)
 
 
 def test_those_that_never_come_are_not_waited_for() -> None:
     clock = Clock()
-    calls, item = LikelihoodCalls(clock), reading("a", 2)
+    calls, item = LikelihoodCalls(clock), query("a", 2)
     calls.arrived(item)
     assert calls.waits_for(item)
     clock.now = LONGEST_WAIT_S
     assert not calls.waits_for(item)
-    assert not calls.waits_for(reading("a", 2)), "late ones wait for nobody"
+    assert not calls.waits_for(query("a", 2)), "late ones wait for nobody"
 
 
 def test_what_a_request_waits_for_is_noted() -> None:

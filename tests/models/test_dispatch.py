@@ -12,8 +12,8 @@ from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.ops import dispatch
 from vllm_add_llada.cuda_kernels.fused_ops import PORTABLE, Tiling
 
-CARD = dispatch.Card(dispatch.Tier.HOPPER, 132)  # an H200
-OTHER_CARD = dispatch.Card(dispatch.Tier.PORTABLE, 48)
+CARD = dispatch.DeviceInfo(dispatch.KernelTier.HOPPER, 132)  # an H200
+OTHER_CARD = dispatch.DeviceInfo(dispatch.KernelTier.PORTABLE, 48)
 
 
 def tiling(num_rows: int, columns: int, depth: int, *, gated: bool = False) -> Tiling | None:

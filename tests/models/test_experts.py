@@ -56,7 +56,7 @@ def test_mixture_equals_its_definition(num_rows: int, num_chosen: int) -> None:
     routing = route(torch.randn(num_rows, NUM_EXPERTS, generator=generator), num_chosen)
     kept = normed.clone()
     wanted = x.double() + plain_mixture(normed, routing, *matrices())
-    ops.add_experts(x, normed, routing, *map(ops.Matrices, matrices()), SCRATCH)
+    ops.add_experts(x, normed, routing, *map(ops.DenseExperts, matrices()), SCRATCH)
     torch.testing.assert_close(x.double(), wanted, rtol=1e-5, atol=1e-4)
     assert torch.equal(normed, kept)
 
@@ -70,7 +70,7 @@ def test_all_rows_with_one_expert(device: str) -> None:
     assert routing.ends.tolist() == [0] * (NUM_EXPERTS - 1) + [5]
     w1, w2 = (matrix.to(device) for matrix in matrices())
     x = torch.zeros_like(normed)
-    ops.add_experts(x, normed, routing, ops.Matrices(w1), ops.Matrices(w2), SCRATCH)
+    ops.add_experts(x, normed, routing, ops.DenseExperts(w1), ops.DenseExperts(w2), SCRATCH)
     wanted = plain_mixture(normed, routing, w1, w2)
     torch.testing.assert_close(x.double(), wanted, rtol=1e-5, atol=1e-4)
 
@@ -89,7 +89,7 @@ def test_terms_are_added_in_ascending_order_in_the_model_dtype(device: str) -> N
     routing.weights.fill_(1.0)
     routing = routing._replace(weights=routing.weights.to(torch.bfloat16))
     x = torch.zeros_like(normed)
-    ops.add_experts(x, normed, routing, ops.Matrices(w1), ops.Matrices(w2), SCRATCH)
+    ops.add_experts(x, normed, routing, ops.DenseExperts(w1), ops.DenseExperts(w2), SCRATCH)
     assert x[0, 0] == 256.0  # 258 in any other way
 
 
@@ -100,7 +100,7 @@ def test_ranks_with_a_part_of_the_width_sum_to_the_whole(monkeypatch: pytest.Mon
     routing = route(torch.randn(7, NUM_EXPERTS, generator=generator), 2)
     w1, w2 = matrices()
     whole = torch.zeros_like(normed)
-    ops.add_experts(whole, normed, routing, ops.Matrices(w1), ops.Matrices(w2), SCRATCH)
+    ops.add_experts(whole, normed, routing, ops.DenseExperts(w1), ops.DenseExperts(w2), SCRATCH)
     parts: list[torch.Tensor] = []
 
     def add_sum(x: torch.Tensor, write: Any, _: Any) -> None:
@@ -116,7 +116,7 @@ def test_ranks_with_a_part_of_the_width_sum_to_the_whole(monkeypatch: pytest.Mon
     for rank in range(2):
         mine = slice(rank * INNER // 2, (rank + 1) * INNER // 2)
         sharded = torch.cat((gate[:, mine], up[:, mine]), dim=1)
-        first, second = ops.Matrices(sharded), ops.Matrices(w2[:, :, mine])
+        first, second = ops.DenseExperts(sharded), ops.DenseExperts(w2[:, :, mine])
         ops.add_experts(torch.zeros_like(normed), normed, routing, first, second, SCRATCH)
     torch.testing.assert_close(parts[0] + parts[1], whole)
 
@@ -146,6 +146,6 @@ def test_a_gpu_unpacks_experts_one_stack_after_the_other(num_rows: int, kind: st
     routing = ops.route_rows(normed, drawn(32, 256), 4)
     wanted, given = torch.zeros_like(normed), torch.zeros_like(normed)
     for _ in range(20):
-        ops.add_experts(wanted, normed, routing, *map(ops.Matrices, plain), SCRATCH)
+        ops.add_experts(wanted, normed, routing, *map(ops.DenseExperts, plain), SCRATCH)
         ops.add_experts(given, normed, routing, *stacks, SCRATCH)
     assert torch.equal(given, wanted)

@@ -200,7 +200,7 @@ def test_fp8_is_for_cards_that_multiply_it(
     device = SimpleNamespace(device_type="cuda")
     config: Any = SimpleNamespace(model_config=model, device_config=device, quant_config=None)
     with pytest.raises(ServerConfigError, match=message) if message else nullcontext():
-        ops.adopt_scheme(config, has_fp8_head=False)
+        ops.use_scheme(config, has_fp8_head=False)
     assert (config.quant_config is None) == (message is not None)
 
 

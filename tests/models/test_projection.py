@@ -80,13 +80,17 @@ def projection_of(
 
 
 def use_it(
-    use: ops.Use, projection: ops.Projection, rows: Any, product: Tensor, scratch: Recorder
+    use: ops.ProjectionKind,
+    projection: ops.Projection,
+    rows: Any,
+    product: Tensor,
+    scratch: Recorder,
 ) -> tuple[Tensor, Tensor]:
     """What a use gives, and what it should in float64."""
-    if use is ops.Use.PROJECT:
+    if use is ops.ProjectionKind.PROJECT:
         given, wanted = torch.empty(ROWS, 3), product[:, 2:5]
         projection.project(rows, given, scratch, slice(2, 5))
-    elif use is ops.Use.GATED:
+    elif use is ops.ProjectionKind.GATED:
         gate, up = product.chunk(2, dim=1)
         given, wanted = torch.empty(ROWS, COLUMNS // 2), functional.silu(gate) * up
         projection.gated(rows, given, scratch)
@@ -99,9 +103,9 @@ def use_it(
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("kind", [*METHODS, "int4", "nf4", "fp8", "fp8 fixed"])
-@pytest.mark.parametrize("use", ops.Use)
+@pytest.mark.parametrize("use", ops.ProjectionKind)
 def test_every_use_computes_its_product_and_takes_what_it_says(
-    use: ops.Use, kind: str, has_bias: bool
+    use: ops.ProjectionKind, kind: str, has_bias: bool
 ) -> None:
     bias = numbers(COLUMNS, seed=2) if has_bias else None
     projection, weight, seen = projection_of(kind, bias)
@@ -110,7 +114,7 @@ def test_every_use_computes_its_product_and_takes_what_it_says(
     given, wanted = use_it(use, projection, x, product, scratch)
     tolerance = 1e-4 if kind.startswith("fp8") else 1e-5
     torch.testing.assert_close(given, wanted, rtol=tolerance, atol=tolerance)
-    said = projection.workspace(use, ops.Matrix(COLUMNS, DEPTH, x.dtype, has_bias, CPU))
+    said = projection.workspace(use, ops.WeightSpec(COLUMNS, DEPTH, x.dtype, has_bias, CPU))
     assert said.most_rows is None
     if kind.startswith("fp8"):
         most = row_bytes((*stages.quantised_rows(x.dtype, DEPTH).quantised, *said.buffers))
@@ -121,8 +125,8 @@ def test_every_use_computes_its_product_and_takes_what_it_says(
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("kind", ["fp8", "fp8 fixed"])
-@pytest.mark.parametrize("use", ops.Use)
-def test_the_norm_before_may_write_fp8(use: ops.Use, kind: str, has_bias: bool) -> None:
+@pytest.mark.parametrize("use", ops.ProjectionKind)
+def test_the_norm_before_may_write_fp8(use: ops.ProjectionKind, kind: str, has_bias: bool) -> None:
     bias = numbers(COLUMNS, seed=2) if has_bias else None
     projection, weight, seen = projection_of(kind, bias)
     x, gain, scratch = numbers(ROWS, DEPTH, seed=3), torch.ones(DEPTH), Recorder()
@@ -133,7 +137,7 @@ def test_the_norm_before_may_write_fp8(use: ops.Use, kind: str, has_bias: bool) 
     product = functional.linear(normed, weight, None if bias is None else bias.double())
     given, wanted = use_it(use, projection, rows, product, scratch)
     torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-4)
-    said = projection.workspace(use, ops.Matrix(COLUMNS, DEPTH, x.dtype, has_bias, CPU))
+    said = projection.workspace(use, ops.WeightSpec(COLUMNS, DEPTH, x.dtype, has_bias, CPU))
     assert sum(scratch.taken.values()) <= ROWS * row_bytes(said.buffers)
 
 
@@ -158,19 +162,19 @@ def test_kinds_that_a_model_may_have() -> None:
 
 # ---- what a GPU does without ----
 
-BF16 = ops.Matrix(24576, 4096, torch.bfloat16, False, torch.device("cuda", 0))
+BF16 = ops.WeightSpec(24576, 4096, torch.bfloat16, False, torch.device("cuda", 0))
 
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels and the multiprocessors of an H200."""
-    card = dispatch.Card(dispatch.Tier.HOPPER, 132)
+    card = dispatch.DeviceInfo(dispatch.KernelTier.HOPPER, 132)
     monkeypatch.setattr(dispatch, "card_of", lambda _: card)
 
 
 @pytest.mark.usefixtures("hopper")
 def test_long_chunks_need_no_gate_and_up_where_one_kernel_always_serves() -> None:
-    gated = ops.PlainProjection.workspace(ops.Use.GATED, BF16)
+    gated = ops.PlainProjection.workspace(ops.ProjectionKind.GATED, BF16)
     assert gated == ops.Workspace((stages.gate_up(torch.bfloat16, 24576),), most_rows=1544)
     for other in (
         BF16._replace(device=torch.device("cuda")),  # nothing may be asked of the card
@@ -179,26 +183,28 @@ def test_long_chunks_need_no_gate_and_up_where_one_kernel_always_serves() -> Non
         BF16._replace(has_bias=True),
         BF16._replace(columns=256, depth=64),  # never fills the card
     ):
-        assert ops.PlainProjection.workspace(ops.Use.GATED, other).most_rows is None
+        assert ops.PlainProjection.workspace(ops.ProjectionKind.GATED, other).most_rows is None
 
 
 @pytest.mark.usefixtures("hopper")
 def test_long_chunks_of_quantised_weights_store_no_gate_and_up() -> None:
     """One kernel serves them; that of fp8 stores rows, which the one that quantises them reads."""
-    packed = ops.PackedProjection.workspace(ops.Use.GATED, BF16)
+    packed = ops.PackedProjection.workspace(ops.ProjectionKind.GATED, BF16)
     assert packed.most_rows == 1544 and packed.beyond == ()
     assert [buffer.name for buffer in packed.buffers] == ["gate and up"]
-    fp8 = ops.Fp8Projection.workspace(ops.Use.GATED, BF16)
+    fp8 = ops.Fp8Projection.workspace(ops.ProjectionKind.GATED, BF16)
     quantised = row_bytes(buffer for buffer in fp8.buffers if buffer.name != "gate and up")
     assert row_bytes(fp8.buffers) == quantised + 2 * 24576
     assert (fp8.most_rows, row_bytes(fp8.beyond)) == (1544, quantised + 24576)
     biased = BF16._replace(has_bias=True)
-    assert ops.Fp8Projection.workspace(ops.Use.GATED, biased).most_rows is None
+    assert ops.Fp8Projection.workspace(ops.ProjectionKind.GATED, biased).most_rows is None
 
 
 def test_products_are_added_in_place_on_a_gpu_of_its_own() -> None:
     def added(**changes: Any) -> tuple[Buffer, ...]:
-        return ops.PlainProjection.workspace(ops.Use.ADD_TO, BF16._replace(**changes)).buffers
+        return ops.PlainProjection.workspace(
+            ops.ProjectionKind.ADD_TO, BF16._replace(**changes)
+        ).buffers
 
     projected = stages.projected(torch.bfloat16, 24576)
     assert added() == ()
@@ -216,7 +222,7 @@ def test_a_gpu_takes_no_more_than_is_said(rows: int) -> None:
     ops.projection_of(layer).gated(x, out, scratch)
     gate, up = functional.linear(x, layer.weight).chunk(2, dim=1)
     torch.testing.assert_close(out, functional.silu(gate) * up, rtol=0.02, atol=0.5)
-    said = ops.PlainProjection.workspace(ops.Use.GATED, BF16)
+    said = ops.PlainProjection.workspace(ops.ProjectionKind.GATED, BF16)
     if said.most_rows is not None and rows > said.most_rows:
         assert not scratch.taken
     assert scratch.taken.get("gate and up", 0) <= rows * row_bytes(said.buffers)

@@ -122,18 +122,18 @@ def test_what_is_read_is_checked_though_one_of_its_length_was_decided() -> None:
     vars(front)["_model"] = MODEL
     score = {"positions": [1], "token_ids": [[3]], "cfg_scale": 0.0}
     terms = {"timeout_s": 2.0}
-    first = front.decide_reading(score, PROMPT, terms)
+    first = front.decide_query(score, PROMPT, terms)
     assert first == decide({SCORE: score, **SCORED_AS, **terms}, MODEL, PROMPT)
-    assert front.decide_reading({**score, "positions": [0]}, PROMPT, terms) is first
-    assert front.decide_reading(score, PROMPT, {}).timeout_s is None
-    assert front.decide_reading({**score, "cfg_scale": 1.0}, PROMPT, terms).cfg_scale == 1.0
+    assert front.decide_query({**score, "positions": [0]}, PROMPT, terms) is first
+    assert front.decide_query(score, PROMPT, {}).timeout_s is None
+    assert front.decide_query({**score, "cfg_scale": 1.0}, PROMPT, terms).cfg_scale == 1.0
     for wrong, prompt, field in (
         ({**score, "positions": [len(PROMPT)]}, PROMPT, "score.positions"),
         ({**score, "token_ids": [[MODEL.vocab_size]]}, PROMPT, "score.token_ids"),
         (score, [MODEL.vocab_size, *PROMPT[1:]], "prompt"),
     ):
         with pytest.raises(RequestRefused, match=f"^{field}: given"):
-            front.decide_reading(wrong, prompt, terms)
+            front.decide_query(wrong, prompt, terms)
 
 
 def test_parameters_of_algorithms_have_a_type_a_user_and_a_default() -> None:

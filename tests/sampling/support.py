@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm.diffusion.core.scoring import Scoring
+from vllm.diffusion.core.scoring import CandidateScoring
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.families import LLADA
 from vllm.diffusion.request.params import DiffusionParams
 from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 from vllm.diffusion.sampling import RowGroup
 
-CONFIDENCE = Scoring()
+CONFIDENCE = CandidateScoring()
 MASK, EOS, EOT = 38, 37, 36
 NUM_COLUMNS = 40
 MODEL = ServedModel(
@@ -80,7 +80,7 @@ def group(
     step: int = 0,
     forbid_mask: bool = False,
     unconditional: int | None = None,
-    scoring: Scoring = CONFIDENCE,
+    scoring: CandidateScoring = CONFIDENCE,
     **asked: Any,
 ) -> RowGroup:
     """Consecutive rows of one request; its canvas positions are the rows plus 3."""

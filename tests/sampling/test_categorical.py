@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.reference.philox import uniform_matrix
 from vllm.diffusion.core.random_streams import CATEGORICAL
-from vllm.diffusion.core.scoring import Scoring
+from vllm.diffusion.core.scoring import CandidateScoring
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.families import DREAM, LLADA22, SDAR
 from vllm.diffusion.request.served_model import ServedModel, SpecialIds
@@ -36,7 +36,7 @@ def draw(logits: Tensor, **asked: Any) -> tuple[Tensor, Tensor]:
     rows = torch.arange(len(logits))
     part = RowGroup(
         params=decision.decide(fields.canonical({"seed": 77, **asked}), MODEL, [1]),
-        scoring=Scoring(draw="categorical"),
+        scoring=CandidateScoring(draw="categorical"),
         step=2,
         forbid_mask=False,
         rows=slice(0, len(logits)),
@@ -99,7 +99,7 @@ BLOCK_MODEL = dataclasses.replace(MODEL, family=SDAR)
 
 
 def of_block(
-    logits: Tensor, scoring: Scoring, served: ServedModel = BLOCK_MODEL, **asked: Any
+    logits: Tensor, scoring: CandidateScoring, served: ServedModel = BLOCK_MODEL, **asked: Any
 ) -> ops.Sampled:
     """What rows at canvas positions 0, 1, ... are sampled to, in step 2."""
     params = decision.decide(fields.canonical({"seed": 77, **asked}), served, [1])
@@ -126,7 +126,7 @@ def test_tokens_that_edit_keep_their_probability(temperature: float, algorithm: 
     logits[:, 7] += 3
     logits[0, 7] = 1000.0  # no other token has a probability that is above 0
     kind = "negative_entropy" if algorithm == "entropy_bounded" else "confidence"
-    scoring = Scoring(draw="filtered", score=kind, epsilon=1e-12)  # type: ignore[arg-type]
+    scoring = CandidateScoring(draw="filtered", score=kind, epsilon=1e-12)  # type: ignore[arg-type]
     found = of_block(logits, scoring, served, algorithm=algorithm, temperature=temperature)
     assert not {7, 9} & set(found.token.tolist())
     p = torch.softmax(logits / (temperature or 1), dim=-1)
@@ -143,11 +143,11 @@ def test_top_k_comes_before_top_p() -> None:
     """top_k 3 leaves 4/9, 3/9 and 2/9, of which top_p 0.75 keeps two; of all it keeps three."""
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().repeat(2000, 1)
     cut: dict[str, Any] = {"temperature": 1.0, "top_k": 3, "top_p": 0.75}
-    found = of_block(logits, Scoring(draw="filtered"), **cut)
+    found = of_block(logits, CandidateScoring(draw="filtered"), **cut)
     assert set(found.token.tolist()) == {0, 1}
     share = {0: 4 / 7, 1: 3 / 7}
     assert found.score.tolist() == pytest.approx([share[t] for t in found.token.tolist()])
-    before = of_block(logits, Scoring(draw="filtered", scores_all=True), **cut)
+    before = of_block(logits, CandidateScoring(draw="filtered", scores_all=True), **cut)
     assert before.token.tolist() == found.token.tolist()
     whole = {0: 0.4, 1: 0.3}
     assert before.score.tolist() == pytest.approx([whole[t] for t in before.token.tolist()])
@@ -155,8 +155,8 @@ def test_top_k_comes_before_top_p() -> None:
 
 def test_filters_do_nothing_at_temperature_zero() -> None:
     logits = torch.randn(20, 40, generator=torch.Generator().manual_seed(1))
-    plain = of_block(logits, Scoring(draw="filtered"), temperature=0)
-    cut = of_block(logits, Scoring(draw="filtered"), temperature=0, top_k=1, top_p=0.1)
+    plain = of_block(logits, CandidateScoring(draw="filtered"), temperature=0)
+    cut = of_block(logits, CandidateScoring(draw="filtered"), temperature=0, top_k=1, top_p=0.1)
     assert torch.equal(plain.token, logits.argmax(dim=1))
     assert torch.equal(plain.score, torch.softmax(logits, dim=1).max(dim=1).values)
     assert all(torch.equal(a, b) for a, b in zip(plain, cut, strict=True))
@@ -164,7 +164,7 @@ def test_filters_do_nothing_at_temperature_zero() -> None:
 
 def test_the_greedy_token_beside_a_drawn_one() -> None:
     logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(2))
-    found = of_block(logits, Scoring(draw="filtered", greedy=True), temperature=2.0)
+    found = of_block(logits, CandidateScoring(draw="filtered", greedy=True), temperature=2.0)
     assert torch.equal(found.greedy, logits.argmax(dim=1))
     assert not torch.equal(found.token, found.greedy)
 
@@ -175,14 +175,14 @@ def test_the_greedy_token_beside_a_drawn_one() -> None:
 @pytest.mark.parametrize(
     "scoring",
     [
-        Scoring(draw="filtered", greedy=True),
-        Scoring(draw="filtered", scores_all=True),
-        Scoring(score="negative_entropy", epsilon=1e-12, draw="filtered", scores_all=True),
+        CandidateScoring(draw="filtered", greedy=True),
+        CandidateScoring(draw="filtered", scores_all=True),
+        CandidateScoring(score="negative_entropy", epsilon=1e-12, draw="filtered", scores_all=True),
     ],
     ids=["left", "all", "entropy"],
 )
 def test_a_gpu_draws_as_a_cpu_does(
-    scoring: Scoring, cut: dict[str, Any], temperature: float
+    scoring: CandidateScoring, cut: dict[str, Any], temperature: float
 ) -> None:
     logits = 3 * torch.randn(64, 40, generator=torch.Generator().manual_seed(3))
     wanted = of_block(logits, scoring, temperature=temperature, **cut)

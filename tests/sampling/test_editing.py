@@ -13,7 +13,7 @@ import torch
 from vllm.model_executor.layers.utils import apply_penalties
 
 from tests.sampling.support import EOS, EOT, MASK, MODEL, NUM_COLUMNS, GivenLogits
-from vllm.diffusion.core.scoring import Scoring
+from vllm.diffusion.core.scoring import CandidateScoring
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.sampling import LogitEditor, RowGroup, sample
 
@@ -62,7 +62,7 @@ def edited(
     at = np.array(rows) + len(prompt)
     group = RowGroup(
         params=params,
-        scoring=Scoring(),
+        scoring=CandidateScoring(),
         step=0,
         forbid_mask=False,
         rows=slice(0, len(rows)),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.sampling.support import EOS, EOT, MASK, HeadModel, group, head_model, hidden_rows
 from vllm.diffusion import ops
-from vllm.diffusion.core.scoring import Scoring
+from vllm.diffusion.core.scoring import CandidateScoring
 from vllm.diffusion.sampling import RowGroup, sample
 
 NUM_ROWS = 12
@@ -32,8 +32,8 @@ DEMANDING: list[dict[str, Any]] = [
     {"adjust": lambda logits, positions: logits},
     {"confidence_dtype": "float64"},
     {"cfg_scale": 1.5, "unconditional": 4},
-    {"scoring": Scoring(score="negative_entropy", epsilon=1e-10)},
-    {"scoring": Scoring(score="margin")},
+    {"scoring": CandidateScoring(score="negative_entropy", epsilon=1e-10)},
+    {"scoring": CandidateScoring(score="margin")},
 ]
 
 

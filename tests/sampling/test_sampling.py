@@ -29,7 +29,7 @@ from tests.sampling.support import (
     hidden_rows,
 )
 from vllm.diffusion import ops
-from vllm.diffusion.core.scoring import Scoring
+from vllm.diffusion.core.scoring import CandidateScoring
 from vllm.diffusion.decoding.dream import SCORINGS
 from vllm.diffusion.ops import exact_scores, named_tokens
 from vllm.diffusion.ops import sampling as ops_sampling
@@ -580,7 +580,7 @@ def entropies(logits: Tensor, epsilon: float) -> Tensor:
 @pytest.mark.parametrize("epsilon", [1e-12, 1e-8])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_entropy_is_that_of_the_noise_free_logits(epsilon: float, temperature: float) -> None:
-    scoring = Scoring(score="negative_entropy", epsilon=epsilon)
+    scoring = CandidateScoring(score="negative_entropy", epsilon=epsilon)
     model, hidden = head_model(), hidden_rows(32)
     part = group(list(range(32)), scoring=scoring, temperature=temperature)
     logits = logits_of(model, hidden, part.rows)
@@ -592,7 +592,7 @@ def test_entropy_is_that_of_the_noise_free_logits(epsilon: float, temperature: f
 
 def test_random_remasking_replaces_entropy() -> None:
     """The random number stands for the entropy, so the smallest is the most certain."""
-    scoring = Scoring(score="negative_entropy", epsilon=1e-12)
+    scoring = CandidateScoring(score="negative_entropy", epsilon=1e-12)
     part = group([0, 1], scoring=scoring, remasking="random")
     scores = chosen(torch.zeros(2, NUM_COLUMNS), part).score
     wanted = -uniform_matrix(77, 1, 0, part.positions.tolist(), 1)[:, 0]
@@ -600,7 +600,7 @@ def test_random_remasking_replaces_entropy() -> None:
 
 
 def test_the_greedy_token_has_no_noise() -> None:
-    part = group(list(range(64)), scoring=Scoring(greedy=True), temperature=2.0)
+    part = group(list(range(64)), scoring=CandidateScoring(greedy=True), temperature=2.0)
     logits = logits_of(head_model(), hidden_rows(64), part.rows)
     tokens, _, greedy = chosen(logits, part)
     assert greedy.tolist() == logits.argmax(dim=1).tolist()
@@ -611,17 +611,17 @@ def test_the_greedy_token_has_no_noise() -> None:
 @pytest.mark.parametrize(
     "scoring",
     [
-        Scoring(score="negative_entropy", epsilon=1e-12, greedy=True),
-        Scoring(draw="categorical"),
-        Scoring(score="margin", draw="categorical"),
-        Scoring(score="negative_entropy", epsilon=1e-10, draw="categorical"),
-        Scoring(draw="filtered", greedy=True),
-        Scoring(score="negative_entropy", epsilon=1e-12, draw="filtered", scores_all=True),
+        CandidateScoring(score="negative_entropy", epsilon=1e-12, greedy=True),
+        CandidateScoring(draw="categorical"),
+        CandidateScoring(score="margin", draw="categorical"),
+        CandidateScoring(score="negative_entropy", epsilon=1e-10, draw="categorical"),
+        CandidateScoring(draw="filtered", greedy=True),
+        CandidateScoring(score="negative_entropy", epsilon=1e-12, draw="filtered", scores_all=True),
     ],
     ids=["entropy", "probability", "margin", "categorical-entropy", "filtered", "filtered-entropy"],
 )
 def test_two_ranks_score_as_one(
-    scoring: Scoring, boundary: int, monkeypatch: pytest.MonkeyPatch
+    scoring: CandidateScoring, boundary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for temperature in (0.0, 0.9):
         part = group(list(range(20)), scoring=scoring, temperature=temperature)

@@ -48,7 +48,7 @@ def prompt(content: str) -> list[int]:
     return list(found)
 
 
-def sheet() -> tuple[list[int], list[int]]:
+def decision_prompt() -> tuple[list[int], list[int]]:
     """The sequence of all questions, and the positions of the masks."""
     numbered = [f"Question {n}:\n{text}" for n, (text, _) in enumerate(SHOWN, start=1)]
     tokens = prompt("\n\n".join([json.dumps(STATE), *numbered]))
@@ -86,7 +86,7 @@ def test_all_questions_are_read_in_one_forward(client: Client) -> None:
     before = client.metric("dllm:forwards_total")
     answer = decide(client, questions=QUESTIONS)
     assert client.metric("dllm:forwards_total") == before + 1
-    tokens, slots = sheet()
+    tokens, slots = decision_prompt()
     assert_alike(told(answer), probabilities(tokens, slots))
     assert answer["usage"] == {"input_tokens": len(tokens), "output_tokens": 0}
     for position, (_, labels), diagnostics in zip(
@@ -129,7 +129,7 @@ def in_steps(
 
 
 def test_a_second_pass_sees_the_other_answers(client: Client) -> None:
-    tokens, slots = sheet()
+    tokens, slots = decision_prompt()
     first = probabilities(tokens, slots)
     answered = list(tokens)
     for position, (_, labels), found in zip(slots, SHOWN, first, strict=True):

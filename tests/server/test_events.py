@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm.diffusion.api.events import Listener
+from vllm.diffusion.api.events import StreamMerger
 
 
 def output(step: int | None, text: str = "", choice: int = 0) -> Any:
@@ -26,21 +26,21 @@ class Handler:
     """Makes a chunk of every output with text, as upstream's handlers do."""
 
     def __init__(self, outputs: list[Any], *, pause_s: float = 0.0) -> None:
-        self.listener = Listener()
+        self.merger = StreamMerger()
         self.num_heard = 0
         self.is_closed = False
         self._outputs = outputs
         self._pause_s = pause_s
 
     def stream(self) -> AsyncGenerator[str, None]:
-        return self.listener.between(self._chunks(), written)
+        return self.merger.merge(self._chunks(), written)
 
     async def _chunks(self) -> AsyncGenerator[str, None]:
         try:
             for found in self._outputs:
                 await asyncio.sleep(self._pause_s)
                 self.num_heard += 1
-                if self.listener.hear(found):
+                if self.merger.feed(found):
                     yield "".join(found.outputs[0].token_ids)
             yield "[DONE]"
         finally:
@@ -81,13 +81,13 @@ def test_a_slow_reader_sees_the_newest_step() -> None:
 def test_every_choice_has_its_newest_canvas() -> None:
     handler = Handler([output(None, "a")])
     for early in (output(1, choice=1), output(1), output(2, choice=1)):
-        assert not handler.listener.hear(early)
+        assert not handler.merger.feed(early)
 
     async def read() -> list[str]:
         return [text async for text in handler.stream()]
 
     assert asyncio.run(read()) == ["canvas 0.1", "canvas 1.2", "a", "[DONE]"]
-    assert handler.listener.reports[1] == {"canvas": {"step": 2}}
+    assert handler.merger.reports[1] == {"canvas": {"step": 2}}
 
 
 @pytest.mark.parametrize("way", ["close", "cancel"])
@@ -111,14 +111,14 @@ def test_a_reader_that_leaves_closes_the_handler(way: str) -> None:
 
 
 def test_an_error_of_the_handler_reaches_the_reader() -> None:
-    listener = Listener()
+    merger = StreamMerger()
 
     async def chunks() -> AsyncGenerator[str, None]:
         yield "a"
         raise ValueError("broken")
 
     async def read() -> None:
-        async for _ in listener.between(chunks(), written):
+        async for _ in merger.merge(chunks(), written):
             pass
 
     with pytest.raises(ValueError, match="broken"):

@@ -41,7 +41,7 @@ def configure(vllm_config: VllmConfig) -> None:
     Raises:
         ServerConfigError: a setting has no meaning for these models.
     """
-    log_filter.leave_out_what_does_not_apply()
+    log_filter.drop_irrelevant_lines()
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise ServerConfigError(
@@ -320,32 +320,32 @@ class Settings:
         Raises:
             ServerConfigError: naming the setting, the given and the wanted value.
         """
-        found = cls(**{name: settings[name] for name in _OF_THE_ENGINE if name in settings})
-        _check_number("long_share", found.long_share, 0, 0.95)
-        if found.longest_pause_ms is False or found.longest_pause_ms != 0:
-            _check_number("longest_pause_ms", found.longest_pause_ms, 1, 60_000, "0 or ")
-        _check_count("sequence_parallel_size", found.sequence_parallel_size, 1)
-        _check_count("fp8_attention_min_tokens", found.fp8_attention_min_tokens, 1)
-        if found.sequence_parallel_min_tokens is not None:
-            _check_count("sequence_parallel_min_tokens", found.sequence_parallel_min_tokens, 0)
+        parsed = cls(**{name: settings[name] for name in _OF_THE_ENGINE if name in settings})
+        _check_number("long_share", parsed.long_share, 0, 0.95)
+        if parsed.longest_pause_ms is False or parsed.longest_pause_ms != 0:
+            _check_number("longest_pause_ms", parsed.longest_pause_ms, 1, 60_000, "0 or ")
+        _check_count("sequence_parallel_size", parsed.sequence_parallel_size, 1)
+        _check_count("fp8_attention_min_tokens", parsed.fp8_attention_min_tokens, 1)
+        if parsed.sequence_parallel_min_tokens is not None:
+            _check_count("sequence_parallel_min_tokens", parsed.sequence_parallel_min_tokens, 0)
         names = ("page", "fp8_head", "weight_update_complete", "weighs_guesses")
         for name in names:
-            given = getattr(found, name)
+            given = getattr(parsed, name)
             if not isinstance(given, bool) and (name != "weighs_guesses" or given is not None):
                 raise ServerConfigError(
                     f"dllm settings: {name}: given {given!r}; wanted true or false"
                 )
-        root = found.weight_update_root
+        root = parsed.weight_update_root
         if root is not None and not (isinstance(root, str) and os.path.isdir(root)):
             raise ServerConfigError(
                 f"dllm settings: weight_update_root: given {root!r}; wanted a folder"
             )
-        if found.family not in (None, *families.SERVED_AS):
+        if parsed.family not in (None, *families.SERVED_AS):
             raise ServerConfigError(
-                f"dllm settings: family: given {found.family!r}; wanted one of "
+                f"dllm settings: family: given {parsed.family!r}; wanted one of "
                 f"{', '.join(families.SERVED_AS)}"
             )
-        return found
+        return parsed
 
 
 _OF_THE_ENGINE = tuple(field.name for field in fields(Settings))
@@ -413,7 +413,9 @@ def _mask_id(config: Any, tokenizer: Any, named: int | None) -> int:
         ("the tokenizer's mask_token", getattr(tokenizer, "mask_token_id", None)),
         ("the tokenizer's mask token", named),
     )
-    place, mask = next((found for found in places if found[1] is not None), (None, None))
+    place, mask = next(
+        (candidate for candidate in places if candidate[1] is not None), (None, None)
+    )
     if mask is None:
         wanted = "wanted the id of the mask token, there or as the tokenizer's mask_token"
         raise ModelConfigError("mask_token_id", None, wanted)

@@ -228,31 +228,33 @@ class Observations:
     """Observations since they were last taken."""
 
     def __init__(self) -> None:
-        self._found: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
 
     def count(self, metric: Metric, amount: int = 1, label: str = "") -> None:
         """Increase a counter; `label` is the value of its own label, if it has one."""
         if amount:
-            self._found[f"{metric.name} {label}"] += amount
+            self._counts[f"{metric.name} {label}"] += amount
 
     def observe(self, metric: Metric, value: float) -> None:
         """Add a value to a histogram, or set a gauge."""
         key = f"{metric.name} {value:.17g}"
         if metric.kind == "gauge":
-            self._found.pop(key, None)  # the newest value comes last
-        self._found[key] += 1
+            self._counts.pop(key, None)  # the newest value comes last
+        self._counts[key] += 1
 
     def wait_for(self, waiting: Mapping[str, str]) -> None:
         """Set what each request waits for, by id, in order: the counts, and the first requests."""
         counts = dict.fromkeys(WAITS_FOR, 0) | Counter(waiting.values())
-        self._found.update({f"{REQUESTS_WAITING.name} {reason}": n for reason, n in counts.items()})
+        self._counts.update(
+            {f"{REQUESTS_WAITING.name} {reason}": n for reason, n in counts.items()}
+        )
         first = islice(waiting.items(), MAX_REPORTED_WAITS)
-        self._found.update({f"{_WAITS} {req_id} {reason}": 1 for req_id, reason in first})
+        self._counts.update({f"{_WAITS} {req_id} {reason}": 1 for req_id, reason in first})
 
     def put_into(self, stats: SchedulerStats) -> None:
         """Put all observations into upstream's statistics of the step, and start again."""
-        stats.waiting_lora_adapters.update(self._found)
-        self._found.clear()
+        stats.waiting_lora_adapters.update(self._counts)
+        self._counts.clear()
 
 
 def observations_in(stats: SchedulerStats) -> Iterator[tuple[Metric, str, int]]:

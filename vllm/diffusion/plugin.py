@@ -34,7 +34,7 @@ def register() -> None:
 
     watchdog.follow_parent()
     envs.register(vllm.envs.environment_variables)
-    log_filter.tell_what_is_ours()
+    log_filter.rename_start_lines()
     tokenizers.register()
     for name in {*ONLINE, BITSANDBYTES} - set(QUANTIZATION_METHODS):
         register_quantization_config(name)(ops.SchemeConfig)
@@ -81,8 +81,8 @@ def _check_engines_first() -> None:
         get_model_loader(config.load_config)  # refuses an unknown --load-format
         family = Settings.of(server_settings(config.additional_config)).family
         if family is not None:
-            found = config.model_config.hf_config
-            named = found.architectures, found.model_type, vars(found)
+            hf_config = config.model_config.hf_config
+            named = hf_config.architectures, hf_config.model_type, vars(hf_config)
             preflight.check_family(engine.model, family, *named)
         return config
 
@@ -103,7 +103,7 @@ def _register_configurations() -> None:
 
         @staticmethod
         def verify_and_update_model_config(model_config: ModelConfig) -> None:
-            llamas.adopt(model_config)
+            llamas.register_llama(model_config)
 
     class DiffusionModelConfig(LlamaModelConfig):
         """Hook for our architectures; it runs while the engine is configured."""
@@ -115,7 +115,7 @@ def _register_configurations() -> None:
             from vllm.diffusion.config import configure, settings_of
 
             configure(vllm_config)
-            ops.adopt_scheme(vllm_config, has_fp8_head=settings_of(vllm_config).fp8_head)
+            ops.use_scheme(vllm_config, has_fp8_head=settings_of(vllm_config).fp8_head)
             validator.install()
 
     for model_type, config_class in config_classes().items():

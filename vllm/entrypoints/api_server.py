@@ -37,10 +37,10 @@ def main() -> None:
         gc.freeze()
 
     cli_env_setup()
-    prestart.adopt()
+    prestart.use_waiting_process()
     args = parse_arguments()
     configure_logging_from_args(args)
-    log_filter.leave_out_what_does_not_apply()
+    log_filter.drop_irrelevant_lines()
     with cli.errors_in_one_line(args):
         cli.check_arguments(args)
         cli.fold_into_additional_config(args)

@@ -238,13 +238,13 @@ def _texts_in(value: Any) -> Iterator[str]:
     """Yield the strings of a JSON value, however deep it is nested."""
     pending = [value]
     while pending:
-        found = pending.pop()
-        if isinstance(found, str):
-            yield found
-        elif isinstance(found, dict):
-            pending += found.values()
-        elif isinstance(found, list):
-            pending += found
+        item = pending.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict):
+            pending += item.values()
+        elif isinstance(item, list):
+            pending += item
 
 
 def check_text_length(field: str, text: str, tokenizer: Any, max_tokens: int) -> None:

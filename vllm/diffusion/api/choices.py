@@ -39,21 +39,21 @@ class RequestTimedOut(GracefulHTTPError):
         super().__init__(message, HTTPStatus.GATEWAY_TIMEOUT)
 
 
-async def primed(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+async def wait_for_first(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
     """Wait for the first event, so that an error before it is raised here; then yield all events.
 
     So a stream that never begins can be answered with a status of its own.
     """
     first = await anext(events, None)
 
-    async def rest() -> AsyncGenerator[str, None]:
+    async def remaining() -> AsyncGenerator[str, None]:
         async with aclosing(events):
             if first is not None:
                 yield first
             async for data in events:
                 yield data
 
-    return rest()
+    return remaining()
 
 
 class ChoicesClient:
@@ -94,7 +94,7 @@ class ChoicesClient:
             own = copy(sampling)
             own.n = 1
             attach(own, decided, index)
-            return answers(self._engine, engine_input, own, own_id, **options)
+            return stream_outputs(self._engine, engine_input, own, own_id, **options)
 
         if sampling.n == 1:
             return run(0, request_id)
@@ -104,7 +104,7 @@ class ChoicesClient:
         return _in_turn(choices)
 
 
-async def answers(
+async def stream_outputs(
     engine: EngineClient, engine_input: Any, sampling: SamplingParams, *args: Any, **options: Any
 ) -> AsyncGenerator[RequestOutput, None]:
     """Yield the engine's outputs of a request; count it as aborted if nobody waits for its end.
@@ -124,14 +124,14 @@ async def answers(
                 completion = output.outputs[0]
                 reason = completion.finish_reason
                 is_complete = reason is not None
-                found = reports_by_choice(output).get(0, {})
+                report = reports_by_choice(output).get(0, {})
                 length = (length if is_delta else 0) + len(completion.token_ids)
-                if "trajectory" in found and isinstance(completion.stop_reason, str):
+                if "trajectory" in report and isinstance(completion.stop_reason, str):
                     # The engine knows no stop strings.
-                    found["trajectory"] |= {"stop_length": length, "finish_reason": "stop"}
+                    report["trajectory"] |= {"stop_length": length, "finish_reason": "stop"}
                 if reason == "error":
-                    raise GenerationError(found.get("error", "the engine failed"))
-                late = timeout_in(found)
+                    raise GenerationError(report.get("error", "the engine failed"))
+                late = timeout_in(report)
                 if is_whole and late is not None:
                     raise RequestTimedOut(late)
                 yield output
@@ -161,26 +161,26 @@ async def _in_time(
         except StopAsyncIteration:
             return
         except TimeoutError:
-            told = f"timeout: the engine has not answered {timeout_s:g} s after arrival"
-            raise RequestTimedOut(told) from None
+            message = f"timeout: the engine has not answered {timeout_s:g} s after arrival"
+            raise RequestTimedOut(message) from None
         yield output
 
 
-async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
+async def final_output(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
     """Return the newest output of a request that has ended.
 
     Raises:
         GenerationError: there was none.
     """
-    newest = None
+    latest = None
     async for output in outputs:
-        newest = output
-    if newest is None:
+        latest = output
+    if latest is None:
         raise GenerationError("the request ended without an answer")
-    return newest
+    return latest
 
 
-class Cancelling:
+class TaskScope:
     """Context that cancels its unfinished tasks when it is left."""
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ class Cancelling:
         self._tasks.append(task)
         return task
 
-    async def __aenter__(self) -> Cancelling:
+    async def __aenter__(self) -> TaskScope:
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -48,13 +48,13 @@ def read_anthropic(messages: Any, field: str = "messages") -> list[dict[str, Any
     Raises:
         InvalidParameterError: naming the path of what is no conversation.
     """
-    found = []
+    turns = []
     for place, message in _read(messages, field, OF_MESSAGES):
         content = message["content"]
         if isinstance(content, list):
             content = [_read_result(block, place, i) for i, block in enumerate(content)]
-        found.append({**message, "content": content})
-    return found
+        turns.append({**message, "content": content})
+    return turns
 
 
 def read_texts(content: Any, field: str) -> Any:
@@ -77,7 +77,7 @@ def _read(messages: Any, field: str, others: Collection[str]) -> list[tuple[str,
     """Return the path of each message, and the message with a content whose parts are read."""
     if not isinstance(messages, list) or not messages:
         raise InvalidParameterError(field, messages, "wanted a list of messages, at least one")
-    found = []
+    checked = []
     for index, message in enumerate(messages):
         place = f"{field}[{index}]"
         if not isinstance(message, dict):
@@ -87,8 +87,8 @@ def _read(messages: Any, field: str, others: Collection[str]) -> list[tuple[str,
             raise InvalidParameterError(f"{place}.role", role, f"wanted one of: {', '.join(ROLES)}")
         if content is not None or role != "assistant":
             content = _read_content(content, f"{place}.content", others)
-        found.append((place, {**message, "content": content}))
-    return found
+        checked.append((place, {**message, "content": content}))
+    return checked
 
 
 def _read_content(content: Any, field: str, others: Collection[str]) -> Any:
@@ -176,13 +176,13 @@ def check_call(function: Mapping[str, Any], field: str) -> None:
     _check_text(function, "arguments", field, "wanted a string of JSON")
     place, arguments = f"{field}.arguments", function["arguments"]
     try:  # upstream reads it, too, if it is JSON
-        found = json.loads(arguments)
+        value = json.loads(arguments)
     except json.JSONDecodeError:
         return
     except (RecursionError, ValueError):
         wanted = "wanted JSON of a few hundred levels, with numbers of 64 bits"
         raise InvalidParameterError(place, arguments, wanted) from None
-    refuse_lone_surrogates(found, place)
+    refuse_lone_surrogates(value, place)
 
 
 def _check_text(

@@ -28,7 +28,7 @@ def event(data: str) -> str:
 DONE = event("[DONE]")
 
 
-class Listener:
+class StreamMerger:
     """Collects the scheduler's reports and canvases from outputs on their way to a handler.
 
     Args:
@@ -45,17 +45,17 @@ class Listener:
         self._canvases: dict[int, dict[str, Any]] = {}  # those that nobody has taken yet
         self._news = asyncio.Event()
 
-    def hear(self, output: RequestOutput, first_choice: int = 0) -> bool:
+    def feed(self, output: RequestOutput, first_choice: int = 0) -> bool:
         """Note the report and canvas of an output, whose choices count from `first_choice`.
 
         Returns:
             whether there is more to the output than that.
         """
-        for index, found in reports_by_choice(output).items():
+        for index, report in reports_by_choice(output).items():
             choice = first_choice + index
-            self.reports[choice] = found
-            if "canvas" in found:
-                self._canvases[choice] = found["canvas"]
+            self.reports[choice] = report
+            if "canvas" in report:
+                self._canvases[choice] = report["canvas"]
                 self._news.set()
         self._num_ended += sum(c.finish_reason is not None for c in output.outputs)
         return any(c.token_ids or c.finish_reason is not None for c in output.outputs)
@@ -66,11 +66,11 @@ class Listener:
         return next(filter(None, map(timeout_in, self.reports.values())), None)
 
     @property
-    def has_heard_all(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether every answer has ended."""
         return self._num_ended >= self._num_choices
 
-    async def between(
+    async def merge(
         self, chunks: AsyncGenerator[str, None], canvas_event: Callable[[int, dict[str, Any]], str]
     ) -> AsyncGenerator[str, None]:
         """Yield `chunks`, and before each the canvases that came meanwhile.

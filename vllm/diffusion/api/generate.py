@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.api.bodies import left_out
-from vllm.diffusion.api.choices import Cancelling, RequestTimedOut, answers, last, primed
+from vllm.diffusion.api.choices import (
+    RequestTimedOut,
+    TaskScope,
+    final_output,
+    stream_outputs,
+    wait_for_first,
+)
 from vllm.diffusion.api.events import DONE, event
 from vllm.diffusion.api.protocol import (
     AlternativeToken,
@@ -101,27 +107,31 @@ class GenerateHandler:
         """
         check_model(body.model, self._model_names)
         try:
-            asked = _asked(body)
-            await self._validator.compile(asked.get(STRUCTURED))
+            request = _request_values(body)
+            await self._validator.compile(request.get(STRUCTURED))
             check_logprobs("logprobs", body.logprobs, self._engine.model_config)
             inputs = await self._render(body)
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
-        found: list[_Choice] = []
+        choices: list[_Choice] = []
         for engine_input in inputs:
-            decided = self._validator.decide(asked, engine_input["prompt_token_ids"])
+            decided = self._validator.decide(request, engine_input["prompt_token_ids"])
             decided = decided.with_answers(body.n)
             for index in range(body.n):
                 sampling = _sampling(body, decided)
                 attach(sampling, decided, index)
-                found.append(_Choice(f"{request_id}-{len(found)}", engine_input, sampling, decided))
-        return found
+                choices.append(
+                    _Choice(f"{request_id}-{len(choices)}", engine_input, sampling, decided)
+                )
+        return choices
 
     async def answer(self, body: GenerateBody, request_id: str) -> GenerateResponse:
         """Run a request to its end; cancelling this coroutine aborts it."""
         choices = await self.choices(body, request_id)
-        async with Cancelling() as tasks:
-            finals = await asyncio.gather(*(tasks.start(last(self._run(c))) for c in choices))
+        async with TaskScope() as tasks:
+            finals = await asyncio.gather(
+                *(tasks.start(final_output(self._run(c))) for c in choices)
+            )
         return self._response(request_id, choices, list(finals))
 
     async def stream(self, choices: list[_Choice], request_id: str) -> AsyncIterator[str]:
@@ -132,7 +142,7 @@ class GenerateHandler:
         """
         events = self._stream(choices, request_id)
         is_timed = any(choice.decided.timeout_s is not None for choice in choices)
-        return await primed(events) if is_timed else events
+        return await wait_for_first(events) if is_timed else events
 
     async def _stream(self, choices: list[_Choice], request_id: str) -> AsyncGenerator[str, None]:
         finals: list[RequestOutput | None] = [None] * len(choices)
@@ -168,9 +178,9 @@ class GenerateHandler:
         output: RequestOutput,
     ) -> Iterator[str]:
         """Yield the news in an output: the canvas, and the prefix if it has grown or ended."""
-        found, completion = reports_by_choice(output).get(0, {}), output.outputs[0]
-        if "canvas" in found:
-            canvas = CanvasState.of(found["canvas"], self._token_texts)
+        report, completion = reports_by_choice(output).get(0, {}), output.outputs[0]
+        if "canvas" in report:
+            canvas = CanvasState.of(report["canvas"], self._token_texts)
             found_canvas = GenerateCanvas(id=request_id, index=index, canvas=canvas)
             yield found_canvas.model_dump_json(exclude_none=True)
         if completion.token_ids:
@@ -201,13 +211,13 @@ class GenerateHandler:
         )
         parsed = [parse_model_prompt(self._engine.model_config, p) for p in prompts]
         rendered = list(await renderer.render_cmpl_async(parsed, tokenization))
-        for prompt, found in zip(split_prompt(body.prompt), rendered, strict=True):
-            if not found["prompt_token_ids"]:
+        for prompt, text_prompt in zip(split_prompt(body.prompt), rendered, strict=True):
+            if not text_prompt["prompt_token_ids"]:
                 raise InvalidParameterError("prompt", prompt, "wanted at least one token")
         return rendered
 
     def _run(self, choice: _Choice) -> AsyncGenerator[RequestOutput, None]:
-        return answers(self._engine, choice.engine_input, choice.sampling, choice.request_id)
+        return stream_outputs(self._engine, choice.engine_input, choice.sampling, choice.request_id)
 
     def _response(
         self, request_id: str, choices: list[_Choice], finals: list[RequestOutput]
@@ -238,7 +248,7 @@ class GenerateHandler:
         )
 
 
-def _asked(body: GenerateBody) -> dict[str, Any]:
+def _request_values(body: GenerateBody) -> dict[str, Any]:
     """Return the parameters of a body under canonical names; unknown fields are refused.
 
     Raises:
@@ -248,15 +258,15 @@ def _asked(body: GenerateBody) -> dict[str, Any]:
     own = GenerateBody.model_fields
     given = {k: v for k, v in body.model_dump(exclude_unset=True).items() if k not in own}
     ignored = left_out(body.model_dump(exclude_unset=True), own.keys() | SPELLINGS.keys())
-    asked = canonical(given, also_known=own)
-    if asked.get("stream_canvas") and not body.stream:
+    request = canonical(given, also_known=own)
+    if request.get("stream_canvas") and not body.stream:
         raise InvalidParameterError("stream_canvas", True, "wanted false, or stream: true")
     stop_token_ids = tuple(body.stop_token_ids or ())
     spec = asked_spec(body.response_format, body.structured_outputs)
     structured = {} if spec is None else {STRUCTURED: spec}
     own_fields = {"stop_token_ids": stop_token_ids, "logprobs": body.logprobs}
-    told = {"logprob_token_ids": body.logprob_token_ids, IGNORED: ignored}
-    return {**asked, **structured, **own_fields, **told}
+    more = {"logprob_token_ids": body.logprob_token_ids, IGNORED: ignored}
+    return {**request, **structured, **own_fields, **more}
 
 
 def _sampling(body: GenerateBody, decided: DiffusionParams) -> SamplingParams:
@@ -287,18 +297,23 @@ def _logprobs(completion: Any, decided: DiffusionParams) -> list[TokenLogprob]:
     """Return the log probabilities of the answer's tokens, without the one that ended it."""
     return [
         TokenLogprob(
-            **_alternative(token, found[token]).model_dump(), top_logprobs=_top(found, decided)
+            **_alternative(token, alternatives[token]).model_dump(),
+            top_logprobs=_top(alternatives, decided),
         )
-        for token, found in zip(_answer_ids(completion, decided), completion.logprobs, strict=False)
+        for token, alternatives in zip(
+            _answer_ids(completion, decided), completion.logprobs, strict=False
+        )
     ]
 
 
-def _top(found: dict[int, Any], decided: DiffusionParams) -> list[AlternativeToken]:
+def _top(alternatives: dict[int, Any], decided: DiffusionParams) -> list[AlternativeToken]:
     """Return the named tokens, else the most likely ones, with their log probabilities."""
     tokens = decided.logprob_token_ids
     if not tokens:
-        tokens = tuple(sorted(found, key=lambda token: found[token].rank)[: decided.logprobs])
-    return [_alternative(token, found[token]) for token in tokens]
+        tokens = tuple(
+            sorted(alternatives, key=lambda token: alternatives[token].rank)[: decided.logprobs]
+        )
+    return [_alternative(token, alternatives[token]) for token in tokens]
 
 
 def _alternative(token: int, logprob: Any) -> AlternativeToken:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handlers of upstream's server, made anew: the one place that changes their class."""
+"""Rebuilds handlers of upstream's server: the only place that changes their class."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from copy import copy
 from typing import Any
 
 
-def remade(handler: Any, kind: type[Any], **attributes: Any) -> Any:
+def rebuild_as(handler: Any, kind: type[Any], **attributes: Any) -> Any:
     """Return a copy of a handler, which keeps the server's arguments.
 
     Its constructor is not called: it wants all that upstream's server knows when it makes one.

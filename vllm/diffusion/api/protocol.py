@@ -107,8 +107,8 @@ def check_body(body: GenerateBody) -> None:
     """
     extra = body.model_extra or {}
     if OF_ROUTERS in extra:
-        told = "a router has rewritten this body and dropped fields; wanted POST /v1/generate"
-        raise InvalidParameterError(OF_ROUTERS, extra[OF_ROUTERS], told)
+        message = "a router has rewritten this body and dropped fields; wanted POST /v1/generate"
+        raise InvalidParameterError(OF_ROUTERS, extra[OF_ROUTERS], message)
     if not 1 <= body.n <= MAX_CHOICES:
         raise InvalidParameterError("n", body.n, f"wanted 1 to {MAX_CHOICES}")
     refuse_unsupported(extra)

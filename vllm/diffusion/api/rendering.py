@@ -33,17 +33,17 @@ class DiffusionRenderer(HfRenderer):
 
     def render_messages(self, messages: Any, params: Any) -> Any:
         try:
-            return super().render_messages(*self._told(messages, params))
+            return super().render_messages(*self._with_tools(messages, params))
         except (InvalidParameterError, VLLMValidationError, jinja2.TemplateError) as error:
             raise _refusal(error, messages, params) from None
 
     async def render_messages_async(self, messages: Any, params: Any) -> Any:
         try:
-            return await super().render_messages_async(*self._told(messages, params))
+            return await super().render_messages_async(*self._with_tools(messages, params))
         except (InvalidParameterError, VLLMValidationError, jinja2.TemplateError) as error:
             raise _refusal(error, messages, params) from None
 
-    def _told(self, messages: Any, params: Any) -> tuple[list[Any], Any]:
+    def _with_tools(self, messages: Any, params: Any) -> tuple[list[Any], Any]:
         """Check messages and arguments, and write what the template does not write of tools."""
         _check(messages, params)
         given = params.chat_template_kwargs
@@ -53,8 +53,8 @@ class DiffusionRenderer(HfRenderer):
             given.get("tools"),
             model_config=self.model_config,
         )
-        found, tools = with_tools(messages, given.get("tools"), template or "")
-        return found, replace(params, chat_template_kwargs={**given, "tools": tools})
+        rendered, tools = with_tools(messages, given.get("tools"), template or "")
+        return rendered, replace(params, chat_template_kwargs={**given, "tools": tools})
 
     def tokenize_prompt(self, prompt: Any, params: Any) -> Any:
         _check_text(prompt)

@@ -36,17 +36,17 @@ def with_tools(
     Returns:
         the messages, and the tools that the template lists by itself.
     """
-    found = list(messages)
+    turns = list(messages)
     if "tool_calls" not in template:
-        found = [_as_text(message) for message in found]
+        turns = [_as_text(message) for message in turns]
     if not tools or reads_tools(template):
-        return found, tools
+        return turns, tools
     listed = "\n".join(json.dumps(_described(tool["function"])) for tool in tools)
-    told = _INSTRUCTIONS.format(tools=listed)
-    if found and found[0]["role"] == "system":
-        content = f"{joined(found[0].get('content'))}\n\n{told}"
-        return [{**found[0], "content": content}, *found[1:]], None
-    return [{"role": "system", "content": told}, *found], None
+    instructions = _INSTRUCTIONS.format(tools=listed)
+    if turns and turns[0]["role"] == "system":
+        content = f"{joined(turns[0].get('content'))}\n\n{instructions}"
+        return [{**turns[0], "content": content}, *turns[1:]], None
+    return [{"role": "system", "content": instructions}, *turns], None
 
 
 def _described(function: Mapping[str, Any]) -> dict[str, Any]:

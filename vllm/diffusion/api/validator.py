@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.params import DiffusionParams
     from vllm.diffusion.request.served_model import ServedModel
 
-MAX_CACHED_DECISIONS = 4096  # decisions on requests that are only read
+MAX_CACHED_DECISIONS = 4096  # decisions on score queries
 
 _upstreams: Callable[..., EngineCoreRequest] = InputProcessor.process_inputs
 _upstreams_adding: Callable[..., Any] = AsyncLLM.add_request
@@ -82,7 +82,7 @@ class Validator:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._vllm_config = vllm_config
         self._admission: Admission | None = None
-        self._readings: dict[Any, DiffusionParams] = {}  # decisions on requests that are only read
+        self._cached_decisions: dict[Any, DiffusionParams] = {}  # of score queries
 
     @cached_property
     def _model(self) -> ServedModel:
@@ -132,9 +132,9 @@ class Validator:
         """Whether requests reuse keys and values of others with an equal prefix."""
         return bool(self._vllm_config.cache_config.enable_prefix_caching)
 
-    def times(self, asked: Mapping[str, Any]) -> bool:
+    def times(self, request: Mapping[str, Any]) -> bool:
         """Whether a request with these parameters, under canonical names, has a timeout."""
-        return "timeout_s" in asked or "timeout_s" in self._model.defaults
+        return "timeout_s" in request or "timeout_s" in self._model.defaults
 
     def learn_capacity(self, budget_bytes: int, rates: Iterable[float]) -> None:
         """From now on, refuse requests that do not fit into this activation memory.
@@ -145,7 +145,7 @@ class Validator:
         """
         planner = make_planner(self._vllm_config, budget_bytes, Rates._make(rates))
         self._admission = Admission(planner)
-        self._readings.clear()
+        self._cached_decisions.clear()
 
     async def compile(self, spec: Spec | None) -> None:
         """Compile the requested format, if needed, while other requests are served.
@@ -193,21 +193,23 @@ class Validator:
             return longest
         return bisect_left(range(longest), x=True, key=is_refused) - 1
 
-    def decide(self, asked: Mapping[str, Any], prompt_token_ids: Sequence[int]) -> DiffusionParams:
+    def decide(
+        self, request: Mapping[str, Any], prompt_token_ids: Sequence[int]
+    ) -> DiffusionParams:
         """Decide the parameters of a request that gives values under canonical names.
 
         Raises:
             RequestRefused: naming the field, the given and the wanted value.
         """
         try:
-            decided = decide(asked, self._model, prompt_token_ids)
+            decided = decide(request, self._model, prompt_token_ids)
             if self._admission is not None:
                 self._admission.check(demand_of(decided, len(prompt_token_ids)))
             return decided
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
 
-    def decide_reading(
+    def decide_query(
         self, score: Mapping[str, Any], prompt: Sequence[int], terms: Mapping[str, Any]
     ) -> DiffusionParams:
         """Decide the parameters of a likelihood request.
@@ -215,31 +217,31 @@ class Validator:
         Requests of one length differ only in what is read: all else is decided once.
 
         Args:
-            score: values for `scoring.score_request`; the decision may hold another request's.
+            score: values for `scoring.likelihood_request`; the decision may hold another request's.
             prompt: the sequence.
             terms: further values that it may give.
         """
         key = (len(prompt), score["cfg_scale"], *sorted(terms.items()))
-        if key not in self._readings:
+        if key not in self._cached_decisions:
             decided = self.decide({SCORE: score, **SCORED_AS, **terms}, prompt)
-            if len(self._readings) >= MAX_CACHED_DECISIONS:
-                self._readings.clear()
-            self._readings[key] = decided
+            if len(self._cached_decisions) >= MAX_CACHED_DECISIONS:
+                self._cached_decisions.clear()
+            self._cached_decisions[key] = decided
             return decided
         try:
             check_score(score, self._model, prompt)
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
-        return self._readings[key]
+        return self._cached_decisions[key]
 
     def decide_sampling(self, sampling: Any, prompt_token_ids: Sequence[int]) -> DiffusionParams:
         """Decide the parameters that a `SamplingParams` asks for."""
         try:
             refuse_lone_surrogates(_texts_of(sampling))
-            asked = asked_by(sampling)
+            request = asked_by(sampling)
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
-        return self.decide(asked, prompt_token_ids)
+        return self.decide(request, prompt_token_ids)
 
 
 def _texts_of(sampling: Any) -> dict[str, Any]:
@@ -268,8 +270,8 @@ def is_installed() -> bool:
 
 def validator_of(front_end: InputProcessor) -> Validator | None:
     """Return the validator of an engine's front end, or None if its model is not ours."""
-    found = vars(front_end)
-    if "diffusion_validator" not in found:
+    attributes = vars(front_end)
+    if "diffusion_validator" not in attributes:
         is_ours = family_of(front_end.vllm_config) is not None
         front_end.diffusion_validator = Validator(front_end.vllm_config) if is_ours else None
     validator: Validator | None = front_end.diffusion_validator
@@ -296,14 +298,14 @@ def _process_inputs(
     decided = None
     if isinstance(prompt, dict) and "type" in prompt:  # tokenised: our words before upstream's
         decided = validator.decide_sampling(params, prompt.get("prompt_token_ids") or [])
-    asked = params
+    sampling = params
     if params.structured_outputs is not None or params.bad_words:
         params = params.clone()
         params.structured_outputs = None  # upstream's checks are of its own grammars
         params.bad_words = None  # and it would tokenise words, however many
     request = _upstreams(self, request_id, prompt, params, *args, **options)
     if decided is None:
-        decided = validator.decide_sampling(asked, request.prompt_token_ids or [])
+        decided = validator.decide_sampling(sampling, request.prompt_token_ids or [])
     attach(request.sampling_params, decided.with_answers(params.n))
     return request
 

@@ -49,9 +49,9 @@ def _size(name: str) -> int | None:
     value = os.environ.get(name)
     if value is None or value == "":
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", value.strip(), re.ASCII)
-    unit = None if found is None else _UNITS.get(found[2].upper())
-    num_bytes = 0 if found is None or unit is None else int(Fraction(found[1]) * unit)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", value.strip(), re.ASCII)
+    unit = None if match is None else _UNITS.get(match[2].upper())
+    num_bytes = 0 if match is None or unit is None else int(Fraction(match[1]) * unit)
     if num_bytes < 1:
         raise ServerConfigError(
             f"{name}: given {value!r}; wanted a number of bytes, as 12884901888, 12GiB, 12G or 12GB"

@@ -119,15 +119,15 @@ def _start_of(value: Any, looked_at: Iterator[int]) -> Any:
         return value[: MAX_GIVEN_LENGTH + 1]
     if type(value) not in (list, tuple, dict):
         return value
-    found: list[Any] = []
+    lines: list[Any] = []
     for item in value.items() if isinstance(value, dict) else value:
         if next(looked_at) > MAX_GIVEN_LENGTH:  # each of them has a character, at least
             break
         if isinstance(value, dict):
-            found.append((item[0], _start_of(item[1], looked_at)))
+            lines.append((item[0], _start_of(item[1], looked_at)))
         else:
-            found.append(_start_of(item, looked_at))
-    return type(value)(found)
+            lines.append(_start_of(item, looked_at))
+    return type(value)(lines)
 
 
 def _cut(text: str, limit: int) -> str:

@@ -37,10 +37,10 @@ class Samples(Generic[A]):
 
     @staticmethod
     def of(
-        found: Iterable[torch.Tensor], extras: Sequence[torch.Tensor] = ()
+        tables: Iterable[torch.Tensor], extras: Sequence[torch.Tensor] = ()
     ) -> Samples[torch.Tensor]:
         """Pack token, score and greedy token, [R] each, and extras, [number, R] each."""
-        table = torch.stack([x.double() for x in found])
+        table = torch.stack([x.double() for x in tables])
         return Samples(torch.cat([table, *(x.double() for x in extras)]) if extras else table)
 
     @staticmethod

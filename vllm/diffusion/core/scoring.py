@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Scoring:
+class CandidateScoring:
     """Drawing and scoring of tokens for one decoding algorithm.
 
     Attributes:

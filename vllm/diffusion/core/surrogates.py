@@ -31,16 +31,16 @@ def refuse_lone_surrogates(value: Any, field: str = "") -> None:
     """
     pending: list[tuple[Any, _Path]] = [(value, (None, field))]
     while pending:
-        found, path = pending.pop()
-        if isinstance(found, str):
-            _check(found, path)
-        elif isinstance(found, dict):
-            for key in found:
+        node, path = pending.pop()
+        if isinstance(node, str):
+            _check(node, path)
+        elif isinstance(node, dict):
+            for key in node:
                 if isinstance(key, str):
                     _check(key, path)
-            pending += [(found[key], (path, str(key))) for key in reversed(found)]
-        elif isinstance(found, (list, tuple)) and not all(type(item) is int for item in found):
-            pending += [(found[n], (path, n)) for n in range(len(found) - 1, -1, -1)]
+            pending += [(node[key], (path, str(key))) for key in reversed(node)]
+        elif isinstance(node, (list, tuple)) and not all(type(item) is int for item in node):
+            pending += [(node[n], (path, n)) for n in range(len(node) - 1, -1, -1)]
 
 
 def _check(text: str, path: _Path) -> None:

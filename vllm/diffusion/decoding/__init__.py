@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 def _rules(table: Mapping[str, Algorithm], key: str = "rule") -> dict[str, type[DecodingRule]]:
-    found = {}
+    rules = {}
     for name, algorithm in table.items():
         module, _, rule = (getattr(algorithm, key) or "").partition(".")
         if rule:
-            found[name] = getattr(import_module(f"{__name__}.{module}"), rule)
-    return found
+            rules[name] = getattr(import_module(f"{__name__}.{module}"), rule)
+    return rules
 
 
 RULES = _rules(ALGORITHMS)

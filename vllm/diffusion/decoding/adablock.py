@@ -31,7 +31,7 @@ class AdaBlock(Threshold):
         self._window = int(WINDOW * params.gen_length)
         self._start = prompt_length
         self._end: int | None = None  # of the block, once it is sized
-        self.sized_blocks = ()
+        self.block_bounds = ()
 
     def prepare(self, tokens: Array) -> ForwardTarget | None:
         masked = tokens == self.params.mask_id
@@ -53,7 +53,7 @@ class AdaBlock(Threshold):
     def accept(self, candidates: Candidates) -> Mask:
         if self._end is None:
             self._end = self._sized(candidates)
-            self.sized_blocks = (*(self.sized_blocks or ()), (self._start, self._end))
+            self.block_bounds = (*(self.block_bounds or ()), (self._start, self._end))
         inside = candidates.positions < self._end
         accepted = np.zeros_like(inside)
         accepted[inside] = super().accept(Candidates(*(x[inside] for x in candidates[:3])))
@@ -64,9 +64,9 @@ class AdaBlock(Threshold):
         positions, scores = candidates.positions, candidates.scores
         canvas_end = self.prompt_length + self.params.gen_length
         in_window = (positions >= self._start) & (positions < self._start + self._window)
-        found = (np.isin(candidates.tokens, self._delimiters) & in_window).nonzero()[0]
-        if found.size:
-            best = found[most_certain_first(scores[found])[0]]
+        delimiters = (np.isin(candidates.tokens, self._delimiters) & in_window).nonzero()[0]
+        if delimiters.size:
+            best = delimiters[most_certain_first(scores[delimiters])[0]]
             if float(scores[best]) >= self.params.delimiter_threshold:
                 return int(positions[best]) + 1
         return min(self._start + self.params.block_length, canvas_end)

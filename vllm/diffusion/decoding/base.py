@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 
-from vllm.diffusion.core.scoring import Scoring
+from vllm.diffusion.core.scoring import CandidateScoring
 
 if TYPE_CHECKING:
     import torch
@@ -113,14 +113,14 @@ class DecodingRule(ABC):
         prompt_length: tokens before the canvas; blocks count from there.
     """
 
-    scoring: Scoring = Scoring()
+    scoring: CandidateScoring = CandidateScoring()
     adjusts_logits: bool = False
     draw_purpose: int | None = None  # of Candidates.draws
     token_ids: Array | None = None  # [R, k] int64, whose log probabilities are wanted, by candidate
     scores: TokenScores | None = None  # the answer of a rule that reads and does not commit
     num_unconfirmed = 0  # positions of the answer that the rule may take back
     # Blocks begun so far, half-open, in rules that choose where they end.
-    sized_blocks: tuple[tuple[int, int], ...] | None = None
+    block_bounds: tuple[tuple[int, int], ...] | None = None
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         self.params = params

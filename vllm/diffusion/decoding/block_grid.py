@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from vllm.diffusion.core.scoring import Scoring
+from vllm.diffusion.core.scoring import CandidateScoring
 from vllm.diffusion.decoding.base import Array, Candidates, DecodingRule, ForwardTarget
 
 if TYPE_CHECKING:
     from vllm.diffusion.request.params import DiffusionParams
 
 
-class Front(NamedTuple):
+class BlockProgress(NamedTuple):
     """Progress of a sequence's blocks.
 
     Attributes:
@@ -42,7 +42,7 @@ class GridRule(DecodingRule):
     it ends with a block.
     """
 
-    drawn: ClassVar[Scoring] = Scoring(draw="filtered")
+    drawn: ClassVar[CandidateScoring] = CandidateScoring(draw="filtered")
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)
@@ -52,7 +52,7 @@ class GridRule(DecodingRule):
         self.step = 0  # forwards of the active block so far
         self._end = prompt_length + params.gen_length  # of the answer, at most
         self._first_block = 0  # no block before the one that starts here has masked positions
-        self._front: Front | None = None  # since the newest choice
+        self._front: BlockProgress | None = None  # since the newest choice
 
     def prepare(self, tokens: Array) -> ForwardTarget | None:
         start, masked, self._first, is_over = self.front(tokens)
@@ -90,13 +90,13 @@ class GridRule(DecodingRule):
     # A GPU waits while the requests of a step commit, and there may be hundreds. What they need of
     # their tokens before the next choice is looked up once.
 
-    def front(self, tokens: Array) -> Front:
+    def front(self, tokens: Array) -> BlockProgress:
         """Return the progress of `tokens` [T] since the newest choice."""
         if self._front is None:
             self._front = self._look(tokens)
         return self._front
 
-    def _look(self, tokens: Array) -> Front:
+    def _look(self, tokens: Array) -> BlockProgress:
         masked = self._masked_of_block(tokens)
         if not masked.size:  # most often the next one has some
             self._first_block += self.params.block_length
@@ -105,7 +105,7 @@ class GridRule(DecodingRule):
             self._first_block = self._next_block(tokens)
             masked = self._masked_of_block(tokens)
         first = int(masked[0]) if masked.size else self._first_block
-        return Front(self._first_block, masked, first, self._is_over(tokens, first))
+        return BlockProgress(self._first_block, masked, first, self._is_over(tokens, first))
 
     def _masked_of_block(self, tokens: Array) -> Array:
         start = self._first_block
@@ -127,8 +127,8 @@ class GridRule(DecodingRule):
         """Whether the answer ends before the first masked position."""
         if self.params.complete_blocks and first != self._block_start(first):
             return False
-        newest = self._block_start(max(first - 1, 0))
-        return first >= len(tokens) or self._ends_within(tokens, newest, first)
+        last_start = self._block_start(max(first - 1, 0))
+        return first >= len(tokens) or self._ends_within(tokens, last_start, first)
 
     def _ends_within(self, tokens: Array, start: int, first: int) -> bool:
         """Whether the answer ends before `first`, if it did not end before `start`."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm.diffusion.core.scoring import Scoring
+from vllm.diffusion.core.scoring import CandidateScoring
 from vllm.diffusion.decoding.base import Candidates, ScorePick, most_certain_first
 from vllm.diffusion.decoding.block_grid import GridRule
 from vllm.diffusion.decoding.semi_ar import transfer_quota
@@ -95,7 +95,7 @@ class EntropyBounded(GridRule):
     If the model proposes nothing but the mask token, the next forward forbids it.
     """
 
-    drawn = Scoring(score="negative_entropy", epsilon=1e-12, draw="filtered")
+    drawn = CandidateScoring(score="negative_entropy", epsilon=1e-12, draw="filtered")
 
     def choose(self, candidates: Candidates) -> Array:
         order = most_certain_first(candidates.scores)

@@ -90,10 +90,10 @@ class Drafter:
         self, certain: DraftState, source: CandidateSource, most: int, chance: Chance
     ) -> list[DraftState]:
         """Return at most `most` drafts, the likeliest first; each is another state."""
-        found, seen = list[DraftState](), set[tuple[int, bytes]]()
+        drafts, seen = list[DraftState](), set[tuple[int, bytes]]()
         ranked = _DraftQueue[DraftState](self._counts, chance)
         ranked.expect_children(certain, 0, 1.0)
-        while ranked and len(found) < most:
+        while ranked and len(drafts) < most:
             own_chance, parent, count = ranked.take()
             child = self._child(parent, source, count)
             if child is None:
@@ -101,19 +101,19 @@ class Drafter:
             name = child.depth, child.target.eligible.tobytes()
             if name not in seen:
                 seen.add(name)
-                found.append(child)
+                drafts.append(child)
                 ranked.expect_children(child, child.depth, own_chance)
-        return found
+        return drafts
 
     def chances(self, most: int, chance: Chance) -> list[float]:
         """Return the chances of the drafts that `draft` would try, in its order."""
-        ranked, found = _DraftQueue[int](self._counts, chance), list[float]()
+        ranked, chances = _DraftQueue[int](self._counts, chance), list[float]()
         ranked.expect_children(0, 0, 1.0)
-        while len(found) < most:
+        while len(chances) < most:
             own_chance, depth, _ = ranked.take()
-            found.append(own_chance)
+            chances.append(own_chance)
             ranked.expect_children(depth + 1, depth + 1, own_chance)
-        return found
+        return chances
 
     def _child(
         self, parent: DraftState, source: CandidateSource, count: int | None

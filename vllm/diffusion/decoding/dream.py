@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vllm.diffusion.core.random_streams import CHOICE, COMMIT
-from vllm.diffusion.core.scoring import Scoring
+from vllm.diffusion.core.scoring import CandidateScoring
 from vllm.diffusion.decoding.base import Candidates, DecodingRule, ForwardTarget, most_certain_first
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.params import DiffusionParams
 
 SCORINGS = {
-    "origin": Scoring(draw="categorical"),
-    "maskgit_plus": Scoring(draw="categorical"),
-    "topk_margin": Scoring(score="margin", draw="categorical"),
-    "entropy": Scoring(score="negative_entropy", epsilon=1e-10, draw="categorical"),
+    "origin": CandidateScoring(draw="categorical"),
+    "maskgit_plus": CandidateScoring(draw="categorical"),
+    "topk_margin": CandidateScoring(score="margin", draw="categorical"),
+    "entropy": CandidateScoring(score="negative_entropy", epsilon=1e-10, draw="categorical"),
 }
 
 

@@ -6,7 +6,7 @@ A block begins with a token that the block before it predicts.
 
 from __future__ import annotations
 
-from vllm.diffusion.core.scoring import Scoring
+from vllm.diffusion.core.scoring import CandidateScoring
 from vllm.diffusion.decoding.base import Array, Candidates, ForwardTarget
 from vllm.diffusion.decoding.block_grid import GridRule
 from vllm.diffusion.decoding.until_filled import and_the_best
@@ -21,7 +21,7 @@ class HierarchyBlock(GridRule):
     mask token, the next one forbids it.
     """
 
-    drawn = Scoring(draw="filtered", greedy=True)
+    drawn = CandidateScoring(draw="filtered", greedy=True)
     _is_seed = False
 
     def target(self, masked: Array) -> ForwardTarget:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm.diffusion.core.scoring import Scoring
+from vllm.diffusion.core.scoring import CandidateScoring
 from vllm.diffusion.decoding.base import Candidates, ForwardTarget, most_certain_first
 from vllm.diffusion.decoding.block_grid import GridRule
 
@@ -32,7 +32,8 @@ class JointThreshold(GridRule):
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)
         if params.temperature == 0:
-            self.scoring = Scoring()  # the argmax of the logits, not of their probabilities
+            # the argmax of the logits, not of their probabilities
+            self.scoring = CandidateScoring()
         self.adjusts_logits = params.penalty_lambda > 0
         self._before = np.empty(0, dtype=np.int64)  # [B], the block that a forward is for
         self._is_active = False  # the block at `start` has begun and not ended

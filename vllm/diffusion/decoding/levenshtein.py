@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from vllm.diffusion.core.scoring import Scoring
+from vllm.diffusion.core.scoring import CandidateScoring
 from vllm.diffusion.decoding.base import Candidates, Commit, ForwardTarget, most_certain_first
 from vllm.diffusion.decoding.block_grid import GridRule
 
@@ -52,7 +52,7 @@ class Levenshtein(GridRule):
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)
         # A drawn token has its probability among all, too; beside it the likeliest one is wanted.
-        self.scoring = Scoring(greedy=True)
+        self.scoring = CandidateScoring(greedy=True)
         self.forbid_mask = True
         self._forbidden = [params.mask_id, *params.never_ids]
         self._delete, self._split = params.edit_ids
@@ -61,7 +61,7 @@ class Levenshtein(GridRule):
         self._is_active = False  # the block at `start` has begun and not ended
         self._num_first = self._num_post = 0
         self._seen: set[bytes] = set()  # the block as written by its forwards
-        self._found: list[tuple[torch.Tensor, ...]] = []  # of parts of the forward's rows
+        self._parts: list[tuple[torch.Tensor, ...]] = []  # of parts of the forward's rows
 
     def prepare(self, tokens: Array) -> ForwardTarget | None:
         start = self.settled(tokens)
@@ -87,18 +87,18 @@ class Levenshtein(GridRule):
         for _ in range(NUM_BEST):
             best.append(left.argmax(dim=-1))
             left.scatter_(1, best[-1][:, None], -torch.inf)
-        self._found.append((positions, torch.stack(best, dim=1), confidence))
+        self._parts.append((positions, torch.stack(best, dim=1), confidence))
         return logits
 
     def _take_best(self, positions: Array) -> _Best:
         """Return what was looked up for these positions [R]; a repeated forward counts."""
         tokens = np.empty((positions.size, NUM_BEST), dtype=np.int64)
         confidence = np.empty(positions.size)
-        for found in self._found:
-            on_canvas, best, likeliest = (x.cpu().numpy() for x in found)
+        for part in self._parts:
+            on_canvas, best, likeliest = (x.cpu().numpy() for x in part)
             rows = np.searchsorted(positions, on_canvas + self.prompt_length)
             tokens[rows], confidence[rows] = best, likeliest
-        self._found = []
+        self._parts = []
         return _Best(tokens, confidence)
 
     def decide(self, candidates: Candidates) -> Commit:
@@ -154,8 +154,8 @@ class Levenshtein(GridRule):
         return bool(first.any() and filled[first].all())
 
     def _edits(self, tokens: Array) -> Mask:
-        found: Mask = (tokens == self._delete) | (tokens == self._split)
-        return found
+        is_edit: Mask = (tokens == self._delete) | (tokens == self._split)
+        return is_edit
 
     def _plain(self, best: _Best) -> Array:
         """Return the likeliest token [R] of each row that edits no length."""

@@ -61,7 +61,7 @@ class DelayedCache:
 
     def _grown_old(self, blocks: Sequence[Block], step: int) -> list[Block]:
         """Return the blocks to keep from now on. Notes when blocks were first seen complete."""
-        found = []
+        old_blocks = []
         for block in blocks:
             if block.end <= self.num_kept:
                 continue
@@ -74,8 +74,8 @@ class DelayedCache:
                     break
             elif not block.is_cached:
                 block.is_cached = True
-                found.append(block)
-        return found
+                old_blocks.append(block)
+        return old_blocks
 
 
 class MultiBlock(PipelinedRule):
@@ -133,8 +133,8 @@ class MultiBlock(PipelinedRule):
         """Return the position of the end-of-sequence token after which everything is filled."""
         if not self.params.early_stop or self.params.eos_id is None:
             return None
-        found = (tokens[self.prompt_length :] == self.params.eos_id).nonzero()[0]
-        return self.prompt_length + int(found[0]) if found.size else None
+        positions = (tokens[self.prompt_length :] == self.params.eos_id).nonzero()[0]
+        return self.prompt_length + int(positions[0]) if positions.size else None
 
     def _fill_after(self, eos: int, tokens: Array) -> tuple[int, int] | None:
         token = int(tokens[eos])

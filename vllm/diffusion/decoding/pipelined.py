@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Self
 
-from vllm.diffusion.core.scoring import Scoring
+from vllm.diffusion.core.scoring import CandidateScoring
 from vllm.diffusion.decoding.base import Candidates, DecodingRule, ForwardTarget, most_certain_first
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class PipelinedRule(DecodingRule):
     changes nothing, because the model proposed the mask token, the next one forbids that token.
     """
 
-    scoring = Scoring(score="negative_entropy", epsilon=1e-12)
+    scoring = CandidateScoring(score="negative_entropy", epsilon=1e-12)
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)

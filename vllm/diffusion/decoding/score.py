@@ -24,31 +24,31 @@ class ScoreTokens(DecodingRule):
         super().__init__(params, prompt_length)
         if params.score is None:
             raise ValueError("score: wanted positions and token ids, got None")
-        self._asked = params.score
-        self._width = max(len(ids) for ids in self._asked.token_ids)
-        padded = [ids + ids[:1] * (self._width - len(ids)) for ids in self._asked.token_ids]
+        self._score = params.score
+        self._width = max(len(ids) for ids in self._score.token_ids)
+        padded = [ids + ids[:1] * (self._width - len(ids)) for ids in self._score.token_ids]
         self.token_ids = np.array(padded, dtype=np.int64)
 
     def prepare(self, tokens: Array) -> ForwardTarget | None:
         if self.scores is not None:
             return None
-        positions = np.array(self._asked.positions, dtype=np.int64)
+        positions = np.array(self._score.positions, dtype=np.int64)
         is_causal = self.params.has_causal_context
         return ForwardTarget(positions, (0, len(tokens)), is_causal=is_causal)
 
     def choose(self, candidates: Candidates) -> Array:
         if candidates.logprobs is None:
             raise ValueError("logprobs: a scoring request needs them, got None")
-        found = ScoredTokens.unpack(candidates.logprobs, self._width, self._asked.num_top)
-        if np.isnan(found.named).any():
+        scored = ScoredTokens.unpack(candidates.logprobs, self._width, self._score.num_top)
+        if np.isnan(scored.named).any():
             raise BrokenLogitsError
-        named = found.named.T.astype(np.float32).tolist()
+        named = scored.named.T.astype(np.float32).tolist()
         self.scores = TokenScores(
             logprobs=[
-                values[: len(ids)] for values, ids in zip(named, self._asked.token_ids, strict=True)
+                values[: len(ids)] for values, ids in zip(named, self._score.token_ids, strict=True)
             ],
             likeliest=candidates.tokens.tolist(),
-            top_tokens=found.top_tokens.T.astype(np.int64).tolist(),
-            top_logprobs=found.top.T.astype(np.float32).tolist(),
+            top_tokens=scored.top_tokens.T.astype(np.int64).tolist(),
+            top_logprobs=scored.top.T.astype(np.float32).tolist(),
         )
         return np.empty(0, dtype=np.int64)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm.diffusion.core.scoring import Scoring
+from vllm.diffusion.core.scoring import CandidateScoring
 from vllm.diffusion.decoding.base import Array, Candidates, ForwardTarget, ScorePick
 from vllm.diffusion.decoding.block_quota import ConfidenceOrQuota, Quota
 
@@ -59,7 +59,7 @@ class SeededQuota(Quota):
     Behind the last block there is none.
     """
 
-    drawn = Scoring()
+    drawn = CandidateScoring()
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)

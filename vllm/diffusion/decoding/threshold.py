@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm.diffusion.core.scoring import Scoring
+from vllm.diffusion.core.scoring import CandidateScoring
 from vllm.diffusion.decoding.base import Candidates, most_certain_first
 from vllm.diffusion.decoding.until_filled import UntilFilledRule, and_the_best
 
@@ -31,7 +31,7 @@ class Threshold(UntilFilledRule):
 class EntropyThreshold(UntilFilledRule):
     """Commit every candidate whose entropy is below the threshold, and always the lowest one."""
 
-    scoring = Scoring(score="negative_entropy", epsilon=1e-8)
+    scoring = CandidateScoring(score="negative_entropy", epsilon=1e-8)
 
     def accept(self, candidates: Candidates) -> Mask:
         scores = candidates.scores

@@ -79,7 +79,11 @@ class BatchedChoice:
         is_left = np.ones(scores.size, dtype=np.bool_)
         is_left[filled] = False
 
-        positions, found, left = self._positions[chosen], tokens[chosen], self._positions[is_left]
+        positions, chosen_tokens, left = (
+            self._positions[chosen],
+            tokens[chosen],
+            self._positions[is_left],
+        )
         ends, left_ends = num_chosen.cumsum().tolist(), (counts - num_filled).cumsum().tolist()
         choices: list[BatchedCommit | None] = []
         start = left_start = 0
@@ -87,7 +91,9 @@ class BatchedChoice:
             self._has_pick, ends, left_ends, num_filled.tolist(), strict=True
         ):
             own = slice(start, end)
-            choice = BatchedCommit(positions[own], found[own], left[left_start:left_end], num > 0)
+            choice = BatchedCommit(
+                positions[own], chosen_tokens[own], left[left_start:left_end], num > 0
+            )
             choices.append(choice if has_pick else None)
             start, left_start = end, left_end
         return choices

@@ -129,7 +129,7 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
     mlp_width = architecture.dense_width // num_ranks
     num_heads = config.num_attention_heads // num_ranks
     num_kv_heads = max(1, config.num_key_value_heads // num_ranks)
-    out = ops.Matrix(
+    out = ops.WeightSpec(
         columns=width,
         depth=num_heads * config.head_dim,
         dtype=model.dtype,
@@ -167,20 +167,20 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
         num_ranks=num_ranks,
         row_unit=max(architecture.scoring.window, 1),
         scales_queries=architecture.growth_within(model.max_model_len) is not None,
-        head=(*head.made_of(stages.normed(model.dtype, width)), *head.project),
+        head=(*head.quantisation_buffers(stages.normed(model.dtype, width)), *head.project),
     )
 
 
 def _products(
-    kind: type[ops.Projection], qkv: ops.Matrix, gate_up: ops.Matrix, out: ops.Matrix
+    kind: type[ops.Projection], qkv: ops.WeightSpec, gate_up: ops.WeightSpec, out: ops.WeightSpec
 ) -> LinearBuffers:
-    gated = kind.workspace(ops.Use.GATED, gate_up)
+    gated = kind.workspace(ops.ProjectionKind.GATED, gate_up)
     return LinearBuffers(
-        project=kind.workspace(ops.Use.PROJECT, qkv).buffers,
+        project=kind.workspace(ops.ProjectionKind.PROJECT, qkv).buffers,
         gated=gated.buffers,
-        add_to=kind.workspace(ops.Use.ADD_TO, out).buffers,
+        add_to=kind.workspace(ops.ProjectionKind.ADD_TO, out).buffers,
         most_gated_rows=gated.most_rows,
-        gated_beyond=gated.beyond,
+        gated_limit=gated.beyond,
         quantises=kind.quantises,
         weight_bytes=kind.weight_bytes,
         speed=kind.speed,

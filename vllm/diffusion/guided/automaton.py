@@ -156,15 +156,15 @@ def _byte_classes(masks: set[int]) -> tuple[Array, dict[int, tuple[int, ...]]]:
     """Group bytes that all masks treat alike: [256] int64, and the classes of each mask."""
     ordered = sorted(masks)
     kinds: dict[tuple[int, ...], int] = {}
-    found = np.empty(256, dtype=np.int64)
+    numbers = np.empty(256, dtype=np.int64)
     for byte in range(256):
         key = tuple(index for index, mask in enumerate(ordered) if mask >> byte & 1)
-        found[byte] = kinds.setdefault(key, len(kinds))
+        numbers[byte] = kinds.setdefault(key, len(kinds))
     classes: dict[int, list[int]] = {mask: [] for mask in ordered}
     for key, kind in kinds.items():
         for index in key:
             classes[ordered[index]].append(kind)
-    return found, {mask: tuple(own) for mask, own in classes.items()}
+    return numbers, {mask: tuple(own) for mask, own in classes.items()}
 
 
 def _determine(nfa: _Nfa, end: int, allowance: Allowance) -> tuple[Array, Array, Array]:
@@ -211,7 +211,7 @@ def _targets(
             allowance.spend(work)
             work = 0
     allowance.spend(work)
-    return {kind: _union(found) for kind, found in parts.items()}
+    return {kind: _union(targets) for kind, targets in parts.items()}
 
 
 def _union(sets: list[frozenset[int]]) -> frozenset[int]:
@@ -233,9 +233,9 @@ class _Closures:
         self._known: dict[int, frozenset[int]] = {}
 
     def of(self, state: int) -> frozenset[int]:
-        found = self._known.get(state)
-        if found is not None:
-            return found
+        closure = self._known.get(state)
+        if closure is not None:
+            return closure
         free, moves = self._nfa.free, self._nfa.moves
         seen, waiting = {state}, [state]
         while waiting:
@@ -245,9 +245,9 @@ class _Closures:
                     if free[other]:
                         waiting.append(other)
         self._allowance.spend(len(seen))
-        found = frozenset([s for s in seen if moves[s] or s == self._end])
-        self._known[state] = found
-        return found
+        closure = frozenset([s for s in seen if moves[s] or s == self._end])
+        self._known[state] = closure
+        return closure
 
 
 def _useful(table: Array, accepting: Array) -> tuple[Array, Array]:

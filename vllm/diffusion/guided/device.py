@@ -61,19 +61,19 @@ def _parts(language: Language) -> tuple[ops.Array, ...]:
     )
 
 
-class _Newest:
+class _LastTables:
     """Cache of the last step's languages, which mostly are those of the next one."""
 
-    found: tuple[tuple[frozenset[int], str], DeviceTables] | None = None
+    tables: tuple[tuple[frozenset[int], str], DeviceTables] | None = None
 
 
 def _tables(languages: Sequence[Language], device: torch.device) -> DeviceTables:
     distinct = {id(language): language for language in languages}
     key = (frozenset(distinct), str(device))
-    newest = _Newest.found  # read once, as kernels are compiled in several threads
-    if newest is None or newest[0] != key:
-        newest = _Newest.found = key, DeviceTables(distinct.values(), device)
-    return newest[1]
+    cached = _LastTables.tables  # read once, as kernels are compiled in several threads
+    if cached is None or cached[0] != key:
+        cached = _LastTables.tables = key, DeviceTables(distinct.values(), device)
+    return cached[1]
 
 
 class DeviceStep:
@@ -99,9 +99,9 @@ class DeviceStep:
         numbers, self._num_values = _numbers(self._joints, tables)
         scales = np.array([joint.scales for joint in self._joints], dtype=np.float32)
         host = (numbers, scales, *_positions(self._joints))
-        found = ops.to_device(host, device)
-        self._numbers, self._scales, self._request_of, self._row_of, self._class_at = found[:5]
-        self._places, self._row_at = found[5:]
+        on_device = ops.to_device(host, device)
+        self._numbers, self._scales, self._request_of, self._row_of, self._class_at = on_device[:5]
+        self._places, self._row_at = on_device[5:]
         shape = (self._num_rows, self._most_classes)
         self._weights = torch.empty(shape, dtype=torch.float32, device=device)
         self._logprobs = torch.empty(shape, dtype=torch.float32, device=device)
@@ -118,20 +118,20 @@ class DeviceStep:
 
     def _read(self, logits: torch.Tensor, first_column: int) -> None:
         num, most = len(logits), self._most_segments
-        found = torch.empty(3, num, most, dtype=torch.float32, device=self._device)
+        weights = torch.empty(3, num, most, dtype=torch.float32, device=self._device)
         tokens = torch.empty(num, most, dtype=torch.int32, device=self._device)
         segments = max(_TILE // self._width, 1)
         given = (self._row_at, len(self._row_at), self._places, self._numbers)
         kernel.read_kernel[(num, -(-most // segments))](
             *(logits, logits.stride(0), first_column, *given, self._scales, self._table),
-            *(*found, tokens, most),
+            *(*weights, tokens, most),
             PURPOSE=TOKEN,
             SEGMENTS=segments,
             WIDTH=self._width,
             **self._drawn,
         )
         kernel.class_kernel[(num, self._most_classes // _CLASSES)](
-            *(first_column, *given, self._table, *found, tokens, most),
+            *(first_column, *given, self._table, *weights, tokens, most),
             *(self._weights, self._logprobs, self._tokens, self._most_classes),
             PURPOSE=TOKEN,
             CLASSES=_CLASSES,

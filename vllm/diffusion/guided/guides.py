@@ -268,10 +268,10 @@ class Guides:
             InvalidParameterError: naming the field, and the part of it that cannot be had.
         """
         with self._lock:
-            found = self._known(spec)
-        if found is None:
-            found = self._keep(spec, self._answer(spec, Allowance()))
-        return _accepted(found)
+            guide = self._known(spec)
+        if guide is None:
+            guide = self._keep(spec, self._answer(spec, Allowance()))
+        return _accepted(guide)
 
     async def compiled(self, spec: Spec) -> Guide:
         """Return the compiled language of a requested format, compiled in another thread.
@@ -282,13 +282,13 @@ class Guides:
             InvalidParameterError: as `guide`.
         """
         with self._lock:
-            found = self._known(spec)
-            if found is None:
+            guide = self._known(spec)
+            if guide is None:
                 work = self._compilations.get(spec) or self._begin(spec)
                 work.num_waiting += 1
-        if found is None:
+        if guide is None:
             try:
-                found = await asyncio.shield(asyncio.wrap_future(work.result))
+                guide = await asyncio.shield(asyncio.wrap_future(work.result))
             finally:
                 with self._lock:
                     work.num_waiting -= 1
@@ -296,24 +296,24 @@ class Guides:
                         work.cancel()
                         if self._compilations.get(spec) is work:
                             del self._compilations[spec]
-        return _accepted(found)
+        return _accepted(guide)
 
     def _known(self, spec: Spec) -> Guide | InvalidParameterError | None:
-        found = self._kept.get(spec)
-        if found is not None:
+        guide = self._kept.get(spec)
+        if guide is not None:
             self._kept.move_to_end(spec)
-        return found or self._held.get(spec)
+        return guide or self._held.get(spec)
 
     def _keep(
-        self, spec: Spec, found: Guide | InvalidParameterError
+        self, spec: Spec, guide: Guide | InvalidParameterError
     ) -> Guide | InvalidParameterError:
         with self._lock:
-            self._kept[spec] = found
-            if isinstance(found, Guide):
-                self._held[spec] = found
+            self._kept[spec] = guide
+            if isinstance(guide, Guide):
+                self._held[spec] = guide
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
-        return found
+        return guide
 
     def _begin(self, spec: Spec) -> _Compilation:
         work = self._compilations[spec] = _Compilation()
@@ -327,8 +327,8 @@ class Guides:
                 work.allowance = Allowance(MAX_WORK)
             if work.is_cancelled:
                 raise CancelledError
-            found = self._keep(spec, self._answer(spec, work.allowance, is_quick=is_quick))
-            work.result.set_result(found)
+            guide = self._keep(spec, self._answer(spec, work.allowance, is_quick=is_quick))
+            work.result.set_result(guide)
         except OutOfWorkError:
             self._slow.submit(self._run, spec, work, is_quick=False)
         except OutOfTimeError as error:  # is not kept: the next time may be a better one
@@ -387,10 +387,10 @@ class Guides:
         return tuple(prefix)
 
 
-def _accepted(found: Guide | InvalidParameterError) -> Guide:
-    if isinstance(found, InvalidParameterError):
-        raise found.with_traceback(None)  # one for all requests, which would make it longer
-    return found
+def _accepted(guide: Guide | InvalidParameterError) -> Guide:
+    if isinstance(guide, InvalidParameterError):
+        raise guide.with_traceback(None)  # one for all requests, which would make it longer
+    return guide
 
 
 def _refusal(spec: Spec, why: object) -> InvalidParameterError:
@@ -402,15 +402,15 @@ def _refusal(spec: Spec, why: object) -> InvalidParameterError:
 
 def forced(automaton: Automaton) -> bytes:
     """Return the bytes that all texts of a language begin with."""
-    found, state, dead = bytearray(), 0, automaton.num_states
+    text, state, dead = bytearray(), 0, automaton.num_states
     while not automaton.accepting[state]:
         kinds = (automaton.table[state] != dead).nonzero()[0]
         alive = (automaton.classes == kinds[0]).nonzero()[0] if len(kinds) == 1 else []
         if len(alive) != 1:
             break
-        found.append(int(alive[0]))
+        text.append(int(alive[0]))
         state = int(automaton.table[state, kinds[0]])
-    return bytes(found)
+    return bytes(text)
 
 
 def check_room(guide: Guide, spec: Spec, room: int, name: str) -> None:

@@ -58,7 +58,7 @@ class Joint:
     sets_scores: bool
     excluded: tuple[int, ...] = ()
     num_logprobs: int | None = None
-    beside: Sequence[Joint] = ()
+    peers: Sequence[Joint] = ()
     end: int = 0
     num_seen: int = 0
     on_device: DeviceStep | None = None
@@ -91,16 +91,16 @@ class Joint:
             columns = range(num_uniform(self.language))
             uniform = ops.philox_uniform(self.seed, TOKEN, self.step, positions, columns).numpy()
         own = logits.float().numpy()
-        found = read(self.language, own, uniform, self.temperature, is_tempered=self.is_tempered)
-        self._read.append(found)
+        choice = read(self.language, own, uniform, self.temperature, is_tempered=self.is_tempered)
+        self._read.append(choice)
 
     def device_step(self, logits: torch.Tensor) -> DeviceStep:
         """Return the state of the step's choices on the device of `logits`; made at first use."""
         if self.on_device is None:
             from vllm.diffusion.guided.device import DeviceStep
 
-            step = DeviceStep(self.beside, logits.device)
-            for joint in self.beside:
+            step = DeviceStep(self.peers, logits.device)
+            for joint in self.peers:
                 joint.on_device = step
             return step
         return self.on_device
@@ -127,7 +127,7 @@ def gather(joints: Sequence[Joint], ends: Sequence[int]) -> None:
         ends: for each, the end (last + 1) of its columns among all sample rows.
     """
     for joint, end in zip(joints, ends, strict=True):
-        joint.beside, joint.end = joints, end
+        joint.peers, joint.end = joints, end
 
 
 def read_all(logits: torch.Tensor, readers: Sequence[tuple[Joint, slice, torch.Tensor]]) -> None:
@@ -158,8 +158,8 @@ def choose_all(samples: Samples[torch.Tensor], joints: Sequence[Joint]) -> None:
     if step is not None:
         tokens, logprobs = step.choose(samples.table)
     else:
-        found = [joint.choose() for joint in joints]
-        tokens, logprobs = (torch.from_numpy(np.concatenate(x)) for x in zip(*found, strict=True))
+        choices = [joint.choose() for joint in joints]
+        tokens, logprobs = (torch.from_numpy(np.concatenate(x)) for x in zip(*choices, strict=True))
     start = 0
     for joint in joints:
         own: Samples[torch.Tensor] = Samples(
@@ -188,8 +188,11 @@ def _put(
 
 def _put_logprobs(samples: Samples[torch.Tensor], logprobs: torch.Tensor, num_top: int) -> None:
     """Write log probabilities [R]; a rank is counted among the most likely tokens only."""
-    found = Logprobs.unpack(samples.extras, num_top)
-    ranks = 1 + (found.top > logprobs).sum(dim=0)
-    for value, rank in ((found.token, found.token_rank), (found.greedy, found.greedy_rank)):
+    unpacked = Logprobs.unpack(samples.extras, num_top)
+    ranks = 1 + (unpacked.top > logprobs).sum(dim=0)
+    for value, rank in (
+        (unpacked.token, unpacked.token_rank),
+        (unpacked.greedy, unpacked.greedy_rank),
+    ):
         value.copy_(logprobs)
         rank.copy_(ranks)

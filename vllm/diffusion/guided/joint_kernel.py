@@ -105,13 +105,13 @@ def read_kernel(
     )
     is_token = columns >= 0
     place = line.to(tl.int64) * row_stride + columns
-    found = tl.load(logits + place, mask=is_token, other=float("-inf")).to(tl.float32)
-    found = tl.where(found == found, found, float("-inf"))
-    scored = tl.maximum(found * tl.load(scales + 2 * request + 1), NEVER)
+    logit = tl.load(logits + place, mask=is_token, other=float("-inf")).to(tl.float32)
+    logit = tl.where(logit == logit, logit, float("-inf"))
+    scored = tl.maximum(logit * tl.load(scales + 2 * request + 1), NEVER)
     top = tl.max(scored, axis=1)
     total = tl.sum(tl.where(is_token, tl.exp(scored - top[:, None]), 0.0), axis=1)
     sum_of_all = top + tl.log(tl.maximum(total, 1e-37))
-    scaled = tl.maximum(found * tl.load(scales + 2 * request), NEVER)
+    scaled = tl.maximum(logit * tl.load(scales + 2 * request), NEVER)
     weight = tl.max(scaled, axis=1)
     taken = tl.argmax(scaled, axis=1)
     if DRAWN:
@@ -139,10 +139,10 @@ def _sum_of(start, count, BLOCK: tl.constexpr):
     total = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, count, BLOCK):
         index = begin + tl.arange(0, BLOCK)
-        found = tl.load(start + index, mask=index < count, other=2 * NEVER)
-        newest = tl.maximum(top, found)
-        total = total * tl.exp(top - newest) + tl.exp(found - newest)
-        top = newest
+        terms = tl.load(start + index, mask=index < count, other=2 * NEVER)
+        next_top = tl.maximum(top, terms)
+        total = total * tl.exp(top - next_top) + tl.exp(terms - next_top)
+        top = next_top
     best = tl.max(top, axis=0)
     return best, best + tl.log(tl.sum(total * tl.exp(top - best), axis=0))
 
@@ -198,15 +198,15 @@ def class_kernel(
         index = begin + tl.arange(0, MEMBERS)
         mask = index[None, :] < count[:, None]
         segments = first[:, None] + index[None, :]
-        found = tl.load(weights + offset + segments, mask=mask, other=2 * NEVER)
-        key = found
+        terms = tl.load(weights + offset + segments, mask=mask, other=2 * NEVER)
+        key = terms
         if DRAWN:
             noise = _gumbel(step, at, num_segments + segments, seed_low, seed_high, PURPOSE)
-            key = tl.where(is_drawn & mask, found + noise, found)
-            newest = tl.maximum(top, tl.max(found, axis=1))
-            shares = tl.sum(tl.where(mask, tl.exp(found - newest[:, None]), 0.0), axis=1)
-            total = total * tl.exp(top - newest) + shares
-            top = newest
+            key = tl.where(is_drawn & mask, terms + noise, terms)
+            next_top = tl.maximum(top, tl.max(terms, axis=1))
+            shares = tl.sum(tl.where(mask, tl.exp(terms - next_top[:, None]), 0.0), axis=1)
+            total = total * tl.exp(top - next_top) + shares
+            top = next_top
         largest = tl.max(key, axis=1)
         is_better = largest > best
         taken = tl.where(is_better, first + begin + tl.argmax(key, axis=1), taken)
@@ -253,21 +253,21 @@ def set_kernel(
         member = tl.load(tables + members + first[:, None] + index[None, :], mask=mask, other=-1)
         there = tl.maximum(there, tl.max((member == standing).to(tl.int32), axis=1))
         place = tl.maximum(row, 0).to(tl.int64) * most_classes + member
-        found = tl.load(class_weights + place, mask=mask & (row >= 0), other=NEVER)
-        newest = tl.maximum(top, tl.max(found, axis=1))
+        weight = tl.load(class_weights + place, mask=mask & (row >= 0), other=NEVER)
+        next_top = tl.maximum(top, tl.max(weight, axis=1))
         if DRAWN:
-            shares = tl.where(found > NEVER, tl.exp(found - newest[:, None]), 0.0)
-            total = total * tl.exp(top - newest) + tl.sum(shares, axis=1)
-        top = newest
-    found = top
+            shares = tl.where(weight > NEVER, tl.exp(weight - next_top[:, None]), 0.0)
+            total = total * tl.exp(top - next_top) + tl.sum(shares, axis=1)
+        top = next_top
+    weight = top
     if DRAWN:
         is_drawn = (tl.load(own + 3) > 0) & (total > 0)
-        found = tl.where(is_drawn, top + tl.log(tl.maximum(total, 1e-37)), top)
+        weight = tl.where(is_drawn, top + tl.log(tl.maximum(total, 1e-37)), top)
     known = tl.where(there > 0, 0.0, NEVER)
-    found = tl.where(row >= 0, found, tl.where(row == -1, known, 0.0))
+    weight = tl.where(row >= 0, weight, tl.where(row == -1, known, 0.0))
     tl.store(
         weights + position.to(tl.int64) * most_sets + sets,
-        tl.where(is_set, found, NEVER),
+        tl.where(is_set, weight, NEVER),
         mask=sets < most_sets,
     )
 
@@ -322,18 +322,18 @@ def choose_kernel(
                 mask = mask & (taken < num_sets)
                 worth = tl.load(weight + taken, mask=mask, other=NEVER)
                 worth += tl.load(values + here + num_states + target, mask=mask, other=NEVER)
-                newest = tl.maximum(top, tl.max(worth, axis=1))
+                next_top = tl.maximum(top, tl.max(worth, axis=1))
                 if DRAWN:
-                    shares = tl.where(mask, tl.exp(worth - newest[:, None]), 0.0)
-                    total = total * tl.exp(top - newest) + tl.sum(shares, axis=1)
-                top = newest
-            found = top
+                    shares = tl.where(mask, tl.exp(worth - next_top[:, None]), 0.0)
+                    total = total * tl.exp(top - next_top) + tl.sum(shares, axis=1)
+                top = next_top
+            total_weight = top
             if DRAWN:
-                found = tl.where(is_summed, top + tl.log(tl.maximum(total, 1e-37)), top)
+                total_weight = tl.where(is_summed, top + tl.log(tl.maximum(total, 1e-37)), top)
             needed = tl.load(tables + room + states, mask=is_state, other=0)
             is_late = (index == count + left) & (needed > 0)
-            found = tl.maximum(tl.where(is_late, NEVER, found), NEVER)
-            tl.store(values + here + states, found, mask=is_state)
+            total_weight = tl.maximum(tl.where(is_late, NEVER, total_weight), NEVER)
+            tl.store(values + here + states, total_weight, mask=is_state)
         tl.debug_barrier()
     seed_low, seed_high = tl.load(own + 14), tl.load(own + 15)
     step, position = tl.load(own + 16), tl.load(own + 17)

@@ -188,7 +188,7 @@ class _Compiler:
         return self._targets[pointer]
 
     def _target(self, pointer: Any, place: str) -> Any:
-        found = self._root
+        node = self._root
         if not isinstance(pointer, str) or not pointer.startswith("#"):
             raise SchemaError(
                 place, "$ref", f"given {pointer!r}; wanted one into the schema: #/..."
@@ -196,10 +196,10 @@ class _Compiler:
         for part in pointer[1:].split("/")[1:]:
             name = unquote(part).replace("~1", "/").replace("~0", "~")
             try:
-                found = found[int(name)] if isinstance(found, list) else found[name]
+                node = node[int(name)] if isinstance(node, list) else node[name]
             except (KeyError, IndexError, ValueError, TypeError):
                 raise SchemaError(place, "$ref", f"{pointer} is nowhere") from None
-        return found
+        return node
 
     def _listed(self, schema: Mapping[str, Any], keyword: str, place: str) -> Node:
         """Make the expression of the schema's constants that its other keywords allow."""

@@ -169,12 +169,12 @@ class ValueCheck:
             "array": self._of_arrays,
             "object": self._of_objects,
         }
-        found = []
+        checks = []
         for kind, make in makers.items():
             tests = list(make(schema, place))
             if tests:
-                found.append(self._if_type(kind, tests))
-        return found
+                checks.append(self._if_type(kind, tests))
+        return checks
 
     def _if_type(self, kind: str, tests: list[Test]) -> Test:
         def test(value: Any) -> bool:

@@ -233,10 +233,10 @@ def _walk(
         alive = (before != 0).nonzero()[0]
         nodes = np.zeros(len(before), dtype=np.int64)
         keys = before[alive] * num_kinds + automaton.classes[level.bytes[alive]]
-        found, place = np.unique(keys, return_inverse=True)
+        distinct, place = np.unique(keys, return_inverse=True)
         numbers = [np.zeros(0, dtype=np.int64)]
-        for part in _in_parts(len(found), num_states + 1):
-            own = found[part]
+        for part in _in_parts(len(distinct), num_states + 1):
+            own = distinct[part]
             steps = table[vectors.rows(own // num_kinds), (own % num_kinds)[:, None]]
             numbers.append(vectors.number(steps))
         nodes[alive] = np.concatenate(numbers)[place]
@@ -313,13 +313,13 @@ def _useful_states(targets: Array, accepting: Array, allowance: Allowance) -> tu
 def _edges(targets: Array, allowance: Allowance) -> tuple[Array, Array]:
     """Return the pairs of states between which a token leads, each once."""
     num_states = len(targets)
-    found = [np.zeros(0, dtype=np.int64)]
+    edges = [np.zeros(0, dtype=np.int64)]
     for part in _in_parts(num_states, targets.shape[1]):
         allowance.spend(targets[part].size // _CELLS_OF_WORK)
         states, classes = (targets[part] < num_states).nonzero()
         keys = (states + part.start) * num_states + targets[part][states, classes]
-        found.append(np.unique(keys))
-    keys = np.concatenate(found)
+        edges.append(np.unique(keys))
+    keys = np.concatenate(edges)
     return keys // num_states, keys % num_states
 
 
@@ -327,17 +327,17 @@ def _distances(sources: Array, ends: Array, first: Array, allowance: Allowance) 
     """Count the steps from `first` [Q] bool to every state, along edges from sources to ends."""
     order = np.argsort(sources, kind="stable")
     ends, starts = ends[order], np.searchsorted(sources[order], np.arange(len(first) + 1))
-    found = np.where(first, 0, _NEVER)
-    newest, steps = first.nonzero()[0], 0
-    while len(newest):
+    distances = np.where(first, 0, _NEVER)
+    frontier, steps = first.nonzero()[0], 0
+    while len(frontier):
         steps += 1
-        counts = starts[newest + 1] - starts[newest]
+        counts = starts[frontier + 1] - starts[frontier]
         allowance.spend(20 + int(counts.sum()) // 16)
-        behind = np.repeat(starts[newest] - np.cumsum(counts) + counts, counts)
+        behind = np.repeat(starts[frontier] - np.cumsum(counts) + counts, counts)
         others = ends[behind + np.arange(len(behind))]
-        newest = np.unique(others[found[others] == _NEVER])
-        found[newest] = steps
-    return found
+        frontier = np.unique(others[distances[others] == _NEVER])
+        distances[frontier] = steps
+    return distances
 
 
 def _by_size(class_of_token: Array, targets: Array, allowance: Allowance) -> tuple[Array, Array]:
@@ -414,13 +414,13 @@ def _with_edges(
 ) -> Language:
     """Make the language with its sets of classes and every state's edges."""
     num_states, num_classes = targets.shape
-    found = _EdgesOfStates(num_classes)
+    edges = _EdgesOfStates(num_classes)
     for part in _in_parts(num_states, 4 * num_classes):
         allowance.spend(targets[part].size // 16)
-        found.add(targets[part], part.start, num_states)
-    states, ends = np.concatenate(found.states), np.concatenate(found.ends)
-    keys, numbers = np.unique(np.concatenate(found.keys), return_inverse=True)
-    members = [found.members[key] for key in keys.tolist()]
+        edges.add(targets[part], part.start, num_states)
+    states, ends = np.concatenate(edges.states), np.concatenate(edges.ends)
+    keys, numbers = np.unique(np.concatenate(edges.keys), return_inverse=True)
+    members = [edges.members[key] for key in keys.tolist()]
     members += [np.array(eos, dtype=np.int16), np.array(eos + other, dtype=np.int16)]
     num_members = sum(map(len, members))
     counts = np.bincount(states, minlength=num_states + 1)

@@ -174,7 +174,7 @@ def _set_weights(
     language: Language, window: OpenWindow, weights: Array, *, is_drawn: bool
 ) -> Array:
     """Weight of each set at each position, [n, S + 1] float64; the last column is no set."""
-    found = np.zeros((len(window.kinds), language.num_sets + 1))
+    sums = np.zeros((len(window.kinds), language.num_sets + 1))
     members, starts = language.set_members, language.set_starts[:-1]
     rows, step = (window.kinds == OPEN).nonzero()[0], max(_CELLS_AT_ONCE // len(members), 1)
     for first in range(0, len(rows), step):
@@ -184,12 +184,12 @@ def _set_weights(
             sizes = np.diff(language.set_starts)
             shares = np.exp(kept - np.repeat(best, sizes, axis=1))
             best = best + np.log(np.add.reduceat(shares, starts, axis=1))
-        found[rows[first : first + step], :-1] = best
+        sums[rows[first : first + step], :-1] = best
     known = (window.kinds >= 0).nonzero()[0]
     is_there = window.kinds[known, None] == members
-    found[known, :-1] = np.where(np.logical_or.reduceat(is_there, starts, axis=1), 0.0, -np.inf)
-    found[:, -1] = -np.inf
-    return found
+    sums[known, :-1] = np.where(np.logical_or.reduceat(is_there, starts, axis=1), 0.0, -np.inf)
+    sums[:, -1] = -np.inf
+    return sums
 
 
 def _backward(language: Language, window: OpenWindow, weights: Array, *, is_drawn: bool) -> Array:

@@ -141,17 +141,17 @@ class _Expressions:
 def _members(items: list[Any]) -> list[Range]:
     """Return the code points of a set in brackets."""
     is_negated = items[0][0] is ops.NEGATE
-    found: list[Range] = []
+    members: list[Range] = []
     for op, value in dict.fromkeys(items[is_negated:]):
         if op is ops.LITERAL:
-            found.append((value, value))
+            members.append((value, value))
         elif op is ops.RANGE:
-            found.append(value)
+            members.append(value)
         elif op is ops.CATEGORY:
-            found += _category(str(value), widest=is_negated)
+            members += _category(str(value), widest=is_negated)
         else:
             raise UnsupportedPatternError(f"{str(op).lower()} is not supported in brackets")
-    return complement(found) if is_negated else found
+    return complement(members) if is_negated else members
 
 
 def _category(name: str, *, widest: bool) -> list[Range]:

@@ -74,8 +74,8 @@ def then(*parts: Node | str) -> Node:
 
 def either(options: Iterable[Node | str]) -> Node:
     """Make the alternative of options; strings stand for themselves."""
-    found = tuple(text(option) if isinstance(option, str) else option for option in options)
-    return found[0] if len(found) == 1 else Either(found)
+    nodes = tuple(text(option) if isinstance(option, str) else option for option in options)
+    return nodes[0] if len(nodes) == 1 else Either(nodes)
 
 
 def repeat(node: Node, least: int, most: int | None, origin: str = "") -> Node:
@@ -111,12 +111,12 @@ def chars(ranges: Iterable[Range]) -> Node:
 
 def complement(ranges: Iterable[Range]) -> list[Range]:
     """Return all code points that are in none of `ranges`."""
-    found, start = [], 0
+    gaps, start = [], 0
     for first, last in sorted(ranges):
         if first > start:
-            found.append((start, first - 1))
+            gaps.append((start, first - 1))
         start = max(start, last + 1)
-    return [*found, (start, LAST_CODE_POINT)] if start <= LAST_CODE_POINT else found
+    return [*gaps, (start, LAST_CODE_POINT)] if start <= LAST_CODE_POINT else gaps
 
 
 def _byte_mask(first: int, last: int) -> int:
@@ -145,18 +145,18 @@ def _sequences(low: bytes, high: bytes) -> list[Node]:
     least, most = b"\x80" * (len(low) - 1), b"\xbf" * (len(low) - 1)
     if low[0] == high[0]:
         return [Then((_one(low[0]), rest)) for rest in _sequences(low[1:], high[1:])]
-    found: list[Node] = []
+    options: list[Node] = []
     first, last = low[0], high[0]
     if low[1:] != least:
-        found += [Then((_one(first), rest)) for rest in _sequences(low[1:], most)]
+        options += [Then((_one(first), rest)) for rest in _sequences(low[1:], most)]
         first += 1
     if high[1:] != most:
-        found += [Then((_one(last), rest)) for rest in _sequences(least, high[1:])]
+        options += [Then((_one(last), rest)) for rest in _sequences(least, high[1:])]
         last -= 1
     if first <= last:
         whole = _sequences(least, most)
-        found += [Then((Byte(_byte_mask(first, last)), rest)) for rest in whole]
-    return found
+        options += [Then((Byte(_byte_mask(first, last)), rest)) for rest in whole]
+    return options
 
 
 def _one(byte: int) -> Byte:

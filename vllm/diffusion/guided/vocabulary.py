@@ -65,10 +65,10 @@ class Vocabulary:
         nodes, depth = np.zeros(len(ids), dtype=np.int64), 0
         while len(ids):
             keys = nodes * 256 + data[starts + depth]
-            found, nodes = np.unique(keys, return_inverse=True)
+            distinct, nodes = np.unique(keys, return_inverse=True)
             depth += 1
             ends = lengths == depth
-            yield Level(found // 256, (found % 256).astype(np.uint8), nodes[ends], ids[ends])
+            yield Level(distinct // 256, (distinct % 256).astype(np.uint8), nodes[ends], ids[ends])
             nodes, ids, starts, lengths = (x[~ends] for x in (nodes, ids, starts, lengths))
 
 
@@ -123,15 +123,15 @@ def _byte_level(token: str) -> bytes | None:
 
 
 def _sentence_piece(token: str) -> bytes:
-    found = _BYTE_TOKEN.fullmatch(token)
-    if found is not None:
-        return bytes([int(found[1], 16)])
+    match = _BYTE_TOKEN.fullmatch(token)
+    if match is not None:
+        return bytes([int(match[1], 16)])
     return token.replace(_SPACE, " ").encode()
 
 
 def _check(tokenizer: Any, vocabulary: Vocabulary) -> None:
     """Check that the tokens of a text have its bytes, except for a space put before it."""
     ids = tokenizer.encode(_SAMPLE, add_special_tokens=False)
-    found = b"".join(vocabulary.tokens[i] or b"" for i in ids)
-    if found.removeprefix(b" ") != _SAMPLE.encode():
-        raise VocabularyError(f"its tokens of {_SAMPLE!r} are {found!r}")
+    written = b"".join(vocabulary.tokens[i] or b"" for i in ids)
+    if written.removeprefix(b" ") != _SAMPLE.encode():
+        raise VocabularyError(f"its tokens of {_SAMPLE!r} are {written!r}")

@@ -154,13 +154,13 @@ def available_backends(
     """Return the backends that serve such heads in some shape."""
     if not can_be_captured(dtype, head_dim, device):
         return (Backend.SDPA,)
-    found = [Backend.SDPA]
+    backends = [Backend.SDPA]
     if _flash3(device):
-        found.append(Backend.FLASH3)
+        backends.append(Backend.FLASH3)
     if ops.has_attention(torch.empty(0, 1, head_dim, dtype=dtype, device=device), 1):
-        found.append(Backend.TILED)
-    found.append(Backend.SPLIT if can_split(dtype, head_dim, device) else Backend.FLASH)
-    return tuple(found)
+        backends.append(Backend.TILED)
+    backends.append(Backend.SPLIT if can_split(dtype, head_dim, device) else Backend.FLASH)
+    return tuple(backends)
 
 
 def choose_backend(q: Tensor, layout: _Layout) -> Backend:

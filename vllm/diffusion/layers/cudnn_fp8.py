@@ -78,8 +78,8 @@ def why_not(device: torch.device, head_dim: int) -> str | None:
     try:
         error = _tried(device, head_dim)
     except Exception as failure:
-        told = str(failure).strip().splitlines() or [type(failure).__name__]
-        return f"a cuDNN that computes it (it says: {told[0]})"
+        lines = str(failure).strip().splitlines() or [type(failure).__name__]
+        return f"a cuDNN that computes it (it says: {lines[0]})"
     if not error < _MAX_ERROR:
         return f"a cuDNN that computes it right (relative error {error:.3f})"
     return None
@@ -91,11 +91,11 @@ def _tried(device: torch.device, head_dim: int) -> float:
     heads = (64 * torch.randn(200, 12, head_dim, device=device, generator=draws)).to(FP8)
     q, k, v = heads.split((6, 3, 3), dim=1)
     scales = torch.full((4,), 1 / 64, device=device)
-    found = [torch.empty(q.shape, dtype=FP8, device=device) for _ in range(2)]
-    _by_cudnn(q[:150], k, v, scales, found[0][:150])
-    _by_cudnn(q[150:], k, v, scales, found[0][150:])
-    _by_torch(q, k, v, scales, found[1])
-    given, wanted = (part.float() for part in found)
+    outputs = [torch.empty(q.shape, dtype=FP8, device=device) for _ in range(2)]
+    _by_cudnn(q[:150], k, v, scales, outputs[0][:150])
+    _by_cudnn(q[150:], k, v, scales, outputs[0][150:])
+    _by_torch(q, k, v, scales, outputs[1])
+    given, wanted = (part.float() for part in outputs)
     return float((given - wanted).norm() / wanted.norm())
 
 
@@ -124,8 +124,8 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, scales: Tensor, out: Tensor) -> N
             logits = (q[part, head].float() @ keys.t()) * factor
             weights = (logits - logits.amax(1, keepdim=True)).exp()
             rounded = (weights * LARGEST).to(FP8).float()
-            found = (rounded @ values) * by / weights.sum(1, keepdim=True)
-            out[part, head] = found.clamp(-LARGEST, LARGEST).to(FP8)
+            product = (rounded @ values) * by / weights.sum(1, keepdim=True)
+            out[part, head] = product.clamp(-LARGEST, LARGEST).to(FP8)
 
 
 # ---- cuDNN ----
@@ -235,9 +235,9 @@ def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, scales: Tensor, out: Tensor) -> N
     """
     if len(q) == 1:
         twice = q.view(torch.uint8).repeat(2, 1, 1).view(FP8)
-        found = torch.empty_like(twice)
-        _library(q.device).attend(twice, k, v, scales, found)
-        out.copy_(found[:1])
+        product = torch.empty_like(twice)
+        _library(q.device).attend(twice, k, v, scales, product)
+        out.copy_(product[:1])
         return
     _library(q.device).attend(q, k, v, scales, out)
 

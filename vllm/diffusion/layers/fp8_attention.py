@@ -249,19 +249,22 @@ class Fp8Attention:
         layer, num_rows = self.layer, len(x)
         heads = layer.num_kv_heads // group.count, layer.head_dim
         listed = stages.keys_values(x.dtype, *heads, is_own=True)
-        found: list[Tensor | None] = [None, *(part.take(buffers, num_rows) for part in listed)]
+        projected: list[Tensor | None] = [
+            None,
+            *(part.take(buffers, num_rows) for part in listed),
+        ]
         if has_queries:
-            found[0] = self._querying(x, group)[0].take(buffers, num_rows)
+            projected[0] = self._querying(x, group)[0].take(buffers, num_rows)
         widths = layer.query_width, layer.key_width, layer.key_width
         with buffers.scope("keys-values"):
             normed = layer.normed(x, stages.normed(x.dtype, x.shape[1]), buffers)
             start = 0
-            for out, width in zip(found, widths, strict=True):
+            for out, width in zip(projected, widths, strict=True):
                 columns = group.part(width)
                 if out is not None:
                     columns = slice(start + columns.start, start + columns.stop)
                     layer.project(normed, columns, out.flatten(1), buffers)
                 start += width
-        q, k, v = found
+        q, k, v = projected
         assert k is not None and v is not None
         return q, k, v

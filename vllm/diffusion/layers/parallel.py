@@ -24,7 +24,7 @@ class _PlainEmbeddingMethod(UnquantizedEmbeddingMethod):
         """Do nothing, where upstream would also pack a copy on CPU."""
 
 
-def keep_plain(layer: LayerT) -> LayerT:
+def without_weight_packing(layer: LayerT) -> LayerT:
     """Keep the matrix of an unquantised layer as loaded, and return the layer.
 
     On CPU upstream packs such a matrix for its own GEMM and may drop the original, and where its

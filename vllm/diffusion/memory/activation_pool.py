@@ -41,7 +41,7 @@ class PoolExhaustedError(DiffusionError):
         self.available_bytes = available_bytes
 
 
-class Place:
+class PoolSlice:
     """A buffer's bytes, with the tensors made of them so far."""
 
     def __init__(self, offset: int, memory: torch.Tensor) -> None:
@@ -63,7 +63,7 @@ class Place:
         return view
 
 
-_Scope: TypeAlias = "tuple[int, dict[str, Place]]"  # where it starts; its buffers by name
+_Scope: TypeAlias = "tuple[int, dict[str, PoolSlice]]"  # where it starts; its buffers by name
 
 
 class ActivationPool:
@@ -117,26 +117,26 @@ class ActivationPool:
             PoolExhaustedError: the budget or the card has no room; the pool is as before.
         """
         num_bytes = math.prod(shape) * dtype.itemsize
-        for _, places in reversed(self._scopes):
-            place = places.get(name)
-            if place is not None and place.num_bytes >= num_bytes:
-                return place.view(shape, dtype)
+        for _, slices in reversed(self._scopes):
+            pool_slice = slices.get(name)
+            if pool_slice is not None and pool_slice.num_bytes >= num_bytes:
+                return pool_slice.view(shape, dtype)
         return self._add(name, num_bytes).view(shape, dtype)
 
-    def _add(self, name: str, num_bytes: int) -> Place:
+    def _add(self, name: str, num_bytes: int) -> PoolSlice:
         is_above = self._frame is not None and self._frame is not self._scopes
         if is_above and len(self._scopes) == 1:
             raise RuntimeError(f"activation pool: {name}: taken outside all scopes above a frame")
-        _, places = self._scopes[-1]
-        outgrown = places.get(name)
+        _, slices = self._scopes[-1]
+        outgrown = slices.get(name)
         # The last buffer grows where it is; another one leaves a gap until the scope ends.
         in_place = outgrown is not None and outgrown.end == self._end
         offset = outgrown.offset if outgrown is not None and in_place else self._end
         size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         self._check_room(name, offset + size)
-        place = places[name] = self._place(offset, size)
+        pool_slice = slices[name] = self._slice_at(offset, size)
         self._grow(offset + size)
-        return place
+        return pool_slice
 
     def expect(self, name: str, num_bytes: int) -> None:
         """Announce that PyTorch itself will allocate `num_bytes` before the scope ends.
@@ -289,9 +289,9 @@ class ActivationPool:
         """Bytes that the pool holds of the device, as far as it knows them."""
         return self.used_bytes
 
-    def _place(self, offset: int, num_bytes: int) -> Place:
+    def _slice_at(self, offset: int, num_bytes: int) -> PoolSlice:
         """Return memory for a buffer. Raises PoolExhaustedError: the card has none."""
-        return Place(offset, torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
+        return PoolSlice(offset, torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
 
     def _keep(self, name: str, num_bytes: int) -> torch.Tensor:
         """Return bytes [num_bytes] that stay, in place of those kept under this name."""

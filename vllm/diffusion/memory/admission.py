@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.memory.shapes import Demand
 
 MAX_KNOWN_PLACES = 4_096
-AS_FAST = 0.95  # of the time of a step: what takes no less is about as fast
+SAME_SPEED_RATIO = 0.95  # of the time of a step: what takes no less is about as fast
 FEW_CHUNKS = 64  # of a stage: with this many a step is hardly slower than with fewer
 
 Obstacle = Literal["rows", "memory"]
@@ -86,7 +86,7 @@ class Admission:
     def _is_as_fast(self, step: StepShape, kept_bytes: int) -> bool:
         """Whether the step takes about as long beside these bytes as beside half of the budget."""
         beside_half = self._seconds(step, self.budget_bytes // 2)
-        return AS_FAST * self._seconds(step, kept_bytes) < beside_half
+        return SAME_SPEED_RATIO * self._seconds(step, kept_bytes) < beside_half
 
     def fits(self, step: StepShape, kept_bytes: int = 0) -> bool:
         """Whether the step has a plan."""

@@ -127,7 +127,10 @@ class Footprint:
         *attending, collected = stages.attending(*heads)
         if is_packed:
             attending.append(collected)
-        made = [(*products.made_of(attending[0]), *products.add_to) for products in shape.products]
+        made = [
+            (*products.quantisation_buffers(attending[0]), *products.add_to)
+            for products in shape.products
+        ]
         phases = tuple((*attending, *phase) for phase in made)
         if has_queries:
             return phases
@@ -203,9 +206,13 @@ class Footprint:
         if not shape.mlp_width:
             return ()
         activated, normed = stages.gating(shape.dtype, shape.hidden_size, shape.mlp_width)
-        gating = products.gated_beyond if is_long else products.gated
+        gating = products.gated_limit if is_long else products.gated
         out = products.rows(activated)
-        adding = out if len(shape.products) == 1 else (activated, *products.made_of(activated))
+        adding = (
+            out
+            if len(shape.products) == 1
+            else (activated, *products.quantisation_buffers(activated))
+        )
         return (*out, *products.rows(normed), *gating), (*adding, *products.add_to)
 
     def _experts(self) -> Phases:
@@ -223,7 +230,10 @@ class Footprint:
         phases: list[Listed] = [terms]
         if experts.shared_width:
             activated, normed = stages.gating(dtype, width, experts.shared_width)
-            phases += [(*p.rows(activated), *p.made_of(normed), *p.gated) for p in shape.products]
+            phases += [
+                (*p.rows(activated), *p.quantisation_buffers(normed), *p.gated)
+                for p in shape.products
+            ]
         beside = stages.beside_experts(dtype, width, has_shared=experts.shared_width > 0)
         return tuple((*beside, *phase) for phase in phases)
 

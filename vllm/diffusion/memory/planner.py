@@ -77,7 +77,7 @@ class Planner:
             shards=shards,
             min_rows=min_rows,
         )
-        self._found = lru_cache(MAX_KNOWN_PLANS)(self.search.find)
+        self._cached_find = lru_cache(MAX_KNOWN_PLANS)(self.search.find)
 
     def plan(self, step: StepShape, kept_bytes: int = 0, longest_chunk_s: float = math.inf) -> Plan:
         """Return the plan of a step.
@@ -94,11 +94,11 @@ class Planner:
         """
         reserved = 0 if longest_chunk_s == math.inf else self.reserved_bytes
         if not reserved:
-            return self._found(step, kept_bytes, longest_chunk_s)
+            return self._cached_find(step, kept_bytes, longest_chunk_s)
         try:
-            plan = self._found(step, kept_bytes + reserved, longest_chunk_s)
+            plan = self._cached_find(step, kept_bytes + reserved, longest_chunk_s)
         except ActivationBudgetError:
-            return self._found(step, kept_bytes, longest_chunk_s)
+            return self._cached_find(step, kept_bytes, longest_chunk_s)
         return replace(
             plan,
             predicted_peak_bytes=plan.predicted_peak_bytes - reserved,
@@ -139,7 +139,7 @@ class Planner:
     @property
     def num_found(self) -> int:
         """Number of searches for a plan so far; other plans were looked up."""
-        return self._found.cache_info().misses
+        return self._cached_find.cache_info().misses
 
     @property
     def cached_positions(self) -> int:

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 MEASURED = ("product_flops", "attention_flops", "memory_bytes")  # which properties promise
-HEATED_S = 0.22  # of products, until the card has met its limit of power
+THERMAL_WARMUP_S = 0.22  # of products, until the card has met its limit of power
 MOMENT_S, COPIES_S = 0.04, 0.015  # that rounds are counted of products and of attention; of copies
 LINK_BYTES = 32 << 20  # as much of the host's memory is pinned meanwhile
-BELIEVED = 0.6  # of what properties promise: few cards do less of it alone
+PEAK_FRACTION = 0.6  # of what properties promise: few cards do less of it alone
 COPIED_BYTES = 512 << 20  # enough that a copy's start and end do not count
 OTHERS_BYTES = 2 << 30  # of its memory that this process has not allocated: others are there
 
@@ -132,7 +132,7 @@ def believed(measured: Rates, promised: Rates) -> Rates:
     slow = {
         name: getattr(promised, name)
         for name in MEASURED
-        if getattr(measured, name) < BELIEVED * getattr(promised, name)
+        if getattr(measured, name) < PEAK_FRACTION * getattr(promised, name)
     }
     return measured._replace(**slow)
 
@@ -163,7 +163,7 @@ def _product_flops(device: torch.device) -> float:
     def multiply() -> object:
         return torch.mm(x, weights, out=out)
 
-    _rounds(multiply, HEATED_S)
+    _rounds(multiply, THERMAL_WARMUP_S)
     seconds = statistics.median(_rounds(multiply, MOMENT_S))
     return 2 * _ROWS * _DEPTH * _COLUMNS / seconds
 
@@ -219,8 +219,8 @@ def _path_of(device: torch.device) -> Path:
 def _remembered(path: Path) -> Rates | None:
     """Read rates from a file; None if it holds none."""
     try:
-        found = json.loads(path.read_text())
-        rates = Rates(**found)
+        numbers = json.loads(path.read_text())
+        rates = Rates(**numbers)
         return rates if all(0 < number < math.inf for number in rates) else None
     except (OSError, ValueError, TypeError):
         return None

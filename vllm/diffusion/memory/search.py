@@ -188,10 +188,10 @@ class PlanSearch:
 
     def find(self, step: StepShape, kept_bytes: int, longest_chunk_s: float) -> Plan:
         """Search the plan of a step, for some hundred microseconds; see `Planner.plan`."""
-        available, asked = self._budget_bytes - kept_bytes, step
+        available, whole_step = self._budget_bytes - kept_bytes, step
         step, layouts = self._as_computed(step)
         candidates: list[PlanCandidate] = []
-        if step.rows <= WHOLE_STEP_ROWS and step is asked and not step.fp8_attention:
+        if step.rows <= WHOLE_STEP_ROWS and step is whole_step and not step.fp8_attention:
             whole = self._candidate(Residency(keep_queries=True), step, longest_chunk_s)
             if whole.bytes_with(step.rows) <= available:
                 return self._plan_with(whole, whole.sizes(available), kept_bytes)
@@ -205,7 +205,7 @@ class PlanSearch:
             for part in candidate.attend_parts
         ]
         if not plans:
-            raise self._refusal(asked, kept_bytes, min(smallest.values()))
+            raise self._refusal(whole_step, kept_bytes, min(smallest.values()))
         return min(plans, key=lambda plan: plan.predicted_seconds)
 
     def _candidate(

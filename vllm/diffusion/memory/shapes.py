@@ -45,7 +45,7 @@ class LinearBuffers(NamedTuple):
         project: for the fused product of queries, keys and values.
         gated: for gate and up, and silu(gate) * up, in the widest MLP.
         add_to: for the products that are added to the residual stream.
-        most_gated_rows: rows above which chunks take `gated_beyond` instead; None for no limit.
+        most_gated_rows: rows above which chunks take `gated_limit` instead; None for no limit.
         quantises: whether they take rows that are quantised already.
         weight_bytes: bytes of a stored weight; None for e, as of an activation.
         speed: rate of large products relative to those of 16-bit weights.
@@ -55,7 +55,7 @@ class LinearBuffers(NamedTuple):
     gated: Listed
     add_to: Listed
     most_gated_rows: int | None = None
-    gated_beyond: Listed = ()
+    gated_limit: Listed = ()
     quantises: bool = False
     weight_bytes: float | None = None
     speed: float = 1.0
@@ -64,7 +64,7 @@ class LinearBuffers(NamedTuple):
         """Buffers for rows in the products' dtype: fp8 with a scale each where they quantise."""
         return buffer.quantised if self.quantises else (buffer,)
 
-    def made_of(self, buffer: Buffer) -> Listed:
+    def quantisation_buffers(self, buffer: Buffer) -> Listed:
         """Buffers for quantising rows that arrive in the model dtype; none for plain weights."""
         made = stages.quantised_rows(buffer.dtype, *buffer.shape)
         return made.quantised if self.quantises else ()

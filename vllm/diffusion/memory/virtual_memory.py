@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm.diffusion.memory.activation_pool import ActivationPool, Place, PoolExhaustedError
+from vllm.diffusion.memory.activation_pool import ActivationPool, PoolExhaustedError, PoolSlice
 from vllm.diffusion.ops import arena as vmm
 from vllm.logger import init_logger
 
@@ -64,19 +64,19 @@ class ArenaPool(ActivationPool):
         )
         self._temporaries = vmm.TorchPool(self._arena, card)
         self._graphs = vmm.TorchPool(self._arena, card)
-        self._known: dict[tuple[int, int], Place] = {}
+        self._known: dict[tuple[int, int], PoolSlice] = {}
 
     def expect(self, name: str, num_bytes: int) -> None:
         """Count nothing: `other_bytes` has PyTorch's memory once it is allocated."""
 
-    def _place(self, offset: int, num_bytes: int) -> Place:
-        place = self._known.get((offset, num_bytes))
-        if place is None:
+    def _slice_at(self, offset: int, num_bytes: int) -> PoolSlice:
+        pool_slice = self._known.get((offset, num_bytes))
+        if pool_slice is None:
             if len(self._known) >= MAX_KNOWN_PLACES:
                 self._known.clear()
-            place = Place(offset, self._memory(offset, num_bytes))
-            self._known[offset, num_bytes] = place
-        return place
+            pool_slice = PoolSlice(offset, self._memory(offset, num_bytes))
+            self._known[offset, num_bytes] = pool_slice
+        return pool_slice
 
     def _memory(self, offset: int, num_bytes: int) -> torch.Tensor:
         try:

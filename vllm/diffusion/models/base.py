@@ -22,7 +22,7 @@ from vllm.diffusion.layers.attention_backends import (
     can_be_captured,
     reads_pages,
 )
-from vllm.diffusion.layers.parallel import keep_plain
+from vllm.diffusion.layers.parallel import without_weight_packing
 from vllm.diffusion.layers.rotary import Rotary, inverse_frequencies, rotary_rows
 from vllm.diffusion.layers.yarn import yarn_frequencies
 from vllm.diffusion.models.transformer import Transformer
@@ -66,7 +66,7 @@ class DiffusionModel(Updatable):
         self.config, self.family = config, config.family
         self.architecture = architecture = config.architecture
         self.model = Transformer(config, quant_config, maybe_prefix(prefix, "model"))
-        self.lm_head = keep_plain(
+        self.lm_head = without_weight_packing(
             ParallelLMHead(
                 architecture.num_embeddings,
                 config.hidden_size,

@@ -37,9 +37,9 @@ def widened(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
     """
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights:
-        path, found, part = name.partition(f"{_WEIGHT}.")
+        path, separator, part = name.partition(f"{_WEIGHT}.")
         is_packed = name.endswith(_WEIGHT) and tensor.dim() == 2 and tensor.shape[1] == 1
-        if not (found or is_packed):
+        if not (separator or is_packed):
             yield name, tensor
             continue
         path = path.removesuffix(_WEIGHT)

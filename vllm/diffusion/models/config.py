@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 DEFAULT_BLOCK_LENGTH = 32
 
 
-class ExpertScoring(NamedTuple):
+class RouterScoring(NamedTuple):
     """Choice and weighting of experts: the attributes of `gather_gemm.Scoring`."""
 
     is_sigmoid: bool = False
@@ -83,7 +83,7 @@ class Architecture(NamedTuple):
     expert_layers: tuple[int, ...] = ()
     expert_width: int = 0
     shared_expert_width: int = 0
-    scoring: ExpertScoring = ExpertScoring()
+    scoring: RouterScoring = RouterScoring()
     expert_bias_of: str | None = None
     has_fused_qkv: bool = False
     yarn: Yarn | None = None

@@ -77,7 +77,7 @@ class ExpertMatrices(nn.Module):
     @property
     def matrices(self) -> ops.ExpertWeights:
         """The matrices in the type that products take."""
-        return ops.Matrices(self.weight.data)
+        return ops.DenseExperts(self.weight.data)
 
     def _put(self, expert: int, rows: slice, matrix: Tensor) -> None:
         """Store rows of an expert's matrix, [rows, in] of this rank."""
@@ -125,7 +125,7 @@ class Fp8Matrices(ExpertMatrices):
 
     @property
     def matrices(self) -> ops.ExpertWeights:
-        return ops.Matrices(self.weight.data, self.weight_scale.data)
+        return ops.DenseExperts(self.weight.data, self.weight_scale.data)
 
     def _put(self, expert: int, rows: slice, matrix: Tensor) -> None:
         if matrix.dtype == torch.float8_e4m3fn:

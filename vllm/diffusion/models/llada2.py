@@ -12,7 +12,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.diffusion.models.config import ExpertScoring
+from vllm.diffusion.models.config import RouterScoring
 from vllm.diffusion.models.config_checks import (
     check_positive,
     check_quantised_experts,
@@ -106,9 +106,9 @@ class LLaDA2Config(StandardConfig):
         _check_groups(values)
 
     @property
-    def scoring(self) -> ExpertScoring:
+    def scoring(self) -> RouterScoring:
         """How rows choose and weigh experts."""
-        return ExpertScoring(
+        return RouterScoring(
             is_sigmoid=True,
             num_groups=self.n_group,
             num_kept_groups=self.topk_group,

@@ -15,7 +15,7 @@ from vllm.diffusion.models.config_checks import check_positive, refuse
 from vllm.diffusion.models.llada2 import LLaDA2Config
 
 if TYPE_CHECKING:
-    from vllm.diffusion.models.config import ExpertScoring
+    from vllm.diffusion.models.config import RouterScoring
 
 
 class LLaDA22Config(LLaDA2Config):
@@ -54,7 +54,7 @@ class LLaDA22Config(LLaDA2Config):
                 refuse(values, key, f"an id from 0 to vocab_size - 1 = {size - 1}")
 
     @property
-    def scoring(self) -> ExpertScoring:
+    def scoring(self) -> RouterScoring:
         return super().scoring._replace(
             num_groups=1,
             num_kept_groups=1,

@@ -19,7 +19,7 @@ logger = init_logger(__name__)
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
-def adopt(model: ModelConfig) -> None:
+def register_llama(model: ModelConfig) -> None:
     """Turn the configuration of such a checkpoint into ours; leave any other llama as it is.
 
     Its architecture says which family it is of (that of `--hf-overrides`, where given); a plain
@@ -45,8 +45,8 @@ def adopt(model: ModelConfig) -> None:
     model.hf_config = config_class_of(family).from_dict(values)
     model.hf_text_config = get_hf_text_config(model.hf_config)
     model.model_arch_config = model.get_model_arch_config()
-    found = model.registry.inspect_model_cls(architectures, model)
-    model._model_info, model._architecture = found
+    registered = model.registry.inspect_model_cls(architectures, model)
+    model._model_info, model._architecture = registered
 
 
 def _values(model: ModelConfig) -> dict[str, Any]:

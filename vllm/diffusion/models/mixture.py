@@ -11,7 +11,7 @@ from torch import nn
 from vllm.diffusion import ops
 from vllm.diffusion.core.errors import CheckpointError
 from vllm.diffusion.layers.moe import ExpertsMLP
-from vllm.diffusion.layers.parallel import keep_plain
+from vllm.diffusion.layers.parallel import without_weight_packing
 from vllm.diffusion.models.expert_matrices import expert_matrices, scheme_of_experts
 from vllm.diffusion.models.modules import DenseMLP
 from vllm.diffusion.models.weights import Destination
@@ -50,7 +50,7 @@ class MixtureMLP(nn.Module):
         self.scoring = ops.Scoring(*architecture.scoring)
         self.num_experts, self.num_chosen = config.num_experts, config.num_experts_per_tok
         self.shape = (inner, width)
-        self.gate = keep_plain(
+        self.gate = without_weight_packing(
             ReplicatedLinear(width, config.num_experts, bias=False, prefix=f"{prefix}.gate")
         )
         self.expert_bias_of = architecture.expert_bias_of

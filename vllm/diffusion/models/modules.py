@@ -15,7 +15,7 @@ from vllm.diffusion import ops
 from vllm.diffusion.layers.attention import SelfAttention
 from vllm.diffusion.layers.mlp import GatedMLP
 from vllm.diffusion.layers.norm import AllHeadsRMSNorm, RMSNorm
-from vllm.diffusion.layers.parallel import keep_plain
+from vllm.diffusion.layers.parallel import without_weight_packing
 from vllm.diffusion.models.weights import Destination
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
@@ -38,7 +38,7 @@ class AttentionWeights(nn.Module):
         super().__init__()
         self.config, architecture = config, config.architecture
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.qkv_proj = keep_plain(
+        self.qkv_proj = without_weight_packing(
             QKVParallelLinear(
                 hidden_size=config.hidden_size,
                 head_size=config.head_dim,
@@ -49,7 +49,7 @@ class AttentionWeights(nn.Module):
                 prefix=f"{prefix}.qkv_proj",
             )
         )
-        self.o_proj = keep_plain(
+        self.o_proj = without_weight_packing(
             RowParallelLinear(
                 heads * config.head_dim,
                 config.hidden_size,
@@ -118,7 +118,7 @@ class DenseMLP(nn.Module):
         architecture = config.architecture
         self.shape = (inner or architecture.dense_width, config.hidden_size)
         inner, width = self.shape
-        self.gate_up_proj = keep_plain(
+        self.gate_up_proj = without_weight_packing(
             MergedColumnParallelLinear(
                 width,
                 [inner] * 2,
@@ -127,7 +127,7 @@ class DenseMLP(nn.Module):
                 prefix=f"{prefix}.gate_up_proj",
             )
         )
-        self.down_proj = keep_plain(
+        self.down_proj = without_weight_packing(
             RowParallelLinear(
                 inner,
                 width,

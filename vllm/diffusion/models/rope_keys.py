@@ -63,16 +63,16 @@ def description(values: Mapping[str, Any], key: str) -> dict[str, Any]:
     Raises:
         ModelConfigError: it is no description, or has none for our layers.
     """
-    found = values.get(key)
-    if found is None:
+    rope = values.get(key)
+    if rope is None:
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(rope, dict):
         refuse(values, key, "an object, or null, is supported")
-    nested = {name: value for name, value in found.items() if isinstance(value, dict)}
+    nested = {name: value for name, value in rope.items() if isinstance(value, dict)}
     if not nested:
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in rope.items() if value is not None}
     own = nested.get(OUR_LAYERS)
-    shared = {name: found[name] for name in found.keys() - nested.keys()}
+    shared = {name: rope[name] for name in rope.keys() - nested.keys()}
     is_like = own is not None and all(
         value is None or own.get(name, value) == value for name, value in shared.items()
     )

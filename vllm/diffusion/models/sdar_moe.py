@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.diffusion.models.config import ExpertScoring
+from vllm.diffusion.models.config import RouterScoring
 from vllm.diffusion.models.config_checks import check_quantised_experts, refuse
 from vllm.diffusion.models.sdar import SDARConfig
 
@@ -75,5 +75,5 @@ class SDARMoeConfig(SDARConfig):
             dense_width=self.intermediate_size if len(sparse) < len(layers) else 0,
             expert_layers=tuple(sparse),
             expert_width=self.moe_intermediate_size,
-            scoring=ExpertScoring(is_normalised=self.norm_topk_prob),
+            scoring=RouterScoring(is_normalised=self.norm_topk_prob),
         )

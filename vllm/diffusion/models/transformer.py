@@ -12,7 +12,7 @@ from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.core.spans import AttentionLayout, KeySource
 from vllm.diffusion.layers.norm import RMSNorm
-from vllm.diffusion.layers.parallel import keep_plain
+from vllm.diffusion.layers.parallel import without_weight_packing
 from vllm.diffusion.models.mixture import MixtureMLP
 from vllm.diffusion.models.modules import AttentionWeights, DenseMLP
 from vllm.diffusion.models.weights import Destination
@@ -91,7 +91,7 @@ class Transformer(nn.Module):
         self, config: DiffusionConfig, quant_config: QuantizationConfig | None, prefix: str
     ) -> None:
         super().__init__()
-        self.embed_tokens = keep_plain(
+        self.embed_tokens = without_weight_packing(
             VocabParallelEmbedding(
                 config.architecture.num_embeddings,
                 config.hidden_size,

@@ -44,10 +44,10 @@ def quantised_sizes(model: nn.Module, dtype: torch.dtype) -> tuple[int, int, int
     count = num_bytes = num_weights = 0
     for module in model.modules():
         own = {*module.parameters(recurse=False), *module.buffers(recurse=False)}
-        found = [number for p in own if (number := getattr(p, "num_weights", 0))]
-        if found:
-            count += len(found)
-            num_weights += sum(found)
+        sizes = [number for p in own if (number := getattr(p, "num_weights", 0))]
+        if sizes:
+            count += len(sizes)
+            num_weights += sum(sizes)
             num_bytes += sum(p.nbytes for p in own if p is not getattr(module, "bias", None))
     return count, num_bytes, num_weights * dtype.itemsize
 

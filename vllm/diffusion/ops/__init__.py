@@ -6,8 +6,8 @@ from vllm.diffusion.ops.collectives import Collectives, align_ranks, join_ranks,
 from vllm.diffusion.ops.exact_scores import most_likely, negative_entropy
 from vllm.diffusion.ops.experts import (
     SOFTMAX,
+    DenseExperts,
     ExpertWeights,
-    Matrices,
     PackedExperts,
     Routing,
     Scoring,
@@ -17,22 +17,22 @@ from vllm.diffusion.ops.experts import (
 from vllm.diffusion.ops.fp8 import Fp8Projection, quantise_weight
 from vllm.diffusion.ops.kinds import (
     SchemeConfig,
-    adopt_scheme,
     kind_of,
     kind_of_head,
     kinds_of,
     projection_of,
     repacked_form,
+    use_scheme,
 )
 from vllm.diffusion.ops.loading import StreamedParameter
 from vllm.diffusion.ops.named_tokens import logprobs_and_entropies, token_logprobs
 from vllm.diffusion.ops.packed import PackedProjection, empty_packed, quantise_packed, reserve
 from vllm.diffusion.ops.packed_checkpoints import OrderedProjection
 from vllm.diffusion.ops.projection import (
-    Matrix,
     PlainProjection,
     Projection,
-    Use,
+    ProjectionKind,
+    WeightSpec,
     Workspace,
     embed_rows,
 )
@@ -72,6 +72,7 @@ __all__ = [
     "Array",
     "Attended",
     "Collectives",
+    "DenseExperts",
     "ExpertWeights",
     "Filters",
     "Fp8Heads",
@@ -79,14 +80,13 @@ __all__ = [
     "GraphInputs",
     "HostCopy",
     "Kept",
-    "Matrices",
-    "Matrix",
     "OrderedProjection",
     "Packed",
     "PackedExperts",
     "PackedProjection",
     "PlainProjection",
     "Projection",
+    "ProjectionKind",
     "QuantisedProjection",
     "QuantisedRows",
     "Routing",
@@ -96,10 +96,9 @@ __all__ = [
     "Score",
     "Scoring",
     "StreamedParameter",
-    "Use",
+    "WeightSpec",
     "Workspace",
     "add_experts",
-    "adopt_scheme",
     "align_ranks",
     "apply_rotary",
     "attention",
@@ -134,4 +133,5 @@ __all__ = [
     "tensor_parallel",
     "to_device",
     "token_logprobs",
+    "use_scheme",
 ]

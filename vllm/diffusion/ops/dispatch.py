@@ -78,7 +78,7 @@ _PARTS_ROWS = 128  # Triton's router, beyond which PyTorch's product is the fast
 _GATED_ROWS = 32  # a group: up to which Triton's gated product is the faster one
 
 
-class Tier(Enum):
+class KernelTier(Enum):
     """The compiled products that a card runs."""
 
     HOPPER = "kernels"
@@ -86,7 +86,7 @@ class Tier(Enum):
     NONE = "reference"
 
 
-class Card(NamedTuple):
+class DeviceInfo(NamedTuple):
     """A device as products are chosen for it.
 
     Attributes:
@@ -94,33 +94,33 @@ class Card(NamedTuple):
         multiprocessors: number of them; 0 where no compiled product runs.
     """
 
-    tier: Tier
+    tier: KernelTier
     multiprocessors: int
 
 
-NO_CARD = Card(Tier.NONE, 0)
+NO_CARD = DeviceInfo(KernelTier.NONE, 0)
 
 
 @functools.cache
-def card_of(device: torch.device) -> Card:
+def card_of(device: torch.device) -> DeviceInfo:
     """Return what a device runs: nothing of ours on a CPU, or before the kernels are built."""
     if device.type != "cuda" or not is_built():
         return NO_CARD
     capability = capability_of(device.index)
     if capability < (8, 0):
         return NO_CARD
-    tier = Tier.HOPPER if capability == (9, 0) else Tier.PORTABLE
-    return Card(tier, int(torch.cuda.get_device_properties(device).multi_processor_count))
+    tier = KernelTier.HOPPER if capability == (9, 0) else KernelTier.PORTABLE
+    return DeviceInfo(tier, int(torch.cuda.get_device_properties(device).multi_processor_count))
 
 
-def _portable(num_rows: int, card: Card) -> Tiling | None:
+def _portable(num_rows: int, card: DeviceInfo) -> Tiling | None:
     """Tiling where the card has no kernels of its own; None to multiply otherwise."""
     is_few = 0 < num_rows <= _PORTABLE_ROWS
-    return PORTABLE if is_few and card.tier is Tier.PORTABLE else None
+    return PORTABLE if is_few and card.tier is KernelTier.PORTABLE else None
 
 
 def linear_tiling(
-    num_rows: int, num_columns: int, depth: int, *, gated: bool, card: Card
+    num_rows: int, num_columns: int, depth: int, *, gated: bool, card: DeviceInfo
 ) -> Tiling | None:
     """Tiling of `fused_linear` that keeps (nearly) every multiprocessor busy; None for cuBLAS.
 
@@ -134,7 +134,7 @@ def linear_tiling(
 
 
 def fp8_tiling(
-    num_rows: int, num_columns: int, depth: int, *, gated: bool, card: Card
+    num_rows: int, num_columns: int, depth: int, *, gated: bool, card: DeviceInfo
 ) -> Tiling | None:
     """Tiling of `fused_linear_fp8`, whose stages are twice as deep; None for cuBLAS.
 
@@ -149,12 +149,12 @@ def _tiling(
     num_rows: int,
     num_columns: int,
     depth: int,
-    card: Card,
+    card: DeviceInfo,
     *,
     gated: bool,
 ) -> Tiling | None:
     """Tiling for few rows, or for any number in a gated product; depth counts as in bf16."""
-    if card.tier is not Tier.HOPPER:
+    if card.tier is not KernelTier.HOPPER:
         return _portable(num_rows, card)
     tiling = _skinny_tiling(skinny, num_rows, num_columns, depth, card.multiprocessors)
     if tiling is None and gated:
@@ -162,10 +162,10 @@ def _tiling(
     return tiling
 
 
-def gated_tiling(num_rows: int, num_columns: int, depth: int, *, card: Card) -> Tiling | None:
+def gated_tiling(num_rows: int, num_columns: int, depth: int, *, card: DeviceInfo) -> Tiling | None:
     """First tiling of a gated product of any number of rows whose tiles fill the card."""
     multiprocessors = card.multiprocessors
-    if card.tier is not Tier.HOPPER or num_columns % 16 != 0 or depth % _STEP_DEPTH != 0:
+    if card.tier is not KernelTier.HOPPER or num_columns % 16 != 0 or depth % _STEP_DEPTH != 0:
         return None
     for tiling in _GATED:
         tiles = ceil(num_rows / tiling.rows) * ceil(num_columns / tiling.columns)
@@ -177,7 +177,7 @@ def gated_tiling(num_rows: int, num_columns: int, depth: int, *, card: Card) -> 
 
 
 def packed_tiling(
-    num_rows: int, num_columns: int, depth: int, group: int, *, card: Card
+    num_rows: int, num_columns: int, depth: int, group: int, *, card: DeviceInfo
 ) -> Tiling | None:
     """Tiling of `fused_linear_packed`; None to unpack the matrix first.
 
@@ -190,7 +190,7 @@ def packed_tiling(
         group: numbers that share a scale.
         card: the device, as returned by `card_of`.
     """
-    if num_rows == 0 or card.tier is not Tier.HOPPER:
+    if num_rows == 0 or card.tier is not KernelTier.HOPPER:
         return _portable(num_rows, card)
     multiprocessors = card.multiprocessors
     is_few = num_rows <= _PACKED_FEW_ROWS
@@ -229,7 +229,7 @@ def packed_tiling(
 
 @functools.lru_cache(maxsize=1024)
 def slice_columns(
-    num_rows: int, num_columns: int, depth: int, most: int, tiling: Tiling, *, card: Card
+    num_rows: int, num_columns: int, depth: int, most: int, tiling: Tiling, *, card: DeviceInfo
 ) -> int:
     """Columns of a slice when a product is computed slice by slice.
 
@@ -257,7 +257,7 @@ def slice_columns(
     return min(counts, key=microseconds) * tiling.columns
 
 
-def scales_gated_apart(num_rows: int) -> bool:
+def should_scale_gate_separately(num_rows: int) -> bool:
     """Whether an fp8 product is faster without its scales, which silu(gate) * up then applies."""
     return num_rows <= _ONE_SCALE_ROWS
 
@@ -310,9 +310,9 @@ def routes_compiled(num_rows: int, num_experts: int) -> bool:
     return num_rows in _ROUTER_ROWS.get(num_experts, ())
 
 
-def routes_in_parts(num_rows: int, card: Card) -> bool:
+def routes_in_parts(num_rows: int, card: DeviceInfo) -> bool:
     """Whether Triton's product with the router is faster than PyTorch's."""
-    return num_rows <= (_PORTABLE_ROWS if card.tier is Tier.PORTABLE else _PARTS_ROWS)
+    return num_rows <= (_PORTABLE_ROWS if card.tier is KernelTier.PORTABLE else _PARTS_ROWS)
 
 
 def streams_gated(num_slots: int, num_experts: int) -> bool:

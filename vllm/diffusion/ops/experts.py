@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SOFTMAX",
+    "DenseExperts",
     "ExpertWeights",
-    "Matrices",
     "PackedExperts",
     "Routing",
     "Scoring",
@@ -69,7 +69,7 @@ def route_rows(
     )
 
 
-class Matrices(NamedTuple):
+class DenseExperts(NamedTuple):
     """Matrices of all experts, one each, not packed.
 
     Attributes:
@@ -118,20 +118,22 @@ class PackedExperts(NamedTuple):
         return False
 
 
-ExpertWeights: TypeAlias = Matrices | PackedExperts
+ExpertWeights: TypeAlias = DenseExperts | PackedExperts
 
 
-def _matrices(weights: ExpertWeights, like: Tensor) -> Matrices:
+def _matrices(weights: ExpertWeights, like: Tensor) -> DenseExperts:
     """Return the matrices in a dtype that products take; 4-bit ones are unpacked.
 
     The memory is overwritten by the next call that unpacks.
     """
-    if isinstance(weights, Matrices):
+    if isinstance(weights, DenseExperts):
         return weights
-    return Matrices(unpacked((weights.packed,), like.dtype).unflatten(0, (weights.num_experts, -1)))
+    return DenseExperts(
+        unpacked((weights.packed,), like.dtype).unflatten(0, (weights.num_experts, -1))
+    )
 
 
-def gated_products(x: Tensor, w1: Matrices, routing: Routing) -> Tensor:
+def gated_products(x: Tensor, w1: DenseExperts, routing: Routing) -> Tensor:
     """Compute silu(gate) * up [R * k, I] of each row x [R, D] with its experts w1 [E, 2I, D]."""
     (matrices, scales), (weights, slots, ends) = w1, routing
     rows = _rows_for(w1, x)
@@ -144,7 +146,7 @@ def gated_products(x: Tensor, w1: Matrices, routing: Routing) -> Tensor:
 
 def weighted_terms(
     inner: Tensor,
-    w2: Matrices,
+    w2: DenseExperts,
     routing: Routing,
     *,
     is_weighted: bool = True,
@@ -173,7 +175,7 @@ def weighted_terms(
     )
 
 
-def _rows_for(matrices: Matrices, x: Tensor) -> Tensor | QuantisedRows:
+def _rows_for(matrices: DenseExperts, x: Tensor) -> Tensor | QuantisedRows:
     """Return the rows x in the dtype of the matrices' products."""
     if not matrices.quantises:
         return x
@@ -220,7 +222,7 @@ def add_experts(
     """
     weights = routing.weights
     inner = gated_products(normed, _matrices(w1, x), routing)
-    is_constant = isinstance(w2, Matrices)
+    is_constant = isinstance(w2, DenseExperts)
     second = _matrices(w2, x)
     terms = weighted_terms(inner, second, routing, is_weighted=not in_fp32, early=is_constant)
     del inner  # before the sum allocates its own

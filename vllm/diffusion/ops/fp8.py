@@ -24,9 +24,9 @@ from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParam
 from vllm.diffusion.ops.projection import (
     ALL,
     WEIGHTS_ARE_CONSTANT,
-    Matrix,
     Projection,
-    Use,
+    ProjectionKind,
+    WeightSpec,
     Workspace,
 )
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
@@ -173,13 +173,13 @@ class Fp8Projection(Projection):
         return self._weight
 
     @classmethod
-    def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
-        if use is Use.GATED:
+    def workspace(cls, use: ProjectionKind, matrix: WeightSpec) -> Workspace:
+        if use is ProjectionKind.GATED:
             most_rows = matrix.most_stored_rows(partial(dispatch.fp8_tiling, gated=True))
             gate_up = stages.gate_up(matrix.dtype, matrix.columns)
             product = stages.gate_up(matrix.dtype, matrix.columns // 2)  # before it becomes fp8
             return Workspace((gate_up,), most_rows, (product,))
-        if use is Use.ADD_TO:
+        if use is ProjectionKind.ADD_TO:
             return Workspace((stages.projected(matrix.dtype, matrix.columns),))
         return Workspace()
 
@@ -234,7 +234,11 @@ class Fp8Projection(Projection):
             return
         gate_up = stages.gate_up(self._dtype, num_columns).take(scratch, num_rows)
         scales: tuple[Tensor, ...] = ()
-        if self._uses_cublas and self._bias is None and dispatch.scales_gated_apart(num_rows):
+        if (
+            self._uses_cublas
+            and self._bias is None
+            and dispatch.should_scale_gate_separately(num_rows)
+        ):
             self._multiply(x, self._weight, gate_up)
             scales = (x.scales, self._scales)
         else:

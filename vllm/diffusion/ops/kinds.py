@@ -114,13 +114,13 @@ class SchemeConfig(QuantizationConfig):
             return True
         parent, _, name = path.rpartition(".")
         parts = self.packed_modules_mapping.get(name, [name])
-        found = {self._lists(f"{parent}.{part}") for part in parts}
-        if len(found) > 1:
+        verdicts = {self._lists(f"{parent}.{part}") for part in parts}
+        if len(verdicts) > 1:
             raise ServerConfigError(
                 f"quantization_config: given some of {parts} as ignored; wanted all or none, "
                 "for they are one matrix here"
             )
-        return found.pop()
+        return verdicts.pop()
 
     def _lists(self, path: str) -> bool:
         return any(_is_meant(entry, self._name_of(path)) for entry in self.scheme.ignored)
@@ -134,7 +134,7 @@ def _is_meant(entry: str, path: str) -> bool:
     return re.search(rf"(^|\.){pattern}$", path) is not None
 
 
-def adopt_scheme(vllm_config: VllmConfig, *, has_fp8_head: bool) -> None:
+def use_scheme(vllm_config: VllmConfig, *, has_fp8_head: bool) -> None:
     """Let our methods run a quantisation of our schemes, before upstream's are asked.
 
     Args:

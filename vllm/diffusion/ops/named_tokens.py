@@ -23,11 +23,11 @@ def token_logprobs(
         first_column: token id of the first column.
         vocab_size: columns of all ranks; only 2 + k numbers a row cross the ranks.
     """
-    kept, found = logits.double(), _own(logits, token_ids, first_column, vocab_size)
+    kept, named_logits = logits.double(), _own(logits, token_ids, first_column, vocab_size)
     if logits.shape[1] == vocab_size:
-        return found - torch.logsumexp(kept, dim=-1, keepdim=True)
+        return named_logits - torch.logsumexp(kept, dim=-1, keepdim=True)
     top, total = whole_softmax(kept)
-    return tensor_parallel().gather(found).amax(dim=0) - top - total.log()
+    return tensor_parallel().gather(named_logits).amax(dim=0) - top - total.log()
 
 
 def logprobs_and_entropies(
@@ -53,17 +53,17 @@ def logprobs_and_entropies(
         [R, k] and [R], float64.
     """
     records = flash_sample.partial(logits, rows, "entropy", first_column=first_column)[None]
-    found = _own(logits, token_ids, first_column, vocab_size)
+    named_logits = _own(logits, token_ids, first_column, vocab_size)
     if logits.shape[1] != vocab_size:
-        ranks = tensor_parallel().gather(torch.cat([records[0], found], dim=1))
-        records, found = ranks[..., :RECORD_FIELDS], ranks[..., RECORD_FIELDS:].amax(dim=0)
+        ranks = tensor_parallel().gather(torch.cat([records[0], named_logits], dim=1))
+        records, named_logits = ranks[..., :RECORD_FIELDS], ranks[..., RECORD_FIELDS:].amax(dim=0)
     maximum, total, weighted = (records[..., f] for f in (MAXIMUM, SUM_EXP, WEIGHTED))
     shares = maximum + total.log()
     whole = shares.logsumexp(dim=0)
     # What a rank without a finite logit has is no number: its share is none.
     means = (maximum + weighted / total) * (shares - whole).exp()
     entropies = whole - means.masked_fill(total == 0, 0.0).sum(dim=0)
-    return found - whole[:, None], entropies
+    return named_logits - whole[:, None], entropies
 
 
 def _own(

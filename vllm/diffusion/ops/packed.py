@@ -23,9 +23,9 @@ from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParam
 from vllm.diffusion.ops.projection import (
     ALL,
     WEIGHTS_ARE_CONSTANT,
-    Matrix,
     Projection,
-    Use,
+    ProjectionKind,
+    WeightSpec,
     Workspace,
 )
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
@@ -153,14 +153,14 @@ def _rounded(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         steps = groups / _not_zero(scales)[:, :, None]
         numbers = (steps.round() + zeros[:, :, None]).clamp(0, 15)
         error = ((numbers - zeros[:, :, None]) * scales[:, :, None] - groups).square().sum(dim=2)
-        found: tuple[Tensor, ...] = (error, scales, zeros, numbers)
+        chosen: tuple[Tensor, ...] = (error, scales, zeros, numbers)
         if best:
             wins = error < best[0]
-            found = tuple(
+            chosen = tuple(
                 torch.where(wins if new.dim() == 2 else wins[:, :, None], new, old)
-                for new, old in zip(found, best, strict=True)
+                for new, old in zip(chosen, best, strict=True)
             )
-        best = found
+        best = chosen
     _, scales, zeros, numbers = best
     return numbers, scales, zeros
 
@@ -215,11 +215,11 @@ class PackedProjection(Projection):
         return self._packed.values
 
     @classmethod
-    def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
-        if use is Use.GATED:
+    def workspace(cls, use: ProjectionKind, matrix: WeightSpec) -> Workspace:
+        if use is ProjectionKind.GATED:
             gate_up = stages.gate_up(matrix.dtype, matrix.columns)
             return Workspace((gate_up,), matrix.most_stored_rows(dispatch.gated_tiling))
-        if use is Use.PROJECT or (matrix.device.type == "cuda" and not matrix.is_summed):
+        if use is ProjectionKind.PROJECT or (matrix.device.type == "cuda" and not matrix.is_summed):
             return Workspace()
         return Workspace((stages.projected(matrix.dtype, matrix.columns),))
 

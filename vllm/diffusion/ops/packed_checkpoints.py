@@ -26,7 +26,7 @@ from vllm.diffusion.core.errors import CheckpointError, ServerConfigError
 from vllm.diffusion.core.quantisation import PackedScheme
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter
 from vllm.diffusion.ops.packed import PackedProjection, group_of, reserve_unpacked
-from vllm.diffusion.ops.projection import ALL, Matrix, Use, Workspace
+from vllm.diffusion.ops.projection import ALL, ProjectionKind, WeightSpec, Workspace
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm_add_llada.cuda_kernels.fused_ops import pack
@@ -223,7 +223,7 @@ class OrderedProjection(PackedProjection):
         self._order: Tensor = layer.order
 
     @classmethod
-    def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
+    def workspace(cls, use: ProjectionKind, matrix: WeightSpec) -> Workspace:
         ordered = Buffer("ordered rows", (matrix.depth,), matrix.dtype)
         said = super().workspace(use, matrix)
         return Workspace((ordered, *said.buffers), said.most_rows, (ordered, *said.beyond))

@@ -49,7 +49,7 @@ _SCANNED_ROWS = 16_384
 WEIGHTS_ARE_CONSTANT = True
 
 
-class Use(Enum):
+class ProjectionKind(Enum):
     """Uses of a projection, by its methods' names."""
 
     PROJECT = "project"
@@ -57,7 +57,7 @@ class Use(Enum):
     ADD_TO = "add_to"
 
 
-class Matrix(NamedTuple):
+class WeightSpec(NamedTuple):
     """Facts about a weight [columns, depth] of one rank, before it is loaded.
 
     Attributes:
@@ -155,7 +155,7 @@ class Projection(ABC):
 
     @classmethod
     @abstractmethod
-    def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
+    def workspace(cls, use: ProjectionKind, matrix: WeightSpec) -> Workspace:
         """Return the scratch memory of a use on one rank, from shapes alone.
 
         Rows are those that `rows` returns.
@@ -242,15 +242,15 @@ class PlainProjection(Projection):
         return self._weight[columns] if self._bias is None else None
 
     @classmethod
-    def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
-        if use is Use.GATED:
+    def workspace(cls, use: ProjectionKind, matrix: WeightSpec) -> Workspace:
+        if use is ProjectionKind.GATED:
             gate_up = stages.gate_up(matrix.dtype, matrix.columns)
             return Workspace(
                 (gate_up,),
                 matrix.most_stored_rows(partial(dispatch.linear_tiling, gated=True)),
             )
         adds_in_place = matrix.device.type == "cuda" and not matrix.has_bias
-        if use is Use.PROJECT or (adds_in_place and not matrix.is_summed):
+        if use is ProjectionKind.PROJECT or (adds_in_place and not matrix.is_summed):
             return Workspace()
         return Workspace((stages.projected(matrix.dtype, matrix.columns),))
 

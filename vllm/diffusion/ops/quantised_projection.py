@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.diffusion.core import stages
 from vllm.diffusion.core.buffers import Buffer
-from vllm.diffusion.ops.projection import ALL, Matrix, Projection, Use, Workspace
+from vllm.diffusion.ops.projection import ALL, Projection, ProjectionKind, WeightSpec, Workspace
 from vllm_add_llada.cuda_kernels.fused_ops import silu_mul
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ class QuantisedProjection(Projection):
         self._layer = layer
 
     @classmethod
-    def workspace(cls, use: Use, matrix: Matrix) -> Workspace:
+    def workspace(cls, use: ProjectionKind, matrix: WeightSpec) -> Workspace:
         product = _returned(matrix.dtype, matrix.columns)
-        if use is Use.ADD_TO and matrix.is_summed:
+        if use is ProjectionKind.ADD_TO and matrix.is_summed:
             return Workspace((product, stages.projected(matrix.dtype, matrix.columns)))
         return Workspace((product,))
 

@@ -53,12 +53,12 @@ def candidates(
         return flash_sample.candidates(logits, rows, score)
     record = flash_sample.partial(logits, rows, score, first_column=first_column)
     records = tensor_parallel().gather(record)
-    found = flash_sample.merge(records, rows, score)
+    merged = flash_sample.merge(records, rows, score)
     epsilon = rows.epsilon
     if score != "entropy" or _is_negligible(epsilon, vocab_size):
-        return found
+        return merged
     share = flash_sample.entropy_share(logits, records, rows, first_column=first_column)
-    return found._replace(score=tensor_parallel().gather(share).sum(dim=0))
+    return merged._replace(score=tensor_parallel().gather(share).sum(dim=0))
 
 
 def kept_columns(

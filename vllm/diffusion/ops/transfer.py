@@ -34,14 +34,14 @@ class Staging:
     """
 
     def __init__(self, like: Any, device: torch.device) -> None:
-        found = _leaves(like)
-        size = sum(_padded(array) for array in found)
+        leaves = _leaves(like)
+        size = sum(_padded(array) for array in leaves)
         self._host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         self._device = torch.empty(size, dtype=torch.uint8, device=device)
         arrays: list[Array] = []
         tensors: list[torch.Tensor] = []
         start = 0
-        for array in found:
+        for array in leaves:
             place = slice(start, start + array.nbytes)
             dtype = torch.from_numpy(array).dtype
             host = self._host[place].view(dtype).view(array.shape)

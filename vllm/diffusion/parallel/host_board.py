@@ -31,9 +31,9 @@ _MEMORY = "/dev/shm"
 def processes_here(group: distributed.ProcessGroup) -> list[int]:
     """Return the other processes of a group on this host; every process must call this."""
     mine = (socket.gethostname(), os.getpid())
-    found = [mine] * group.size()
-    distributed.all_gather_object(found, mine, group=group)
-    return [pid for host, pid in found if host == mine[0] and pid != mine[1]]
+    hosts = [mine] * group.size()
+    distributed.all_gather_object(hosts, mine, group=group)
+    return [pid for host, pid in hosts if host == mine[0] and pid != mine[1]]
 
 
 class HostBoard:
@@ -101,8 +101,8 @@ class HostBoard:
         while (self._counts[turn] < self._count).any():
             looks += 1
             time.sleep(0 if looks < _SPINS else _PAUSE_S)
-        found: list[int] = self._numbers[turn].tolist()
-        return found
+        numbers: list[int] = self._numbers[turn].tolist()
+        return numbers
 
     def wait(self, work: distributed.Work) -> None:
         """Wait for work, as long as all ranks are well.

@@ -85,13 +85,13 @@ def _weights_of(folder: Path) -> Iterable[Path]:
         if not isinstance(names, dict) or not all(isinstance(x, str) for x in names.values()):
             raise ServerConfigError(f"{index}: weight_map: wanted an object of names of files")
         return [folder / name for name in sorted({*names.values()}) if (folder / name).is_file()]
-    found = sorted(folder.glob("*.safetensors"))
-    if (folder / ADAPTER) in found:
+    files = sorted(folder.glob("*.safetensors"))
+    if (folder / ADAPTER) in files:
         raise ServerConfigError(
             f"{folder / ADAPTER}: weights of an adapter beside those of the model; wanted them in "
             "a folder of their own"
         )
-    return found or sorted(folder.glob("*.bin"))
+    return files or sorted(folder.glob("*.bin"))
 
 
 def object_of(file: Path) -> dict[str, Any]:
@@ -102,13 +102,13 @@ def object_of(file: Path) -> dict[str, Any]:
     """
     _beginning(file)
     try:
-        found = json.loads(file.read_text(encoding="utf-8-sig"))
+        value = json.loads(file.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise ServerConfigError(f"{file}: given no JSON ({error}); wanted an object") from None
-    if not isinstance(found, dict):
-        given = _KINDS.get(type(found), "a number")
+    if not isinstance(value, dict):
+        given = _KINDS.get(type(value), "a number")
         raise ServerConfigError(f"{file}: given {given}; wanted an object")
-    return found
+    return value
 
 
 def _beginning(file: Path) -> bytes:

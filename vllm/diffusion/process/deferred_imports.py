@@ -34,7 +34,7 @@ STRUCTURE = "transformers.utils.import_utils"
 _READS = "create_import_structure_from_path"
 
 
-class _After(MetaPathFinder):
+class PostImportHook(MetaPathFinder):
     """Import hook that finds a module once, and calls a function when it is loaded.
 
     Args:
@@ -61,15 +61,15 @@ class _After(MetaPathFinder):
             return None
         load = spec.loader.exec_module
 
-        def load_and_tell(module: ModuleType) -> None:
+        def load_and_call(module: ModuleType) -> None:
             load(module)
             self._then(module)
 
-        spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]
+        spec.loader.exec_module = load_and_call  # type: ignore[method-assign]
         return spec
 
 
-def _tell_upstream(table: ModuleType) -> None:
+def _register_fallbacks(table: ModuleType) -> None:
     importlib.import_module("vllm.env_override")._patch_inductor_fallback_allow_list()
 
 
@@ -82,7 +82,7 @@ def _read_folders_once(module: ModuleType) -> None:
 def read_models_once() -> None:
     """Let transformers cache what it reads of a folder. Called before it is imported."""
     if STRUCTURE not in sys.modules:
-        sys.meta_path.insert(0, _After(STRUCTURE, _read_folders_once))
+        sys.meta_path.insert(0, PostImportHook(STRUCTURE, _read_folders_once))
 
 
 def _replace(module: ModuleType) -> None:
@@ -95,7 +95,7 @@ def _replace(module: ModuleType) -> None:
 def replace_upstreams_command() -> None:
     """Replace `vllm serve` by ours, which extends it. Called before upstream's is imported."""
     if COMMAND not in sys.modules:
-        sys.meta_path.insert(0, _After(COMMAND, _replace))
+        sys.meta_path.insert(0, PostImportHook(COMMAND, _replace))
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def without_the_compiler() -> Iterator[None]:
 
     Nothing changes if the table is already imported.
     """
-    later = _After(LOWERING, _tell_upstream, is_refused=True)
+    later = PostImportHook(LOWERING, _register_fallbacks, is_refused=True)
     if LOWERING not in sys.modules:
         sys.meta_path.insert(0, later)
     try:

@@ -67,7 +67,7 @@ TRACING = (
 DIED = (" died unexpectedly", " died with exit code ")
 
 
-class _Without(logging.Filter):
+class DropByPrefix(logging.Filter):
     """Drops records whose messages have one of these beginnings."""
 
     def __init__(self, beginnings: tuple[str, ...]) -> None:
@@ -79,7 +79,7 @@ class _Without(logging.Filter):
         return not any(text.startswith(self._beginnings) for text in texts)
 
 
-class _Named(logging.Filter):
+class RenameBanner(logging.Filter):
     """Names the program and model in one line, in place of upstream's picture."""
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -88,7 +88,7 @@ class _Named(logging.Filter):
         return True
 
 
-class _Shortened(logging.Filter):
+class ShortenConfig(logging.Filter):
     """Shortens the list of an engine's settings, two thousand characters, to those that act."""
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -113,7 +113,7 @@ class _Shortened(logging.Filter):
         return True
 
 
-class _WithoutTraces(logging.Filter):
+class DropStackTraces(logging.Filter):
     """Drops the stack traces that the end of an engine, or of the server, leaves of each stream.
 
     They say where the server waited. The line that says what has ended stays.
@@ -133,24 +133,24 @@ def _is_ours(config: VllmConfig) -> bool:
     return any(name in ARCHITECTURES for name in config.model_config.architectures)
 
 
-def tell_what_is_ours() -> None:
+def rename_start_lines() -> None:
     """Rewrite the first log lines of a server and of its engine.
 
     They come before any class of ours. Calling it again changes nothing.
     """
-    _add_filter("vllm.entrypoints.launchers.launcher", _Named())
-    _add_filter("vllm.v1.engine.core", _Shortened())
+    _add_filter("vllm.entrypoints.launchers.launcher", RenameBanner())
+    _add_filter("vllm.v1.engine.core", ShortenConfig())
 
 
-def leave_out_what_does_not_apply() -> None:
+def drop_irrelevant_lines() -> None:
     """Drop lines without meaning from now on, in a process that runs a diffusion model.
 
     Calling it again changes nothing.
     """
     for name, beginnings in LEFT_OUT.items():
-        _add_filter(name, _Without(beginnings))
+        _add_filter(name, DropByPrefix(beginnings))
     for name in TRACING:
-        _add_filter(name, _WithoutTraces())
+        _add_filter(name, DropStackTraces())
 
 
 def _add_filter(name: str, wanted: logging.Filter) -> None:
@@ -160,7 +160,7 @@ def _add_filter(name: str, wanted: logging.Filter) -> None:
         logger.addFilter(wanted)
 
 
-class _Lossy:
+class BrokenPipeStream:
     """Stream that drops text which cannot be written."""
 
     def __init__(self, stream: IO[str]) -> None:
@@ -182,5 +182,5 @@ class _Lossy:
 @contextmanager
 def losing_what_cannot_be_written() -> Iterator[None]:
     """Drop progress bars that stderr cannot take: unlike loggers, they fail on a full disk."""
-    with redirect_stderr(cast("IO[str]", _Lossy(sys.stderr))):
+    with redirect_stderr(cast("IO[str]", BrokenPipeStream(sys.stderr))):
         yield

@@ -165,8 +165,8 @@ def check_model(
     if named is not None and not (isinstance(named, list) and all(type(x) is str for x in named)):
         wanted = f"given {named!r}; wanted a list of names"
         raise ServerConfigError(f"{path / 'config.json'}: architectures: {wanted}")
-    found = named, config.get("model_type"), config
-    ours = families.family_of(*found)
+    model = named, config.get("model_type"), config
+    ours = families.family_of(*model)
     if ours is not None or "LlamaForCausalLM" in (named or ()):
         check_files(path, has_weights=load_format in _FILES_OF_FORMAT)
     if ours is not None and has_tokenizer:
@@ -177,7 +177,7 @@ def check_model(
             """states of its own: --additional-config '{"dllm": {"num_speculative_states": 7}}'"""
         )
     if family is not None:
-        check_family(name, family, *found)
+        check_family(name, family, *model)
 
 
 def check_family(
@@ -242,14 +242,14 @@ def _check_names(words: Sequence[str]) -> None:
 
 def _values(words: Sequence[str]) -> dict[str, str]:
     """Return the value of each flag of a command line; the last one if there are several."""
-    found = {}
+    values = {}
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, is_joined, value = word.partition("=")
         if name.startswith("-"):
             # Upstream takes --max_model_len, and --speculative-config.method.
             name, is_part, _ = name.replace("_", "-").partition(".")
-            found[name] = "" if is_part else value if is_joined else following
-    return found
+            values[name] = "" if is_part else value if is_joined else following
+    return values
 
 
 def _name(flag: str, value: str) -> str:
@@ -302,26 +302,26 @@ def _reads_like_a_path(name: str) -> bool:
 
 def _did_you_mean(name: str) -> str:
     for given in (name, f"models/{name}"):
-        found = _nearest_folder(Path(given).expanduser())
-        if found is not None:
-            return f"; did you mean {found}?"
+        nearest = _nearest_folder(Path(given).expanduser())
+        if nearest is not None:
+            return f"; did you mean {nearest}?"
     return ""
 
 
 def _nearest_folder(path: Path) -> Path | None:
     """Return the folder whose path is most like the given one, part by part; None if unlike."""
-    found = Path(path.anchor)
+    nearest = Path(path.anchor)
     for part in path.relative_to(path.anchor).parts:
-        if not (found / part).is_dir():
+        if not (nearest / part).is_dir():
             try:
-                beside = [entry.name for entry in found.iterdir() if entry.is_dir()]
+                beside = [entry.name for entry in nearest.iterdir() if entry.is_dir()]
             except OSError:
                 return None
             part = next(iter(difflib.get_close_matches(part, beside, n=1)), "")
             if not part:
                 return None
-        found /= part
-    return found
+        nearest /= part
+    return nearest
 
 
 def _check_hub(name: str, revision: str | None) -> None:
@@ -336,13 +336,13 @@ def _check_hub(name: str, revision: str | None) -> None:
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # its client's own
 
-    told = f"{_of(name)}: no such folder, and "
+    prefix = f"{_of(name)}: no such folder, and "
     try:
         get_hf_file_metadata(
             hf_hub_url(name, "config.json", revision=revision), timeout=_HUB_TIMEOUT_S
         )
     except errors.HFValidationError:
-        raise ServerConfigError(f"{told}no ORGANISATION/NAME{_did_you_mean(name)}") from None
+        raise ServerConfigError(f"{prefix}no ORGANISATION/NAME{_did_you_mean(name)}") from None
     except errors.RemoteEntryNotFoundError:
         return  # without config.json: upstream knows other formats
     except (HTTPError, OSError) as error:
@@ -350,12 +350,12 @@ def _check_hub(name: str, revision: str | None) -> None:
         if 400 <= status < 500:
             at = "" if revision is None else f" at --revision {revision}"
             raise ServerConfigError(
-                f"{told}not found on the Hugging Face Hub{at} ({status}; a private or gated one "
+                f"{prefix}not found on the Hugging Face Hub{at} ({status}; a private or gated one "
                 f"wants HF_TOKEN){_did_you_mean(name)}"
             ) from None
         if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
             return
         reason = " ".join(str(error).split())[:160]
         raise ServerConfigError(
-            f"{told}the Hugging Face Hub does not answer ({reason}){_did_you_mean(name)}"
+            f"{prefix}the Hugging Face Hub does not answer ({reason}){_did_you_mean(name)}"
         ) from None

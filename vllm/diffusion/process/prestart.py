@@ -89,7 +89,7 @@ def keep_title() -> None:
         setproctitle.getproctitle()
 
 
-def say_nothing_twice() -> None:
+def silence_gpu_warning() -> None:
     """In a child process, silence torch's warning about a missing GPU, which is known."""
     if "--multiprocessing-fork" in sys.orig_argv:
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
@@ -108,7 +108,7 @@ def begin() -> None:
     Finalize(None, _end_what_waits, exitpriority=100)  # before this process waits for its end
 
 
-def adopt() -> None:
+def use_waiting_process() -> None:
     """Let upstream use the waiting process."""
     if _waiting:
         from vllm.v1.engine import utils

@@ -74,13 +74,13 @@ def engine_processes() -> dict[int, str]:
     """
     process = psutil.Process()
     server = process if multiprocessing.parent_process() is None else process.parent()
-    found = {}
+    processes = {}
     for child in [] if server is None else server.children():
         with contextlib.suppress(psutil.Error):  # it has just ended
             title = child.cmdline()[0] if child.cmdline() else ""
             if "EngineCore" in title:
-                found[child.pid] = title.partition("::")[2] or title
-    return found
+                processes[child.pid] = title.partition("::")[2] or title
+    return processes
 
 
 def _end_with_ranks(ends: list[int]) -> None:

@@ -44,7 +44,7 @@ from vllm.diffusion.request.likelihood import (
     ONLY_READ,
     SCORE,
     SCORED_AS,
-    score_request,
+    likelihood_request,
 )
 from vllm.diffusion.request.params import SEED_BITS, DiffusionParams
 from vllm.diffusion.request.values import as_score, in_words
@@ -218,12 +218,12 @@ def _ignored_elsewhere(given: Any) -> list[str]:
 
 
 def decide(
-    asked: Mapping[str, Any], model: ServedModel, prompt_token_ids: Sequence[int]
+    fields: Mapping[str, Any], model: ServedModel, prompt_token_ids: Sequence[int]
 ) -> DiffusionParams:
     """Decide every parameter of a request.
 
     Args:
-        asked: values under canonical names, as `canonical` or `asked_by` return them. The latter
+        fields: values under canonical names, as `canonical` or `asked_by` return them. The latter
             adds `stop_token_ids`, `logprobs`, `structured_outputs` (a `Spec`), `IGNORED` (names of
             fields that were left out), and `upstream_max_tokens`, a limit that upstream may have
             filled in itself.
@@ -233,7 +233,7 @@ def decide(
     Raises:
         InvalidParameterError: naming the field, the given and the wanted value.
     """
-    request = dict(asked)
+    request = dict(fields)
     spec, score = request.pop(STRUCTURED, None), request.pop(SCORE, None)
     stop_token_ids = frozenset(request.pop("stop_token_ids", ()))
     end_ids = model.ids.stop | stop_token_ids
@@ -324,7 +324,7 @@ def _scored(
     """Return the parameters of a likelihood request."""
     if spec is not None:
         raise InvalidParameterError(SCORE, score, f"wanted it without {STRUCTURED}")
-    wanted = score_request(score, num_prompt, model.vocab_size)
+    wanted = likelihood_request(score, num_prompt, model.vocab_size)
     return dataclasses.replace(params, **_only_read(wanted, model), score=wanted)
 
 
@@ -514,19 +514,19 @@ def _algorithm(request: Mapping[str, Any], model: ServedModel, spec: Spec | None
     allowed = algorithms_for(model.family)
     keeps_places = {n: a for n, a in allowed.items() if not (a.edits_length or a.drafts)}
     needs_places = spec is not None or request.get("allow_infill", False)
-    asked = named_algorithm(request, is_block_causal=model.family.is_block_causal)
-    if asked is not None:
-        if asked not in allowed:
+    algorithm = named_algorithm(request, is_block_causal=model.family.is_block_causal)
+    if algorithm is not None:
+        if algorithm not in allowed:
             raise InvalidParameterError(
                 "algorithm",
-                asked,
+                algorithm,
                 f"a model of family {model.family.name} wants {in_words(allowed)}",
             )
-        if needs_places and asked not in keeps_places:
+        if needs_places and algorithm not in keeps_places:
             field = "allow_infill" if spec is None else spec.field
             wanted = f"wanted {in_words(keeps_places)} beside {field}, as it moves tokens"
-            raise InvalidParameterError("algorithm", asked, wanted)
-        return allowed[asked]
+            raise InvalidParameterError("algorithm", algorithm, wanted)
+        return allowed[algorithm]
     usual = allowed[model.defaults.get("algorithm", model.family.default_algorithm)]
     if needs_places and usual.name not in keeps_places:
         usual = next(iter(keeps_places.values()))
@@ -604,8 +604,8 @@ def _wanted_instead(spec: Field, algorithm: Algorithm, model: ServedModel) -> st
     ]
     wanted = [str(value) for value in spec.neutral[:1]]
     wanted += [f"algorithm: {in_words(others)}"] if others else []
-    asked = f"wanted {', or '.join(wanted)}" if wanted else "wanted it left out"
-    return f"algorithm {algorithm.name} does not use it; {asked}"
+    alternatives = f"wanted {', or '.join(wanted)}" if wanted else "wanted it left out"
+    return f"algorithm {algorithm.name} does not use it; {alternatives}"
 
 
 def _value(name: str, request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel) -> Any:
@@ -636,19 +636,23 @@ def default_of(name: str, algorithm: Algorithm, model: ServedModel) -> Any:
 
 def _cache(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel) -> str:
     """Return the kind of cache. A default one is replaced if guidance excludes it."""
-    asked = request.get("cache")
-    if asked is not None and asked not in algorithm.caches:
-        others = [name for name, a in algorithms_for(model.family).items() if asked in a.caches]
-        more = f"; {asked} wants algorithm: {in_words(others)}" if others else ""
+    cache_asked = request.get("cache")
+    if cache_asked is not None and cache_asked not in algorithm.caches:
+        others = [
+            name for name, a in algorithms_for(model.family).items() if cache_asked in a.caches
+        ]
+        more = f"; {cache_asked} wants algorithm: {in_words(others)}" if others else ""
         raise InvalidParameterError(
-            "cache", asked, f"algorithm {algorithm.name} wants {in_words(algorithm.caches)}{more}"
+            "cache",
+            cache_asked,
+            f"algorithm {algorithm.name} wants {in_words(algorithm.caches)}{more}",
         )
-    chosen = asked or model.defaults.get("cache")
+    chosen = cache_asked or model.defaults.get("cache")
     if chosen is None and _value("cache_delay_iter", request, algorithm, model) < NEVER:
         chosen = "delayed"
     usual = "exact" if model.family.is_block_causal else "none"
     cache = str(chosen) if chosen in algorithm.caches else usual
-    is_explicit = asked is not None or request.get("cache_delay_iter", NEVER) < NEVER
+    is_explicit = cache_asked is not None or request.get("cache_delay_iter", NEVER) < NEVER
     is_alone = cache not in GUIDED_CACHES
     if is_alone and request.get("cfg_scale", 0) > 0 and is_explicit:
         raise InvalidParameterError(
@@ -699,7 +703,7 @@ def check_score(score: Any, model: ServedModel, prompt: Sequence[int]) -> ScoreR
         InvalidParameterError: naming the prompt, or the key of `score`.
     """
     _check_prompt(prompt, model, allow_infill=True)
-    return score_request(score, len(prompt), model.vocab_size)
+    return likelihood_request(score, len(prompt), model.vocab_size)
 
 
 def _check_prompt(prompt: Sequence[int], model: ServedModel, allow_infill: bool) -> None:

@@ -51,7 +51,7 @@ def edits_of(
         raise InvalidParameterError("repetition_penalty", repetition, "wanted a number above 0")
     bias = request.get("logit_bias", {})
     _check_ids("logit_bias", bias, model.vocab_size)
-    found = Edits(
+    edits = Edits(
         allowed_token_ids=_allowed(request, model),
         bad_words=_bad_words(request.get("bad_words", ()), model, num_tokens),
         min_tokens=min_tokens,
@@ -61,22 +61,22 @@ def edits_of(
         frequency_penalty=request.get("frequency_penalty", 0.0),
         presence_penalty=request.get("presence_penalty", 0.0),
     )
-    allowed = set(found.allowed_token_ids)
-    if allowed and allowed <= {*found.never, *found.end_ids}:
+    allowed = set(edits.allowed_token_ids)
+    if allowed and allowed <= {*edits.never, *edits.end_ids}:
         wanted = "wanted a token that neither bad_words nor min_tokens excludes"
         raise InvalidParameterError("allowed_token_ids", sorted(allowed), wanted)
-    return None if found == Edits() else found
+    return None if edits == Edits() else edits
 
 
 def _allowed(request: Mapping[str, Any], model: ServedModel) -> tuple[int, ...]:
     """Return the allowed ids, ascending; the mask token is no part of an answer."""
     given = request.get("allowed_token_ids", ())
     _check_ids("allowed_token_ids", given, model.vocab_size)
-    found = tuple(sorted(set(given) - {model.ids.mask}))
-    if given and not found:
+    allowed = tuple(sorted(set(given) - {model.ids.mask}))
+    if given and not allowed:
         wanted = "wanted other token ids than the mask token's"
         raise InvalidParameterError("allowed_token_ids", list(given), wanted)
-    return found
+    return allowed
 
 
 def _bad_words(
@@ -97,14 +97,14 @@ def _bad_words(
     if num_letters > MAX_BAD_LETTERS:
         wanted = f"{most} of {MAX_BAD_LETTERS} letters together, got {num_letters}"
         raise InvalidParameterError("bad_words", list(words), wanted)
-    found = _spelled(tuple(words), model.encode)
-    _check_ids("bad_words", [token for ids in found for token in ids], model.vocab_size)
-    if len(found) > MAX_BAD_WORDS:
+    sequences = _spelled(tuple(words), model.encode)
+    _check_ids("bad_words", [token for ids in sequences for token in ids], model.vocab_size)
+    if len(sequences) > MAX_BAD_WORDS:
         wanted = f"wanted words of at most {MAX_BAD_WORDS} sequences of token ids"
-        raise InvalidParameterError("bad_words", list(words), f"{wanted}, got {len(found)}")
+        raise InvalidParameterError("bad_words", list(words), f"{wanted}, got {len(sequences)}")
     mask = model.ids.mask
     return tuple(
-        ids for ids in found if len(ids) <= num_tokens and (len(ids) == 1 or mask not in ids)
+        ids for ids in sequences if len(ids) <= num_tokens and (len(ids) == 1 or mask not in ids)
     )
 
 

@@ -416,8 +416,8 @@ def unknown(name: str, value: Any, known: Iterable[str]) -> InvalidParameterErro
 def near_miss(name: str, known: Iterable[str] = OWN_SPELLINGS) -> str | None:
     """Return the known name that `name` almost is; case, dashes and underscores do not count."""
     names = {_letters(other): other for other in sorted(known)}
-    found = difflib.get_close_matches(_letters(name), names, n=1, cutoff=_ALIKE)
-    return names[found[0]] if found else None
+    matches = difflib.get_close_matches(_letters(name), names, n=1, cutoff=_ALIKE)
+    return names[matches[0]] if matches else None
 
 
 def _letters(name: str) -> str:
@@ -496,14 +496,14 @@ def _by_token(spelling: str, value: Any) -> dict[int, float]:
     wanted = "wanted an object of token ids and numbers"
     if not isinstance(value, dict):
         raise InvalidParameterError(spelling, value, wanted)
-    found = {}
+    biases = {}
     for token, bias in value.items():
         is_id = type(token) is int or (isinstance(token, str) and token.isdecimal())
         is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
         if not is_id or not is_number or not _is_finite(bias) or len(str(token)) > MAX_DIGITS:
             raise InvalidParameterError(spelling, {token: bias}, wanted)
-        found[int(token)] = min(max(float(bias), -MAX_BIAS), MAX_BIAS)
-    return found
+        biases[int(token)] = min(max(float(bias), -MAX_BIAS), MAX_BIAS)
+    return biases
 
 
 def _words(spelling: str, value: Any) -> tuple[str, ...]:

@@ -67,12 +67,12 @@ def decide_lengths(
     usual_steps = model.defaults.get("steps", model.default_steps) or family_steps or canvas
     if algorithm.blocks == "none":
         return Lengths(canvas, max_tokens, canvas, steps or usual_steps)
-    asked = request.get("block_length")
+    length_asked = request.get("block_length")
     usual_block = model.defaults.get("block_length", DEFAULT_BLOCK)
     if algorithm.ends_short:
-        return Lengths(canvas, max_tokens, asked or min(usual_block, canvas), steps)
+        return Lengths(canvas, max_tokens, length_asked or min(usual_block, canvas), steps)
     in_turn = algorithm.blocks == "in turn"
-    block_length = _block_length(asked, usual_block, canvas, steps if in_turn else None)
+    block_length = _block_length(length_asked, usual_block, canvas, steps if in_turn else None)
     num_blocks = canvas // block_length
     if algorithm.pace == "steps":
         steps = _quota_steps(steps, num_blocks, usual_steps)
@@ -176,9 +176,9 @@ def _asked_max_tokens(
     defaults, of SamplingParams and of generation_config.json, are not meant to cut the answer
     either.
     """
-    asked: int | None = request.get("max_tokens")
-    if asked is not None or upstreams == room:
-        return asked
+    max_tokens: int | None = request.get("max_tokens")
+    if max_tokens is not None or upstreams == room:
+        return max_tokens
     has_canvas = request.get("gen_length") is not None
     is_default = upstreams in (OFFLINE_MAX_TOKENS, model.default_max_tokens)
     return None if has_canvas and is_default else upstreams
@@ -245,11 +245,11 @@ def _steps_per_block(request: Mapping[str, Any], model: ServedModel, num_blocks:
                 per_block,
                 f"it contradicts steps: {request['steps']} in {num_blocks} blocks are {steps} each",
             )
-    asked: int | None = per_block or steps or model.defaults.get("steps_per_block")
+    steps_asked: int | None = per_block or steps or model.defaults.get("steps_per_block")
     usual = model.defaults.get("steps", model.default_steps)
-    if asked is None and usual is not None:
-        asked = _quota_steps(None, num_blocks, usual) // num_blocks
-    return asked or model.family.defaults.get("steps_per_block")
+    if steps_asked is None and usual is not None:
+        steps_asked = _quota_steps(None, num_blocks, usual) // num_blocks
+    return steps_asked or model.family.defaults.get("steps_per_block")
 
 
 def _whole_blocks_within(length: int, block_length: int | None) -> int:

@@ -93,7 +93,7 @@ class TokenScores:
     top_logprobs: list[list[float]]
 
 
-def score_request(given: Any, prompt_length: int, vocab_size: int) -> ScoreRequest:
+def likelihood_request(given: Any, prompt_length: int, vocab_size: int) -> ScoreRequest:
     """Check and convert `{"positions": [...], "token_ids": [[...], ...]}`.
 
     `num_top`, and `cfg_scale` with `context_length`, are optional keys.
@@ -130,14 +130,14 @@ def score_request(given: Any, prompt_length: int, vocab_size: int) -> ScoreReque
 def _options(given: Mapping[str, Any], prompt_length: int, vocab_size: int) -> dict[str, Any]:
     """Return the optional keys that are given, checked."""
     most = {"num_top": vocab_size, "cfg_scale": math.inf, "context_length": prompt_length}
-    found = {name: given[name] for name in _OPTIONAL if name in given}
-    for name, value in found.items():
+    options = {name: given[name] for name in _OPTIONAL if name in given}
+    for name, value in options.items():
         kinds = _OPTIONAL[name]
         if type(value) not in kinds or not 0 <= value <= most[name] or value == math.inf:
             kind = "a finite number" if float in kinds else "a whole number"
             limit = "" if most[name] == math.inf else f" to {most[name]}"
             raise InvalidParameterError(f"{SCORE}.{name}", value, f"wanted {kind} from 0{limit}")
-    return found
+    return options
 
 
 def _are_below(numbers: Any, bound: int) -> bool:

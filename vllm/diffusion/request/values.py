@@ -101,8 +101,8 @@ def in_words(names: Iterable[str]) -> str:
 def as_score(value: float, dtype: str) -> float:
     """Round a threshold to the nearest score of a 16-bit dtype, as PyTorch does to compare them."""
     if dtype == "float16":
-        (found,) = struct.unpack("e", struct.pack("e", min(max(value, -65504.0), 65504.0)))
-        return float(found)
+        (rounded,) = struct.unpack("e", struct.pack("e", min(max(value, -65504.0), 65504.0)))
+        return float(rounded)
     if dtype != "bfloat16":
         return value  # scores of other dtypes are compared with it as it is
     (bits,) = struct.unpack("I", struct.pack("f", min(max(value, -1e38), 1e38)))

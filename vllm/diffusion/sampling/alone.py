@@ -52,14 +52,14 @@ def read_jointly(logits: torch.Tensor, groups: Sequence[RowGroup], first: int) -
         groups: requests whose rows they are; rows of others may stand between them.
         first: index of the first of these rows in the hidden states.
     """
-    found = []
+    samples = []
     for group in groups:
         start = group.rows.start - first
         for joint, rows in group.joints:
             at = slice(start + rows.start, start + rows.stop)
-            found.append((joint, at, group.positions[rows]))
-    if found:
-        read_all(logits, found)
+            samples.append((joint, at, group.positions[rows]))
+    if samples:
+        read_all(logits, samples)
 
 
 def sample_alone(
@@ -86,23 +86,23 @@ def sample_alone(
     # Ranks exchange their columns for ranks among all tokens.
     whole = ops.gather_columns(logits, model.vocab_size)
     kept = _without(whole, group.forbidden)
-    found = sample_group(logits, group, model)
+    sampled = sample_group(logits, group, model)
     extras = []
     if group.params.num_logprobs is not None:
-        extras.append(_logprobs(torch.log_softmax(kept, dim=-1), found, group).packed())
+        extras.append(_logprobs(torch.log_softmax(kept, dim=-1), sampled, group).packed())
     if group.params.return_trajectory:
-        extras.append(candidate_logprobs(kept, [group], found, 0, model.vocab_size))
-    return Samples.of(found, extras)
+        extras.append(candidate_logprobs(kept, [group], sampled, 0, model.vocab_size))
+    return Samples.of(sampled, extras)
 
 
-def _logprobs(distribution: torch.Tensor, found: ops.Sampled, group: RowGroup) -> Logprobs:
+def _logprobs(distribution: torch.Tensor, sampled: ops.Sampled, group: RowGroup) -> Logprobs:
     """Look up candidates, and the most likely or the named tokens, in log probabilities [R, V]."""
     named = None
     if group.params.logprob_token_ids:
         ids = np.array(group.params.logprob_token_ids, dtype=np.int64)
         (named,) = ops.to_device((ids,), distribution.device)
     num_top = group.params.num_logprobs or 0
-    return Logprobs.of(distribution, found.token, found.greedy, num_top, named)
+    return Logprobs.of(distribution, sampled.token, sampled.greedy, num_top, named)
 
 
 def _without(logits: torch.Tensor, forbidden: tuple[int, ...]) -> torch.Tensor:

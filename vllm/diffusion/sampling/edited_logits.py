@@ -43,15 +43,15 @@ def edited(
 
 def _changed(logits: torch.Tensor, groups: list[RowGroup], first_column: int) -> torch.Tensor:
     """Return a changed fp32 copy of the logits of some groups."""
-    found = logits.to(torch.float32, copy=True)
+    edited = logits.to(torch.float32, copy=True)
     columns = range(first_column, first_column + logits.shape[1])
     given = [(g.edits, len(g.positions)) for g in groups if g.edits is not None]
     host = tuple([_local(edits, columns) for edits, _ in given])
     start = 0
     for (edits, size), arrays in zip(given, ops.to_device(host, logits.device), strict=True):
-        _change(found[start : start + size], edits.edits, edits.early, arrays)
+        _change(edited[start : start + size], edits.edits, edits.early, arrays)
         start += size
-    return found
+    return edited
 
 
 class _Columns(NamedTuple, Generic[A]):
@@ -93,14 +93,14 @@ def _change(logits: torch.Tensor, edits: Edits, early: slice, own: _Columns[torc
     if own.biased.numel():
         logits.index_add_(1, own.biased, own.bias.expand(len(logits), -1))
     if own.counted.numel():
-        found, counts = logits.index_select(1, own.counted), own.counts
+        edited, counts = logits.index_select(1, own.counted), own.counts
         repeated = own.in_prompt | (counts > 0)
         penalty = edits.repetition_penalty
-        penalised = torch.where(found > 0, found / penalty, found * penalty)
-        found = torch.where(repeated, penalised, found)
-        found = found - edits.frequency_penalty * counts
-        found = found - edits.presence_penalty * (counts > 0)
-        logits.index_copy_(1, own.counted, found)
+        penalised = torch.where(edited > 0, edited / penalty, edited * penalty)
+        edited = torch.where(repeated, penalised, edited)
+        edited = edited - edits.frequency_penalty * counts
+        edited = edited - edits.presence_penalty * (counts > 0)
+        logits.index_copy_(1, own.counted, edited)
     if edits.allowed_token_ids:
         kept = logits.index_select(1, own.allowed)
         logits.fill_(-torch.inf).index_copy_(1, own.allowed, kept)

@@ -123,10 +123,10 @@ class LogitEditor:
         """Return tokens, whether they stand in the prompt, and how often in the answer."""
         answer = tokens[self._open & (tokens != self._mask_id)]
         answer = answer[~np.isin(answer, self._ends)]
-        found, times = np.unique(answer, return_counts=True)
-        counted = np.union1d(self._prompt, found)
+        unique, times = np.unique(answer, return_counts=True)
+        counted = np.union1d(self._prompt, unique)
         counts = np.zeros((1, counted.size), dtype=np.float32)
-        counts[0, np.searchsorted(counted, found)] = times
+        counts[0, np.searchsorted(counted, unique)] = times
         own = tokens[positions]
         if (own != self._mask_id).any():  # a token does not count where it may be replaced
             is_counted = np.atleast_1d(self._open[positions] & ~np.isin(own, self._ends))
@@ -153,8 +153,8 @@ class LogitEditor:
             for at in self._covered(starts[~is_missing], len(word)):
                 places.append(at)
                 words.append(tokens[at])
-        found = np.stack((np.concatenate(places), np.concatenate(words)))
-        at, columns = np.unique(found, axis=1)
+        pairs = np.stack((np.concatenate(places), np.concatenate(words)))
+        at, columns = np.unique(pairs, axis=1)
         first, last = (np.searchsorted(at, positions, side) for side in ("left", "right"))
         times = last - first
         order = np.arange(times.sum()) + np.repeat(last - np.cumsum(times), times)

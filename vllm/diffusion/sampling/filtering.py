@@ -13,7 +13,7 @@ from vllm.diffusion import ops
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from vllm.diffusion.core.scoring import Scoring
+    from vllm.diffusion.core.scoring import CandidateScoring
     from vllm.diffusion.request.params import DiffusionParams
 
 _NUMBERS: dict[str, type[np.generic]] = {
@@ -23,7 +23,7 @@ _NUMBERS: dict[str, type[np.generic]] = {
 }
 
 
-def filters_of(params: DiffusionParams, scoring: Scoring) -> ops.Filters | None:
+def filters_of(params: DiffusionParams, scoring: CandidateScoring) -> ops.Filters | None:
     """Return what a request's parameters cut off, for a rule's scoring; None for nothing.
 
     Only Dream's reference cuts without temperature, where it changes scores; it has no min-p.
@@ -58,6 +58,6 @@ def numbers_of(
     return {name: ([getattr(f, name) for f in own], dtype) for name, dtype in _NUMBERS.items()}
 
 
-def with_numbers(kind: ops.Filters, found: Mapping[str, Any]) -> ops.Filters:
+def with_numbers(kind: ops.Filters, parameters: Mapping[str, Any]) -> ops.Filters:
     """Return filters of a kind with these numbers, or tensors of one value a row."""
-    return replace(kind, **{name: found[name] for name in _NUMBERS})
+    return replace(kind, **{name: parameters[name] for name in _NUMBERS})

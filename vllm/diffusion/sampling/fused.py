@@ -99,10 +99,10 @@ def sample_fused(
         vocab_size: columns of all ranks.
     """
     rows, is_random = _parameters(groups, key, logits.device)
-    found = ops.candidates(
+    sampled = ops.candidates(
         logits, rows, key.score, first_column=first_column, vocab_size=vocab_size
     )
-    return _scored(found, rows, is_random, key)
+    return _scored(sampled, rows, is_random, key)
 
 
 def sample_in_head(
@@ -138,16 +138,16 @@ def sample_in_head(
 
 
 def _scored(
-    found: ops.Sampled, rows: ops.Rows, is_random: bool | torch.Tensor, key: LaunchKey
+    sampled: ops.Sampled, rows: ops.Rows, is_random: bool | torch.Tensor, key: LaunchKey
 ) -> ops.Sampled:
     """Convert scores to the key's dtype and order (larger is more certain), some to random ones."""
     sign = -1 if key.score == "entropy" else 1
-    scores = (sign * found.score).to(key.dtype)
+    scores = (sign * sampled.score).to(key.dtype)
     if is_random is not False and rows.positions is not None:
         # Where entropies are compared, the number stands for the entropy.
         u = sign * ops.philox_uniform(rows.seed, REMASKING, rows.step, rows.positions, range(1))
         scores = u[:, 0] if is_random is True else torch.where(is_random, u[:, 0], scores.double())
-    return ops.Sampled(found.token, scores, found.greedy if key.has_greedy else found.token)
+    return ops.Sampled(sampled.token, scores, sampled.greedy if key.has_greedy else sampled.token)
 
 
 def _parameters(
@@ -159,7 +159,7 @@ def _parameters(
     is_random = [g.params.remasking == "random" and not key.is_tempered for g in groups]
     is_noisy = [g.params.temperature > 0 for g in groups]
     needs_seed = [a or b for a, b in zip(is_random, is_noisy, strict=True)]
-    found = spread(
+    parameters = spread(
         {
             "temperature": ([g.params.temperature for g in groups], np.float64),
             "seed": (
@@ -178,14 +178,14 @@ def _parameters(
         [g.positions.numel() for g in groups],
         device,
     )
-    choice: bool | torch.Tensor = found.pop("is_random")
-    filters = None if key.filters is None else with_numbers(key.filters, found)
+    choice: bool | torch.Tensor = parameters.pop("is_random")
+    filters = None if key.filters is None else with_numbers(key.filters, parameters)
     positions = None
     if any(needs_seed):
         positions = torch.cat([g.positions for g in groups])
     return (
         ops.Rows(
-            **{name: found[name] for name in _OF_ROWS},
+            **{name: parameters[name] for name in _OF_ROWS},
             positions=positions,
             purpose=key.purpose,
             is_tempered=key.is_tempered,
@@ -201,16 +201,16 @@ def spread(
     values: dict[str, tuple[list[Any], type[np.generic]]], counts: list[int], device: torch.device
 ) -> dict[str, Any]:
     """Spread values of requests over their rows: one number where all agree, else [R]."""
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     on_host = {}
     for name, (numbers, dtype) in values.items():
         if all(number == numbers[0] for number in numbers):
-            found[name] = numbers[0]
+            arrays[name] = numbers[0]
         else:
             on_host[name] = np.array(numbers, dtype=dtype).repeat(counts)
     if on_host:
-        found |= zip(on_host, ops.to_device(tuple(on_host.values()), device), strict=True)
-    return found
+        arrays |= zip(on_host, ops.to_device(tuple(on_host.values()), device), strict=True)
+    return arrays
 
 
 def bits_of(tokens: tuple[int, ...], columns: tuple[int, ...]) -> int:

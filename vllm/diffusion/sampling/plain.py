@@ -22,7 +22,7 @@ from vllm.diffusion import ops
 from vllm.diffusion.core.random_streams import CATEGORICAL, REMASKING, TOKEN
 
 if TYPE_CHECKING:
-    from vllm.diffusion.core.scoring import Scoring
+    from vllm.diffusion.core.scoring import CandidateScoring
     from vllm.diffusion.sampling.row_group import RowGroup
 
 
@@ -112,13 +112,15 @@ def _without(logits: torch.Tensor, columns: tuple[int, ...]) -> torch.Tensor:
     """Return `logits` [R, V] with -inf in some columns, which is a copy if there are any."""
     if not columns:
         return logits
-    found = logits.clone()
+    masked = logits.clone()
     for column in columns:  # a list as an index would make the host wait for the device
-        found[:, column] = -torch.inf
-    return found
+        masked[:, column] = -torch.inf
+    return masked
 
 
-def _scores(probabilities: torch.Tensor, tokens: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+def _scores(
+    probabilities: torch.Tensor, tokens: torch.Tensor, scoring: CandidateScoring
+) -> torch.Tensor:
     """Return the scores [R] of tokens [R] in `probabilities` [R, V]; larger is more certain."""
     if scoring.score == "margin":
         best = probabilities.topk(2, dim=-1).values

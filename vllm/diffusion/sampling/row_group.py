@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion import ops
     from vllm.diffusion.core.buffers import Buffers
-    from vllm.diffusion.core.scoring import Scoring
+    from vllm.diffusion.core.scoring import CandidateScoring
     from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.request.params import DiffusionParams
     from vllm.diffusion.sampling.editing import RowEdits
@@ -60,7 +60,7 @@ class RowGroup:
     """
 
     params: DiffusionParams
-    scoring: Scoring
+    scoring: CandidateScoring
     step: int
     forbid_mask: bool
     rows: slice

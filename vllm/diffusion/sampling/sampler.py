@@ -50,18 +50,18 @@ def sample(
     Returns:
         The candidates of all rows, on the model's device.
     """
-    found = []
+    samples = []
     for hidden, groups in parts:
         normed = model.final_norm(hidden, buffers)
         if model.head_matrix is not None:
             whole = sample_in_head(normed, groups, model.head_matrix)
             if whole is not None:
-                found.append(Samples.of(whole))
+                samples.append(Samples.of(whole))
                 continue
         logits = model.compute_logits(normed, buffers)
         for run, key in _runs(groups, logits, _rows_at_a_time(model, BYTES_OF_EDITS)):
-            found.append(_sample_run(logits, run, key, model))
-    return Samples.joined(found)
+            samples.append(_sample_run(logits, run, key, model))
+    return Samples.joined(samples)
 
 
 def _runs(
@@ -145,11 +145,11 @@ def _draw(
     """Sample the rows `own` of a run of groups once."""
     lead = run[0]
     if key is not None:
-        found = sample_fused(own, run, key, model.vocab_start, model.vocab_size)
+        samples = sample_fused(own, run, key, model.vocab_start, model.vocab_size)
         if not lead.params.return_trajectory:
-            return Samples.of(found)
-        traced = candidate_logprobs(own, run, found, model.vocab_start, model.vocab_size)
-        return Samples.of(found, [traced])
+            return Samples.of(samples)
+        traced = candidate_logprobs(own, run, samples, model.vocab_start, model.vocab_size)
+        return Samples.of(samples, [traced])
     # The others make copies of their logits: of a few rows at a time.
     pieces = pieces_of(len(own), _rows_at_a_time(model, BYTES_OF_COPIES))
     return Samples.joined([sample_alone(own[rows], lead.piece(rows), model) for rows in pieces])

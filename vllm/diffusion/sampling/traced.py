@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def candidate_logprobs(
     logits: torch.Tensor,
     groups: Sequence[RowGroup],
-    found: ops.Sampled,
+    sampled: ops.Sampled,
     first_column: int,
     vocab_size: int,
 ) -> torch.Tensor:
@@ -30,7 +30,7 @@ def candidate_logprobs(
         logits: [R, C], the groups' rows one after another; this rank's columns, as the model and
             the requests' edits leave them.
         groups: the requests.
-        found: what was sampled from the rows.
+        sampled: samples of the rows.
         first_column: token id of the first column.
         vocab_size: columns of all ranks.
     """
@@ -41,7 +41,7 @@ def candidate_logprobs(
     }
     counts = [g.positions.numel() for g in groups]
     rows = ops.Rows(columns=columns, **spread(masks, counts, logits.device))
-    tokens = torch.stack((found.token, found.greedy), dim=1)
+    tokens = torch.stack((sampled.token, sampled.greedy), dim=1)
     logprobs, entropies = ops.logprobs_and_entropies(
         logits, tokens, rows, first_column=first_column, vocab_size=vocab_size
     )

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from vllm.diffusion.api.bodies import check_text_length
-from vllm.diffusion.api.choices import answers, last
+from vllm.diffusion.api.choices import final_output, stream_outputs
 from vllm.diffusion.api.likelihood.estimator import draw_maskings, estimate
-from vllm.diffusion.api.likelihood.prompt_scores import TERMS, Reader, Reading
+from vllm.diffusion.api.likelihood.prompt_scores import TERMS, ScoreClient, ScoreQuery
 from vllm.diffusion.api.protocol import Usage, check_model
 from vllm.diffusion.api.schema import described
 from vllm.diffusion.api.validator import RequestRefused
@@ -151,7 +151,7 @@ class LikelihoodResponse(BaseModel):
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _ScoringTask:
     """A checked body: token ids, and the maskings of all samples."""
 
     context: list[int]
@@ -162,11 +162,11 @@ class _Asked:
     checks_greedy: bool
     terms: dict[str, Any]
 
-    def reading(self, masked: Masking, mask_id: int) -> Reading:
+    def query(self, masked: Masking, mask_id: int) -> ScoreQuery:
         start, tokens = len(self.context), [*self.context, *self.continuation]
         for position in masked:
             tokens[start + position] = mask_id
-        return Reading(
+        return ScoreQuery(
             tokens,
             [start + position for position in masked],
             [[self.continuation[position]] for position in masked],
@@ -184,7 +184,7 @@ class LikelihoodHandler:
         self._engine = engine
         self._validator = validator
         self._model_names = model_names
-        self._reader = Reader(engine, validator)
+        self._score_client = ScoreClient(engine, validator)
 
     async def answer(self, body: LikelihoodBody, request_id: str) -> LikelihoodResponse:
         """Run all forwards; cancelling this coroutine aborts them.
@@ -196,26 +196,26 @@ class LikelihoodHandler:
         check_model(body.model, self._model_names)
         try:
             # Texts are tokenised and maskings drawn while other requests are served.
-            asked = await asyncio.to_thread(self._asked, body)
+            task = await asyncio.to_thread(self._task_of, body)
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
-        distinct = list(dict.fromkeys(asked.maskings))
+        distinct = list(dict.fromkeys(task.maskings))
         mask_id = self._validator.mask_id
-        readings = await asyncio.to_thread(
-            lambda: [asked.reading(masked, mask_id) for masked in distinct]
+        queries = await asyncio.to_thread(
+            lambda: [task.query(masked, mask_id) for masked in distinct]
         )
-        found = await self._reader.read(readings, request_id, asked.terms)
+        results = await self._score_client.run(queries, request_id, task.terms)
         logprobs = {
-            masked: [values[0] for values in read.scores.logprobs]
-            for masked, read in zip(distinct, found, strict=True)
+            masked: [values[0] for values in result.scores.logprobs]
+            for masked, result in zip(distinct, results, strict=True)
         }
-        length = len(asked.continuation)
-        estimated = estimate(asked.maskings, logprobs, length)
+        length = len(task.continuation)
+        estimated = estimate(task.maskings, logprobs, length)
         is_greedy, is_given = None, body.masks is not None
         stderr = 0.0 if is_given else estimated.stderr
-        if asked.checks_greedy:
-            is_greedy = await self._is_greedy(asked, request_id)
-        num_tokens = len(asked.context) + length
+        if task.checks_greedy:
+            is_greedy = await self._is_greedy(task, request_id)
+        num_tokens = len(task.context) + length
         return LikelihoodResponse(
             id=request_id,
             created=int(time.time()),
@@ -223,18 +223,20 @@ class LikelihoodHandler:
             loglikelihood=round(estimated.loglikelihood, DECIMALS),
             stderr=stderr if stderr is None else round(stderr, DECIMALS),
             is_greedy=is_greedy,
-            forwards=len(distinct) + (length if asked.checks_greedy else 0),
+            forwards=len(distinct) + (length if task.checks_greedy else 0),
             num_tokens=length,
-            seed=asked.seed,
-            logprobs=[logprobs[masked] for masked in asked.maskings] if is_given else None,
+            seed=task.seed,
+            logprobs=[logprobs[masked] for masked in task.maskings] if is_given else None,
             usage=Usage(prompt_tokens=num_tokens, completion_tokens=0, total_tokens=num_tokens),
         )
 
-    def _asked(self, body: LikelihoodBody) -> _Asked:
+    def _task_of(self, body: LikelihoodBody) -> _ScoringTask:
         self._validator.refuse_blocks("/v1/loglikelihood", "POST /v1/completions: echo, logprobs")
-        own = LikelihoodBody.model_fields
-        given = {k: v for k, v in body.model_dump(exclude_unset=True).items() if k not in own}
-        values = checked(given, by_spelling(PARAMETERS), also_known=own)
+        known_fields = LikelihoodBody.model_fields
+        given = {
+            k: v for k, v in body.model_dump(exclude_unset=True).items() if k not in known_fields
+        }
+        values = checked(given, by_spelling(PARAMETERS), also_known=known_fields)
         context, continuation = self._token_ids(body, values.get("add_special_tokens", True))
         for name, ids in (("context", context), ("continuation", continuation)):
             if self._validator.mask_id in ids:
@@ -251,7 +253,7 @@ class LikelihoodHandler:
         num_samples = len(body.masks) if isinstance(body.masks, list) else values.get("mc_num", 128)
         self._check_size(len(context) + len(continuation), num_samples)
         seed, maskings = _maskings(body.masks, values, len(continuation))
-        return _Asked(
+        return _ScoringTask(
             context=context,
             continuation=continuation,
             maskings=maskings,
@@ -267,9 +269,9 @@ class LikelihoodHandler:
         if num_tokens > longest:
             wanted = f"wanted at most {longest} tokens, the server's max_model_len"
             raise InvalidParameterError("context + continuation", num_tokens, wanted)
-        most = MAX_TOKENS // max(1, num_tokens)
-        if num_samples > most:
-            wanted = f"wanted at most {most} samples of {num_tokens} tokens"
+        max_samples = MAX_TOKENS // max(1, num_tokens)
+        if num_samples > max_samples:
+            wanted = f"wanted at most {max_samples} samples of {num_tokens} tokens"
             raise InvalidParameterError("mc_num", num_samples, wanted)
 
     def _token_ids(self, body: LikelihoodBody, adds_special: bool) -> tuple[list[int], list[int]]:
@@ -298,12 +300,12 @@ class LikelihoodHandler:
                 )
         return context, continuation
 
-    async def _is_greedy(self, asked: _Asked, request_id: str) -> bool:
+    async def _is_greedy(self, task: _ScoringTask, request_id: str) -> bool:
         """Whether the model, writing the surest token each time, would write the continuation."""
-        length = len(asked.continuation)
-        wanted = {**_PUBLISHED_LOOP, "cfg_scale": asked.cfg}
+        length = len(task.continuation)
+        wanted = {**_PUBLISHED_LOOP, "cfg_scale": task.cfg}
         wanted |= dict.fromkeys(("gen_length", "max_tokens", "block_length", "steps"), length)
-        decided = self._validator.decide({**wanted, **asked.terms}, asked.context)
+        decided = self._validator.decide({**wanted, **task.terms}, task.context)
         sampling = SamplingParams(
             temperature=0.0,
             max_tokens=length,
@@ -312,11 +314,11 @@ class LikelihoodHandler:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         attach(sampling, decided)
-        outputs = answers(
-            self._engine, tokens_input(asked.context), sampling, f"{request_id}-greedy"
+        outputs = stream_outputs(
+            self._engine, tokens_input(task.context), sampling, f"{request_id}-greedy"
         )
-        written = (await last(outputs)).outputs[0].token_ids
-        return list(written) == asked.continuation
+        written = (await final_output(outputs)).outputs[0].token_ids
+        return list(written) == task.continuation
 
 
 def _maskings(

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import create_model
 
 from vllm.diffusion.api.choices import RequestTimedOut
-from vllm.diffusion.api.handlers import remade
+from vllm.diffusion.api.handlers import rebuild_as
 from vllm.diffusion.api.likelihood.prompt_scores import (
     MAX_CONCURRENT_SCORES,
     TERMS,
-    Reader,
-    ReadGroup,
-    Reading,
+    ScoreClient,
+    ScoreGroup,
+    ScoreQuery,
 )
 from vllm.diffusion.api.protocol import set_priority
 from vllm.diffusion.api.schema import described
@@ -85,7 +85,7 @@ DecisionRequest = create_model(
 )
 
 
-class Slot(NamedTuple):
+class AnswerSlot(NamedTuple):
     """A mask in place of an answer.
 
     Attributes:
@@ -97,29 +97,29 @@ class Slot(NamedTuple):
     label_ids: tuple[int, ...]
 
 
-class Sheet(NamedTuple):
+class DecisionPrompt(NamedTuple):
     """A sequence that asks some questions, with a mask at each answer."""
 
     tokens: list[int]
-    slots: list[Slot]
+    slots: list[AnswerSlot]
 
     @property
-    def reading(self) -> Reading:
-        """Reading that this sheet asks for."""
+    def query(self) -> ScoreQuery:
+        """Query for the scores of this prompt."""
         positions = [slot.position for slot in self.slots]
-        return Reading(self.tokens, positions, [slot.label_ids for slot in self.slots])
+        return ScoreQuery(self.tokens, positions, [slot.label_ids for slot in self.slots])
 
-    def without(self, chosen: Sequence[int]) -> list[Sheet]:
-        """For each slot, make a sheet with that slot alone and the chosen labels in all others."""
+    def without(self, chosen: Sequence[int]) -> list[DecisionPrompt]:
+        """For each slot, make a prompt with that slot alone and the chosen labels in all others."""
         answered = list(self.tokens)
         for slot, label in zip(self.slots, chosen, strict=True):
             answered[slot.position] = slot.label_ids[label]
-        sheets = []
+        decision_prompts = []
         for slot in self.slots:
             tokens = list(answered)
             tokens[slot.position] = self.tokens[slot.position]
-            sheets.append(Sheet(tokens, [slot]))
-        return sheets
+            decision_prompts.append(DecisionPrompt(tokens, [slot]))
+        return decision_prompts
 
 
 class BlockStrategy(NextTokenStrategy):
@@ -132,7 +132,7 @@ class BlockStrategy(NextTokenStrategy):
         terms: `timeout_s`, if given.
     """
 
-    most_passes = 1
+    max_passes = 1
     passes: int = 1
     terms: Mapping[str, Any] = MappingProxyType({})
 
@@ -142,7 +142,7 @@ class BlockStrategy(NextTokenStrategy):
         if validator is None:
             raise ValueError("the served model is not a diffusion language model")
         self._validator: Validator = validator
-        self._reader = Reader(context.engine_client, validator)
+        self._score_client = ScoreClient(context.engine_client, validator)
         self._known: dict[tuple[str, tuple[str, ...]], tuple[int, ...]] = {}
         self._pieces: dict[str, list[int]] = {}  # tokens of what stands before an answer
 
@@ -167,62 +167,66 @@ class BlockStrategy(NextTokenStrategy):
             messages = [{"role": "user", "content": content}]
             if instructions:
                 messages.insert(0, {"role": "system", "content": instructions})
-            asked = self._read_request(chat_template_kwargs)
-            found: list[int] = (await self._render(asked, messages))[1]
-            if self._validator.mask_id in found:
+            read_request = self._read_request(chat_template_kwargs)
+            rendered: list[int] = (await self._render(read_request, messages))[1]
+            if self._validator.mask_id in rendered:
                 raise StructuredDecisionError("state, questions: wanted them without mask tokens")
-            return found
+            return rendered
 
         options = {"priority": priority, "trace_headers": trace_headers}
-        sheets = await self._sheets(state, questions, prompt)
-        reads = await self._read_sheets(sheets, request_id, options)
+        decision_prompts = await self._decision_prompts(state, questions, prompt)
+        reads = await self._score_prompts(decision_prompts, request_id, options)
         if self.passes == 1 or len(questions) == 1:
             return reads
         again = [
             other
-            for sheet in sheets
-            for other in sheet.without([read.probs.index(max(read.probs)) for read in reads])
+            for decision_prompt in decision_prompts
+            for other in decision_prompt.without(
+                [read.probs.index(max(read.probs)) for read in reads]
+            )
         ]
-        second = await self._read_sheets(again, f"{request_id}-again", options)
+        second = await self._score_prompts(again, f"{request_id}-again", options)
         second[0].input_tokens += sum(read.input_tokens for read in reads)
         return second
 
-    async def _sheets(
+    async def _decision_prompts(
         self,
         state: str,
         questions: list[Question],
         prompt: Callable[[str], Awaitable[list[int]]],
-    ) -> list[Sheet]:
+    ) -> list[DecisionPrompt]:
         """Make the sequences of a call, from its prompts."""
-        sheets = []
+        decision_prompts = []
         for question in questions:
             before = await prompt(self._content(state, question))
             labels = self._label_ids(self._end_of(before), question)
-            slot = Slot(len(before), labels)
-            sheets.append(Sheet(masked_behind(before, self._validator), [slot]))
-        return sheets
+            slot = AnswerSlot(len(before), labels)
+            decision_prompts.append(DecisionPrompt(masked_behind(before, self._validator), [slot]))
+        return decision_prompts
 
-    async def _read_sheets(
-        self, sheets: list[Sheet], request_id: str, options: dict[str, Any]
+    async def _score_prompts(
+        self, decision_prompts: list[DecisionPrompt], request_id: str, options: dict[str, Any]
     ) -> list[QuestionRead]:
-        readings = [sheet.reading for sheet in sheets]
-        group = ReadGroup(request_id, len(readings))
-        found = await self._reader.read(readings, request_id, self.terms, group=group, **options)
-        reads = []
-        for reading, read in zip(readings, found, strict=True):
-            for number, labels in enumerate(reading.token_ids):
-                logprobs = read.scores.logprobs[number]
-                reads.append(
+        queries = [decision_prompt.query for decision_prompt in decision_prompts]
+        group = ScoreGroup(request_id, len(queries))
+        results = await self._score_client.run(
+            queries, request_id, self.terms, group=group, **options
+        )
+        question_reads = []
+        for query, result in zip(queries, results, strict=True):
+            for number, labels in enumerate(query.token_ids):
+                logprobs = result.scores.logprobs[number]
+                question_reads.append(
                     QuestionRead(
                         probs=label_softmax(logprobs),
                         label_mass=math.fsum(map(math.exp, logprobs)),
-                        argmax_is_label=read.scores.likeliest[number] in labels,
+                        argmax_is_label=result.scores.likeliest[number] in labels,
                         # One forward reads the sequence for all of its questions.
-                        input_tokens=0 if number else len(reading.prompt),
+                        input_tokens=0 if number else len(query.prompt),
                         output_tokens=0,
                     )
                 )
-        return reads
+        return question_reads
 
     def _end_of(self, prompt: list[int]) -> str:
         """Return the text of a prompt behind its last special token."""
@@ -237,34 +241,34 @@ class BlockStrategy(NextTokenStrategy):
         """
         if (before, question.labels) not in self._known:
             encode = self._tokenizer().encode
-            start, found = encode(before, add_special_tokens=False), list[int]()
+            start, label_ids = encode(before, add_special_tokens=False), list[int]()
             for label in question.labels:
                 whole = encode(before + label, add_special_tokens=False)
                 if len(whole) == len(start) or whole[: len(start)] != start:
                     raise StructuredDecisionError(f"{question.id!r}: {label!r} is no token here")
-                found.append(whole[len(start)])
-            if len(set(found)) < len(found):
+                label_ids.append(whole[len(start)])
+            if len(set(label_ids)) < len(label_ids):
                 raise StructuredDecisionError(
                     f"question {question.id!r}: labels {question.labels} begin alike in this model"
                 )
-            self._known[before, question.labels] = tuple(found)
+            self._known[before, question.labels] = tuple(label_ids)
         return self._known[before, question.labels]
 
 
 class MaskStrategy(BlockStrategy):
     """Strategy of families with full attention: one sequence for all questions of a call."""
 
-    most_passes = 2
+    max_passes = 2
 
     def num_requests(self, questions: list[Question]) -> int:
         return 1
 
-    async def _sheets(
+    async def _decision_prompts(
         self,
         state: str,
         questions: list[Question],
         prompt: Callable[[str], Awaitable[list[int]]],
-    ) -> list[Sheet]:
+    ) -> list[DecisionPrompt]:
         if len(questions) == 1:
             tokens = await prompt(self._content(state, questions[0]))
             pieces = [self._end_of(tokens)]
@@ -278,18 +282,18 @@ class MaskStrategy(BlockStrategy):
                 if piece not in self._pieces:
                     self._pieces[piece] = self._tokenizer().encode(piece, add_special_tokens=False)
                 tokens += self._pieces[piece]
-            slots.append(Slot(len(tokens), self._label_ids(piece, question)))
+            slots.append(AnswerSlot(len(tokens), self._label_ids(piece, question)))
             tokens.append(self._validator.mask_id)
-        return [Sheet([*tokens, *self._validator.turn_end], slots)]
+        return [DecisionPrompt([*tokens, *self._validator.turn_end], slots)]
 
 
 def _content_of_several(state: str, questions: list[Question]) -> str:
     """Make the user's turn: the state, then the questions, which the reply answers by number."""
-    asked = [
+    texts = [
         f"Question {number}:\n{question.type.prompt(question)}"
         for number, question in enumerate(questions, start=1)
     ]
-    return "\n\n".join([state, *asked])
+    return "\n\n".join([state, *texts])
 
 
 def masked_behind(prompt: list[int], validator: Validator) -> list[int]:
@@ -304,31 +308,33 @@ class DiffusionDecisions(ServingStructuredDecisions):
     """Handler of POST /v1/systemone."""
 
     async def create_decision(self, request: Any, raw_request: Any = None) -> Any:
-        asked = _asked(request, self.strategy)
+        values = _values_of(request, self.strategy)
         if raw_request is not None:
             set_priority(request, raw_request.headers)
         strategy = copy(self.strategy)
-        strategy.passes = asked.get("passes", 1)
-        strategy.terms = {name: asked[name] for name in TERMS if name in asked}
-        handler = remade(self, DiffusionDecisions, strategy=strategy)
+        strategy.passes = values.get("passes", 1)
+        strategy.terms = {name: values[name] for name in TERMS if name in values}
+        handler = rebuild_as(self, DiffusionDecisions, strategy=strategy)
         return await super(DiffusionDecisions, handler).create_decision(request, raw_request)
 
 
-def _asked(request: Any, strategy: BlockStrategy) -> dict[str, Any]:
+def _values_of(request: Any, strategy: BlockStrategy) -> dict[str, Any]:
     """Return our parameters of a body, checked.
 
     Raises:
         RequestRefused: HTTP 400, naming the field.
     """
-    own = StructuredDecisionRequest.model_fields
-    given = {k: v for k, v in request.model_dump(exclude_unset=True).items() if k not in own}
+    known_fields = StructuredDecisionRequest.model_fields
+    given = {
+        k: v for k, v in request.model_dump(exclude_unset=True).items() if k not in known_fields
+    }
     try:
-        asked = checked(given, by_spelling(PARAMETERS), also_known=own)
-        if asked.get("passes", 1) > strategy.most_passes:
+        values = checked(given, by_spelling(PARAMETERS), also_known=known_fields)
+        if values.get("passes", 1) > strategy.max_passes:
             raise InvalidParameterError(
-                "passes", asked["passes"], "wanted 1: this model reads each question by itself"
+                "passes", values["passes"], "wanted 1: this model reads each question by itself"
             )
-        return asked
+        return values
     except InvalidParameterError as error:
         raise RequestRefused(error) from None
 
@@ -347,7 +353,7 @@ class DiffusionScoring(ServingGenerativeScoring):
         if raw_request is not None:
             set_priority(request, raw_request.headers)
         client = _NextTokens(self.engine_client, self.validator, len(request.items), terms)
-        handler = remade(self, DiffusionScoring, engine_client=client)
+        handler = rebuild_as(self, DiffusionScoring, engine_client=client)
         answer = await super(DiffusionScoring, handler).create_generative_scoring(
             request, raw_request
         )
@@ -379,8 +385,8 @@ class _NextTokens:
         terms: Mapping[str, Any],
     ) -> None:
         self._engine, self._validator, self._terms = engine, validator, terms
-        self._reader = Reader(engine, validator)
-        self._group = ReadGroup(uuid.uuid4().hex, min(num_items, MAX_CONCURRENT_SCORES))
+        self._score_client = ScoreClient(engine, validator)
+        self._group = ScoreGroup(uuid.uuid4().hex, min(num_items, MAX_CONCURRENT_SCORES))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -396,17 +402,17 @@ class _NextTokens:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the likeliest token, with the log probabilities of `logprob_token_ids`."""
         prompt, labels = engine_input["prompt_token_ids"], sampling.logprob_token_ids or []
-        reading = Reading(masked_behind(prompt, self._validator), [len(prompt)], [labels])
+        query = ScoreQuery(masked_behind(prompt, self._validator), [len(prompt)], [labels])
         try:
-            (read,) = await self._reader.read(
-                [reading], request_id, self._terms, group=self._group, **options
+            (result,) = await self._score_client.run(
+                [query], request_id, self._terms, group=self._group, **options
             )
         except (RequestRefused, RequestTimedOut) as error:
             self.error = error
             raise ValueError(str(error)) from None
-        (likeliest,), (values,) = read.scores.likeliest, read.scores.logprobs
-        found = {own: Logprob(value) for own, value in zip(labels, values, strict=True)}
-        completion = CompletionOutput(0, "", [likeliest], None, [found], finish_reason="length")
+        (likeliest,), (values,) = result.scores.likeliest, result.scores.logprobs
+        logprobs = {token: Logprob(value) for token, value in zip(labels, values, strict=True)}
+        completion = CompletionOutput(0, "", [likeliest], None, [logprobs], finish_reason="length")
         yield RequestOutput(request_id, None, prompt, None, [completion], finished=True)
 
 
@@ -417,10 +423,12 @@ def register() -> None:
         READ_STRATEGIES.update(dict.fromkeys(family.architectures, strategy))
 
 
-def adopt_decisions(state: Any, validator: Validator) -> None:
+def replace_decision_handlers(state: Any, validator: Validator) -> None:
     """Replace upstream's handlers of the server by ours."""
     decisions, scoring = state.serving_structured_decisions, state.serving_generative_scoring
     if decisions is not None:
-        state.serving_structured_decisions = remade(decisions, DiffusionDecisions)
+        state.serving_structured_decisions = rebuild_as(decisions, DiffusionDecisions)
     if scoring is not None:
-        state.serving_generative_scoring = remade(scoring, DiffusionScoring, validator=validator)
+        state.serving_generative_scoring = rebuild_as(
+            scoring, DiffusionScoring, validator=validator
+        )

@@ -134,8 +134,8 @@ class DiffusionServingMessages(DiffusionServingChat, AnthropicServingMessages):
         return made
 
     def messages_full_converter(self, generator: Any) -> MessagesAnswer:
-        found = super().messages_full_converter(generator)
-        own = {**vars(found), "id": _own_id(found.id)}
+        response = super().messages_full_converter(generator)
+        own = {**vars(response), "id": _own_id(response.id)}
         return MessagesAnswer(**own, diffusion=DiffusionReport(**generator.diffusion))
 
     async def message_stream_converter(
@@ -144,7 +144,7 @@ class DiffusionServingMessages(DiffusionServingChat, AnthropicServingMessages):
         report: dict[str, Any] = {}
         status = HTTPStatus.INTERNAL_SERVER_ERROR
 
-        async def heard() -> AsyncGenerator[str, None]:
+        async def tapped() -> AsyncGenerator[str, None]:
             nonlocal status
             async with aclosing(generator):
                 async for text in generator:
@@ -156,7 +156,7 @@ class DiffusionServingMessages(DiffusionServingChat, AnthropicServingMessages):
                         report.update(json.loads(text.removeprefix("data: ")).get("diffusion", {}))
                     yield text
 
-        async with aclosing(super().message_stream_converter(heard())) as events:
+        async with aclosing(super().message_stream_converter(tapped())) as events:
             async for text in events:
                 yield _changed(text, report, status)
 

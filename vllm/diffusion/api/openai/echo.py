@@ -13,8 +13,8 @@ from contextlib import aclosing
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.api.choices import Cancelling
-from vllm.diffusion.api.likelihood.prompt_scores import Reader, Reading
+from vllm.diffusion.api.choices import TaskScope
+from vllm.diffusion.api.likelihood.prompt_scores import ScoreClient, ScoreQuery
 from vllm.diffusion.api.report import reports_by_choice
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from vllm.diffusion.api.choices import ChoicesClient
-    from vllm.diffusion.api.likelihood.prompt_scores import Read
+    from vllm.diffusion.api.likelihood.prompt_scores import ScoreResult
     from vllm.diffusion.api.report import TokenTexts
     from vllm.diffusion.api.validator import Validator
     from vllm.sampling_params import SamplingParams
@@ -56,7 +56,7 @@ class EchoClient:
     ) -> None:
         self._inner, self._validator, self._texts = inner, validator, texts
         self._terms, self._writes = terms, writes
-        self._reader = Reader(inner, validator)
+        self._score_client = ScoreClient(inner, validator)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -74,42 +74,44 @@ class EchoClient:
             wanted = f"wanted at most {MAX_PROMPT_TOKENS} tokens beside echo and logprobs"
             raise RequestRefused(InvalidParameterError("prompt", len(prompt), wanted))
         block_length, mask_id = self._validator.block_length, self._validator.mask_id
-        readings = readings_of(prompt, mask_id, sampling.prompt_logprobs or 0, block_length)
-        self._reader.check(readings, self._terms)
+        queries = queries_of(prompt, mask_id, sampling.prompt_logprobs or 0, block_length)
+        self._score_client.check(queries, self._terms)
         own = copy(sampling)
         own.prompt_logprobs = None
         answer = None
         if self._writes:
             answer = self._inner.generate(engine_input, own, request_id, **options)
-        return self._run(prompt, readings, answer, request_id, options)
+        return self._run(prompt, queries, answer, request_id, options)
 
     async def _run(
         self,
         prompt: list[int],
-        readings: list[Reading],
+        queries: list[ScoreQuery],
         answer: AsyncGenerator[RequestOutput, None] | None,
         request_id: str,
         options: dict[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the answer's outputs, or one without an answer; each with the prompt's readings."""
+        """Yield the answer's outputs, or one without an answer; each with the prompt's queries."""
         own_id = f"{request_id}-echo"
-        async with Cancelling() as tasks:
-            reading = tasks.start(self._reader.read(readings, own_id, self._terms, **options))
+        async with TaskScope() as tasks:
+            scoring = tasks.start(self._score_client.run(queries, own_id, self._terms, **options))
             if answer is None:
-                yield self._with(await reading, prompt, _without_answer(request_id, prompt))
+                yield self._with(await scoring, prompt, _without_answer(request_id, prompt))
                 return
             async with aclosing(answer):
                 async for output in answer:
-                    yield self._with(await reading, prompt, output)
+                    yield self._with(await scoring, prompt, output)
 
-    def _with(self, found: list[Read], prompt: list[int], output: RequestOutput) -> RequestOutput:
+    def _with(
+        self, results: list[ScoreResult], prompt: list[int], output: RequestOutput
+    ) -> RequestOutput:
         """Add the log probabilities of its prompt to an output, and the forwards that they took."""
-        output.prompt_logprobs = prompt_logprobs(prompt, found, self._texts)
+        output.prompt_logprobs = prompt_logprobs(prompt, results, self._texts)
         reports = reports_by_choice(output)
-        if not self._writes and found:
-            reports = {0: {**found[0].report, "num_forwards": 0, "num_steps": 0}}
+        if not self._writes and results:
+            reports = {0: {**results[0].report, "num_forwards": 0, "num_steps": 0}}
         if "num_forwards" in reports.get(0, {}):  # of the first of several answers
-            taken = sum(read.report["num_forwards"] for read in found)
+            taken = sum(result.report["num_forwards"] for result in results)
             for name in ("num_forwards", "num_steps"):
                 reports[0][name] += taken
             is_several = len(output.outputs) > 1
@@ -117,28 +119,28 @@ class EchoClient:
         return output
 
 
-def readings_of(
+def queries_of(
     prompt: Sequence[int], mask_id: int, num_top: int, block_length: int | None
-) -> list[Reading]:
-    """Make a reading for each token except the first, which no token precedes."""
-    readings = []
+) -> list[ScoreQuery]:
+    """Make a query for each token except the first, which no token precedes."""
+    queries = []
     for position in range(1, len(prompt)):
         end = len(prompt)
         if block_length is not None:
             end = (position // block_length + 1) * block_length
         masked = [*prompt[:position], *[mask_id] * (end - position)]
-        readings.append(Reading(masked, [position], [[prompt[position]]], num_top))
-    return readings
+        queries.append(ScoreQuery(masked, [position], [[prompt[position]]], num_top))
+    return queries
 
 
 def prompt_logprobs(
-    prompt: Sequence[int], found: Sequence[Read], texts: TokenTexts
+    prompt: Sequence[int], results: Sequence[ScoreResult], texts: TokenTexts
 ) -> PromptLogprobs:
-    """Convert readings to upstream's type: for each token, itself first and then the likeliest."""
+    """Convert queries to upstream's type: for each token, itself first and then the likeliest."""
     rows: PromptLogprobs = [None]
     written = texts.in_turn(prompt)[1:]
-    for token, text, read in zip(prompt[1:], written, found, strict=True):
-        scores = read.scores
+    for token, text, result in zip(prompt[1:], written, results, strict=True):
+        scores = result.scores
         ids = [token, *scores.top_tokens[0]]
         values = [scores.logprobs[0][0], *scores.top_logprobs[0]]
         row: dict[int, Logprob] = {}

@@ -74,10 +74,10 @@ def _read_batch(body: dict[str, Any]) -> dict[str, Any]:
     if body.get("tools") and body.get("tool_choice") != "none":
         wanted = "wanted none here; POST /v1/chat/completions calls functions"
         raise InvalidParameterError("tools", body["tools"], wanted)
-    found = body.get("messages")
-    if not isinstance(found, list) or not found:
-        raise InvalidParameterError("messages", found, "wanted a list of conversations")
-    read = [read_chat(messages, f"messages[{i}]") for i, messages in enumerate(found)]
+    conversations = body.get("messages")
+    if not isinstance(conversations, list) or not conversations:
+        raise InvalidParameterError("messages", conversations, "wanted a list of conversations")
+    read = [read_chat(messages, f"messages[{i}]") for i, messages in enumerate(conversations)]
     return {**body, "messages": read}
 
 

@@ -13,9 +13,9 @@ import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm.diffusion.api.choices import ChoicesClient, RequestTimedOut, primed
-from vllm.diffusion.api.events import DONE, Listener, event
-from vllm.diffusion.api.handlers import remade
+from vllm.diffusion.api.choices import ChoicesClient, RequestTimedOut, wait_for_first
+from vllm.diffusion.api.events import DONE, StreamMerger, event
+from vllm.diffusion.api.handlers import rebuild_as
 from vllm.diffusion.api.likelihood.prompt_scores import TERMS
 from vllm.diffusion.api.openai.echo import EchoClient
 from vllm.diffusion.api.openai.openai_protocol import prepare, reads_prompt
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
 Handler = TypeVar("Handler", bound="Diffusion")
 
 
-def adopt(upstreams: Any, kind: type[Handler], validator: Validator) -> Handler:
+def replace_handler(upstreams: Any, kind: type[Handler], validator: Validator) -> Handler:
     """Make a handler of our kind from upstream's, which has the server's arguments."""
-    tells_shared = upstreams.enable_prompt_tokens_details or validator.shares_prefixes
-    handler: Handler = remade(
+    reports_shared = upstreams.enable_prompt_tokens_details or validator.shares_prefixes
+    handler: Handler = rebuild_as(
         upstreams,
         kind,
         engine_client=ChoicesClient(upstreams.engine_client, validator),
         validator=validator,
         token_texts=TokenTexts(upstreams.renderer.tokenizer),
-        enable_prompt_tokens_details=tells_shared,
+        enable_prompt_tokens_details=reports_shared,
     )
     return handler
 
@@ -116,7 +116,7 @@ class Diffusion:
         """
         is_stream = request.stream and hasattr(answer, "__aiter__")
         if is_stream and self.validator.times(request.vllm_xargs):
-            return await primed(answer)
+            return await wait_for_first(answer)
         return answer
 
 
@@ -137,11 +137,11 @@ class DiffusionServingChat(Diffusion, OpenAIServingChat):
         *args: Any,
         **kwargs: Any,
     ) -> AsyncGenerator[str, None]:
-        listener = Listener(request.n or 1)
-        heard = _heard(result_generator, listener)
+        merger = StreamMerger(request.n or 1)
+        outputs = _tap(result_generator, merger)
         calls_tools = _calls_tools(request)
         chunks = super().chat_completion_stream_generator(
-            request, heard, request_id, model_name, *args, **kwargs
+            request, outputs, request_id, model_name, *args, **kwargs
         )
         if calls_tools:
             chunks = with_calls(chunks)
@@ -149,8 +149,8 @@ class DiffusionServingChat(Diffusion, OpenAIServingChat):
             head = _head(request_id, "chat.completion.chunk", model_name)
             choice: dict[str, Any] = {"delta": {}, "logprobs": None, "finish_reason": None}
             write = _canvas_writer(self.token_texts, head, choice)
-            chunks = _after_the_first(chunks, lambda rest: listener.between(rest, write))
-        async for text in _with_report(chunks, listener):
+            chunks = _after_the_first(chunks, lambda rest: merger.merge(rest, write))
+        async for text in _with_report(chunks, merger):
             yield text
 
     async def chat_completion_full_generator(
@@ -160,13 +160,13 @@ class DiffusionServingChat(Diffusion, OpenAIServingChat):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        listener = Listener()
-        heard = _heard(result_generator, listener)
-        response = await super().chat_completion_full_generator(request, heard, *args, **kwargs)
+        merger = StreamMerger()
+        outputs = _tap(result_generator, merger)
+        response = await super().chat_completion_full_generator(request, outputs, *args, **kwargs)
         if not isinstance(response, ErrorResponse):
             if _calls_tools(request):
                 put_calls(response)
-            put_report(response, listener.reports)
+            put_report(response, merger.reports)
         return response
 
 
@@ -184,7 +184,7 @@ class DiffusionServingCompletion(Diffusion, OpenAIServingCompletion):
                 {name: request.vllm_xargs[name] for name in TERMS if name in request.vllm_xargs},
                 writes=request.max_tokens > 0,
             )
-            handler = remade(self, DiffusionServingCompletion, engine_client=client)
+            handler = rebuild_as(self, DiffusionServingCompletion, engine_client=client)
         answer = await super(DiffusionServingCompletion, handler).create_completion(
             request, raw_request
         )
@@ -202,27 +202,27 @@ class DiffusionServingCompletion(Diffusion, OpenAIServingCompletion):
         **kwargs: Any,
     ) -> AsyncGenerator[str, None]:
         num_choices = request.n or 1
-        listener = Listener(num_choices * len(engine_inputs))
-        heard = _heard_by_prompt(result_generator, listener, num_choices)
+        merger = StreamMerger(num_choices * len(engine_inputs))
+        outputs = _tap_by_prompt(result_generator, merger, num_choices)
         chunks = super().completion_stream_generator(
-            request, engine_inputs, heard, request_id, created_time, model_name, *args, **kwargs
+            request, engine_inputs, outputs, request_id, created_time, model_name, *args, **kwargs
         )
         if request.vllm_xargs.get("stream_canvas"):
             head = _head(request_id, "text_completion", model_name)
             choice = {"text": "", "logprobs": None, "finish_reason": None}
             write = _canvas_writer(self.token_texts, head, choice)
-            chunks = listener.between(chunks, write)
-        async for text in _with_report(chunks, listener):
+            chunks = merger.merge(chunks, write)
+        async for text in _with_report(chunks, merger):
             yield text
 
     def request_output_to_completion_response(
         self, final_res_batch: list[RequestOutput], *args: Any, **kwargs: Any
     ) -> Any:
         response = super().request_output_to_completion_response(final_res_batch, *args, **kwargs)
-        found = [
+        reports = [
             report for output in final_res_batch for report in reports_by_choice(output).values()
         ]
-        put_report(response, dict(enumerate(found)))
+        put_report(response, dict(enumerate(reports)))
         return response
 
 
@@ -239,16 +239,16 @@ class DiffusionServingChatBatch(Diffusion, OpenAIServingChatBatch):
     async def chat_completion_full_generator_batch(
         self, request: Any, generators: list[Any], *args: Any, **kwargs: Any
     ) -> Any:
-        listener = Listener(len(generators))
-        heard = [
-            _heard(generator, listener, first_choice=index)
+        merger = StreamMerger(len(generators))
+        outputs = [
+            _tap(generator, merger, first_choice=index)
             for index, generator in enumerate(generators)
         ]
         response = await super().chat_completion_full_generator_batch(
-            request, heard, *args, **kwargs
+            request, outputs, *args, **kwargs
         )
         if not isinstance(response, ErrorResponse):
-            put_report(response, listener.reports)
+            put_report(response, merger.reports)
         return response
 
 
@@ -257,24 +257,24 @@ def _calls_tools(request: Any) -> bool:
     return bool(kind == "tools")
 
 
-async def _heard(
-    outputs: AsyncGenerator[RequestOutput, None], listener: Listener, first_choice: int = 0
+async def _tap(
+    outputs: AsyncGenerator[RequestOutput, None], merger: StreamMerger, first_choice: int = 0
 ) -> AsyncGenerator[RequestOutput, None]:
     """Yield outputs with news for upstream, and the first one, which brings the role."""
     is_first = True
     async with aclosing(outputs):
         async for output in outputs:
-            if listener.hear(output, first_choice) or is_first:
+            if merger.feed(output, first_choice) or is_first:
                 yield output
             is_first = False
 
 
-async def _heard_by_prompt(
-    outputs: AsyncGenerator[tuple[int, RequestOutput], None], listener: Listener, n: int
+async def _tap_by_prompt(
+    outputs: AsyncGenerator[tuple[int, RequestOutput], None], merger: StreamMerger, n: int
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     async with aclosing(outputs):
         async for prompt, output in outputs:
-            if listener.hear(output, first_choice=prompt * n):
+            if merger.feed(output, first_choice=prompt * n):
                 yield prompt, output
 
 
@@ -290,7 +290,7 @@ async def _after_the_first(
 
 
 async def _with_report(
-    chunks: AsyncGenerator[str, None], listener: Listener
+    chunks: AsyncGenerator[str, None], merger: StreamMerger
 ) -> AsyncGenerator[str, None]:
     """Yield the chunks, with the report in the last one before [DONE].
 
@@ -301,21 +301,20 @@ async def _with_report(
     is_begun = False
     async with aclosing(chunks):
         async for text in chunks:
-            if not is_begun and listener.timeout is not None:
-                raise RequestTimedOut(listener.timeout)
+            if not is_begun and merger.timeout is not None:
+                raise RequestTimedOut(merger.timeout)
             is_begun = True
             if held is not None:
-                yield _reporting(held, listener.reports) if text == DONE else held
-            held = text if listener.has_heard_all and text != DONE else None
+                yield _reporting(held, merger.reports) if text == DONE else held
+            held = text if merger.is_finished and text != DONE else None
             if held is None:
                 yield text
 
 
 def _reporting(chunk: str, reports: dict[int, dict[str, Any]]) -> str:
     content = json.loads(chunk.removeprefix("data: "))
-    if any(
-        map(timeout_in, reports.values())
-    ):  # of an answer without a token no chunk tells its end
+    # No chunk reports the end of an answer without a token.
+    if any(map(timeout_in, reports.values())):
         for choice in content["choices"]:
             choice["finish_reason"] = choice["finish_reason"] or "abort"
     content["diffusion"] = {**content.get("diffusion", {}), **_content(reports)}

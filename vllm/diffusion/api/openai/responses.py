@@ -13,7 +13,7 @@ from openai.types.responses import ResponseErrorEvent
 from pydantic import ValidationError
 
 from vllm.diffusion.api.bodies import check_chosen_tool, refuse_canvas
-from vllm.diffusion.api.choices import primed
+from vllm.diffusion.api.choices import wait_for_first
 from vllm.diffusion.api.conversations import read_items
 from vllm.diffusion.api.openai.openai_protocol import extra_args, plain
 from vllm.diffusion.api.openai.openai_serving import Diffusion, put_report
@@ -75,7 +75,7 @@ class DiffusionServingResponses(Diffusion, OpenAIServingResponses):
             raise RequestRefused(error) from None
         await self.validator.compile(spec)
         answer = await super().create_responses(request, raw_request)
-        return await primed(answer) if hasattr(answer, "__aiter__") else answer
+        return await wait_for_first(answer) if hasattr(answer, "__aiter__") else answer
 
     def _make_response_parser(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if SPEC in request.vllm_xargs:
@@ -107,10 +107,10 @@ class DiffusionServingResponses(Diffusion, OpenAIServingResponses):
     ) -> AsyncGenerator[Any, None]:
         decided = self.validator.decide_sampling(sampling_params, engine_input["prompt_token_ids"])
         attach(sampling_params, decided)
-        found: AsyncGenerator[Any, None] = super()._generate_with_builtin_tools(
+        outputs: AsyncGenerator[Any, None] = super()._generate_with_builtin_tools(
             request_id, engine_input, sampling_params, *args, **kwargs
         )
-        return found
+        return outputs
 
     async def responses_full_generator(self, *args: Any, **kwargs: Any) -> Any:
         return _reporting(await super().responses_full_generator(*args, **kwargs))
@@ -164,7 +164,7 @@ def _asked_tools(request: Any) -> Tools | None:
 
 def _reporting(response: Any) -> Any:
     """Put the report into an answer, in place of upstream's field."""
-    told = getattr(response, "kv_transfer_params", None)
-    if told is not None and "dllm" in told:
-        put_report(response, {0: told["dllm"]})
+    params = getattr(response, "kv_transfer_params", None)
+    if params is not None and "dllm" in params:
+        put_report(response, {0: params["dllm"]})
     return response

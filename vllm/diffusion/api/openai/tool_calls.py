@@ -83,9 +83,9 @@ def offered(
 def put_calls(response: Any) -> None:
     """Convert the answers that are calls to tool calls."""
     for choice in response.choices:
-        found = _CALL.fullmatch((choice.message.content or "").strip())
-        if found is not None:
-            function = FunctionCall(name=found[1], arguments=found[2])
+        match = _CALL.fullmatch((choice.message.content or "").strip())
+        if match is not None:
+            function = FunctionCall(name=match[1], arguments=match[2])
             choice.message.tool_calls = [ToolCall(id=_new_id(), function=function)]
             choice.message.content = None
             choice.finish_reason = "tool_calls"
@@ -110,7 +110,7 @@ class _CallWriter:
 
     def __init__(self) -> None:
         self._text = ""
-        self._told = -1  # characters of the arguments; -1 before the name
+        self._num_sent = -1  # characters of the arguments; -1 before the name
 
     def rewrite(self, choice: dict[str, Any]) -> None:
         """Replace the text of a call by its delta."""
@@ -129,20 +129,20 @@ class _CallWriter:
             choice["finish_reason"] = "tool_calls"
 
     def _deltas(self, head: re.Match[str]) -> list[dict[str, Any]]:
-        found: dict[str, Any] = {}
+        call: dict[str, Any] = {}
         arguments = self._text[head.end() :]
         known = arguments.rstrip()
         known = known.removesuffix(CALL_END) if known.endswith(CALL_END) else arguments
         if known is arguments:  # the end may have begun
             known = arguments[: max(len(arguments) - len(CALL_END) - 1, 0)]
-        if self._told < 0:
-            found = {"id": _new_id(), "type": "function", "function": {"name": head[1]}}
-            self._told = 0
-        new, self._told = known[self._told :], max(len(known), self._told)
-        if not new and not found:
+        if self._num_sent < 0:
+            call = {"id": _new_id(), "type": "function", "function": {"name": head[1]}}
+            self._num_sent = 0
+        new, self._num_sent = known[self._num_sent :], max(len(known), self._num_sent)
+        if not new and not call:
             return []
-        function = {**found.get("function", {}), "arguments": new}
-        return [{**found, "index": 0, "function": function}]
+        function = {**call.get("function", {}), "arguments": new}
+        return [{**call, "index": 0, "function": function}]
 
 
 class CallParser:
@@ -167,10 +167,10 @@ class CallParser:
         self, text: str, *_: Any, **__: Any
     ) -> tuple[None, str | None, list[FunctionCall] | None]:
         """Return reasoning, content and calls of a whole answer."""
-        found = _CALL.fullmatch(text.strip())
-        if found is None:
+        match = _CALL.fullmatch(text.strip())
+        if match is None:
             return None, text, None
-        return None, None, [FunctionCall(id=_new_id(), name=found[1], arguments=found[2])]
+        return None, None, [FunctionCall(id=_new_id(), name=match[1], arguments=match[2])]
 
     def parse_delta(self, *, delta_text: str, finished: bool, **_: Any) -> DeltaMessage:
         """Return what an answer that grows has new: text, or a part of a call."""

@@ -66,7 +66,7 @@ def _control(name: str, algorithm: Algorithm, model: ServedModel) -> dict[str, A
     """Describe one parameter of one algorithm; None values are left out."""
     spec = BY_NAME[name]
     choices = algorithm.caches if name == "cache" else spec.choices
-    found = {
+    control = {
         "name": name,
         "type": {int: "integer", float: "number", bool: "boolean", tuple: "list"}.get(
             spec.kind, "string"
@@ -78,7 +78,7 @@ def _control(name: str, algorithm: Algorithm, model: ServedModel) -> dict[str, A
         "maximum": spec.maximum,
         "choices": list(choices) or None,
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in control.items() if value is not None}
 
 
 def _default(name: str, algorithm: Algorithm, model: ServedModel) -> Any:

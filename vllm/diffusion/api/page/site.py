@@ -63,7 +63,7 @@ class Status:
             self._answer, *_ = question.result()
             self._answered_at = time.time()
         waiting = metrics.waiting()
-        running = {found["id"]: found for found in self._answer.get("requests", [])}
+        running = {entry["id"]: entry for entry in self._answer.get("requests", [])}
         return {
             "pool_bytes": self._answer.get("pool_bytes"),
             "host_bytes": self._answer.get("host_bytes"),
@@ -78,19 +78,19 @@ class Status:
         }
 
 
-def _request(state: Any, found: dict[str, Any] | None, waits_for: str | None) -> dict[str, Any]:
+def _request(state: Any, running: dict[str, Any] | None, waits_for: str | None) -> dict[str, Any]:
     """Describe a request for the status page.
 
     Args:
         state: upstream's state of the request.
-        found: the engine's status of it, if it runs.
+        running: the engine's status of it, if it runs.
         waits_for: reason for which it waits, if the engine has reported it.
     """
     since = None if state.stats is None else time.time() - state.stats.arrival_time
-    known = {"prompt_tokens": state.prompt_len} if found is None else found
+    known = {"prompt_tokens": state.prompt_len} if running is None else running
     name = state.external_req_id or state.request_id
-    told = {"id": name, "state": "running" if found else "waiting", "seconds": since}
-    return {**known, **told, "waits_for": None if found else waits_for}
+    row = {"id": name, "state": "running" if running else "waiting", "seconds": since}
+    return {**known, **row, "waits_for": None if running else waits_for}
 
 
 @router.get("/")
@@ -108,15 +108,15 @@ async def status_page(raw_request: Request) -> Response:
 @router.get("/status.json")
 async def status(raw_request: Request) -> JSONResponse:
     """Return the data of the status page, apart from the metrics."""
-    found: Status = raw_request.app.state.diffusion_status
-    return JSONResponse(await found.now())
+    page_status: Status = raw_request.app.state.diffusion_status
+    return JSONResponse(await page_status.now())
 
 
 @router.get("/page/options.json")
 async def options(raw_request: Request) -> JSONResponse:
     """Return the algorithms and parameters, as the served model has them."""
-    found: dict[str, Any] = raw_request.app.state.diffusion_page_options
-    return JSONResponse(found)
+    page_options: dict[str, Any] = raw_request.app.state.diffusion_page_options
+    return JSONResponse(page_options)
 
 
 @router.get("/page/{name:path}")

@@ -55,12 +55,12 @@ class ServerParser(FlexibleArgumentParser):
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        found, rest = super().parse_known_args(args, namespace)
+        options, rest = super().parse_known_args(args, namespace)
         flag = next((word.partition("=")[0] for word in rest if word.startswith("-")), None)
         if flag is not None:
             near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.7)
             self.error(f"{flag}: unknown; {f'did you mean {near[0]}?' if near else SEE_HELP}")
-        return found, rest
+        return options, rest
 
     def error(self, message: str) -> NoReturn:
         sys.stderr.write(f"error: {' '.join(message.removeprefix('argument ').split())}\n")
@@ -203,8 +203,8 @@ def one_line(error: Exception, args: Namespace) -> str:
             return message
         flag = str(fault["loc"][-1]).replace("_", "-")
         return f"--{flag}: given {fault['input']!r}; {message[0].lower()}{message[1:]}"
-    told = str(error.args[0]) if isinstance(error, KeyError) else str(error)
-    text = " ".join(told.split()) or type(error).__name__
+    description = str(error.args[0]) if isinstance(error, KeyError) else str(error)
+    text = " ".join(description.split()) or type(error).__name__
     is_of_the_hub = isinstance(error, (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError))
     # transformers wraps some of them in an OSError
     if is_of_the_hub or "huggingface.co" in text or text.startswith("Repo id"):

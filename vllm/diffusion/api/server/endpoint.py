@@ -28,7 +28,11 @@ from vllm.diffusion.api.likelihood.loglikelihood import (
     LikelihoodRequest,
     LikelihoodResponse,
 )
-from vllm.diffusion.api.likelihood.typed_decisions import DecisionRequest, adopt_decisions, register
+from vllm.diffusion.api.likelihood.typed_decisions import (
+    DecisionRequest,
+    register,
+    replace_decision_handlers,
+)
 from vllm.diffusion.api.openai.anthropic import (
     CountTokensBody,
     DiffusionServingMessages,
@@ -46,7 +50,7 @@ from vllm.diffusion.api.openai.openai_serving import (
     DiffusionServingChat,
     DiffusionServingChatBatch,
     DiffusionServingCompletion,
-    adopt,
+    replace_handler,
 )
 from vllm.diffusion.api.openai.responses import (
     DiffusionServingResponses,
@@ -359,7 +363,7 @@ class DiffusionEndpoint:
         capacities = await engine_client.collective_rpc("capacity")
         (_, rates), *_ = capacities  # which are the same on all ranks
         validator.learn_capacity(min(budget_bytes for budget_bytes, _ in capacities), rates)
-        _adopt_handlers(state, validator)
+        _replace_handlers(state, validator)
         model_names = args.served_model_name or [args.model]
         state.diffusion_likelihood = LikelihoodHandler(engine_client, validator, model_names)
         has_page = settings_of(engine_client.vllm_config).page
@@ -407,19 +411,21 @@ class DiffusionEndpoint:
         gate.install(self._app, lifecycle, args)
 
 
-def _adopt_handlers(state: Any, validator: Validator) -> None:
+def _replace_handlers(state: Any, validator: Validator) -> None:
     """Let upstream's handlers of our routes be of our classes."""
-    state.openai_serving_chat = adopt(state.openai_serving_chat, DiffusionServingChat, validator)
-    state.openai_serving_completion = adopt(
+    state.openai_serving_chat = replace_handler(
+        state.openai_serving_chat, DiffusionServingChat, validator
+    )
+    state.openai_serving_completion = replace_handler(
         state.openai_serving_completion, DiffusionServingCompletion, validator
     )
-    state.openai_serving_responses = adopt(
+    state.openai_serving_responses = replace_handler(
         state.openai_serving_responses, DiffusionServingResponses, validator
     )
-    state.openai_serving_chat_batch = adopt(
+    state.openai_serving_chat_batch = replace_handler(
         state.openai_serving_chat_batch, DiffusionServingChatBatch, validator
     )
-    state.anthropic_serving_messages = adopt(
+    state.anthropic_serving_messages = replace_handler(
         state.anthropic_serving_messages, DiffusionServingMessages, validator
     )
-    adopt_decisions(state, validator)
+    replace_decision_handlers(state, validator)

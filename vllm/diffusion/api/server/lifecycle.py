@@ -55,8 +55,8 @@ def fail() -> None:
 def take_status() -> int:
     """Return the status with which this process is to end, and forget it."""
     global _status
-    found, _status = _status, 0
-    return found
+    status, _status = _status, 0
+    return status
 
 
 class Lifecycle:

@@ -55,9 +55,9 @@ async def _refused(raw_request: Request, error: Exception) -> Response:
 
 async def _invalid(raw_request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    found = [fault for fault in error.errors() if isinstance(fault, dict)]
-    if found:
-        refusal = refusal_of(found)
+    faults = [fault for fault in error.errors() if isinstance(fault, dict)]
+    if faults:
+        refusal = refusal_of(faults)
     else:  # upstream's check of the content type
         given = raw_request.headers.get("content-type")
         refusal = InvalidParameterError("Content-Type", given, "wanted application/json")
@@ -67,8 +67,8 @@ async def _invalid(raw_request: Request, error: Exception) -> Response:
 async def _invalid_later(raw_request: Request, error: Exception) -> Response:
     """Answer an error of a model that upstream makes of a body."""
     assert isinstance(error, ValidationError)
-    found = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
-    return await _refused(raw_request, RequestRefused(refusal_of(found)))
+    faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
+    return await _refused(raw_request, RequestRefused(refusal_of(faults)))
 
 
 async def _refused_by_upstream(raw_request: Request, error: Exception) -> Response:
@@ -80,8 +80,8 @@ async def _refused_by_upstream(raw_request: Request, error: Exception) -> Respon
         return await _refused(
             raw_request, RequestRefused(InvalidParameterError(field, error.value, text))
         )
-    told = text if field is None else f"{field}: {text}"
-    return answer(raw_request, create_error_response(told, param=field))
+    message = text if field is None else f"{field}: {text}"
+    return answer(raw_request, create_error_response(message, param=field))
 
 
 def _in_our_words(field: str, text: str) -> str:
@@ -93,18 +93,18 @@ def _in_our_words(field: str, text: str) -> str:
 
 
 async def _late(raw_request: Request, error: Exception) -> Response:
-    found = create_error_response(error)
-    found.error.param = "timeout_s"
-    return answer(raw_request, found)
+    response = create_error_response(error)
+    response.error.param = "timeout_s"
+    return answer(raw_request, response)
 
 
 async def _as_upstream(handler: Any, raw_request: Request, error: Exception) -> Response:
     """Let upstream's handler answer; on Anthropic's routes in their shape."""
-    found: Response = await handler(raw_request, error)
+    response: Response = await handler(raw_request, error)
     if not raw_request.url.path.startswith("/v1/messages"):
-        return found
-    content = json.loads(bytes(found.body))
-    return JSONResponse(of_anthropic(content, found.status_code), found.status_code)
+        return response
+    content = json.loads(bytes(response.body))
+    return JSONResponse(of_anthropic(content, response.status_code), response.status_code)
 
 
 async def _no_such_route(raw_request: Request, error: Exception) -> Response:
@@ -162,12 +162,12 @@ def refusal_of(errors: Sequence[Mapping[str, Any]]) -> InvalidParameterError:
     if errors[0]["type"] == "json_invalid":
         wanted = f"wanted JSON: {errors[0]['ctx']['error']}"
         return InvalidParameterError("body", "no JSON", wanted)
-    found = _of_the_same_kind(errors)
-    if all(error["type"] == "missing" and _path(error) for error in found):
-        names = ", ".join(dict.fromkeys(map(_path, found)))
+    alike = _of_the_same_kind(errors)
+    if all(error["type"] == "missing" and _path(error) for error in alike):
+        names = ", ".join(dict.fromkeys(map(_path, alike)))
         return InvalidParameterError(names, None, "wanted a value")
-    deepest = max(found, key=lambda error: len(_names(error)))
-    own = [error for error in found if _names(error) == _names(deepest)]
+    deepest = max(alike, key=lambda error: len(_names(error)))
+    own = [error for error in alike if _names(error) == _names(deepest)]
     wanted = " or ".join(dict.fromkeys(map(_wanted, own)))
     given = None if deepest["type"] == "missing" else deepest.get("input")
     return InvalidParameterError(_path(deepest) or "body", given, f"wanted {wanted}")

@@ -104,8 +104,10 @@ def durations(engine_ready_at: float) -> str:
     parts = [(engine_ready_at - begun, "until the engine was ready")]
     if engine_at is not None:
         parts = [(engine_at - begun, "of imports"), (engine_ready_at - engine_at, "of the engine")]
-    told = [f"{seconds:.1f} s {what}" for seconds, what in parts]
-    return f"{now - begun:.1f} s: {', '.join(told)}, {now - engine_ready_at:.1f} s of the routes"
+    parts_text = [f"{seconds:.1f} s {what}" for seconds, what in parts]
+    return (
+        f"{now - begun:.1f} s: {', '.join(parts_text)}, {now - engine_ready_at:.1f} s of the routes"
+    )
 
 
 def address(args: Namespace) -> str:

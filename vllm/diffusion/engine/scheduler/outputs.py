@@ -104,14 +104,14 @@ class Outbox:
 
     def take(self, stats: SchedulerStats | None) -> dict[int, EngineCoreOutputs]:
         """Empty the box: return a message for each client with news; the first has `stats`, too."""
-        found = {client: EngineCoreOutputs(outputs=o) for client, o in self._outputs.items()}
+        messages = {client: EngineCoreOutputs(outputs=o) for client, o in self._outputs.items()}
         for client, req_ids in self._finished.items():
-            found.setdefault(client, EngineCoreOutputs()).finished_requests = req_ids
+            messages.setdefault(client, EngineCoreOutputs()).finished_requests = req_ids
         if stats is not None:
-            first = next(iter(found), 0)
-            found.setdefault(first, EngineCoreOutputs()).scheduler_stats = stats
+            first = next(iter(messages), 0)
+            messages.setdefault(first, EngineCoreOutputs()).scheduler_stats = stats
         self._outputs, self._finished = defaultdict(list), defaultdict(set)
-        return found
+        return messages
 
 
 def _common(request: Request) -> dict[str, Any]:

@@ -148,10 +148,10 @@ class Paging(AdmissionGate):
         for item in paged:
             while not self._give(item, item.next_end):
                 able = (o for o in reversed(paged) if o.num_pages and o.req_id not in under_way)
-                newest = next(able, item)
-                if newest.started <= item.started:
+                last = next(able, item)
+                if last.started <= item.started:
                     break
-                self.preempt(newest)
+                self.preempt(last)
         ready = [item for item in paged if item.has_pages]
         self._is_short = len(ready) < len(paged)
         for item in ready:
@@ -173,11 +173,13 @@ class Paging(AdmissionGate):
         if item.num_pages * PAGE_SIZE >= end:
             return True
         request, manager, has_none = item.request, self.manager, item.num_pages == 0
-        found, num_found = None, 0
+        computed, num_found = None, 0
         if has_none:
-            found, num_found, _ = manager.get_computed_blocks(request)
+            computed, num_found, _ = manager.get_computed_blocks(request)
         num_new = end - request.num_computed_tokens - num_found
-        given = manager.allocate_slots(request, num_new, num_found, found, delay_cache_blocks=True)
+        given = manager.allocate_slots(
+            request, num_new, num_found, computed, delay_cache_blocks=True
+        )
         if given is None:
             return False
         if has_none:
@@ -247,9 +249,9 @@ class Paging(AdmissionGate):
     def put_into(self, stats: SchedulerStats) -> None:
         """Write how full the store is, and how many prefixes were found, into `stats`."""
         stats.kv_cache_usage = self.manager.usage
-        found = self.manager.make_prefix_cache_stats()
-        if found is not None:
-            stats.prefix_cache_stats = found
+        prefix_stats = self.manager.make_prefix_cache_stats()
+        if prefix_stats is not None:
+            stats.prefix_cache_stats = prefix_stats
 
 
 def _shares(item: RequestState) -> bool:

@@ -75,7 +75,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         include_finished_set: bool = False,
         log_stats: bool = False,
     ) -> None:
-        log_filter.leave_out_what_does_not_apply()
+        log_filter.drop_irrelevant_lines()
         watchdog.follow_parent()  # a forked process has not passed the plugin
         self._model = served_model(vllm_config)
         self._vllm_config = vllm_config
@@ -284,8 +284,8 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             if item is not None:  # else it was aborted while the step ran
                 self._outbox.put(item.request, *self._advance(item, result, done.usage))
         to_the_end(self._running, done.results)
-        is_told = not self._outbox.is_empty or not (self._running or len(self._waiting))
-        return self._outbox.take(self.make_stats(only_if_due=not is_told))
+        has_news = not self._outbox.is_empty or not (self._running or len(self._waiting))
+        return self._outbox.take(self.make_stats(only_if_due=not has_news))
 
     def _learn(self, done: DiffusionRunnerOutput) -> None:
         """Update the memory budget and the speed estimate of long steps from a worker's report."""

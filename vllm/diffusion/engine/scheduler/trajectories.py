@@ -25,7 +25,7 @@ _ALWAYS = (
 )
 
 
-def trajectory_of(item: RequestState, found: Trajectory) -> dict[str, Any]:
+def trajectory_of(item: RequestState, trajectory: Trajectory) -> dict[str, Any]:
     """Return the `trajectory` of an answer.
 
     Where the scheduler has not ended it, the front end may, by a stop string.
@@ -34,24 +34,24 @@ def trajectory_of(item: RequestState, found: Trajectory) -> dict[str, Any]:
     reason = request.get_finished_reason()
     return {
         "contract_version": CONTRACT_VERSION,
-        "prompt_length": found.prompt_length,
-        "block_length": found.block_length,
-        "block_starts": found.block_starts,
-        "token_ids": found.token_ids.tolist(),
-        "commit_steps": found.commit_steps.tolist(),
-        "block_steps": found.block_steps.tolist(),
-        "logprobs": _numbers(found.logprobs),
-        "entropies": None if found.entropies is None else _numbers(found.entropies),
-        "filled": found.filled,
-        "edits": None if found.edits is None else _commits(found.edits),
-        "prompt": _commits(found.prompt, steps="commit_steps"),
-        "mask_forbidden": found.mask_forbidden,
+        "prompt_length": trajectory.prompt_length,
+        "block_length": trajectory.block_length,
+        "block_starts": trajectory.block_starts,
+        "token_ids": trajectory.token_ids.tolist(),
+        "commit_steps": trajectory.commit_steps.tolist(),
+        "block_steps": trajectory.block_steps.tolist(),
+        "logprobs": _numbers(trajectory.logprobs),
+        "entropies": None if trajectory.entropies is None else _numbers(trajectory.entropies),
+        "filled": trajectory.filled,
+        "edits": None if trajectory.edits is None else _commits(trajectory.edits),
+        "prompt": _commits(trajectory.prompt, steps="commit_steps"),
+        "mask_forbidden": trajectory.mask_forbidden,
         "stop_length": request.num_output_tokens,
         "finish_reason": "stop" if reason is None else str(reason),
-        "num_steps": found.num_steps,
+        "num_steps": trajectory.num_steps,
         "seed": params.seed,
-        "weight_version": _label(item, found),
-        "weight_steps": [list(span) for span in found.weight_steps],
+        "weight_version": _label(item, trajectory),
+        "weight_steps": [list(span) for span in trajectory.weight_steps],
         "parameters": parameters_of(params),
         "replayable": params.cache in ("none", "exact") and params.algorithm != "credit",
     }
@@ -63,33 +63,33 @@ def parameters_of(params: DiffusionParams) -> dict[str, Any]:
     names = (*_ALWAYS, *record.parameters)
     edits = dataclasses.asdict(params.edits or Edits())
     edits["logit_bias"] = dict(edits["logit_bias"])
-    found = {name: getattr(params, name) for name in names} | edits
+    parameters = {name: getattr(params, name) for name in names} | edits
     return {
-        **{name: list(v) if isinstance(v, tuple) else v for name, v in found.items()},
+        **{name: list(v) if isinstance(v, tuple) else v for name, v in parameters.items()},
         "stop_ids": sorted(params.stop_ids),
         "forbidden_ids": list(params.never_ids),
         "suffix_ids": list(params.suffix_ids),
     }
 
 
-def _label(item: RequestState, found: Trajectory) -> str | None:
+def _label(item: RequestState, trajectory: Trajectory) -> str | None:
     """Return the label of the weights that computed all steps; it stays until another is given."""
-    (generation, _), *others = found.weight_steps
+    (generation, _), *others = trajectory.weight_steps
     return None if others else item.labels[max(g for g in item.labels if g <= generation)]
 
 
-def _commits(found: Commits, steps: str = "steps") -> dict[str, Any]:
+def _commits(commits: Commits, steps: str = "steps") -> dict[str, Any]:
     return {
-        steps: found.steps.tolist(),
-        "positions": found.positions.tolist(),
-        "token_ids": found.token_ids.tolist(),
-        "logprobs": _numbers(found.logprobs),
+        steps: commits.steps.tolist(),
+        "positions": commits.positions.tolist(),
+        "token_ids": commits.token_ids.tolist(),
+        "logprobs": _numbers(commits.logprobs),
     }
 
 
-def _numbers(found: Array) -> list[float | None]:
+def _numbers(array: Array) -> list[float | None]:
     """Return numbers [N] as JSON, null for NaN and for probabilities of zero."""
-    listed: list[float | None] = found.tolist()
-    for index in (~np.isfinite(found)).nonzero()[0]:
+    listed: list[float | None] = array.tolist()
+    for index in (~np.isfinite(array)).nonzero()[0]:
         listed[index] = None
     return listed

@@ -205,15 +205,15 @@ class StepBatch:
     def layouts(self, *chunk: slice) -> tuple[AttentionLayout[Array], ...]:
         """Return which keys a chunk of rows reads; arguments are as for `inputs`."""
         runs: list[Span] = []
-        newest: Span | None = None
+        last: Span | None = None
         for rows, sequence in product(chunk, self.packing.sequences):
             start, end = max(sequence.q_start, rows.start), min(sequence.q_end, rows.stop)
             if start >= end:
                 continue
-            if newest is sequence and newest.block_length == 0:  # all its rows read the same
+            if last is sequence and last.block_length == 0:  # all its rows read the same
                 runs[-1] = runs[-1]._replace(q_end=runs[-1].q_end + end - start)
                 continue
-            newest, first = sequence, sequence.first + start - sequence.q_start
+            last, first = sequence, sequence.first + start - sequence.q_start
             runs.append(sequence._replace(q_start=start, q_end=end, first=first))
         return lay_out(runs, self.packing.pages)
 

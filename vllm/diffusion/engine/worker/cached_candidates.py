@@ -46,11 +46,11 @@ class CachedCandidates:
         canvas, is_noisy = self._canvas, self._canvas.params.temperature > 0
         if is_noisy and depth > self._num_extra_draws:
             return None
-        found = self._rows.candidates(self._samples, self._number, depth if is_noisy else 0)
-        positions, step = found.positions, self._step + depth
+        candidates = self._rows.candidates(self._samples, self._number, depth if is_noisy else 0)
+        positions, step = candidates.positions, self._step + depth
         if self._is_random and not is_noisy:
             scores = canvas.uniform(REMASKING, positions, step)
             if scores is not None:
                 sign = -1 if canvas.rule.scoring.score == "negative_entropy" else 1
-                found = found._replace(scores=sign * scores)
-        return found._replace(draws=canvas.draws(positions, step))
+                candidates = candidates._replace(scores=sign * scores)
+        return candidates._replace(draws=canvas.draws(positions, step))

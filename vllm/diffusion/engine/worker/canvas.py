@@ -77,7 +77,7 @@ class Canvas:
         self._are_only_watching = all(guest.only_watches for guest in self._guests)
         self._num_final = 0  # canvas positions from 0
         self._next_news = 0  # with fewer positions settled a commit makes nothing final
-        self._newest: list[int] = []  # tokens that became final since the newest report
+        self._unreported: list[int] = []  # tokens that became final since the newest report
         self._num_committed: int | None = None  # see `_look`
         self._target: ForwardTarget | None = None  # begun and not committed
         self._is_for_rule = True  # the forward under way
@@ -239,22 +239,22 @@ class Canvas:
         is_plain = self._is_for_rule and self._are_only_watching and not self._is_over
         return self.rule.pick if is_plain else None
 
-    def commit(self, found: Candidates | BatchedCommit) -> None:
+    def commit(self, candidates: Candidates | BatchedCommit) -> None:
         """Let the rule choose, write the chosen tokens, and collect those that became final.
 
         The device may be waiting for the next forward, so all else is left to `report`.
         """
         target, written = None, _NO_POSITIONS
-        if isinstance(found, BatchedCommit):
+        if isinstance(candidates, BatchedCommit):
             for guest in self._guests:
-                guest.watch(found, is_mask_forbidden=self.rule.forbid_mask)
-            written = found.positions
-            self._write(found)
-            target = self.rule.go_on(self.tokens, found.left, found.changes)
+                guest.watch(candidates, is_mask_forbidden=self.rule.forbid_mask)
+            written = candidates.positions
+            self._write(candidates)
+            target = self.rule.go_on(self.tokens, candidates.left, candidates.changes)
             if target is not None:
                 self._is_for(target)
         elif self._is_for_rule:
-            commit = self._chosen(found)
+            commit = self._chosen(candidates)
             written = commit.positions[self.tokens[commit.positions] != commit.tokens]
             self._write(commit)
         num_settled = self.rule.settled(self.tokens) if target is None else target.rows[0]
@@ -271,24 +271,24 @@ class Canvas:
             # The answer does not end before its prompt is whole, unless the rule leaves it so.
             if self._is_over or self._first_hole == self.length:
                 self._num_final = max(start, end)
-            newest = self._canvas[start : self._num_final].tolist()
-            self._end_answer(newest, start)
-            self._newest += newest
+            final = self._canvas[start : self._num_final].tolist()
+            self._end_answer(final, start)
+            self._unreported += final
         if self._canvas.size:
             following = self.prompt_length + self._num_final + 1
             self._next_news = min(self.window.least_committed, following)
 
-    def _end_answer(self, newest: list[int], start: int) -> None:
+    def _end_answer(self, final: list[int], start: int) -> None:
         """Note whether the newest tokens end the answer, `start` of which were final before.
 
-        Where a guest waits for more, the last of them is not final yet and leaves `newest`.
+        Where a guest waits for more, the last of them is not final yet and leaves `final`.
         """
-        end = self.params.answer_end(newest, start)
+        end = self.params.answer_end(final, start)
         if end is not None and self._guests and not self._is_over:
             stop = start + end
             if not all(guest.may_end(self.tokens, stop) for guest in self._guests):
                 self._num_final, end = stop - 1, None
-                del newest[self._num_final - start :]
+                del final[self._num_final - start :]
         self.is_complete = end is not None
 
     def use_weights(self, generation: int) -> None:
@@ -348,12 +348,12 @@ class Canvas:
         num_committed, more = self.num_committed, dict[str, Any]()
         if self.is_complete and self.params.early_stop:
             self._prepare()  # which fills what stands behind the end
-        newest, self._newest = self._newest, []
-        final = range(self._num_final - len(newest), self._num_final)
+        new_tokens, self._unreported = self._unreported, []
+        final = range(self._num_final - len(new_tokens), self._num_final)
         for guest in self._guests:
             more |= guest.report(self.tokens, final, is_complete=self.is_complete)
         return StepResult(
-            new_token_ids=newest,
+            new_token_ids=new_tokens,
             num_steps=self.num_steps,
             num_forwards=self.num_forwards,
             num_drafts=self.num_drafts,

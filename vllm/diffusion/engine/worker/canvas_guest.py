@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.diffusion.core.scoring import Scoring
+    from vllm.diffusion.core.scoring import CandidateScoring
     from vllm.diffusion.decoding import BatchedCommit, Candidates, Commit, ForwardTarget
     from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.ops import Array
@@ -26,7 +26,7 @@ class CanvasGuest:
         """Take in, and perhaps write to, the sequence [T] before the first forward."""
 
     def joints(
-        self, tokens: Array, target: ForwardTarget, scoring: Scoring, step: int
+        self, tokens: Array, target: ForwardTarget, scoring: CandidateScoring, step: int
     ) -> list[Joint]:
         """Return choices that bind several candidates of the next forward, by position."""
         return []

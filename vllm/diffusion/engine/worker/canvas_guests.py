@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.diffusion.engine.worker.constrained import Constraint
 from vllm.diffusion.engine.worker.proposals import Proposals
-from vllm.diffusion.engine.worker.recording import Recorder, WholeBlocks
+from vllm.diffusion.engine.worker.recording import CompleteBlocks, Recorder
 from vllm.diffusion.sampling import LogitEditor
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def guests_of(
     if params.num_logprobs is not None:
         guests.append(Proposals(params, prompt_length))
     if params.complete_blocks:
-        guests.append(WholeBlocks(params, tokens, prompt_length, rule))
+        guests.append(CompleteBlocks(params, tokens, prompt_length, rule))
     if params.return_trajectory:  # after those that change what is committed
         guests.append(Recorder(params, tokens, prompt_length, rule))
     for guest in guests:

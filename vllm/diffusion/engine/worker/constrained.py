@@ -16,7 +16,7 @@ from vllm.diffusion.guided.language import Language
 from vllm.diffusion.guided.open_window import FREE, OPEN, OpenWindow, can_be_completed
 
 if TYPE_CHECKING:
-    from vllm.diffusion.core.scoring import Scoring
+    from vllm.diffusion.core.scoring import CandidateScoring
     from vllm.diffusion.decoding import Candidates, ForwardTarget
     from vllm.diffusion.ops import Array
     from vllm.diffusion.request.params import DiffusionParams
@@ -27,13 +27,13 @@ _languages: OrderedDict[bytes, Language] = OrderedDict()  # by their packed form
 
 def _language(packed: bytes) -> Language:
     """Return a language; those that were used last are kept."""
-    found = _languages.pop(packed, None) or Language.unpacked(packed)
-    _languages[packed] = found
+    language = _languages.pop(packed, None) or Language.unpacked(packed)
+    _languages[packed] = language
     while (
         len(_languages) > 1 and sum(x.num_bytes for x in _languages.values()) > _MAX_LANGUAGE_BYTES
     ):
         _languages.popitem(last=False)
-    return found
+    return language
 
 
 @dataclass
@@ -108,18 +108,18 @@ class Constraint(CanvasGuest):
         return self._language.is_closed(state)
 
     def joints(
-        self, tokens: Array, target: ForwardTarget, scoring: Scoring, step: int
+        self, tokens: Array, target: ForwardTarget, scoring: CandidateScoring, step: int
     ) -> list[Joint]:
         """Return the joint choices of a forward, in the order of positions."""
-        found = []
+        joints = []
         for stretch in self._stretches:
             eligible = target.eligible[stretch.within(target.eligible)]
             if eligible.size:
                 window = self._window(stretch, tokens, eligible)
-                found.append(self._joint(window, scoring, step))
-        return found
+                joints.append(self._joint(window, scoring, step))
+        return joints
 
-    def _joint(self, window: OpenWindow, scoring: Scoring, step: int) -> Joint:
+    def _joint(self, window: OpenWindow, scoring: CandidateScoring, step: int) -> Joint:
         params = self._params
         is_scored = scoring.score == "confidence" and (
             scoring.is_categorical or params.remasking != "random"

@@ -63,8 +63,8 @@ class DiskTransfer(WeightTransferEngine[DiskInitInfo, DiskUpdateInfo]):
         path = update_dict["path"]
         if not isinstance(path, str):
             raise CheckpointError(f"path: given {path!r}; wanted a string")
-        found = allowed_path(path, settings_of(self.vllm_config).weight_update_root)
-        return DiskUpdateInfo(readable_files(found, given=path))
+        allowed = allowed_path(path, settings_of(self.vllm_config).weight_update_root)
+        return DiskUpdateInfo(readable_files(allowed, given=path))
 
     def init_transfer_engine(self, init_info: DiskInitInfo) -> None:
         pass
@@ -98,10 +98,10 @@ def allowed_path(path: str, root: str | None) -> Path:
             "(additional_config.dllm.weight_update_root)"
         )
     folder = Path(root).resolve()
-    found = (folder / path).resolve()
-    if not found.is_relative_to(folder):
+    resolved = (folder / path).resolve()
+    if not resolved.is_relative_to(folder):
         raise CheckpointError(f"path: given {path!r}; wanted one below weight_update_root {folder}")
-    return found
+    return resolved
 
 
 def readable_files(path: Path, given: str | None = None) -> list[Path]:
@@ -115,15 +115,15 @@ def readable_files(path: Path, given: str | None = None) -> list[Path]:
         CheckpointError: there are none, or a file is of another form, or cut off.
     """
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    told = f"path: given {given or str(path)!r}; wanted a file of safetensors, or a folder"
+    message = f"path: given {given or str(path)!r}; wanted a file of safetensors, or a folder"
     if not files or not all(file.is_file() for file in files):
-        raise CheckpointError(told)
+        raise CheckpointError(message)
     for file in files:
         try:
             with safe_open(file, framework="pt"):
                 pass
         except SafetensorError as error:
-            raise CheckpointError(f"{told}; {file.name}: {error}") from error
+            raise CheckpointError(f"{message}; {file.name}: {error}") from error
     return files
 
 

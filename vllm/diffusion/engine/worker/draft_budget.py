@@ -45,9 +45,9 @@ class AcceptanceRates:
 
     def _counts(self, kind: Kind, count: int | None, depth: int) -> tuple[float, float]:
         for known in range(depth, 0, -1):
-            found = self._known.get((kind, count, known))
-            if found is not None:
-                return found
+            counts = self._known.get((kind, count, known))
+            if counts is not None:
+                return counts
         return PRIOR_COUNT * 0.5 ** (count or 1), PRIOR_COUNT
 
     def learn(self, kind: Kind, count: int | None, depth: int, *, is_accepted: bool) -> None:
@@ -87,8 +87,8 @@ class StepTimes(NamedTuple):
 
     def at(self, rows: Array | int) -> Array:
         """Return the times [R] of steps with `rows` rows."""
-        found: Array = self.seconds[self.rows.searchsorted(rows)]
-        return found
+        seconds: Array = self.seconds[self.rows.searchsorted(rows)]
+        return seconds
 
 
 def choose_num_drafts(

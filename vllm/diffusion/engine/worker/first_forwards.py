@@ -96,13 +96,13 @@ class FirstForwards:
         if known is None:
             return None
         self._known[new.req_id] = known
-        forward, found = self._forward, []
+        forward, samples = self._forward, []
         for part, hidden in known.values():
             (positions,) = ops.to_device((part.positions,), forward.caches.device)
             sample_rows = hidden.wait().to(forward.caches.device, non_blocking=True)
             with forward.pool.temporaries(), forward.pool.scope("step"):
-                found.append(forward.sampled(rows, part, positions, sample_rows))
-        return forward.agreed(rows.choose_jointly(Samples.joined(found)))
+                samples.append(forward.sampled(rows, part, positions, sample_rows))
+        return forward.agreed(rows.choose_jointly(Samples.joined(samples)))
 
     def requests_to_copy(self, req_ids: Iterable[str]) -> list[str]:
         """Return the requests whose keys and values others may copy with the next message."""

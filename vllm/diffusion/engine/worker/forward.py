@@ -107,17 +107,17 @@ class ForwardPass:
                     caches.begin_step(batch.slot_mapping, reads=batch.reads_kept)
                 where, ended = (pool, pool, caches), model.routes_windows
                 body = yield from run_body(model, inputs, plan, *where, to_the_end=ended)
-            found = []
+            sampled = []
             with closing(run_last_layer(model, body, samples, pool, caches)) as hidden:
                 for part, on_device in zip(parts, samples, strict=True):
                     yield plan.chunk_seconds.read
                     sample_rows = next(hidden)
                     if self.note_first is not None:
                         self.note_first(batch, part, sample_rows)
-                    found.append(self.sampled(rows, part, on_device.positions, sample_rows))
+                    sampled.append(self.sampled(rows, part, on_device.positions, sample_rows))
             if batch.slot_mapping.size:
                 caches.end_step()
-            return self.agreed(rows.choose_jointly(Samples.joined(found)))
+            return self.agreed(rows.choose_jointly(Samples.joined(sampled)))
 
     def sampled(
         self, rows: SampleRows, part: SamplePart[Array], positions: Tensor, hidden: Tensor

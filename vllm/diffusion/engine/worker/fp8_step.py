@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.spans import AttentionLayout, HeadGroup
     from vllm.diffusion.core.stages import Listed
     from vllm.diffusion.engine.worker.forward import Chunked, ForwardPass
-    from vllm.diffusion.engine.worker.row_shares import Chunk, Division
+    from vllm.diffusion.engine.worker.row_shares import Chunk, RowPartition
     from vllm.diffusion.engine.worker.sample_rows import SampleRows
     from vllm.diffusion.memory import HostBuffers, Plan
 
@@ -46,11 +46,11 @@ class Fp8Forward(StreamedForward):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        division: Division = arguments[3]
+        division: RowPartition = arguments[3]
         rows = self.model.layers[0].fp8_attention.surveyed_rows(division.num_rows)
-        own = division.own
+        own = division.local
         mine = rows[(rows >= own.start) & (rows < own.stop)] - own.start
-        longest = max(chunk.own.stop - chunk.own.start for chunk in self.cuts.keys_values)
+        longest = max(chunk.local.stop - chunk.local.start for chunk in self.cuts.keys_values)
         pieces = [mine[i : i + longest] for i in range(0, len(mine), max(longest, 1))]
         on_device = ops.to_device(tuple(pieces), self.inputs.positions.device)
         self._surveyed = list(zip(pieces, on_device, strict=True))
@@ -60,14 +60,14 @@ class Fp8Forward(StreamedForward):
         attention, model, pool = self.model.layers[index].fp8_attention, self.model, self.pool
         nothing = torch.empty(0, model.hidden_size, dtype=model.dtype, device=self.k.device)
         none = model.rotary(self.inputs.positions[:0])
-        found = [attention.survey(group, nothing, none, pool)]
+        surveys = [attention.survey(group, nothing, none, pool)]
         for host_rows, rows in self._surveyed:
             with pool.scope("survey"):
                 x = fp8_stages.surveyed(model.dtype, model.hidden_size).take(pool, len(host_rows))
                 self.x.select(rows, host_rows, x)
                 rotary = model.rotary(self.inputs.positions[rows], pool)
-                found.append(attention.survey(group, x, rotary, pool))
-        own = attention.merged(torch.stack(found), group)
+                surveys.append(attention.survey(group, x, rotary, pool))
+        own = attention.merged(torch.stack(surveys), group)
         merged = attention.merged(self.peers.gather(own), group)
         self._known = attention.scales_from(merged, group)
 
@@ -75,8 +75,8 @@ class Fp8Forward(StreamedForward):
         self, index: int, group: HeadGroup, chunk: Chunk, x: Tensor, k: Tensor, v: Tensor
     ) -> None:
         model, slots = self.model, self.inputs.slot_mapping
-        rotary = model.rotary(self.inputs.positions[chunk.own], self.pool)
-        target = target_of(chunk.own, len(self.k), index, slots, self.caches)
+        rotary = model.rotary(self.inputs.positions[chunk.local], self.pool)
+        target = target_of(chunk.local, len(self.k), index, slots, self.caches)
         if target is not None:
             heads = group.part(model.num_kv_heads)
             target = KeyTarget(target.k[:, heads], target.v[:, heads], target.slots)
@@ -99,7 +99,7 @@ class Fp8Forward(StreamedForward):
         updated: Tensor,
     ) -> None:
         (layout,) = layouts
-        rotary = self.model.rotary(self.inputs.positions[chunk.own], self.pool)
+        rotary = self.model.rotary(self.inputs.positions[chunk.local], self.pool)
         self.model.layers[index].fp8_attention.attend(
             x,
             rotary,

@@ -59,10 +59,10 @@ class Proposals(CanvasGuest):
         a forward proposes it.
         """
         if candidates.logprobs is not None and candidates.positions.size:
-            found = Logprobs.unpack(torch.from_numpy(candidates.logprobs), self._num_top)
+            logprobs = Logprobs.unpack(torch.from_numpy(candidates.logprobs), self._num_top)
             standing = tokens[candidates.positions]
             is_new = (standing == self._mask_id) | self._confirms(candidates, standing)
-            self._note(candidates, found, commit, is_new)
+            self._note(candidates, logprobs, commit, is_new)
         positions = commit.positions - self._prompt_length
         # The last block may be longer than the canvas.
         on_canvas = (positions >= 0) & (positions < self._drafted.size)
@@ -80,7 +80,7 @@ class Proposals(CanvasGuest):
     def _note(
         self,
         candidates: Candidates,
-        found: Logprobs,
+        logprobs: Logprobs,
         commit: Commit,
         is_new: NDArray[np.bool_],
     ) -> None:
@@ -89,8 +89,8 @@ class Proposals(CanvasGuest):
         tokens[committed], is_new[committed] = commit.tokens, True
         value, rank = np.full(tokens.size, np.nan), np.ones(tokens.size)
         for known, own_value, own_rank in (
-            (candidates.greedy, found.greedy, found.greedy_rank),
-            (candidates.tokens, found.token, found.token_rank),
+            (candidates.greedy, logprobs.greedy, logprobs.greedy_rank),
+            (candidates.tokens, logprobs.token, logprobs.token_rank),
         ):
             if known is not None:
                 value = np.where(tokens == known, own_value, value)
@@ -104,8 +104,8 @@ class Proposals(CanvasGuest):
         self._tokens[at, 0] = tokens[noted]
         self._logprobs[at, 0] = value[noted]
         self._ranks[at] = rank[noted]
-        self._tokens[at, 1:] = found.top_tokens.numpy()[:, noted].T
-        self._logprobs[at, 1:] = found.top.numpy()[:, noted].T
+        self._tokens[at, 1:] = logprobs.top_tokens.numpy()[:, noted].T
+        self._logprobs[at, 1:] = logprobs.top.numpy()[:, noted].T
 
     def fill(self, start: int, token: int, end: int | None) -> None:
         """Record that the rule has set positions from `start` on to `token`, which is certain."""
@@ -136,10 +136,10 @@ class Proposals(CanvasGuest):
 
         Where there is none, it is that of a token without a chance: JSON cannot write NaN.
         """
-        found = self._logprobs[start:end]
+        logprobs = self._logprobs[start:end]
         return LogprobsLists(
             self._tokens[start:end].copy(),
-            np.where(np.isnan(found), -np.inf, found),
+            np.where(np.isnan(logprobs), -np.inf, logprobs),
             self._ranks[start:end].copy(),
         )
 

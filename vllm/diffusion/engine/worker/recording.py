@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MAX_PENDING_COMMITS = 32
 
 
-class Blocks:
+class BlockTracker:
     """Blocks of a canvas, as its rule fills them.
 
     Args:
@@ -55,7 +55,7 @@ class Blocks:
 
         They are of the blocks that there are so far, of one position before there is any.
         """
-        sized = self._rule.sized_blocks
+        sized = self._rule.block_bounds
         if sized is None:
             return self._bounds
         start = self._prompt_length
@@ -99,7 +99,7 @@ class Recorder(CanvasGuest):
         self, params: DiffusionParams, tokens: Array, prompt_length: int, rule: DecodingRule
     ) -> None:
         self._params, self._prompt_length, self._rule = params, prompt_length, rule
-        self._blocks = Blocks(params, prompt_length, len(tokens), rule)
+        self._blocks = BlockTracker(params, prompt_length, len(tokens), rule)
         # Of the extras, behind log probabilities that the client sees; others have more of them.
         first_row = 0 if params.num_logprobs is None else 4 + 2 * params.num_logprobs
         self._rows = slice(first_row, first_row + len(CandidateLogprobs._fields))
@@ -195,7 +195,7 @@ class Recorder(CanvasGuest):
         width, total = len(self._tokens), np.iinfo(np.int32).max
         # Both in ascending order of step, then of position.
         at = np.searchsorted(seen * width + eligible, placed * width + positions)
-        found = CandidateLogprobs.unpack(np.concatenate(parts[1], axis=1)[:, at])
+        logprobs = CandidateLogprobs.unpack(np.concatenate(parts[1], axis=1)[:, at])
         first = np.zeros(width, dtype=np.int32)
         first[eligible[::-1]] = seen[::-1]  # of several numbers the last one stays
         self._first_eligible = np.where(self._first_eligible > 0, self._first_eligible, first)
@@ -206,8 +206,8 @@ class Recorder(CanvasGuest):
         filled[positions[is_token][::-1]] = placed[is_token][::-1]
         stands = np.minimum(stands, filled)
         self._replaces |= bool((seen > stands[eligible]).any())
-        self._put(placed, positions, tokens, found.of(tokens))
-        self._entropies[positions] = np.where(is_token, found.entropies, np.nan)
+        self._put(placed, positions, tokens, logprobs.of(tokens))
+        self._entropies[positions] = np.where(is_token, logprobs.entropies, np.nan)
 
     def _put(self, steps: Array, positions: Array, tokens: Array, logprobs: Array) -> None:
         is_open = tokens == self._params.mask_id
@@ -233,8 +233,8 @@ class Recorder(CanvasGuest):
         steps, seen = self._steps[own], self._first_eligible[own]
         # Of a block the first step that had candidates there, or that committed.
         first, committed = (
-            np.minimum.reduceat(np.where(found > 0, found, never), starts)
-            for found in (seen, steps)
+            np.minimum.reduceat(np.where(numbers > 0, numbers, never), starts)
+            for numbers in (seen, steps)
         )
         first = np.where(first < never, first, committed)
         (begun,) = (first < never).nonzero()
@@ -271,7 +271,7 @@ class Recorder(CanvasGuest):
         return Commits(steps, positions - self._prompt_length, tokens, logprobs)
 
 
-class WholeBlocks(CanvasGuest):
+class CompleteBlocks(CanvasGuest):
     """Answers end when the block is filled in which their last token stands.
 
     Arguments are those of `Recorder`.
@@ -282,7 +282,7 @@ class WholeBlocks(CanvasGuest):
     def __init__(
         self, params: DiffusionParams, tokens: Array, prompt_length: int, rule: DecodingRule
     ) -> None:
-        self._blocks = Blocks(params, prompt_length, len(tokens), rule)
+        self._blocks = BlockTracker(params, prompt_length, len(tokens), rule)
         self._prompt_length, self._mask_id = prompt_length, params.mask_id
 
     def may_end(self, tokens: Array, end: int) -> bool:

@@ -40,12 +40,12 @@ class Chunk(NamedTuple):
     """
 
     rows: slice
-    own: slice
+    local: slice
     places: list[slice]
     exchange: HeadExchange | None
 
 
-class Division:
+class RowPartition:
     """Shares of the rows of one step.
 
     Args:
@@ -65,7 +65,7 @@ class Division:
         self.longest, self.num_rows = self.shares[0].stop, num_rows
 
     @property
-    def own(self) -> slice:
+    def local(self) -> slice:
         """Rows of the step that this rank has."""
         return self.shares[self.peers.rank]
 
@@ -90,7 +90,7 @@ class Division:
 
     def _chunk(self, rows: slice) -> Chunk:
         """Make the chunk of these rows of a share of full length."""
-        first = self.own.start
+        first = self.local.start
         places = [
             slice(*(min(share.start + row, share.stop) for row in (rows.start, rows.stop)))
             for share in self.shares
@@ -111,7 +111,7 @@ class Division:
         return ranks
 
 
-class Cuts(NamedTuple):
+class StageChunks(NamedTuple):
     """Chunks of every stage of a step; for the last layer, only those with sample rows.
 
     Where rows choose their experts by windows, chunks hold whole windows in the last layer, too.
@@ -126,12 +126,12 @@ class Cuts(NamedTuple):
     @classmethod
     def of(
         cls,
-        division: Division,
+        division: RowPartition,
         plan: Plan,
         parts: Sequence[SamplePart[Array]],
         *,
         in_windows: bool = False,
-    ) -> Cuts:
+    ) -> StageChunks:
         """Cut a step as planned; `parts` are its sample rows."""
         attend = division.chunks(plan.rows.attend)
         # Every new number of rows takes time before fp8 attention can begin.
@@ -147,7 +147,7 @@ class Cuts(NamedTuple):
         )
 
 
-class Round(NamedTuple):
+class LogitsExchange(NamedTuple):
     """Sample rows that the ranks process at a time, one part each.
 
     Attributes:
@@ -174,7 +174,7 @@ def to_first(parts: Sequence[SamplePart[Array]], size: int) -> list[SamplePart[A
     return [dealt for part in parts for dealt in (part, *[EMPTY_PART] * (size - 1))]
 
 
-def rounds_of(parts: Sequence[SamplePart[Array]], division: Division) -> list[Round]:
+def rounds_of(parts: Sequence[SamplePart[Array]], division: RowPartition) -> list[LogitsExchange]:
     """Deal the parts, whose rows ascend, to the ranks in turn."""
     rank, size = division.peers.rank, division.peers.size
     rounds = []
@@ -185,17 +185,17 @@ def rounds_of(parts: Sequence[SamplePart[Array]], division: Division) -> list[Ro
         owners = division.on_rank(_NO_ROWS if own is None else own.rows)
         sent = [rows.size for rows in given] + [0] * (size - len(taken))
         received = np.bincount(owners, minlength=size).tolist()
-        rounds.append(Round(own, np.concatenate(given), sent, received))
+        rounds.append(LogitsExchange(own, np.concatenate(given), sent, received))
     return rounds
 
 
 def gathered(
-    found: torch.Tensor, parts: Sequence[SamplePart[Array]], peers: RankGroup
+    table: torch.Tensor, parts: Sequence[SamplePart[Array]], peers: RankGroup
 ) -> torch.Tensor:
     """Collect what all ranks have sampled, in the order of the parts: one record crosses a row.
 
     Args:
-        found: [3 or more, n], the table of `Samples` of this rank's parts, one after the other.
+        table: [3 or more, n], the table of `Samples` of this rank's parts, one after the other.
         parts: all parts of the step, at least one; rank r has sampled every size-th, from the r-th
             on.
         peers: the ranks.
@@ -203,9 +203,9 @@ def gathered(
     counts = [part.num_sampled for part in parts]
     width = max(sum(counts[rank :: peers.size]) for rank in range(peers.size))
     # log probabilities may be wanted of some parts only
-    height = -peers.all_reduce_min(-found.shape[0])
-    padded = found.new_zeros(height, width)
-    padded[: found.shape[0], : found.shape[1]] = found
+    height = -peers.all_reduce_min(-table.shape[0])
+    padded = table.new_zeros(height, width)
+    padded[: table.shape[0], : table.shape[1]] = table
     of_ranks = peers.gather(padded)
     ends, pieces = [0] * peers.size, []
     for number, count in enumerate(counts):

@@ -32,12 +32,12 @@ def next_behind(
         limits: limits above which a step takes only some requests.
     """
     canvases = by_priority(runner.canvases, lambda canvas: canvas.params.priority or 0)
-    asked = {
+    sizes = {
         req_id: canvas.next_size
         for req_id, canvas in canvases.items()
         if req_id not in apart and not canvas.is_complete
     }
-    taken = step_behind(under_way, asked, runner.planner.row_budget, limits)
+    taken = step_behind(under_way, sizes, runner.planner.row_budget, limits)
     return taken if taken and runner.runs_whole(sum(taken.values())) else {}
 
 

@@ -159,14 +159,14 @@ class DiffusionModelRunner:
 
     def collect(self, step: Step) -> Outcomes:
         """Commit what a step found; requests that have gone meanwhile are left out."""
-        found = step.rows.found(step.samples)
+        candidates = step.rows.candidates_of(step.samples)
         outcomes = {}
-        for packed, own in zip(step.batch.canvases, found, strict=True):
+        for packed, row_candidates in zip(step.batch.canvases, candidates, strict=True):
             canvas = self.canvases.get(packed.req_id)
             if canvas is packed:
-                outcomes[canvas.req_id] = _commit(canvas, own)
+                outcomes[canvas.req_id] = _commit(canvas, row_candidates)
         if self._speculation is not None:
-            self._speculation.accept(step.rows, step.samples.host.numpy(), found, outcomes)
+            self._speculation.accept(step.rows, step.samples.host.numpy(), candidates, outcomes)
         self._over.append((step, time.perf_counter()))
         return outcomes
 
@@ -267,8 +267,8 @@ class DiffusionModelRunner:
         sampled = firsts.sampled(rows, new)
         if sampled is None:
             return {}
-        (found,) = rows.found(ops.HostCopy(sampled))
-        return {new.req_id: _commit(self.canvases[new.req_id], found)}
+        (candidates,) = rows.candidates_of(ops.HostCopy(sampled))
+        return {new.req_id: _commit(self.canvases[new.req_id], candidates)}
 
     def invalidate(self) -> None:
         """Drop what is kept of forwards between steps, but for keys and values in pages."""
@@ -328,12 +328,16 @@ class DiffusionModelRunner:
         return StepUsage(self.budget_bytes, self.planner.rates, *kept)
 
 
-def _commit(canvas: Canvas, found: Candidates | BatchedCommit) -> Exception | None:
+def _commit(canvas: Canvas, candidates: Candidates | BatchedCommit) -> Exception | None:
     """Commit what a step found for a request; return the error that ends it alone, if any."""
-    if isinstance(found, Candidates) and found.scores.size and np.isnan(found.scores).all():
+    if (
+        isinstance(candidates, Candidates)
+        and candidates.scores.size
+        and np.isnan(candidates.scores).all()
+    ):
         return BrokenLogitsError()
     try:
-        canvas.commit(found)
+        canvas.commit(candidates)
     except Exception as error:
         logger.exception("decoding of request %s failed", canvas.req_id)
         return error

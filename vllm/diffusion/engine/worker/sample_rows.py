@@ -110,19 +110,21 @@ class SampleRows:
     @cached_property
     def joints(self) -> tuple[list[Joint], ...]:
         """Joint choices of each request; empty where candidates do not depend on each other."""
-        found = [
+        joints = [
             c.joints(target)
             for c, target in zip(self.batch.canvases, self.batch.targets, strict=True)
         ]
-        if not any(found):
-            return tuple(found)
+        if not any(joints):
+            return tuple(joints)
         ends, start = [], 0
-        for canvas, target, own in zip(self.batch.canvases, self.batch.targets, found, strict=True):
-            stops = [canvas.prompt_length + joint.window.stop for joint in own]
+        for canvas, target, own_joints in zip(
+            self.batch.canvases, self.batch.targets, joints, strict=True
+        ):
+            stops = [canvas.prompt_length + joint.window.stop for joint in own_joints]
             ends += [start + int(end) for end in np.searchsorted(target.eligible, stops)]
             start += target.eligible.size
-        gather([joint for own in found for joint in own], ends)
-        return tuple(found)
+        gather([joint for own_joints in joints for joint in own_joints], ends)
+        return tuple(joints)
 
     def choose_jointly(self, samples: Samples[torch.Tensor]) -> Samples[torch.Tensor]:
         """Replace, in place, the candidates of requests that choose several tokens together."""
@@ -131,7 +133,7 @@ class SampleRows:
             choose_all(samples, joints)
         return samples
 
-    def found(self, table: ops.HostCopy) -> list[Candidates | BatchedCommit]:
+    def candidates_of(self, table: ops.HostCopy) -> list[Candidates | BatchedCommit]:
         """Split what was sampled by request: its candidates, or already the choice among them.
 
         `table` is that of all samples of the step; this call waits for it.

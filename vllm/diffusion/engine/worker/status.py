@@ -27,10 +27,10 @@ logger = init_logger(__name__)
 
 # What multiplies up to 256 rows, and what would do so faster.
 _PRODUCTS = {
-    dispatch.Tier.HOPPER: "kernels",
-    dispatch.Tier.PORTABLE: "kernels, products by those for every card; compute capability 9.0 has "
-    "faster ones of its own",
-    dispatch.Tier.NONE: "PyTorch's products; kernels, once built, are for a GPU of compute "
+    dispatch.KernelTier.HOPPER: "kernels",
+    dispatch.KernelTier.PORTABLE: "kernels, products by those for every card; "
+    "compute capability 9.0 has faster ones of its own",
+    dispatch.KernelTier.NONE: "PyTorch's products; kernels, once built, are for a GPU of compute "
     "capability 8.0 or later",
 }
 
@@ -79,14 +79,14 @@ def build_info(
 ) -> dict[str, str]:
     """Return the values of the labels of `dllm:build_info`, by label."""
     on_gpu = device.type == "cuda"
-    found = {
+    builds = {
         room.name: "kernels" if on_gpu and room.is_built else "reference"
         for room in rooms()
         if room.name != "vmm_allocator"
     }
-    found["fused_ops"] = dispatch.card_of(device).tier.value
+    builds["fused_ops"] = dispatch.card_of(device).tier.value
     return {
-        **found,
+        **builds,
         "activation_pool": pool.backing_name,
         "attention": "+".join(attention_backends),
         "graphs": "on" if has_graphs else "off",
@@ -106,8 +106,8 @@ def log_build_info(
                 room.remedy,
             )
         elif on_gpu:
-            is_told = room.name == "fused_ops" and "fused_ops" in info
-            which = _PRODUCTS[dispatch.Tier(info["fused_ops"])] if is_told else "kernels"
+            is_shown = room.name == "fused_ops" and "fused_ops" in info
+            which = _PRODUCTS[dispatch.KernelTier(info["fused_ops"])] if is_shown else "kernels"
             logger.info("%s: %s", room.name, which)
         else:
             logger.info("%s: PyTorch reference (no GPU)", room.name)

@@ -234,7 +234,7 @@ class GraphRunner:
 
     def measure(self) -> None:
         """Time short steps of several sequences: the best of two replays, on the slowest rank."""
-        found: dict[bool, dict[int, float]] = {False: {}, True: {}}
+        seconds: dict[bool, dict[int, float]] = {False: {}, True: {}}
         for bucket, captured in self._captured.items():
             is_stale = captured.generation != self._caches.generation * bucket.is_cached
             if is_stale or bucket.sequences == 1 or bucket.rows > MAX_TIMED_ROWS:
@@ -242,9 +242,9 @@ class GraphRunner:
             took_us = self._agreement.all_reduce_max(
                 round(1e6 * min(_replayed(captured.graph) for _ in "12"))
             )
-            known = found[bucket.is_cached]
+            known = seconds[bucket.is_cached]
             known[bucket.rows] = min(known.get(bucket.rows, math.inf), took_us / 1e6)
-        self.times = {is_cached: StepTimes.of(known) for is_cached, known in found.items()}
+        self.times = {is_cached: StepTimes.of(known) for is_cached, known in seconds.items()}
 
     def _copy_table(self) -> None:
         """Update the page table that graphs read from the store's."""

@@ -30,9 +30,9 @@ class StepLog:
 
     def plan(self, num_rows: int, plan: Plan, free_bytes: int) -> None:
         """Log a new plan; steps that differ only in their sample rows are cut alike."""
-        told = (num_rows, plan.sizes)
-        is_known = told == self._last_plan
-        self._last_plan = told
+        key = (num_rows, plan.sizes)
+        is_known = key == self._last_plan
+        self._last_plan = key
         level = logging.DEBUG if is_known or plan.is_whole(num_rows) else logging.INFO
         logger.log(level, "plan for T = %d with %s: %s", num_rows, readable(free_bytes), plan)
 

@@ -278,13 +278,13 @@ class StepLoop:
 
     def _failing_alone(self, req_ids: Iterable[str]) -> dict[str, Exception]:
         """Return the requests that fail in a step of their own, too, and why."""
-        found = {}
+        failing = {}
         for req_id in req_ids:
             what = f"a denoise step of request {req_id} alone could not be launched"
             _, failure = self._tried(what, self._runner.launch, [req_id])
             if failure is not None and not isinstance(failure, OUT_OF_MEMORY):
-                found[req_id] = failure
-        return found
+                failing[req_id] = failure
+        return failing
 
     def _is_ready(self, req_id: str, failures: dict[str, Exception], room: int = ALL_ROWS) -> bool:
         """Whether a request's rule can begin the step; else `failures` gets its error."""
@@ -309,8 +309,8 @@ class StepLoop:
         if step is not None:
             self._num_rows += step.batch.num_rows
             what = f"a denoise step failed; its {len(step.req_ids)} requests end"
-            found, failure = self._tried(what, self._runner.collect, step)
-            outcomes = found or {}
+            collected, failure = self._tried(what, self._runner.collect, step)
+            outcomes = collected or {}
             if failure is not None:
                 failures = failures | dict.fromkeys(step.req_ids, failure)
         canvases = self._runner.canvases
@@ -325,16 +325,16 @@ class StepLoop:
 
         Memory that runs out is not logged here: the caller decides which request ends.
         """
-        found, failure = None, None
+        result, failure = None, None
         try:
-            found = call(argument)
+            result = call(argument)
         except Exception as error:
             if not isinstance(error, OUT_OF_MEMORY):
                 logger.exception(what)
             failure = error.with_traceback(None)  # whose frames hold tensors
         if self._agreement is not None:
             failure = self._agreement.reach(failure)
-        return (found, None) if failure is None else (None, failure)
+        return (result, None) if failure is None else (None, failure)
 
     def _results(self, outcomes: Outcomes) -> dict[str, StepResult]:
         """Make the clients' results of a committed step."""

@@ -20,7 +20,13 @@ from vllm.diffusion.core.samples import Samples
 from vllm.diffusion.core.spans import HeadGroup
 from vllm.diffusion.core.stages import INPUTS, RESULTS, keys_values, read_rows, residual
 from vllm.diffusion.engine.worker.forward import sources_of
-from vllm.diffusion.engine.worker.row_shares import Cuts, Division, gathered, rounds_of, to_first
+from vllm.diffusion.engine.worker.row_shares import (
+    RowPartition,
+    StageChunks,
+    gathered,
+    rounds_of,
+    to_first,
+)
 from vllm.diffusion.engine.worker.sample_rows import EMPTY_PART
 from vllm.diffusion.memory import HostRows, ResidualRows
 from vllm.diffusion.parallel.groups import Ranks
@@ -37,7 +43,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.stages import Listed
     from vllm.diffusion.engine.worker.batch import StepInputs
     from vllm.diffusion.engine.worker.forward import Chunked, ForwardPass
-    from vllm.diffusion.engine.worker.row_shares import Chunk, Round
+    from vllm.diffusion.engine.worker.row_shares import Chunk, LogitsExchange
     from vllm.diffusion.engine.worker.sample_rows import SampleRows
     from vllm.diffusion.memory import ActivationPool, HostBuffers, PageStore, Plan
     from vllm.diffusion.models.base import DiffusionModel
@@ -60,7 +66,7 @@ def run_streamed(
     """
     batch, pool, caches = rows.batch, forward.pool, forward.caches
     ranks = forward.ranks if plan.layout.shards > 1 else Ranks()
-    division, peers = Division(ranks, batch.num_rows), ranks.sequence
+    division, peers = RowPartition(ranks, batch.num_rows), ranks.sequence
     even = -(-batch.shape.sample_rows // peers.size)
     parts = list(rows.parts(max(min(plan.rows.read, even), 1)))
     is_joint = any(rows.joints)
@@ -68,20 +74,20 @@ def run_streamed(
         parts = to_first(parts, peers.size)
     in_windows = forward.model.routes_windows
     rounds = rounds_of(parts, division)
-    cuts = Cuts.of(division, plan, parts, in_windows=in_windows)
+    cuts = StageChunks.of(division, plan, parts, in_windows=in_windows)
     with pool.scope("step"):
         INPUTS.expect(pool, division.longest)
         RESULTS.expect(pool, peers.size * even)
         attend_chunks = [chunk.places for chunk in (*cuts.attend, *cuts.last_attend)]
         dealt = tuple((r.given, r.positions) for r in rounds)
-        given = batch.inputs(attend_chunks, division.own), dealt
+        given = batch.inputs(attend_chunks, division.local), dealt
         inputs, samples = ops.to_device(given, caches.device)
         if batch.slot_mapping.size:
             caches.begin_step(batch.slot_mapping, reads=batch.reads_kept)
         layers = kind or StreamedForward
         streamed = layers(forward.model, plan, inputs, division, cuts, pool, host, caches)
         yield from streamed.run()
-        found = []
+        sampled = []
         for taken, (held, positions) in zip(rounds, samples, strict=True):
             yield plan.chunk_seconds.read
             with pool.scope("sample rows"):
@@ -90,10 +96,10 @@ def run_streamed(
                     continue
                 if plan.layout.shards == 1 and forward.note_first is not None:
                     forward.note_first(batch, taken.part, hidden)
-                found.append(forward.sampled(rows, taken.part, positions, hidden))
+                sampled.append(forward.sampled(rows, taken.part, positions, hidden))
         if batch.slot_mapping.size:
             caches.end_step()
-        own = Samples.joined(found)
+        own = Samples.joined(sampled)
         if is_joint and peers.rank == 0:
             own = rows.choose_jointly(own)
         if plan.layout.shards == 1 or not parts:
@@ -122,8 +128,8 @@ class StreamedForward:
         model: DiffusionModel,
         plan: Plan,
         inputs: StepInputs[Tensor],
-        division: Division,
-        cuts: Cuts,
+        division: RowPartition,
+        cuts: StageChunks,
         pool: ActivationPool,
         host: HostBuffers,
         caches: PageStore,
@@ -167,7 +173,7 @@ class StreamedForward:
             self.x, self._updated = self._updated, self.x
             yield from self._feed_forward(index, feed_forward)
 
-    def hidden(self, taken: Round, given: Tensor) -> Tensor:
+    def hidden(self, taken: LogitsExchange, given: Tensor) -> Tensor:
         """After `run`, return the hidden states [r, D] of this rank's part of a round.
 
         `given` are the rows that this rank has of all parts, on the device.
@@ -187,7 +193,7 @@ class StreamedForward:
         return x
 
     def _embed(self) -> Chunked[None]:
-        ids, parts = self.inputs.token_ids, [c.own for c in self.cuts.feed_forward]
+        ids, parts = self.inputs.token_ids, [c.local for c in self.cuts.feed_forward]
         visiting = self.x.visit(parts, reads=False, writes=True)
         with self.pool.scope("embed"), closing(visiting) as visits:
             for rows, x in zip(parts, visits, strict=True):
@@ -197,7 +203,7 @@ class StreamedForward:
     def _keys_values(self, index: int, group: HeadGroup) -> Chunked[None]:
         pool, writing = self.pool, self.cuts.keys_values
         self.begin(index, group)
-        visiting = self.x.visit([chunk.own for chunk in writing])
+        visiting = self.x.visit([chunk.local for chunk in writing])
         with pool.scope("keys-values"), closing(visiting) as visits:
             for chunk, x in zip(writing, visits, strict=True):
                 yield self._seconds.keys_values
@@ -223,7 +229,7 @@ class StreamedForward:
             x: [R, D], its rows.
             k, v: [R, KV / groups, hd], written.
         """
-        rotary = self.model.rotary(self.inputs.positions[chunk.own], self.pool)
+        rotary = self.model.rotary(self.inputs.positions[chunk.local], self.pool)
         self.model.layers[index].attention.keys_values_of(group, x, rotary, k, v, self.pool)
 
     def keep(self, index: int, group: HeadGroup) -> None:
@@ -239,8 +245,8 @@ class StreamedForward:
     def _own(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Where keys and values of this rank's rows are written: in place, or to be exchanged."""
         if chunk.exchange is None:
-            return self.k[chunk.own], self.v[chunk.own]
-        num_rows = chunk.own.stop - chunk.own.start
+            return self.k[chunk.local], self.v[chunk.local]
+        num_rows = chunk.local.stop - chunk.local.start
         k, v = (part.take(self.pool, num_rows) for part in self.own_keys_values())
         return k, v
 
@@ -262,7 +268,7 @@ class StreamedForward:
         layouts: Sequence[Sequence[AttentionLayout[Tensor]]],
     ) -> Chunked[None]:
         pool = self.pool
-        visiting = self._visit_both([c.own for c in work], is_first=group.index == 0)
+        visiting = self._visit_both([c.local for c in work], is_first=group.index == 0)
         with pool.scope("attend"), closing(visiting) as visits:
             for chunk, own, (x, updated) in zip(work, layouts, visits, strict=True):
                 yield self._seconds.attend
@@ -288,7 +294,7 @@ class StreamedForward:
         heads = group.part(self.model.num_kv_heads)
         self.model.layers[index].attention.attend(
             x,
-            self.model.rotary(self.inputs.positions[chunk.own], self.pool),
+            self.model.rotary(self.inputs.positions[chunk.local], self.pool),
             sources_of(layouts, self.k, self.v, index, self.caches, heads),
             None,
             self.pool,
@@ -314,7 +320,7 @@ class StreamedForward:
                 yield x, updated
 
     def _feed_forward(self, index: int, work: list[Chunk]) -> Chunked[None]:
-        visiting = self.x.visit([chunk.own for chunk in work], writes=True)
+        visiting = self.x.visit([chunk.local for chunk in work], writes=True)
         with self.pool.scope("feed-forward"), closing(visiting) as visits:
             for x in visits:
                 yield self._seconds.feed_forward

@@ -165,7 +165,11 @@ def _request(
     Of these it samples `num_sampled`, if the sequence has as many.
     """
     canvas = min(num_sampled, length - 1)
-    asked: dict[str, object] = {"algorithm": "semi_ar", "block_length": canvas, "steps": canvas}
+    parameters: dict[str, object] = {
+        "algorithm": "semi_ar",
+        "block_length": canvas,
+        "steps": canvas,
+    }
     if model.family.is_block_causal:  # then the last block is the one that is decoded
         unit = model.block_unit
         units = max(length // unit, 1)
@@ -173,11 +177,11 @@ def _request(
         if length > _CANVAS:
             block_length = unit * gcd(units, max(_BLOCK // unit, 1))
         canvas = min(num_sampled, max(block_length - 1, 1))
-        asked = {"block_length": block_length}
+        parameters = {"block_length": block_length}
     if model.family.has_causal_context:  # a block behind one token, or a prompt that is read
         canvas = length - 1 if 2 < length <= num_sampled else 1
-        asked = {"block_length": canvas}
+        parameters = {"block_length": canvas}
     prompt = [0 if model.ids.mask else 1] * (length - canvas)
     temperature = 0.0 if cache == "none" else 1.0
-    asked |= {"cache": cache, "gen_length": canvas, "temperature": temperature, "seed": 0}
-    return NewCanvas(req_id, prompt, decision.decide(fields.canonical(asked), model, prompt))
+    parameters |= {"cache": cache, "gen_length": canvas, "temperature": temperature, "seed": 0}
+    return NewCanvas(req_id, prompt, decision.decide(fields.canonical(parameters), model, prompt))

@@ -54,7 +54,7 @@ class DiffusionWorker(WeightWorker):
 
     def init_device(self) -> None:
         watchdog.follow_parent()  # a forked process has not passed the plugin
-        log_filter.leave_out_what_does_not_apply()
+        log_filter.drop_irrelevant_lines()
         # Upstream would import its own quantisation, two seconds, to log nothing of it.
         base_loader._get_online_quantization_config = lambda config: None
         if self.device_config.device_type == "cuda":

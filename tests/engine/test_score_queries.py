@@ -12,9 +12,9 @@ import torch
 from tests.checkpoints import MASK_ID, random_prompt
 from tests.engine.harness import Ask, running
 from tests.reference.models import load_reference, shift_right
-from vllm.diffusion.api.likelihood.prompt_scores import Reading
+from vllm.diffusion.api.likelihood.prompt_scores import ScoreQuery
 from vllm.diffusion.api.likelihood.typed_decisions import masked_behind
-from vllm.diffusion.api.openai.echo import readings_of
+from vllm.diffusion.api.openai.echo import queries_of
 from vllm.diffusion.api.validator import validator_of
 from vllm.diffusion.core.errors import InvalidParameterError
 
@@ -22,9 +22,9 @@ FAMILIES = ("dream", "sdar", "llada2", "llada22", "fast_dllm")
 PROMPT = random_prompt(21, 5)
 
 
-def as_ask(reading: Reading) -> Ask:
+def as_ask(query: ScoreQuery) -> Ask:
     names = ("positions", "token_ids", "num_top")
-    return Ask(reading.prompt, {"score": {name: getattr(reading, name) for name in names}})
+    return Ask(query.prompt, {"score": {name: getattr(query, name) for name in names}})
 
 
 def row(model: Any, tokens: Sequence[int], position: int, block_length: int | None) -> torch.Tensor:
@@ -48,7 +48,7 @@ def test_a_token_is_read_in_its_exact_context(checkpoint: Callable[[str], Path],
         assert validator is not None
         length = validator.block_length
         assert (length is None) == (name == "dream")
-        chain = readings_of(PROMPT, MASK_ID, 2, length)
+        chain = queries_of(PROMPT, MASK_ID, 2, length)
         lone = masked_behind(PROMPT, validator)
         answers = engine.ask(*map(as_ask, chain), Ask(lone, {"score": reply_score()}))
         if length is not None:
