@@ -139,7 +139,7 @@ def running(folder: Path, **settings: Any) -> Iterator[Engine]:
     from vllm.distributed.device_communicators import shm_broadcast
 
     # Who waits for another process must not keep a core from it.
-    waits = mock.patch.object(shm_broadcast, "sched_yield", lambda: time.sleep(2e-4))
+    waits = mock.patch.object(shm_broadcast, "sched_yield", lambda: time.sleep(1e-3))
     with mock.patch.dict(os.environ, environment), waits, models_inspected_here():
         yield from _running(folder, settings)
 

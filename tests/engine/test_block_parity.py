@@ -252,20 +252,18 @@ def run_ahead(worker: Any) -> None:
 # First in this file: where no other engine is there yet, its ranks are forked.
 @pytest.mark.parametrize("name", ["llada2", "llada22", "nemotron"])
 def test_two_ranks(name: str, checkpoint: Callable[[str], Path]) -> None:
-    """Both ranks keep the same pages, and take the same steps ahead."""
+    """Both ranks keep the same pages, and take the same steps, half of the requests ahead."""
     folder = checkpoint(name)
     wanted = wanted_of(folder, name)
-    asks = with_cache(wanted, "exact")
     with running(
         folder,
         tensor_parallel_size=2,
-        max_num_batched_tokens=ROW_BUDGET,
-        num_gpu_blocks_override=NUM_PAGES,
+        max_num_batched_tokens=3 * ROW_BUDGET,
+        num_gpu_blocks_override=2 * NUM_PAGES,
     ) as engine:
-        same(engine.ask(*asks), wanted)
+        same(engine.ask(*mixed(wanted[::2])), wanted[::2])
         engine.llm.collective_rpc(run_ahead)
-        asks[1::2] = with_cache(wanted, "none")[1::2]
-        same(engine.ask(*asks), wanted)
+        same(engine.ask(*mixed(wanted[1::2])), wanted[1::2])
 
 
 @pytest.fixture(scope="module", params=list(CASES))
@@ -293,14 +291,18 @@ def with_cache(wanted: Sequence[Wanted], cache: str) -> list[Ask]:
     return [Ask(ask.prompt, {**ask.extra, "cache": cache}) for ask, *_ in wanted]
 
 
+def mixed(wanted: Sequence[Wanted], first: str = "exact") -> list[Ask]:
+    """Every second request with the first cache, and the others with the other one."""
+    asks = with_cache(wanted, "exact" if first == "none" else "none")
+    asks[::2] = with_cache(wanted, first)[::2]
+    return asks
+
+
 def test_alone(served: tuple[Engine, list[Wanted]], fuses: bool) -> None:
+    """Each request with either cache; blocks of every second one are fused, then of the others."""
     engine, wanted = served
-    same([engine.ask(ask)[0] for ask in with_cache(wanted, "exact")], wanted)
-
-
-def test_alone_with_nothing_kept(served: tuple[Engine, list[Wanted]]) -> None:
-    engine, wanted = served
-    same([engine.ask(ask)[0] for ask in with_cache(wanted, "none")], wanted)
+    asks = mixed(wanted, "exact" if fuses else "none")
+    same([engine.ask(ask)[0] for ask in asks], wanted)
 
 
 def test_in_mixed_batches(
@@ -323,7 +325,7 @@ def test_in_chunks(served: tuple[Engine, list[Wanted]]) -> None:
     budget = runner.pool.budget_bytes
     try:
         shrink(runner, runner.caches.reserved_bytes + 120_000)
-        same(engine.ask(*with_cache(wanted, "exact"), *with_cache(wanted, "none")), [*wanted] * 2)
+        same(engine.ask(*mixed(wanted)), wanted)
     finally:
         runner.pool.budget_bytes, runner.planner = budget, planner
 
@@ -340,25 +342,30 @@ def test_tokens_that_moved_have_probabilities(served: tuple[Engine, list[Wanted]
             assert torch.tensor(found).isfinite().all()
 
 
-@pytest.mark.parametrize("most", [3, 7])
+@pytest.mark.parametrize(("most", "ahead"), [(3, True), (7, False)])
 def test_guesses_change_nothing(
-    served: tuple[Engine, list[Wanted]], most: int, monkeypatch: pytest.MonkeyPatch
+    served: tuple[Engine, list[Wanted]], most: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where requests are preempted, as there are few pages, and prompts come in parts."""
+    """Also where requests are preempted, as there are few pages, and prompts come in parts.
+
+    Blocks are fused where steps are not taken ahead, so that both of `test_in_mixed_batches` and
+    both of these are different.
+    """
     engine, wanted = served
-    monkeypatch.setenv("VLLM_DLLM_COMMIT_FUSION", "0" if most == 3 else "1")
+    monkeypatch.setenv("VLLM_DLLM_COMMIT_FUSION", "0" if ahead else "1")
+    monkeypatch.setattr(engine.loop, "runs_ahead", ahead)
     engine.runner.pages.fix(NUM_PAGES, 1000, scratch=12)
     assert engine.scheduler.reset_prefix_cache()
     monkeypatch.setattr(engine.runner.planner, "row_budget", 10 * ROW_BUDGET)
     algorithms = algorithms_for(engine.runner.model.family)
     guessed = [w for w in wanted if algorithms[w.ask.extra["algorithm"]].speculates]
-    for ahead in (False, True) if guessed else ():
-        monkeypatch.setattr(engine.loop, "runs_ahead", ahead)
-        asks = [*with_cache(guessed, "exact"), *with_cache(guessed, "none")]
-        asks = speculating(asks, most)
-        same(engine.ask(*asks), [*guessed, *guessed])
-        alone = [engine.ask(ask)[0] for ask in asks]
-        same(alone, [*guessed, *guessed])
-        for own in (alone[: len(guessed)], alone[len(guessed) :]):
-            assert any(answer.report["states_accepted"] for answer in own)
-        assert engine.is_idle()
+    if not guessed:
+        return
+    asks = speculating([*with_cache(guessed, "exact"), *with_cache(guessed, "none")], most)
+    together = engine.ask(*asks)
+    same(together, [*guessed, *guessed])
+    alone = [engine.ask(ask)[0] for ask in speculating(mixed(guessed), most)]
+    same(alone, guessed)
+    for answers in (together[: len(guessed)], together[len(guessed) :], alone):
+        assert any(answer.report["states_accepted"] for answer in answers)
+    assert engine.is_idle()
