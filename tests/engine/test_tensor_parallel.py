@@ -233,7 +233,7 @@ def processes_equal_one(folder: Path, ranks: dict[str, Any], *errors: str) -> No
             (answer,) = engine.ask(long)
             assert ("RankError" in answer.report.get("error", "")) == (error == "other")
             assert error == "other" or tokens([answer]) == wanted[:1]
-        assert tokens(engine.ask(long, *mixed_asks())) == wanted
+        assert tokens(engine.ask(*whole_asks())) == whole
         paths = [{"path": str(rank)} for rank in range(num_ranks)]
         engine.llm.start_weight_update()
         with pytest.raises(Exception, match=r"path|rank failed"):
