@@ -169,6 +169,7 @@ def _running(folder: Path, settings: dict[str, Any]) -> Iterator[Engine]:
             engine.llm.llm_engine.engine_core.shutdown()
         del engine.llm
         gc.collect()
+        freeze_caches()
 
 
 @contextmanager
@@ -192,6 +193,12 @@ def freeze_imports() -> None:
     import vllm.diffusion.engine.worker.worker  # noqa: F401
 
     gc.collect()
+    gc.freeze()
+
+
+@cache
+def freeze_caches() -> None:
+    """The collector need not look at what upstream keeps from the first engine, either."""
     gc.freeze()
 
 

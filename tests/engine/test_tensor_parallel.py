@@ -221,7 +221,7 @@ def processes_equal_one(folder: Path, ranks: dict[str, Any], *errors: str) -> No
         assert len(set().union(*checksums)) == sum(map(len, checksums))  # no two of one name
         assert tokens(engine.ask(*whole_asks())) == whole
         assert tokens(engine.ask(long, *mixed_asks())) == wanted
-        engine.cut_steps(4e-3)
+        engine.cut_steps(8e-3)
         start(engine, "gone", long)
         for _ in range(3):
             engine.llm.llm_engine.step()
