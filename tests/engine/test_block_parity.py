@@ -28,8 +28,8 @@ from tests.reference.models import load_reference
 from vllm.diffusion.request.algorithms import algorithms_for
 
 STOP_IDS = frozenset({EOS_ID, EOT_ID})
-ROW_BUDGET = 56
-NUM_PAGES = 9  # upstream keeps one of them
+ROW_BUDGET = 100
+NUM_PAGES = 13  # upstream keeps one of them
 
 
 class Wanted(NamedTuple):
@@ -261,7 +261,7 @@ def test_two_ranks(name: str, checkpoint: Callable[[str], Path]) -> None:
     with running(
         folder,
         tensor_parallel_size=2,
-        max_num_batched_tokens=3 * ROW_BUDGET,
+        max_num_batched_tokens=2 * ROW_BUDGET,
         num_gpu_blocks_override=2 * NUM_PAGES,
     ) as engine:
         same(engine.ask(*mixed(wanted[::2])), wanted[::2])
@@ -362,7 +362,7 @@ def test_guesses_change_nothing(
     monkeypatch.setattr(engine.loop, "runs_ahead", ahead)
     engine.runner.pages.fix(NUM_PAGES, 1000, scratch=12)
     assert engine.scheduler.reset_prefix_cache()
-    monkeypatch.setattr(engine.runner.planner, "row_budget", 10 * ROW_BUDGET)
+    monkeypatch.setattr(engine.runner.planner, "row_budget", 6 * ROW_BUDGET)
     algorithms = algorithms_for(engine.runner.model.family)
     guessed = [w for w in wanted if algorithms[w.ask.extra["algorithm"]].speculates]
     if not guessed:
