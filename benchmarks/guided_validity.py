@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import harness
 from tests.checkpoints import make_case, random_prompt
 from tests.engine.cases import GUIDED_RULES, SCHEMA
-from tests.engine.harness import Ask, running
+from tests.engine.harness import Request, running
 from tests.engine.test_guided import BLOCK_RULES
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ TEMPERATURES = (0.0, 0.7, 1.5)
 AT_ONCE = 32
 
 
-def asks(case: str, rules: dict[str, dict[str, Any]], count: int) -> list[tuple[str, Ask, Any]]:
+def asks(case: str, rules: dict[str, dict[str, Any]], count: int) -> list[tuple[str, Request, Any]]:
     """Return (rule, request, schema) of `count` requests, rule after rule and round again."""
-    requests: list[tuple[str, Ask, Any]] = []
+    requests: list[tuple[str, Request, Any]] = []
     for number in range(count):
         name = list(rules)[number % len(rules)]
         turn = number // len(rules)
@@ -63,7 +63,7 @@ def asks(case: str, rules: dict[str, dict[str, Any]], count: int) -> list[tuple[
         if extra.get("algorithm") == "dream":
             del extra["block_length"]
         extra["structured_outputs"] = {"json": schema}
-        requests.append((f"{case} {name}", Ask(random_prompt(9, number), extra), schema))
+        requests.append((f"{case} {name}", Request(random_prompt(9, number), extra), schema))
     return requests
 
 

@@ -153,10 +153,10 @@ def checkpoint_of(options: argparse.Namespace) -> Iterator[Path]:
 
 
 def sampling_of(parameters: dict[str, Any]) -> Any:
-    """Return SamplingParams of a request for a whole canvas, at temperature 0, without guesses.
+    """Return SamplingParams of a request for a whole canvas, at temperature 0, without drafts.
 
     Args:
-        parameters: parameters of the request, including `gen_length`; they may ask for guesses.
+        parameters: parameters of the request, including `gen_length`; they may ask for drafts.
     """
     from vllm import SamplingParams
 

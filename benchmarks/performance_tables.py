@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Prints what benchmarks measured as tables of docs/performance.md.
+"""Prints results of benchmarks as tables of the pages in docs/measurements.
 
     benchmarks/performance_tables.py results/step_latency/step_latency.json ...
 
@@ -127,7 +127,7 @@ def throughput(content: dict[str, Any]) -> Iterator[str]:
     )
     yield ""
     yield from markdown(
-        ["system", "cache", "clients", "tokens/s", "ms a forward", "x plain loop"],
+        ["system", "cache", "clients", "tokens/s", "ms per forward", "x plain loop"],
         [
             [
                 *(row["system"], row["cache"], row["num_clients"]),
@@ -149,7 +149,7 @@ def context_length(content: dict[str, Any]) -> Iterator[str]:
     )
     yield ""
     header = ["T", "first step, ms", "median", "last", "planned", "GPU, GiB", "host, GiB"]
-    header += ["activations, GiB", "planned", "KiB a token", "peak / average"]
+    header += ["activations, GiB", "planned", "KiB per token", "peak / average"]
     body = []
     for point in points:
         if point["status"] != "ok":
@@ -195,14 +195,15 @@ def kernel(content: dict[str, Any]) -> Iterator[str]:
 
 
 def speculation(content: dict[str, Any]) -> Iterator[str]:
-    """Yield the table of guesses that hold with a given chance."""
+    """Yield the table of draft states with a given chance of acceptance."""
     settings = content["settings"]
     quantised = f", {settings['quantization']}" if settings.get("quantization") else ""
     name = NAMES_OF_FAMILIES[settings["family"]]
-    yield f"### Guesses: {name}{quantised}, blocks of {settings['block_length']}, one token a step"
+    length = settings["block_length"]
+    yield f"### Draft states: {name}{quantised}, blocks of {length}, one token per step"
     yield ""
     header = ("clients", "states", "chance", "steps/s", "gain", "steps/s between refreshes")
-    header += ("gain", "steps a forward")
+    header += ("gain", "steps per forward")
     names = ("clients", "states", "chance", "steps_per_s", "gain", "between", "gain_between")
     names += ("steps_per_forward",)
     yield from markdown(header, [[row[name] for name in names] for row in content["rows"]])

@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the benchmarks behind a part of docs/performance.md, one after the other.
+"""Runs the benchmarks behind a part of docs/measurements, one after the other.
 
     benchmarks/reproduce.py --list
     benchmarks/reproduce.py floors guesses [--minutes 20] [--output-dir results/reproduce]
 
-No weights are needed, but for the tiny models under models/, which are trained where a part asks
-for them. Each run has a folder in the output directory, with its record and what it printed. One
-that fails does not keep the others from running. With --minutes the run that does not end in time
-is ended, and those behind it are not started; a line for each run tells what became of it, and the
-exit status is 0 where all were good.
+No weights are needed, except the tiny models in models/, which are trained if a part requires them.
+Each run has a folder in the output directory with its record and its output. If one run fails, the
+others still run. With --minutes, a run that exceeds the limit is stopped and later runs are not
+started. One line per run reports its status; the exit status is 0 if all were good.
 
 Written: a folder for each run; tables.md.
 """

@@ -203,7 +203,7 @@ class Server:
     Args:
         url: where it is.
         http: connections to it.
-        asked: the body of a request but for its prompt.
+        parameters: the body of a request but for its prompt.
         options: of the command.
     """
 

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""How often answers with guesses are the plain ones, and how often plain ones among others are.
+"""How often answers with drafts are the plain ones, and how often plain ones among others are.
 
     benchmarks/same_answers.py [--family llada] [--prompts 200] [--states 8] [--context 128]
         [--gen-length 32] [--block-length 8] [--output-dir results/same_answers]
     benchmarks/same_answers.py --models llada-tiny dream-tiny
 
-Guesses leave an answer as it is, but for how numbers are rounded: a forward of more rows may add
+Drafts leave an answer as it is, but for how numbers are rounded: a forward of more rows may add
 them in another order, and where two tokens are nearly equal in bf16, the other one wins. So does it
 where other requests stand beside. Every prompt is answered three times at temperature 0, one token
 a step, with kept keys and values (`cache: dual`; exact ones of block-causal families): alone;
-beside as many requests as a forward has states; and with guesses, as many in every forward.
+beside as many requests as a forward has states; and with drafts, as many in every forward.
 Released shape and random weights, or, with --models, trained checkpoints (names of tiny ones under
 models/, which are trained if they are missing) and their own questions.
 
@@ -73,11 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             length = shape.block_length or options.block_length
             kept = windows.kept_parameters(shape, options.gen_length, length)
             plain, _ = answers(llm, prompts, kept, at_a_time=1)
-            for run, count, guesses in (
+            for run, count, drafts in (
                 ("beside", options.states, 0),
                 ("guesses", 1, options.states - 1),
             ):
-                parameters = {**kept, "num_speculative_states": guesses}
+                parameters = {**kept, "num_speculative_states": drafts}
                 answers_found, pace = answers(llm, prompts, parameters, at_a_time=count)
                 table.add(Row(Path(name).name, run, *shares(answers_found, plain), pace))
     harness.write("same_answers", options, table.rows)
@@ -98,7 +98,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 @contextmanager
 def engine(options: argparse.Namespace, name: str) -> Iterator[tuple[Any, Shape, Prompts]]:
-    """Yield an engine that makes all guesses it is asked for, the model's shape, and prompts."""
+    """Yield an engine that makes all drafts it is asked for, the model's shape, and prompts."""
     settings: dict[str, Any] = {"additional_config": {"dllm": {"weighs_guesses": False}}}
     settings |= {"max_num_seqs": options.states, "dtype": options.dtype}
     if not options.models:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Steps per second with guesses beside the certain state, and without.
+"""Steps per second with drafts beside the certain state, and without.
 
     benchmarks/speculation.py [--family llada] [--size 8b] [--quantization fp8] [--context 512]
         [--gen-length 256] [--block-length 32] [--states 2 4 8] [--forced 1]
@@ -8,26 +8,26 @@
     benchmarks/speculation.py --models llada-tiny sdar-tiny
 
 Released shape, random weights, one token a step, with kept keys and values (`cache: dual`; exact
-ones in block-causal families). How often guesses hold depends on trained weights, so here it is
-given: a run without guesses records the states of every request, and with them guesses are made
+ones in block-causal families). How often drafts hold depends on trained weights, so here it is
+given: a run without drafts records the states of every request, and with them drafts are made
 that hold with a chance of 0 to 1. What holds is what the engine accepts. Of random weights all
 tokens are nearly equal, and another number of rows is another rounding; so that a request has the
 same states whatever stands beside it, its position says what is found for it, once the engine has
 sampled all the same.
 
-First as many states a forward as --states says, guesses right with the chances of --forced; then as
+First as many states a forward as --states says, drafts right with the chances of --forced; then as
 many as the engine finds worth their rows, up to eight.
 
     steps/s   steps of all requests together, of one token each, from the first forward to the last
-    gain      over the same number of clients without guesses
+    gain      over the same number of clients without drafts
     between   of one client: steps a second without forwards of whole sequences, which begin an
-              answer and refresh its keys, and have no guesses beside them
+              answer and refresh its keys, and have no drafts beside them
     gain      of that
     a         steps per forward
-    held      share of the guessed states that were reached
+    held      share of the drafted states that were reached
 
-With --models, how often guesses hold on trained checkpoints (names of tiny ones under models/,
-which are trained if they are missing): steps per forward of the engine's own guesses, up to seven,
+With --models, how often drafts hold on trained checkpoints (names of tiny ones under models/,
+which are trained if they are missing): steps per forward of the engine's own drafts, up to seven,
 at temperatures 0 and 1, for answers of 32 tokens with 1, 2 and 4 tokens a step, and with a
 threshold of 0.9. Other checkpoints tell as much of every answer in `diffusion.steps_per_forward`.
 
@@ -77,14 +77,14 @@ class Row:
 
     Attributes:
         clients: requests at once.
-        states: states of a forward; None as many as are worth it, 1 without guesses.
-        chance: chance of a guess whose parent holds; None without guesses.
+        states: states of a forward; None as many as are worth it, 1 without drafts.
+        chance: chance of a draft whose parent holds; None without drafts.
         steps_per_s: steps of all requests a second.
-        gain: that over `steps_per_s` without guesses.
+        gain: that over `steps_per_s` without drafts.
         between: steps a second between forwards of whole sequences; None of several clients.
-        gain_between: that over `between` without guesses.
+        gain_between: that over `between` without drafts.
         steps_per_forward: steps of a request over its forwards.
-        held: share of guesses that were reached; None without any.
+        held: share of drafts that were reached; None without any.
     """
 
     clients: int
@@ -99,7 +99,7 @@ class Row:
 
 
 class Oracle:
-    """Drafter of guesses that hold with a given chance, by the states of a run without guesses."""
+    """Drafter of drafts that hold with a given chance, by the states of a run without drafts."""
 
     def __init__(self) -> None:
         self.chance = 1.0
@@ -109,7 +109,7 @@ class Oracle:
 
     @contextmanager
     def recording(self, runner: Any) -> Iterator[None]:
-        """Record the states of all requests, whose guesses have been turned off."""
+        """Record the states of all requests, whose drafts have been turned off."""
         launch = runner.launch
         self._paths, self._places = {}, {}
 
@@ -133,7 +133,7 @@ class Oracle:
 
     @contextmanager
     def drafting(self, chance: float) -> Iterator[None]:
-        """Let guesses hold with a chance, given that the one before does."""
+        """Let drafts hold with a chance, given that the one before does."""
         self.chance, draft = chance, Drafter.draft
         Drafter.draft = lambda _, certain, __, most, ___: self._draft(certain, most)  # type: ignore[method-assign]
         try:
@@ -228,7 +228,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 @contextmanager
 def engine(options: argparse.Namespace, *, weighs: bool) -> Iterator[Case]:
-    """Yield the runs of an engine that weighs guesses, or makes as many as it is asked for."""
+    """Yield the runs of an engine that weighs drafts, or makes as many as it is asked for."""
     settings: dict[str, Any] = {"additional_config": {"dllm": {"weighs_guesses": weighs}}}
     if options.quantization:
         settings["quantization"] = options.quantization
@@ -281,7 +281,7 @@ class Case:
         table: Table,
         plain: Row | None = None,
     ) -> Row:
-        """Measure a number of clients, with guesses that hold with `chance`; None: without."""
+        """Measure a number of clients, with drafts that hold with `chance`; None: without."""
         prompts = in_process.random_prompts(clients, self._options.context, self._shape.vocab_size)
         parameters = {
             **self._parameters,
@@ -345,7 +345,7 @@ class Reached:
 
 
 def reached(options: argparse.Namespace) -> None:
-    """Measure how often the engine's own guesses hold."""
+    """Measure how often the engine's own drafts hold."""
     table = Table(REACHED, "model temperature quota_1 quota_2 quota_4 threshold")
     for name in options.models:
         folder = checkpoint(name)

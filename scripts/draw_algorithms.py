@@ -87,7 +87,7 @@ def steps_of(algorithm: Algorithm) -> list[list[tuple[str, float]]]:
     rows: list[list[tuple[str, float]]] = []
     while len(rows) < MAX_STEPS and (target := rule.prepare(tokens)) is not None:
         positions = target.eligible[target.eligible < len(tokens)]
-        if not positions.size or rule.settled(tokens) >= len(tokens):
+        if not positions.size or rule.num_settled(tokens) >= len(tokens):
             break
         known = confidences(tokens, positions)
         # A few tokens are seen otherwise once all around them are there.

@@ -160,7 +160,7 @@ def print_terms(shape: ModelShape, plan: Plan) -> None:
         "keys-values": footprint.keys_values(layout),
         "attend": footprint.attend(layout, is_packed=False),
         "feed-forward": footprint.feed_forward(layout),
-        "logits": footprint.read(layout, is_packed=False),
+        "logits": footprint.logits(layout, is_packed=False),
     }
     for stage, phases in stages.items():
         for phase in phases:

@@ -98,9 +98,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--write-golden"):
         config.pluginmanager.register(GoldenWriter())
     if config.getoption("numprocesses", None):  # this process starts those of pytest-xdist
-        from tests.server import warm
+        from tests.server import fork_server
 
-        warm.share()
+        fork_server.share()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

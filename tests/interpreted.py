@@ -59,8 +59,8 @@ def run_interpreted(program: str) -> None:
         server.kill()
     answer = server.stdout.readline()
     assert answer, "the process that runs programs has ended"
-    told = json.loads(answer)
-    assert not told, told
+    message = json.loads(answer)
+    assert not message, message
 
 
 @cache

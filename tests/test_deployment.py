@@ -37,14 +37,14 @@ def instructions(file: Path) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
 class TestDockerfile:
     def test_it_starts_from_a_pinned_image_and_leaves_root(self, file: Path) -> None:
-        found = instructions(file)
-        assert found[0][0] == "FROM"
-        tag = found[0][1].rpartition(":")[2]
+        actual = instructions(file)
+        assert actual[0][0] == "FROM"
+        tag = actual[0][1].rpartition(":")[2]
         assert tag not in ("", "latest")
-        words = [word for word, _ in found]
+        words = [word for word, _ in actual]
         assert words.count("USER") == 1
         assert words.index("USER") < words.index("ENTRYPOINT")
-        assert dict(found)["STOPSIGNAL"] == "SIGTERM"
+        assert dict(actual)["STOPSIGNAL"] == "SIGTERM"
 
     def test_what_it_copies_and_runs_exists(self, file: Path) -> None:
         ran: set[str] = set()
@@ -128,8 +128,8 @@ def test_the_services_fit_together() -> None:
 
 def queries() -> list[str]:
     dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
-    found = [t["expr"] for panel in dashboard["panels"] for t in panel.get("targets", [])]
-    return found + [v["definition"] for v in dashboard["templating"]["list"] if "definition" in v]
+    actual = [t["expr"] for panel in dashboard["panels"] for t in panel.get("targets", [])]
+    return actual + [v["definition"] for v in dashboard["templating"]["list"] if "definition" in v]
 
 
 def test_the_dashboard_has_what_grafana_asks_for() -> None:
@@ -157,10 +157,10 @@ def test_the_dashboard_has_what_grafana_asks_for() -> None:
 
 def test_every_query_uses_metrics_that_are_served_and_every_metric_is_shown() -> None:
     served = {sample for metric in METRICS for sample in samples_of(metric)} | UPSTREAMS
-    asked = {name for query in queries() for name in METRIC_NAME.findall(query)}
-    assert asked <= served
+    parameters = {name for query in queries() for name in METRIC_NAME.findall(query)}
+    assert parameters <= served
     for metric in METRICS:
-        assert asked & set(samples_of(metric)), f"{metric.name} is not on the dashboard"
+        assert parameters & set(samples_of(metric)), f"{metric.name} is not on the dashboard"
     for query in queries():
         assert query.count("(") == query.count(")"), query
         assert query.count("{") == query.count("}"), query
@@ -229,7 +229,7 @@ def test_a_browser_that_cannot_be_had_is_one_line(
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
     done = run("/bin/bash", ROOT / ".ci" / "chromium", env={"PATH": str(tmp_path)})
-    told = done.stderr.replace("==> installing chromium\n", "")
+    output = done.stderr.replace("==> installing chromium\n", "")
     assert done.returncode == 0
-    assert told.count("\n") == (1 if said else 0)
-    assert said in told
+    assert output.count("\n") == (1 if said else 0)
+    assert said in output

@@ -101,9 +101,9 @@ def test_links_of_the_site_can_be_seen_in_every_scheme() -> None:
     assert {palette["scheme"] for palette in site["theme"]["palette"]} == set(papers)
     for scheme, paper in papers.items():
         rule = rf'\[data-md-color-scheme="{scheme}"\] {{[^}}]*--md-typeset-a-color: #(\w{{6}})'
-        found = re.search(rule, style)
-        assert found is not None, scheme
-        assert contrast(found[1], paper) >= 4.5
+        actual = re.search(rule, style)
+        assert actual is not None, scheme
+        assert contrast(actual[1], paper) >= 4.5
 
 
 def contrast(one: str, other: str) -> float:

@@ -50,8 +50,8 @@ def router_words(name: str) -> list[str]:
 def router_of(name: str) -> Namespace:
     program, *words = router_words(name)
     assert program.endswith("vllm-router")
-    found: Namespace = parse_router_args(words)
-    return found
+    actual: Namespace = parse_router_args(words)
+    return actual
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
@@ -88,10 +88,10 @@ def test_routers_know_the_servers() -> None:
     assert router_of("fleet.yaml").worker_urls == [f"http://{name}:8000" for name in names]
 
     pods = documents("kubernetes.yaml")[0]["spec"]["template"]
-    found = router_of("kubernetes-router.yaml")
-    assert found.selector == pods["metadata"]["labels"]
+    actual = router_of("kubernetes-router.yaml")
+    assert actual.selector == pods["metadata"]["labels"]
     (port,) = pods["spec"]["containers"][0]["ports"]
-    assert found.service_discovery_port == port["containerPort"]
+    assert actual.service_discovery_port == port["containerPort"]
 
 
 def test_what_ends_is_started_again() -> None:

@@ -57,9 +57,9 @@ def test_a_failure_is_seen_before_the_others_come(boards: list[HostBoard]) -> No
     def wait() -> int:
         while not first.failure_of_others():
             pass
-        found = first.failure_of_others()
+        actual = first.failure_of_others()
         first.exchange(FAILED)
-        return found
+        return actual
 
     assert on_both(wait, lambda: second.exchange(NO_MEMORY))[0] == NO_MEMORY
     assert first.failure_of_others() == 0
@@ -80,10 +80,10 @@ def test_ranks_agree_on_what_failed(
     ranks = [Ranks(), Ranks()]
     agreements = [Agreement(r, board=b) for r, b in zip(ranks, boards, strict=True)]
     for _ in range(3):
-        found = on_both(
+        actual = on_both(
             lambda: agreements[0].reach(errors[0]), lambda: agreements[1].reach(errors[1])
         )
-        assert tuple(None if f is None else type(f) for f in found) == kinds
+        assert tuple(None if f is None else type(f) for f in actual) == kinds
     has_failed = any(errors)
     for rank, error in zip(ranks, errors, strict=True):
         assert rank.asked == 3 * (["stop"] * (error is not None) + ["anew"] * has_failed)
@@ -100,8 +100,8 @@ def test_a_rank_that_asks_for_a_number_hears_of_a_failure(boards: list[HostBoard
         except RankError as error:
             return asking.reach(error)
 
-    found = on_both(ask, lambda: failing.reach(ValueError("a")))
-    assert [type(error) for error in found] == [RankError, ValueError]
+    actual = on_both(ask, lambda: failing.reach(ValueError("a")))
+    assert [type(error) for error in actual] == [RankError, ValueError]
 
 
 def test_one_rank_keeps_its_own_error() -> None:

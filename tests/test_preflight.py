@@ -101,8 +101,8 @@ def test_only_servers_are_looked_at(home: Path) -> None:
     ],
 )
 def test_variables(name: str, value: str, wanted: str, home: Path) -> None:
-    told = start(home, *OURS, "models/llada-tiny", "--port", "0", **{name: value})
-    assert told.startswith(f"error: {name}: given '{value}'; {wanted}")
+    output = start(home, *OURS, "models/llada-tiny", "--port", "0", **{name: value})
+    assert output.startswith(f"error: {name}: given '{value}'; {wanted}")
 
 
 @pytest.mark.parametrize(
@@ -124,13 +124,13 @@ def test_variables(name: str, value: str, wanted: str, home: Path) -> None:
     ],
 )
 def test_flags(flag: str, value: str, wanted: str, home: Path) -> None:
-    told = start(home, *SERVE, "models/llada-tiny", flag, value)
-    assert told.startswith(f"error: {flag}: given '{value}'")
-    assert f"; {wanted}" in told
+    output = start(home, *SERVE, "models/llada-tiny", flag, value)
+    assert output.startswith(f"error: {flag}: given '{value}'")
+    assert f"; {wanted}" in output
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "message"),
     [
         ("--foo", "--foo: unknown; --help=all lists those that exist"),
         ("--max-num-seq", "--max-num-seq: unknown; did you mean --max-num-seqs?"),
@@ -139,9 +139,9 @@ def test_flags(flag: str, value: str, wanted: str, home: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("program", [OURS, SERVE], ids=["ours", "vllm serve"])
-def test_misspelt_flags(program: Sequence[str], word: str, told: str, home: Path) -> None:
+def test_misspelt_flags(program: Sequence[str], word: str, message: str, home: Path) -> None:
     """A beginning of a flag is none: a typo must not be taken for another flag."""
-    assert start(home, *program, "models/llada-tiny", word) == f"error: {told}"
+    assert start(home, *program, "models/llada-tiny", word) == f"error: {message}"
 
 
 def test_all_flags_are_known() -> None:
@@ -153,14 +153,14 @@ def test_all_flags_are_known() -> None:
 
 
 def test_a_variable_of_the_scripts_is_named_in_place_of_the_flag(home: Path) -> None:
-    told = start(home, *OURS, "models/llada-tiny", "--port", "abc", PORT="abc")
-    assert told == "error: PORT: given 'abc'; wanted a whole number from 0 to 65535"
+    output = start(home, *OURS, "models/llada-tiny", "--port", "abc", PORT="abc")
+    assert output == "error: PORT: given 'abc'; wanted a whole number from 0 to 65535"
 
 
 def test_a_port_that_is_in_use(home: Path, taken: int) -> None:
     words = ("models/llada-tiny", "--host", "127.0.0.1", "--port", str(taken))
-    told = start(home, *SERVE, *words)
-    assert told == f"error: --port: given {taken}, which is in use on 127.0.0.1; wanted another"
+    output = start(home, *SERVE, *words)
+    assert output == f"error: --port: given {taken}, which is in use on 127.0.0.1; wanted another"
 
 
 @pytest.mark.parametrize(
@@ -181,15 +181,15 @@ def test_a_folder_that_is_not_there(name: str, meant: str | None, home: Path) ->
 
 
 def test_a_folder_of_folders(home: Path) -> None:
-    told = start(home, *SERVE, "models")
-    assert told.endswith("a folder without config.json; did you mean models/llada-tiny?")
+    output = start(home, *SERVE, "models")
+    assert output.endswith("a folder without config.json; did you mean models/llada-tiny?")
 
 
 @pytest.mark.parametrize("flag", ["--speculative-config", "--speculative-config.method", "-sc"])
 def test_speculative_decoding_has_no_meaning(flag: str, home: Path) -> None:
-    told = start(home, *SERVE, "models/llada-tiny", flag, "ngram")
-    assert told.startswith("error: model models/llada-tiny: --speculative-config: wanted none; ")
-    assert told.endswith("""--additional-config '{"dllm": {"num_speculative_states": 7}}'""")
+    output = start(home, *SERVE, "models/llada-tiny", flag, "ngram")
+    assert output.startswith("error: model models/llada-tiny: --speculative-config: wanted none; ")
+    assert output.endswith("""--additional-config '{"dllm": {"num_speculative_states": 7}}'""")
     other = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     (home / "models" / "llada-tiny" / "config.json").write_text(json.dumps(other))
     assert start(home, *SERVE, "models/llada-tiny", "--port", "0", flag, "ngram") == PASSED
@@ -206,8 +206,8 @@ def test_speculative_decoding_has_no_meaning(flag: str, home: Path) -> None:
 def test_a_checkpoint_of_another_family(architecture: str, hint: str, home: Path) -> None:
     config = home / "models" / "llada-tiny" / "config.json"
     config.write_text(json.dumps({"architectures": [architecture]}))
-    told = start(home, *OURS, "models/llada-tiny", "--family", "dream")
-    assert told == (
+    output = start(home, *OURS, "models/llada-tiny", "--family", "dream")
+    assert output == (
         f"error: model models/llada-tiny: architectures: given {architecture}; "
         f"scripts/run_dream_server.sh wants DreamForDiffusionLM or DreamModel{hint}"
     )
@@ -269,9 +269,9 @@ WRONG_FILES: list[tuple[dict[str, bytes], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("files", "name", "told"), WRONG_FILES)
+@pytest.mark.parametrize(("files", "name", "message"), WRONG_FILES)
 def test_a_file_that_is_not_what_it_says(
-    files: dict[str, bytes], name: str, told: str, home: Path
+    files: dict[str, bytes], name: str, message: str, home: Path
 ) -> None:
     folder = home / "models" / "llada-tiny"
     for file, content in files.items():
@@ -279,13 +279,15 @@ def test_a_file_that_is_not_what_it_says(
     with pytest.raises(ServerConfigError) as refused:
         check_model(str(folder))
     assert str(refused.value).startswith(f"{folder / name}: ")
-    assert told in str(refused.value) and "\n" not in str(refused.value)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_a_wrong_file_ends_a_start(home: Path) -> None:
     (home / "models" / "llada-tiny" / SHARD).write_bytes(WHOLE[:-7])
-    told = start(home, *OURS, "models/llada-tiny", "--port", "0")
-    assert told.startswith(f"error: models/llada-tiny/{SHARD}: {len(WHOLE) - 7} bytes, header says")
+    output = start(home, *OURS, "models/llada-tiny", "--port", "0")
+    assert output.startswith(
+        f"error: models/llada-tiny/{SHARD}: {len(WHOLE) - 7} bytes, header says"
+    )
     words = ("models/llada-tiny", "--port", "0", "--load-format", "dummy")
     assert start(home, *OURS, *words) == PASSED
 
@@ -293,12 +295,14 @@ def test_a_wrong_file_ends_a_start(home: Path) -> None:
 def test_a_checkpoint_that_names_no_mask_token(home: Path) -> None:
     """Where its own tokenizer is used; one that nobody has looked for is none that is missing."""
     folder, words = home / "models" / "llada-tiny", ("models/llada-tiny", "--port", "0")
-    told = "error: models/llada-tiny/config.json: mask_token_id: given nothing; wanted the id of "
+    message = (
+        "error: models/llada-tiny/config.json: mask_token_id: given nothing; wanted the id of "
+    )
     named = folder / "tokenizer_config.json"
     assert start(home, *OURS, *words) == PASSED
     for text in ("{}", '{"mask_token": null}'):
         named.write_text(text)
-        assert start(home, *OURS, *words).startswith(told)
+        assert start(home, *OURS, *words).startswith(message)
     assert start(home, *OURS, *words, "--tokenizer", "other") == PASSED
     named.write_text('{"mask_token" : "<|mask|>"}')
     assert start(home, *OURS, *words) == PASSED
@@ -361,21 +365,21 @@ def hub() -> Iterator[tuple[str, list[str]]]:
 def test_a_name_that_the_hub_has_not(
     command: tuple[str, ...], home: Path, hub: tuple[str, list[str]]
 ) -> None:
-    address, asked = hub
-    told = start(home, *command, "model/llada-tiny", HF_ENDPOINT=address)
-    assert told.startswith(
+    address, requests_of_hub = hub
+    output = start(home, *command, "model/llada-tiny", HF_ENDPOINT=address)
+    assert output.startswith(
         "error: model model/llada-tiny: no such folder, and not found on the Hug"
     )
-    assert told.endswith("; did you mean models/llada-tiny?")
-    assert len(asked) == 1
+    assert output.endswith("; did you mean models/llada-tiny?")
+    assert len(requests_of_hub) == 1
     words = (*command, "good/model", "--port", "0")
     assert start(home, *words, HF_ENDPOINT=address) == PASSED
 
 
 @pytest.mark.parametrize("env", [{}, {"HF_HUB_OFFLINE": "1"}])
 def test_a_hub_that_does_not_answer(env: dict[str, str], home: Path) -> None:
-    told = start(home, *SERVE, "good/model", **env)
-    assert "no such folder, and the Hugging Face Hub does not answer (" in told
+    output = start(home, *SERVE, "good/model", **env)
+    assert "no such folder, and the Hugging Face Hub does not answer (" in output
     assert start(home, *SERVE, "s3://bucket/model", "--port", "0", **env) == PASSED
     cached = home / "hub" / "hub" / "models--good--model"
     (cached / "refs").mkdir(parents=True)

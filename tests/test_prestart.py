@@ -46,22 +46,22 @@ class Started:
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Started]]:
     """The processes that are started early; at the end of the program they end."""
-    found: list[Started] = []
+    results: list[Started] = []
     at_the_end: list[Callable[[], None]] = []
 
     class Context:
         def Process(self, target: Any, args: tuple[Any, ...]) -> Started:
-            found.append(Started(target, args))
-            return found[-1]
+            results.append(Started(target, args))
+            return results[-1]
 
     monkeypatch.setattr(early, "SpawnContext", Context)
     monkeypatch.setattr(early, "Finalize", lambda _, end, exitpriority: at_the_end.append(end))
     monkeypatch.setattr(sys, "orig_argv", [*SERVER, "--model", "m"])
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
-    yield found
+    yield results
     for end in at_the_end:
         end()
-    assert not any(process.is_living for process in found)
+    assert not any(process.is_living for process in results)
 
 
 @pytest.fixture
@@ -140,9 +140,9 @@ def test_who_is_taken(
     assert bool(started) != is_taken
     assert waiting.is_living == is_taken
     if is_taken:
-        variables, *told = pipe[0].recv()
+        variables, *message = pipe[0].recv()
         assert variables["MOSAIC_TEST_VALUE"] == "at the start"
-        assert told == ["EngineCore", job, (1,), {}]
+        assert message == ["EngineCore", job, (1,), {}]
         assert process.sentinel == 7
     process = early.EngineContext().Process(target=job)
     process.start()
@@ -191,18 +191,18 @@ def test_the_compiler_is_imported_late_and_has_upstreams_list(
 ) -> None:
     from vllm import env_override
 
-    told: list[bool] = []
+    reports: list[bool] = []
     monkeypatch.setattr(
-        env_override, "_patch_inductor_fallback_allow_list", lambda: told.append(True)
+        env_override, "_patch_inductor_fallback_allow_list", lambda: reports.append(True)
     )
     monkeypatch.setattr(late, "LOWERING", "this")  # a module that nobody has imported
     monkeypatch.delitem(sys.modules, "this", raising=False)
     with late.without_the_compiler(), pytest.raises(ImportError, match="imported later"):
         importlib.import_module("this")
-    assert not told
+    assert not reports
     finders = list(sys.meta_path)
     importlib.import_module("this")
-    assert told == [True]
+    assert reports == [True]
     assert len(sys.meta_path) == len(finders) - 1
     with late.without_the_compiler():  # it is there: nothing changes
         importlib.import_module("this")
@@ -225,9 +225,9 @@ def test_the_folders_of_models_are_read_once(monkeypatch: pytest.MonkeyPatch) ->
         lambda folder: read.append(folder) or {folder: set()}
     )
     then(other)
-    found = other.create_import_structure_from_path
-    assert found("a") == found("a") == {"a": set()}
-    assert found("b") == {"b": set()}
+    actual = other.create_import_structure_from_path
+    assert actual("a") == actual("a") == {"a": set()}
+    assert actual("b") == {"b": set()}
     assert read == ["a", "b"]
     monkeypatch.setitem(sys.modules, "antigravity", other)
     sys.meta_path.clear()

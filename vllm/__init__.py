@@ -29,7 +29,7 @@ _environment.keep_bytecode(is_server=_prestart.serves(_sys.orig_argv))
 _prestart.silence_gpu_warning()
 _preflight.check()
 _environment.allow_our_plugins()
-_environment.let_threads_sleep_soon()
+_environment.limit_thread_spinning()
 _environment.take_stop_strings()
 _prestart.begin()  # before the server's own imports, so that both go on at the same time
 

@@ -127,7 +127,7 @@ def measure(
         server, request: server to start, and request to send.
         prompt_ids: ids from which a prompt is drawn.
         log: file for the server's output.
-        tell: called with the current activity, in a few words.
+        report_progress: called with the current activity, in a few words.
         tick: called now and then while the request runs.
     """
     point = Point(request.length, request.prompt_tokens, request.gen_tokens, records.NOT_STARTED)

@@ -24,10 +24,12 @@ from tiny_model.training import Example, train
 from tiny_model.verification import Verifier
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from transformers import PreTrainedTokenizerBase
 
+    from tiny_model.conversations import Conversation
     from tiny_model.family import Family
     from tiny_model.settings import Plan, TrainingSettings
 
@@ -77,23 +79,16 @@ def verify(directory: Path, family: Family, plan: Plan) -> list[dict[str, Any]]:
     Returns one dict a setting: canvas, steps, block_length, and groups: by name right, total and
     `wrong`, the wrong answers as [question, given text] pairs.
     """
+    torch.set_num_threads(1)  # more threads cost more than they save on a few rows
     verifier = Verifier(directory, family)
     kinds = kinds_but(plan.training.left_out)
     results = []
     for setting in plan.verifications:
         questions = groups(random.Random(0), kinds, setting.num_questions, plan.training.max_turns)
-        wrong = {
-            name: verifier.wrong_answers(conversations, setting)
-            for name, conversations in questions.items()
-        }
-        verdicts = {
-            name: {
-                "right": len(questions[name]) - len(pairs),
-                "total": len(questions[name]),
-                "wrong": [[conversation.question, given] for conversation, given in pairs],
-            }
-            for name, pairs in wrong.items()
-        }
+        answers = iter(
+            verifier.answers([c for group in questions.values() for c in group], setting)
+        )
+        verdicts = {name: _verdict(group, answers) for name, group in questions.items()}
         results.append(
             {
                 "canvas": setting.canvas,
@@ -103,6 +98,13 @@ def verify(directory: Path, family: Family, plan: Plan) -> list[dict[str, Any]]:
             }
         )
     return results
+
+
+def _verdict(group: Sequence[Conversation], answers: Iterator[str]) -> dict[str, Any]:
+    """Compare the next answers with those that the conversations of a group ask for."""
+    given = list(zip(group, answers, strict=False))
+    wrong = [[c.question, answer] for c, answer in given if answer != c.answer]
+    return {"right": len(group) - len(wrong), "total": len(group), "wrong": wrong}
 
 
 def _lessons(

@@ -44,13 +44,13 @@ class TrainingSettings:
         Phase(400, (16,), only_single=True),
         Phase(800, (16, 16, 16, 16, 32, 32, 64, 128)),
     )
-    examples_per_phase: int = 12_000
+    examples_per_phase: int = 30_000
     prompt_lengths_per_batch: int = 12  # of one batch differ by as many tokens at most
     tokens_per_batch: int = 1600  # 22 conversations at canvas 32
     matrix_learning_rate: float = 0.013  # of Muon, at its peak
     peak_learning_rate: float = 5e-3  # of AdamW
     warm_up_share: float = 0.1
-    weight_decay: float = 0.3
+    weight_decay: float = 0.6
     betas: tuple[float, float] = (0.9, 0.95)
     max_gradient_norm: float = 1.0
     end_weight: float = 0.2  # of end-of-text in the loss, beside 1 of every other token

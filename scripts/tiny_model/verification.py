@@ -38,18 +38,9 @@ class Verifier:
             [getattr(family.special_tokens, name) for name in ("mask", "eos", "eot")]
         )
 
-    def wrong_answers(
-        self, conversations: Sequence[Conversation], setting: DecodingSetting
-    ) -> list[tuple[Conversation, str]]:
-        """The conversations answered wrongly, each with the text given instead."""
-        answers = self._answers(prompts_of(self._tokenizer, conversations), setting)
-        return [
-            (conversation, given)
-            for conversation, given in zip(conversations, answers, strict=True)
-            if given != conversation.answer
-        ]
-
-    def _answers(self, prompts: Sequence[list[int]], setting: DecodingSetting) -> list[str]:
+    def answers(self, conversations: Sequence[Conversation], setting: DecodingSetting) -> list[str]:
+        """Answer the conversations; those of one length are decoded as a batch."""
+        prompts = prompts_of(self._tokenizer, conversations)
         by_length: dict[int, list[int]] = defaultdict(list)
         for index, prompt in enumerate(prompts):
             by_length[len(prompt)].append(index)

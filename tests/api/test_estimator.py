@@ -13,7 +13,7 @@ from vllm.diffusion.api.likelihood.estimator import draw_maskings, estimate
 def published(length: int, mc_num: int, batch_size: int, seed: int) -> list[tuple[int, ...]]:
     """The published loop, which draws from the global generator."""
     torch.manual_seed(seed)
-    found = []
+    results = []
     for _ in range(mc_num // batch_size):
         k = torch.randint(1, length + 1, ())
         x = torch.round(
@@ -22,8 +22,8 @@ def published(length: int, mc_num: int, batch_size: int, seed: int) -> list[tupl
         x = ((x - 1) % length) + 1
         is_mask = torch.arange(length).repeat(batch_size, 1) < x.unsqueeze(1)
         for row in is_mask:
-            found.append(tuple(row[torch.randperm(length)].nonzero()[:, 0].tolist()))
-    return found
+            results.append(tuple(row[torch.randperm(length)].nonzero()[:, 0].tolist()))
+    return results
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 32, 77])
@@ -41,11 +41,11 @@ def test_every_number_of_masks_is_as_likely() -> None:
 
 def test_an_estimate_weighs_by_the_number_of_masks() -> None:
     logprobs = {(0,): [-1.0], (0, 1): [-2.0, -4.0], (0, 1, 2): [-1.0, -1.0, -1.0]}
-    found = estimate([(0,), (0, 1), (0, 1, 2), (0,)], logprobs, length=3)
+    actual = estimate([(0,), (0, 1), (0, 1, 2), (0,)], logprobs, length=3)
     samples = [-3.0, -9.0, -3.0, -3.0]
     mean = sum(samples) / 4
     spread = math.sqrt(sum((s - mean) ** 2 for s in samples) / 3)
-    assert found == (mean, pytest.approx(spread / 2))
+    assert actual == (mean, pytest.approx(spread / 2))
 
 
 @pytest.mark.parametrize(("length", "stderr"), [(1, 0.0), (2, None)])

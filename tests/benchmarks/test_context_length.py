@@ -43,12 +43,12 @@ def tried_lengths(limit: int, lengths: Range) -> tuple[list[int], LengthRange]:
         return length <= limit
 
     lefts: list[int] = []
-    found = search(lengths, runs)
+    actual = search(lengths, runs)
     assert len(tried) == len(set(tried))
     failed = next((i for i, length in enumerate(tried) if length > limit), len(tried))
     bisected = lefts[failed + 1 :]
     assert all(left >= len(bisected) - i for i, left in enumerate(bisected))
-    return tried, found
+    return tried, actual
 
 
 def test_without_a_failure_there_are_linear_steps_only() -> None:
@@ -59,11 +59,11 @@ def test_without_a_failure_there_are_linear_steps_only() -> None:
 @pytest.mark.parametrize("limit", range(10, 50))
 @pytest.mark.parametrize("precision", [1, 4, 50])
 def test_after_a_failure_the_limit_is_found_to_the_precision(limit: int, precision: int) -> None:
-    tried, found = tried_lengths(limit, Range(10, 20, 1000, precision))
-    assert found.longest is not None
-    assert found.failure is not None
-    assert found.longest <= limit < found.failure
-    assert found.failure - found.longest <= max(precision, 1) or precision == 50
+    tried, actual = tried_lengths(limit, Range(10, 20, 1000, precision))
+    assert actual.longest is not None
+    assert actual.failure is not None
+    assert actual.longest <= limit < actual.failure
+    assert actual.failure - actual.longest <= max(precision, 1) or precision == 50
     linear = [10, 30, 50][: (limit - 10) // 20 + 2]
     assert tried[: len(linear)] == linear
     assert all(linear[-2] < length < linear[-1] for length in tried[len(linear) :])
@@ -128,11 +128,11 @@ def arguments(project: Path, **changed: Any) -> list[str]:
 
 def points(project: Path) -> list[dict[str, Any]]:
     content = json.loads((project / "out" / "context_length.json").read_text())
-    found: list[dict[str, Any]] = content["points"]
-    return found
+    actual: list[dict[str, Any]] = content["points"]
+    return actual
 
 
-def asked(project: Path) -> list[int]:
+def measured_lengths(project: Path) -> list[int]:
     """The lengths that the servers were asked for."""
     path = project / "asked.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -146,12 +146,12 @@ def process_ids(project: Path) -> list[int]:
 
 
 def living(project: Path) -> list[int]:
-    found = []
+    results = []
     for process_id in process_ids(project):
         with contextlib.suppress(psutil.NoSuchProcess):
             if psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE:
-                found.append(process_id)
-    return found
+                results.append(process_id)
+    return results
 
 
 def test_all_lengths_run(
@@ -159,9 +159,9 @@ def test_all_lengths_run(
 ) -> None:
     monkeypatch.setattr(harness, "draw", DRAW)
     assert runner.main("llada", arguments(project)) == 0
-    found = points(project)
-    assert [(p["length"], p["status"]) for p in found] == [(64, OK), (128, OK), (192, OK)]
-    for point in found:
+    actual = points(project)
+    assert [(p["length"], p["status"]) for p in actual] == [(64, OK), (128, OK), (192, OK)]
+    for point in actual:
         length = point["length"]
         assert (point["prompt_tokens"], point["gen_tokens"]) == (length // 2, length // 2)
         steps = (point["num_steps"], point["first_ms"], point["median_ms"], point["last_ms"])
@@ -196,7 +196,7 @@ def test_options_reach_the_server(project: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("failure", "status", "told"),
+    ("failure", "status", "message"),
     [
         ("refuse", "refused", "400: a prompt and canvas of 128; wanted at most 100"),
         ("no memory", "out of memory", "CUDA out of memory. Tried to allocate 3.00 GiB"),
@@ -212,17 +212,17 @@ def test_a_failure_is_kept(
     capsys: pytest.CaptureFixture[str],
     failure: str,
     status: str,
-    told: str,
+    message: str,
 ) -> None:
     monkeypatch.setenv("STAND_IN_LIMIT", "100")
     monkeypatch.setenv("STAND_IN_FAILURE", failure)
     changed = {"request-timeout": 2} if failure == "hang" else {}
     options = arguments(project, max=256, precision=64, **changed)
     assert runner.main("llada", options) == 0
-    assert asked(project) == [64, 128]
+    assert measured_lengths(project) == [64, 128]
     runs, fails = points(project)
     assert (runs["status"], fails["status"]) == (OK, status)
-    assert told in fails["reason"]
+    assert message in fails["reason"]
     assert f"shortest that fails: 128 ({status}: " in capsys.readouterr().out
     assert not living(project)
 
@@ -233,7 +233,7 @@ def test_a_run_goes_on_where_it_ended(
     monkeypatch.setenv("STAND_IN_LIMIT", "100")
     monkeypatch.setenv("MOSAIC_COMMIT", "0123abcd")
     assert runner.main("llada", arguments(project)) == 0
-    assert asked(project) == [64, 128, 96, 112]
+    assert measured_lengths(project) == [64, 128, 96, 112]
     path = project / "out" / "context_length.json"
     content = json.loads(path.read_text())
     content["points"] = [point for point in content["points"] if point["length"] != 96]
@@ -241,7 +241,7 @@ def test_a_run_goes_on_where_it_ended(
     capsys.readouterr()
     monkeypatch.setenv("MOSAIC_COMMIT", "4567cdef")
     assert runner.main("llada", arguments(project)) == 0
-    assert asked(project) == [64, 128, 96, 112, 96]
+    assert measured_lengths(project) == [64, 128, 96, 112, 96]
     assert [point["length"] for point in points(project)] == [64, 96, 112, 128]
     printed = capsys.readouterr().out
     assert printed.count("(measured before)") == 3
@@ -258,7 +258,7 @@ def test_other_settings_are_refused(
     assert "steps: 3 then, 4 now" in error
     assert "extra_vllm_args: '' then, '--enforce-eager' now" in error
     assert "another --output-dir" in error
-    assert asked(project) == [64]
+    assert measured_lengths(project) == [64]
 
 
 def test_a_server_that_does_not_start_ends_the_run_and_is_tried_again(
@@ -280,7 +280,7 @@ def test_a_first_length_that_fails_is_an_error(
 ) -> None:
     monkeypatch.setenv("STAND_IN_LIMIT", "10")
     assert runner.main("llada", arguments(project)) == 1
-    assert asked(project) == [64]
+    assert measured_lengths(project) == [64]
     assert "the first length, 64 tokens, fails already" in capsys.readouterr().err
 
 
@@ -291,13 +291,13 @@ def test_what_cannot_lead_to_a_server_is_one_line(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        for changed, told in (
+        for changed, message in (
             ({"project-path": project / "none"}, "--project-path: wanted a repository with"),
             ({"model-path": project / "none"}, "--model-path: no config.json"),
             ({"port": port}, f"--port: {port} is in use"),
         ):
             assert runner.main("llada", arguments(project, **changed)) == 1
-            assert capsys.readouterr().err.startswith(f"error: {told}")
+            assert capsys.readouterr().err.startswith(f"error: {message}")
     assert not process_ids(project)
 
 
@@ -320,7 +320,7 @@ def hanging_runner(
         preexec_fn=hear_signals,
     )
     try:
-        wait_for(lambda: 128 in asked(project))
+        wait_for(lambda: 128 in measured_lengths(project))
         yield process
     finally:
         process.kill()
@@ -362,7 +362,7 @@ def test_an_interrupted_run_ends_its_server_and_goes_on(
     assert [point["length"] for point in points(project)] == [64]
     monkeypatch.setenv("STAND_IN_LIMIT", "1000")
     assert runner.main("llada", arguments(project)) == 0
-    assert asked(project) == [64, 128, 128, 192]
+    assert measured_lengths(project) == [64, 128, 128, 192]
 
 
 def test_a_second_interruption_kills_a_server_that_does_not_end(

@@ -15,8 +15,8 @@ def test_a_length_runs(tmp_path: Path) -> None:
     options = {"model-path": MODEL, "output-dir": "out", "shutdown-timeout": 60, "steps": 2}
     options |= {"start": 288, "step": 224, "max": 288, "precision": 224, "max-model-len": 300}
     given = [f"--{name}={value}" for name, value in options.items()]
-    told = output_of(sys.executable, entry, *given, timeout=600, cwd=tmp_path, env=environment())
-    assert "longest length that runs: 288" in told
+    output = output_of(sys.executable, entry, *given, timeout=600, cwd=tmp_path, env=environment())
+    assert "longest length that runs: 288" in output
     (point,) = json.loads((tmp_path / "out" / "context_length.json").read_text())["points"]
     assert (point["length"], point["status"]) == (288, "ok")
     assert (point["num_steps"], point["diffusion"]["num_forwards"]) == (2, 2)

@@ -36,17 +36,17 @@ def test_the_tables_of_algorithms_are_those_of_their_records(table: dict[str, Al
 
 def documented_parameters(algorithm: Algorithm) -> list[str]:
     by_steps = algorithm.pace == "steps" and not algorithm.is_block_causal
-    found = ["`steps` one per canvas token"] if by_steps else []
+    actual = ["`steps` one per canvas token"] if by_steps else []
     for spec in PARAMETERS:
         if spec.name in algorithm.parameters:
             default = spec.documented_default_for(algorithm.name)
-            found.append(f"`{spec.name}` {in_words(spec.choices) if spec.choices else default}")
+            actual.append(f"`{spec.name}` {in_words(spec.choices) if spec.choices else default}")
     if algorithm.blocks != "none":
         whose = "the checkpoint's" if algorithm.is_block_causal else "32"
-        found.append(f"`block_length` {whose}")
+        actual.append(f"`block_length` {whose}")
     if algorithm.random_scores != "none":
-        found.append("`remasking` low_confidence or random")
-    return found
+        actual.append("`remasking` low_confidence or random")
+    return actual
 
 
 @pytest.mark.parametrize("name", fields.CACHES)
@@ -64,18 +64,18 @@ def test_parameters_of_single_algorithms_are_named(name: str) -> None:
 
 def request_rows() -> str:
     """The rows of the table: fields of the body, then diffusion parameters."""
-    found = []
+    results = []
     for name, field in GenerateBody.model_fields.items():
         default = "" if field.default is None else as_json(field.default)
         kind = OF_SEVERAL.get(name) or type_of(field.annotation)
-        found.append(f"| `{name}` | {kind} | {default} | {field.description} |")
+        results.append(f"| `{name}` | {kind} | {default} | {field.description} |")
     for spec in fields.FIELDS:
         names = f"`{spec.name}`"
         if spec.aliases:
             names += f" ({', '.join(f'`{alias}`' for alias in spec.aliases)})"
         meaning = f"{spec.doc}: {', '.join(spec.choices)}" if spec.choices else spec.doc
-        found.append(f"| {names} | {TYPES[spec.kind]} | {spec.documented_default} | {meaning} |")
-    return "\n".join(found)
+        results.append(f"| {names} | {TYPES[spec.kind]} | {spec.documented_default} | {meaning} |")
+    return "\n".join(results)
 
 
 def type_of(annotation: Any) -> str:

@@ -10,8 +10,8 @@ from benchmarks.performance_tables import section
 
 
 def test_reserved_memory_is_set_against_what_was_used() -> None:
-    found = {"used": 2.0 * 2**30, "reserved": 3.0 * 2**30}
-    assert fragmentation.row_of("PyTorch", found) == ["PyTorch", 2.0, 3.0, 1.5]
+    actual = {"used": 2.0 * 2**30, "reserved": 3.0 * 2**30}
+    assert fragmentation.row_of("PyTorch", actual) == ["PyTorch", 2.0, 3.0, 1.5]
 
 
 def test_the_result_is_a_table_of_the_document(tmp_path: Path) -> None:

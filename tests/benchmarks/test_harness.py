@@ -25,9 +25,9 @@ def test_options_take_what_their_defaults_are(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         parser.parse_args(["--count", "0"])
     assert "given 0; wanted at least 1" in capsys.readouterr().err
-    told = parser.format_help()
-    assert "    an example" in told and "of the lengths (default: 0)" in told
-    assert "less (default" not in told and "some (default" not in told
+    output = parser.format_help()
+    assert "    an example" in output and "of the lengths (default: 0)" in output
+    assert "less (default" not in output and "some (default" not in output
 
 
 def test_a_family_or_a_checkpoint() -> None:
@@ -73,7 +73,7 @@ def test_what_cannot_run_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
     assert main(None) == 0
     for error in (BenchmarkError("no model"), OSError("no disk"), KeyboardInterrupt()):
         assert main(error) == 1
-    told = ["error: no model", "error: no disk", "error: interrupted"]
-    assert capsys.readouterr().err.splitlines() == told
+    reports = ["error: no model", "error: no disk", "error: interrupted"]
+    assert capsys.readouterr().err.splitlines() == reports
     with pytest.raises(KeyError):
         main(KeyError("a mistake"))

@@ -33,8 +33,8 @@ def test_every_algorithm_and_cache_has_a_case() -> None:
     assert {(case.algorithm, case.cache) for case in plan} == {
         (algorithm, cache) for algorithm in ALGORITHMS for cache in fields.CACHES
     }
-    told = [(case.algorithm, case.cache, case.label()) for case in plan]
-    assert len(told) == len(set(told))
+    reports = [(case.algorithm, case.cache, case.label()) for case in plan]
+    assert len(reports) == len(set(reports))
 
 
 # --- counting --------------------------------------------------------------------------------

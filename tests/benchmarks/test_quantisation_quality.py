@@ -55,6 +55,6 @@ def test_needles_are_asked_for_by_their_kinds(tmp_path: Path) -> None:
         for kind, needle in zip((first, second, third), answers, strict=True):
             assert context.count(needle) == 1
             assert kind_of.setdefault(needle, kind) == kind
-        told = [{"role": "user", "content": fact["question"]}]
-        assert reader.apply_chat_template(told, tokenize=False) == fact["question"]
+        reports = [{"role": "user", "content": fact["question"]}]
+        assert reader.apply_chat_template(reports, tokenize=False) == fact["question"]
         assert len(reader(fact["question"])["input_ids"]) == 61

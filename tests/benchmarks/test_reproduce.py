@@ -25,8 +25,8 @@ def test_what_fails_keeps_nothing_from_running(
     lines = ("missing.py", "performance_tables.py --help")
     monkeypatch.setattr(reproduce, "PARTS", {"both": lines})
     assert reproduce.main(["both", "--output-dir", str(tmp_path)]) == 1
-    told = [line.split()[3:5] for line in capsys.readouterr().out.splitlines()[1:3]]
-    assert told == [["failed", "2"], ["good", "performance_tables.py"]]
+    reports = [line.split()[3:5] for line in capsys.readouterr().out.splitlines()[1:3]]
+    assert reports == [["failed", "2"], ["good", "performance_tables.py"]]
     tables = (tmp_path / "tables.md").read_text(encoding="utf-8")
     assert "## 01-both" in tables
     assert "FILE" in tables.partition("## 02-both")[2]

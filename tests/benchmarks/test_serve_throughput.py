@@ -67,8 +67,8 @@ def test_loop_and_server_are_measured(tmp_path: Path, monkeypatch: pytest.Monkey
     out = ["--block-length", "8", "--output-dir", str(tmp_path)]
     assert serve_throughput.main([*arguments, *numbers, *out]) == 0
     rows = json.loads((tmp_path / "serve_throughput.json").read_text())["rows"]
-    found = [(row["system"], row["num_clients"], row["num_requests"]) for row in rows]
-    assert found == [("plain loop", 1, 3), ("server", 1, 6), ("server", 3, 6)]
+    actual = [(row["system"], row["num_clients"], row["num_requests"]) for row in rows]
+    assert actual == [("plain loop", 1, 3), ("server", 1, 6), ("server", 3, 6)]
     assert rows[1]["num_tokens"] == rows[2]["num_tokens"]  # the same answers
     assert all(0 < row["p50_s"] <= row["p90_s"] <= row["p99_s"] for row in rows)
     assert (tmp_path / "serve_throughput.png").read_bytes().startswith(b"\x89PNG")

@@ -61,9 +61,9 @@ def test_without_the_reference_experts_are_still_counted() -> None:
     options.dtype = "float32"
     small = {"num_layers": 1, "shrink": 16}
     experts = configuration("llada-moe", **small)
-    found = step_latency.measure_references(experts, options)
-    assert [reference.step_ms for reference in found.values()] == [None, None]
-    assert 8 <= found[16].touched_experts <= found[64].touched_experts <= 64
+    actual = step_latency.measure_references(experts, options)
+    assert [reference.step_ms for reference in actual.values()] == [None, None]
+    assert 8 <= actual[16].touched_experts <= actual[64].touched_experts <= 64
     dense = configuration("llada", **small)
     assert step_latency.measure_references(dense, options) == {}
 

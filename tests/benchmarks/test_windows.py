@@ -114,15 +114,15 @@ def test_so_many_drafts_are_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seed, then four tokens in two forwards each time."""
     monkeypatch.setattr(self_speculation.Confirming, "accepted", 3)
     ids = SpecialIds(mask=15, eos=14, eot=None, stop=frozenset())
-    asked = {"algorithm": "self_speculation", "gen_length": 13, "block_length": 8}
-    params = decision.decide(asked, ServedModel(NEMOTRON, ids, 64, 16), [1])
+    parameters = {"algorithm": "self_speculation", "gen_length": 13, "block_length": 8}
+    params = decision.decide(parameters, ServedModel(NEMOTRON, ids, 64, 16), [1])
     rule, tokens = self_speculation.Confirming(params, 1), np.array([1, *[15] * 20])
     counts = []
     while (work := rule.prepare(tokens)) is not None:
         said = np.arange(work.eligible.size) % 5 + 7 * work.is_causal  # drafts that are all wrong
         commit = rule.decide(Candidates(work.eligible, said, np.ones(said.size)))
         tokens[commit.positions] = commit.tokens
-        counts.append(rule.settled(tokens) - 1)
+        counts.append(rule.num_settled(tokens) - 1)
     assert counts == [1, 1, 5, 5, 9, 9, 13]
 
 

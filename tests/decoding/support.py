@@ -27,8 +27,8 @@ MODEL = ServedModel(
 SHIFTED = dataclasses.replace(MODEL, family=DREAM)
 
 
-def decided(model: ServedModel = MODEL, **asked: Any) -> DiffusionParams:
-    return decision.decide(fields.canonical(asked), model, [1])
+def decided(model: ServedModel = MODEL, **parameters: Any) -> DiffusionParams:
+    return decision.decide(fields.canonical(parameters), model, [1])
 
 
 def candidates(
@@ -48,9 +48,9 @@ def candidates(
 class Row:
     """A sequence under a rule, as the engine keeps it."""
 
-    def __init__(self, asked: DiffusionParams, prompt: list[int]) -> None:
-        self.rule = make_rule(asked, len(prompt))
-        self.tokens = np.array([*prompt, *[MASK] * asked.gen_length])
+    def __init__(self, parameters: DiffusionParams, prompt: list[int]) -> None:
+        self.rule = make_rule(parameters, len(prompt))
+        self.tokens = np.array([*prompt, *[MASK] * parameters.gen_length])
         self.targets: list[ForwardTarget] = []
         self.committed: list[list[int]] = []
         self.chance = random.Random(1)
@@ -68,34 +68,34 @@ class Row:
         if target is None:
             return None
         self.targets.append(target)
-        found: list[int] = target.eligible.tolist()
-        assert found == sorted(set(found))
-        assert all(before[position] == MASK for position in found)
+        actual: list[int] = target.eligible.tolist()
+        assert actual == sorted(set(actual))
+        assert all(before[position] == MASK for position in actual)
         first, end = target.rows
         assert 0 <= first < end <= len(self.tokens)
-        assert all(first <= position < end for position in found)
+        assert all(first <= position < end for position in actual)
         if target.fill is not None:
             start, token = target.fill
             self.tokens[start:] = token
-        return found
+        return actual
 
-    def commit(self, found: Candidates) -> None:
-        chosen = self.rule.select(found)
+    def commit(self, actual: Candidates) -> None:
+        chosen = self.rule.select(actual)
         assert chosen.dtype == np.int64
         assert len(set(chosen.tolist())) == chosen.size
-        self.tokens[found.positions[chosen]] = self.rule.replacement(found)[chosen]
-        self.committed.append(sorted(found.positions[chosen].tolist()))
+        self.tokens[actual.positions[chosen]] = self.rule.replacement(actual)[chosen]
+        self.committed.append(sorted(actual.positions[chosen].tolist()))
 
     def see(self, positions: list[int], scores: list[float], tokens: list[int] | None) -> None:
         """One forward with these proposals."""
         greedy = np.array(tokens or [1] * len(positions), dtype=np.int64)
         draws = [self.chance.random() for _ in positions]
-        found = candidates(positions, scores, tokens, greedy=greedy, draws=np.array(draws))
+        actual = candidates(positions, scores, tokens, greedy=greedy, draws=np.array(draws))
         if self.rule.adjusts_logits:
-            on_canvas = torch.from_numpy(found.positions - self.rule.prompt_length)
-            logits = torch.eye(16)[found.tokens]
+            on_canvas = torch.from_numpy(actual.positions - self.rule.prompt_length)
+            logits = torch.eye(16)[actual.tokens]
             assert self.rule.adjust_logits(logits, on_canvas).shape == logits.shape
-        self.commit(found)
+        self.commit(actual)
 
     def run(self, propose: Callable[[int, bool], tuple[int, float]], limit: int = 10_000) -> int:
         """Forwards until nothing is left; `propose(position, forbid_mask)` is the model."""

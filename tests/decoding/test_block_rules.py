@@ -46,8 +46,8 @@ def served(family: Family) -> ServedModel:
     )
 
 
-def decided(family: Family, prompt: list[int], **asked: Any) -> DiffusionParams:
-    return decision.decide(fields.canonical(asked), served(family), prompt)
+def decided(family: Family, prompt: list[int], **parameters: Any) -> DiffusionParams:
+    return decision.decide(fields.canonical(parameters), served(family), prompt)
 
 
 class Case:
@@ -78,26 +78,26 @@ class Case:
         self,
         family: Family,
         loop: Callable[..., block_loops.Decoded],
-        asked: dict[str, Any],
+        parameters: dict[str, Any],
         **bias: dict[int, float],
     ) -> Decoding:
         """Decode with the rule and with the loop; they agree after every forward."""
         toy = self.toy(**bias)
-        found = Decoding(toy, self.params_of(family, asked), self.prompt)
+        actual = Decoding(toy, self.params_of(family, parameters), self.prompt)
         expected = loop(toy, self.prompt, mask_id=MASK, stop_ids=self.stops, **self.lengths())
-        assert found.run() == expected.answer
-        assert found.history == expected.history[: len(found.history)]
-        self._check_windows(found)
-        return found
+        assert actual.run() == expected.answer
+        assert actual.history == expected.history[: len(actual.history)]
+        self._check_windows(actual)
+        return actual
 
-    def params_of(self, family: Family, asked: dict[str, Any]) -> DiffusionParams:
+    def params_of(self, family: Family, parameters: dict[str, Any]) -> DiffusionParams:
         ignores = {"ignore_eos": not self.stops}
-        return decided(family, self.prompt, **self.lengths(), **ignores, **asked)
+        return decided(family, self.prompt, **self.lengths(), **ignores, **parameters)
 
-    def _check_windows(self, found: Decoding) -> None:
+    def _check_windows(self, actual: Decoding) -> None:
         """A forward is for a block of the grid; candidates lie in it or right behind it."""
-        length, shift = self.block_length, found.params.logit_shift
-        for target in found.targets:
+        length, shift = self.block_length, actual.params.logit_shift
+        for target in actual.targets:
             start, end = target.rows
             assert start % length == 0
             assert end == start + length
@@ -112,9 +112,9 @@ CASES = range(24)
 def test_llada2(number: int) -> None:
     case = Case(number)
     steps = case.chance.randint(1, 2 * case.block_length)
-    asked = {"steps_per_block": steps, "threshold": case.threshold}
+    parameters = {"steps_per_block": steps, "threshold": case.threshold}
     loop = partial(block_loops.llada2, steps=steps, threshold=case.threshold)
-    case.check(LLADA2, loop, {"algorithm": "low_confidence_dynamic", **asked})
+    case.check(LLADA2, loop, {"algorithm": "low_confidence_dynamic", **parameters})
 
 
 @pytest.mark.parametrize("number", CASES)
@@ -129,13 +129,15 @@ def test_llada2(number: int) -> None:
 )
 def test_sdar(algorithm: str, remasking: str, number: int) -> None:
     case = Case(number)
-    asked: dict[str, Any] = {"algorithm": algorithm}
+    parameters: dict[str, Any] = {"algorithm": algorithm}
     options: dict[str, Any] = {"remasking": remasking}
     if algorithm != "entropy_bounded":
-        options["steps"] = asked["steps_per_block"] = case.chance.randint(1, case.block_length + 2)
+        options["steps"] = parameters["steps_per_block"] = case.chance.randint(
+            1, case.block_length + 2
+        )
     if algorithm in ("low_confidence_dynamic", "entropy_bounded"):
-        options["threshold"] = asked["threshold"] = case.threshold
-    case.check(SDAR, partial(block_loops.sdar, **options), asked)
+        options["threshold"] = parameters["threshold"] = case.threshold
+    case.check(SDAR, partial(block_loops.sdar, **options), parameters)
 
 
 @pytest.mark.parametrize("number", CASES)
@@ -149,8 +151,8 @@ def test_llada21(number: int) -> None:
         "penalty_lambda": case.chance.choice([0.0, 0.0, 2.0]),
     }
     loop = partial(block_loops.llada21, **options)
-    found = case.check(LLADA21, loop, {"algorithm": "JointThreshold", **options})
-    assert all(settled % case.block_length == 0 for settled in found.settled[:-1])
+    actual = case.check(LLADA21, loop, {"algorithm": "JointThreshold", **options})
+    assert all(settled % case.block_length == 0 for settled in actual.num_settled[:-1])
 
 
 @pytest.mark.parametrize("number", range(60))
@@ -166,8 +168,8 @@ def test_llada22(number: int) -> None:
     loop = partial(block_loops.llada22, edit_ids=EDITS, steps=steps, **options)
     wanted = {"algorithm": "levenshtein", "steps_per_block": steps, **options}
     edits = dict.fromkeys(EDITS, case.chance.choice([0.0, 2.0, 6.0]))
-    found = case.check(LLADA22, loop, wanted, bias=edits)
-    assert all(settled % case.block_length == 0 for settled in found.settled[:-1])
+    actual = case.check(LLADA22, loop, wanted, bias=edits)
+    assert all(settled % case.block_length == 0 for settled in actual.num_settled[:-1])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 2.0])
@@ -175,10 +177,10 @@ def test_llada22_never_writes_what_it_must_not(temperature: float) -> None:
     """No token that edits in its last round, and no end that is forbidden, in edits either."""
     case = Case(3)
     toy = case.toy(bias=dict.fromkeys((*EDITS, 22), 3.0))
-    asked = {"algorithm": "levenshtein", "temperature": temperature, "max_post_steps": 1}
-    asked |= {"logits_eos_inf": True, "seed": 1}
-    found = Decoding(toy, case.params_of(LLADA22, asked), case.prompt)
-    assert not {MASK, *EDITS, 22} & set(found.run())
+    parameters = {"algorithm": "levenshtein", "temperature": temperature, "max_post_steps": 1}
+    parameters |= {"logits_eos_inf": True, "seed": 1}
+    actual = Decoding(toy, case.params_of(LLADA22, parameters), case.prompt)
+    assert not {MASK, *EDITS, 22} & set(actual.run())
 
 
 @pytest.mark.parametrize("number", CASES)
@@ -212,30 +214,32 @@ def test_nemotron(algorithm: str, loop: Callable[..., block_loops.Decoded], numb
     options: dict[str, Any] = {}
     if algorithm in ("low_confidence_dynamic", "self_speculation"):
         options["threshold"] = case.threshold
-    asked = {"algorithm": algorithm, **options}
+    parameters = {"algorithm": algorithm, **options}
     if algorithm == "semi_ar":
-        asked["steps_per_block"] = options["steps"] = case.chance.randint(1, case.block_length + 2)
+        parameters["steps_per_block"] = options["steps"] = case.chance.randint(
+            1, case.block_length + 2
+        )
     budget = case.chance.choice([None, 0, 3, case.block_length, 11])
     thinking = None if budget is None else causal_loops.Thinking(*THINKING, budget)
     if thinking is not None:
-        asked["thinking_token_budget"] = budget
-    params = case.params_of(NEMOTRON, asked)
+        parameters["thinking_token_budget"] = budget
+    params = case.params_of(NEMOTRON, parameters)
     toy, wanted = case.toy(), {"mask_id": MASK, "stop_ids": case.stops, **case.lengths()}
-    found = Decoding(toy, params, case.prompt)
+    actual = Decoding(toy, params, case.prompt)
     if algorithm != "self_speculation" or thinking is None:
-        told = options if algorithm == "self_speculation" else {**options, "thinking": thinking}
-        expected = loop(toy, case.prompt, **wanted, **told)
-        assert found.run() == expected.answer
+        message = options if algorithm == "self_speculation" else {**options, "thinking": thinking}
+        expected = loop(toy, case.prompt, **wanted, **message)
+        assert actual.run() == expected.answer
         is_whole = algorithm in ("self_speculation", "autoregressive")
         is_whole |= len(expected.answer) % case.block_length == 0
         # Where an answer ends with the end of thinking, one forward more puts it there.
-        num_forwards = sum(target.eligible.size > 0 for target in found.targets)
-        assert num_forwards >= len(found.targets) - 1
+        num_forwards = sum(target.eligible.size > 0 for target in actual.targets)
+        assert num_forwards >= len(actual.targets) - 1
         assert num_forwards <= expected.forwards
         assert num_forwards == expected.forwards or not is_whole
     else:
         one_by_one = causal_loops.autoregressive(toy, case.prompt, **wanted, thinking=thinking)
-        assert found.run() == one_by_one.answer
+        assert actual.run() == one_by_one.answer
 
 
 @pytest.mark.parametrize(
@@ -244,10 +248,15 @@ def test_nemotron(algorithm: str, loop: Callable[..., block_loops.Decoded], numb
 )
 def test_thinking_is_open_where_the_prompt_leaves_it_so(prompt: list[int], is_open: bool) -> None:
     """A block that its end fills costs no forward."""
-    asked = {"gen_length": 8, "block_length": 2, "thinking_token_budget": 3, "ignore_eos": True}
-    found = Decoding(Toy(4, V, 2, bias=NEVER), decided(NEMOTRON, prompt, **asked), prompt)
-    assert (found.run()[3] == THINKING[1]) == is_open
-    assert all(target.eligible.size for target in found.targets)
+    parameters = {
+        "gen_length": 8,
+        "block_length": 2,
+        "thinking_token_budget": 3,
+        "ignore_eos": True,
+    }
+    actual = Decoding(Toy(4, V, 2, bias=NEVER), decided(NEMOTRON, prompt, **parameters), prompt)
+    assert (actual.run()[3] == THINKING[1]) == is_open
+    assert all(target.eligible.size for target in actual.targets)
 
 
 # ---- temperature, top_k, top_p -----------------------------------------------------------------
@@ -334,20 +343,20 @@ def test_every_answer_ends_though_the_mask_is_proposed(
     """And where the reference ends as well, it says the same."""
     case = Case(number)
     toy = case.toy(bias={MASK: mask_bias})
-    asked: dict[str, Any] = {"algorithm": algorithm}
+    parameters: dict[str, Any] = {"algorithm": algorithm}
     options: dict[str, Any] = {}
     if algorithm in ("low_confidence_dynamic", "semi_ar", "sequential"):
-        options["steps"] = asked["steps_per_block"] = case.block_length
+        options["steps"] = parameters["steps_per_block"] = case.block_length
     if algorithm == "joint_threshold":
-        options["editing_threshold"] = asked["editing_threshold"] = 0.2
+        options["editing_threshold"] = parameters["editing_threshold"] = 0.2
     if algorithm == "hierarchy_block":
-        options["sub_block_length"] = asked["sub_block_length"] = 1
+        options["sub_block_length"] = parameters["sub_block_length"] = 1
     if algorithm == "entropy_bounded":
-        options["threshold"] = asked["threshold"] = 0.35
-    params = case.params_of(family, asked)
-    found = Decoding(toy, params, case.prompt)
+        options["threshold"] = parameters["threshold"] = 0.35
+    params = case.params_of(family, parameters)
+    actual = Decoding(toy, params, case.prompt)
     num_blocks = 2 + case.gen_length // case.block_length
-    answer = found.run(limit=2 * num_blocks * (case.block_length + 1) * 17)
+    answer = actual.run(limit=2 * num_blocks * (case.block_length + 1) * 17)
     assert MASK not in answer
     if mask_bias == 50.0:
         return
@@ -375,12 +384,12 @@ def test_masks_of_the_prompt_are_filled_first() -> None:
             block_length=4,
             allow_infill=True,
         )
-        found = Decoding(toy, params, prompt)
-        assert found.settled[0] == 0
-        found.run()
-        assert found.targets[0].rows == (0, 4)
-        assert MASK not in found.tokens[:7].tolist()
-        assert found.tokens[[0, 1, 3, 4, 5]].tolist() == [1, 2, 4, 5, 6]
+        actual = Decoding(toy, params, prompt)
+        assert actual.num_settled[0] == 0
+        actual.run()
+        assert actual.targets[0].rows == (0, 4)
+        assert MASK not in actual.tokens[:7].tolist()
+        assert actual.tokens[[0, 1, 3, 4, 5]].tolist() == [1, 2, 4, 5, 6]
 
 
 def test_unresolved_steps_are_an_error() -> None:

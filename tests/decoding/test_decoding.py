@@ -106,16 +106,16 @@ def test_steps_bound_the_forwards(steps: int, committed: list[list[int]]) -> Non
 
 
 def test_a_mask_that_changes_nothing_is_forbidden_once() -> None:
-    asked: list[bool] = []
+    forbidden_steps: list[bool] = []
 
     def propose(position: int, forbid_mask: bool) -> tuple[int, float]:
-        asked.append(forbid_mask)
+        forbidden_steps.append(forbid_mask)
         return (position, 0.4) if forbid_mask else (MASK, 0.8)
 
     row = Row(decided(gen_length=2, block_length=2, threshold=0.9), [1])
     assert row.run(propose) == 4
     assert row.committed == [[1], [1], [2], [2]]
-    assert asked == [False, False, True, True, False, True]
+    assert forbidden_steps == [False, False, True, True, False, True]
     assert row.tokens.tolist() == [1, 1, 2]
 
 
@@ -194,23 +194,23 @@ def test_every_model_comes_to_an_end(
         "alg_temp": chance.choice([0.0, 0.5]),
     }
     used = {k: v for k, v in everything.items() if fields.BY_NAME[k].is_used_by(algorithm)}
-    asked = decided(
+    params = decided(
         model, algorithm=algorithm, gen_length=num_blocks * block_length, allow_infill=True, **used
     )
-    row = Row(asked, prompt)
+    row = Row(params, prompt)
     num_masked = int((row.tokens == MASK).sum())
     limit = 2 * num_masked + num_blocks + 2
     if algorithm == "dream":
-        limit = (asked.steps or 0) + 1
-    elif asked.early_stop and algorithm == "multi_block":
+        limit = (params.steps or 0) + 1
+    elif params.early_stop and algorithm == "multi_block":
         limit = 4 * num_masked + 4  # what is behind the end may be filled more than once
     num_forwards = row.run(propose, limit=limit)
     assert MASK not in row.tokens.tolist()
     if algorithm == "semi_ar":
-        assert num_forwards <= min(asked.gen_length, asked.steps or 0) + 1
-    elif asked.steps is not None and mask_chance == 0:
-        assert num_forwards <= asked.steps + (MASK in prompt)
-    if mask_chance == 0 and not asked.early_stop:
+        assert num_forwards <= min(params.gen_length, params.steps or 0) + 1
+    elif params.steps is not None and mask_chance == 0:
+        assert num_forwards <= params.steps + (MASK in prompt)
+    if mask_chance == 0 and not params.early_stop:
         committed = [position for part in row.committed for position in part]
         assert len(committed) == len(set(committed)) == num_masked
 
@@ -225,8 +225,8 @@ def test_a_model_that_only_knows_the_mask(algorithm: str) -> None:
 
 
 def test_rules_share_no_state() -> None:
-    asked = decided(gen_length=4, block_length=2, steps=4)
-    rules: list[DecodingRule] = [make_rule(asked, 1), make_rule(asked, 1)]
+    params = decided(gen_length=4, block_length=2, steps=4)
+    rules: list[DecodingRule] = [make_rule(params, 1), make_rule(params, 1)]
     tokens = np.array([1, MASK, MASK, MASK, MASK])
 
     def end_of(rule: DecodingRule) -> int:

@@ -13,8 +13,8 @@ from vllm.diffusion.core.random_streams import CHOICE, COMMIT
 from vllm.diffusion.decoding.dream import Dream
 
 
-def row_of(prompt: list[int] | None = None, **asked: Any) -> Row:
-    return Row(decided(algorithm="dream", **asked), prompt or [1])
+def row_of(prompt: list[int] | None = None, **parameters: Any) -> Row:
+    return Row(decided(algorithm="dream", **parameters), prompt or [1])
 
 
 def test_steps_are_one_per_token_by_default() -> None:
@@ -31,13 +31,13 @@ def test_proposed_masks_are_filled_after_the_last_step() -> None:
     assert row.tokens.tolist() == [1, 3, 3, 3, 3]
 
 
-def rule_of(**asked: Any) -> Dream:
-    return Dream(decided(algorithm="dream", gen_length=5, **asked), 1)
+def rule_of(**parameters: Any) -> Dream:
+    return Dream(decided(algorithm="dream", gen_length=5, **parameters), 1)
 
 
 def select(rule: Dream, scores: list[float], draws: list[float]) -> list[int]:
-    found = candidates(list(range(1, 6)), scores, draws=np.array(draws))
-    chosen: list[int] = rule.select(found).tolist()
+    actual = candidates(list(range(1, 6)), scores, draws=np.array(draws))
+    chosen: list[int] = rule.select(actual).tolist()
     return chosen
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of a rule that go on with guesses: the rule itself decides as if there were none."""
+"""Copies of a rule that go on with drafts: the rule itself decides as if there were none."""
 
 import random
 from dataclasses import replace
@@ -28,12 +28,12 @@ def see(
 ) -> list[int]:
     """One forward of a model that knows nothing; the positions that are committed."""
     positions = target.eligible.tolist()
-    found = [MASK if not rule.forbid_mask and chance.random() < 0.1 else 5 for _ in positions]
-    found = [EOS if chance.random() < 0.05 else token for token in found]
+    actual = [MASK if not rule.forbid_mask and chance.random() < 0.1 else 5 for _ in positions]
+    actual = [EOS if chance.random() < 0.05 else token for token in actual]
     numbers = np.array([[chance.random() for _ in positions] for _ in range(2)])
-    greedy = np.array(found, dtype=np.int64)
+    greedy = np.array(actual, dtype=np.int64)
     scores = (numbers[0] - 0.5).tolist()
-    commit = rule.decide(candidates(positions, scores, found, greedy=greedy, draws=numbers[1]))
+    commit = rule.decide(candidates(positions, scores, actual, greedy=greedy, draws=numbers[1]))
     tokens[commit.positions] = commit.tokens
     return [*commit.positions.tolist(), *commit.tokens.tolist()]
 
@@ -54,17 +54,17 @@ def decode(rule: DecodingRule, *, forks: bool) -> list[list[int]]:
                 see(astray, row, next_work, other)
                 next_work = astray.prepare(row)
         committed.append(see(rule, tokens, target, chance) if target.eligible.size else [])
-        rule.settled(tokens)
+        rule.num_settled(tokens)
     return committed
 
 
-def case(algorithm: Algorithm, family: Family, asked: dict[str, Any]) -> Any:
-    name = "-".join([family.name, algorithm.name, *map(str, asked.values())])
-    return pytest.param(algorithm, family, asked, id=name)
+def case(algorithm: Algorithm, family: Family, parameters: dict[str, Any]) -> Any:
+    name = "-".join([family.name, algorithm.name, *map(str, parameters.values())])
+    return pytest.param(algorithm, family, parameters, id=name)
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "family", "asked"),
+    ("algorithm", "family", "parameters"),
     [
         *(
             case(a, family, {})
@@ -83,14 +83,14 @@ def case(algorithm: Algorithm, family: Family, asked: dict[str, Any]) -> Any:
     ],
 )
 def test_forks_change_nothing_of_their_rule(
-    algorithm: Algorithm, family: Family, asked: dict[str, Any]
+    algorithm: Algorithm, family: Family, parameters: dict[str, Any]
 ) -> None:
-    asked = {"algorithm": algorithm.name, "gen_length": 32, **asked}
+    parameters = {"algorithm": algorithm.name, "gen_length": 32, **parameters}
     if algorithm.blocks != "none":
-        asked["block_length"] = 8
+        parameters["block_length"] = 8
     if "threshold" in algorithm.parameters:
-        asked["threshold"] = 0.4
-    params = decision.decide(fields.canonical(asked), replace(MODEL, family=family), PROMPT)
+        parameters["threshold"] = 0.4
+    params = decision.decide(fields.canonical(parameters), replace(MODEL, family=family), PROMPT)
     alone, forked = (decode(make_rule(params, len(PROMPT)), forks=f) for f in (False, True))
     assert len(alone) > 3
     assert forked == alone

@@ -12,10 +12,10 @@ from vllm.diffusion.decoding.credit import Credit
 NAN = float("nan")
 
 
-def committed(positions: list[int], scores: list[float], **asked: Any) -> list[int]:
+def committed(positions: list[int], scores: list[float], **parameters: Any) -> list[int]:
     """Positions that one forward commits; the sequence is one token and one block."""
-    rule = asked.pop("algorithm", "local_leap")
-    return sorted(positions[i] for i in of_ours(rule, Case(scores, set(), asked, positions)))
+    rule = parameters.pop("algorithm", "local_leap")
+    return sorted(positions[i] for i in of_ours(rule, Case(scores, set(), parameters, positions)))
 
 
 def test_what_is_no_number_is_the_last() -> None:
@@ -27,8 +27,8 @@ def test_what_is_no_number_is_the_last() -> None:
 
 
 def test_local_leap_stops_early_after_a_block() -> None:
-    asked = decided(gen_length=6, block_length=2, algorithm="local_leap", early_stop=True)
-    row = Row(asked, [EOS])  # that of the prompt does not count
+    params = decided(gen_length=6, block_length=2, algorithm="local_leap", early_stop=True)
+    row = Row(params, [EOS])  # that of the prompt does not count
     assert row.eligible() == [1, 2]
     row.see([1, 2], [0.5, 0.4], [3, 4])
     assert row.eligible() == [2]
@@ -45,23 +45,23 @@ def test_local_leap_stops_early_after_a_block() -> None:
 
 
 def test_credits_do_not_depend_on_chunks_and_end_with_their_block() -> None:
-    asked = decided(gen_length=6, block_length=3, algorithm="credit")
+    params = decided(gen_length=6, block_length=3, algorithm="credit")
     logits = [torch.randn(3, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
-    whole, parts = Credit(asked, 2), Credit(asked, 2)
+    whole, parts = Credit(params, 2), Credit(params, 2)
     tokens = np.array([1, 1] + [MASK] * 6)
     for step in range(2):
-        found = []
+        results = []
         for rule, chunks in ((whole, [[0, 1, 2]]), (parts, [[0], [1, 2]])):
             assert rule.prepare(tokens) is not None
             outs = [
                 rule.adjust_logits(logits[step][rows].clone(), torch.tensor(rows))
                 for rows in chunks
             ]
-            found.append(torch.cat(outs))
-        assert torch.equal(*found)
+            results.append(torch.cat(outs))
+        assert torch.equal(*results)
     tokens[2:5] = 3
     assert whole.prepare(tokens) is not None
-    fresh = Credit(asked, 2)
+    fresh = Credit(params, 2)
     assert fresh.prepare(tokens) is not None
     rows = torch.tensor([3, 4, 5])
     assert torch.equal(

@@ -9,9 +9,9 @@ from vllm.diffusion.decoding import make_rule
 SURE, UNSURE = -0.1, -3.0  # negative entropies
 
 
-def row_of(algorithm: str, gen_length: int = 12, **asked: Any) -> Row:
+def row_of(algorithm: str, gen_length: int = 12, **parameters: Any) -> Row:
     lengths = {"gen_length": gen_length, "block_length": 4}
-    return Row(decided(algorithm=algorithm, **{**lengths, **asked}), [1])
+    return Row(decided(algorithm=algorithm, **{**lengths, **parameters}), [1])
 
 
 def forward(row: Row, sure: list[int], tokens: dict[int, int] | None = None) -> list[int]:
@@ -113,7 +113,7 @@ def test_without_early_stop_the_end_is_a_token_like_others() -> None:
 
 
 def test_masks_of_the_prompt_that_are_out_of_reach_are_filled_in_the_end() -> None:
-    asked = decided(
+    params = decided(
         gen_length=4,
         block_length=4,
         algorithm="multi_block",
@@ -121,7 +121,7 @@ def test_masks_of_the_prompt_that_are_out_of_reach_are_filled_in_the_end() -> No
         cache_delay_iter=0,
         allow_infill=True,
     )
-    row = Row(asked, [MASK, 1])
-    assert make_rule(asked, 2).prepare(row.tokens) is not None
+    row = Row(params, [MASK, 1])
+    assert make_rule(params, 2).prepare(row.tokens) is not None
     row.run(lambda position, _: (3, UNSURE + position))
     assert row.tokens.tolist() == [3, 1, 3, 3, 3, 3]

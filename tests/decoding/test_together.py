@@ -38,18 +38,18 @@ class Request:
     def __init__(
         self, algorithm: str, block: int, prompt: int, length: int, steps: int, ignore_eos: bool
     ) -> None:
-        asked = {"algorithm": algorithm, "block_length": block, "gen_length": length}
-        asked |= {"ignore_eos": ignore_eos}
+        parameters = {"algorithm": algorithm, "block_length": block, "gen_length": length}
+        parameters |= {"ignore_eos": ignore_eos}
         if algorithm != "entropy_bounded":
-            asked["steps_per_block"] = min(steps, block)
+            parameters["steps_per_block"] = min(steps, block)
         if algorithm == "low_confidence_dynamic":
-            asked["threshold"] = 0.5
+            parameters["threshold"] = 0.5
         ids = [1] * prompt
-        self.rule = make_rule(decision.decide(fields.canonical(asked), MODEL, ids), prompt)
+        self.rule = make_rule(decision.decide(fields.canonical(parameters), MODEL, ids), prompt)
         whole = -(-(prompt + length) // block) * block
         self.tokens = np.array([*ids, *[MASK] * (whole - prompt)])
         self.target = self.rule.prepare(self.tokens)
-        self.settled = self.rule.settled(self.tokens)
+        self.num_settled = self.rule.num_settled(self.tokens)
 
     def write(self, commit: Commit | BatchedCommit) -> None:
         self.tokens[commit.positions] = commit.tokens
@@ -58,19 +58,19 @@ class Request:
         """Commit by itself."""
         assert self.target is not None
         self.write(self.rule.decide(Candidates(self.target.eligible, tokens, scores)))
-        self.settled = self.rule.settled(self.tokens)
+        self.num_settled = self.rule.num_settled(self.tokens)
         self.target = self.rule.prepare(self.tokens)
 
     def take(self, choice: BatchedCommit) -> None:
         """Commit what was chosen beside others."""
         self.write(choice)
-        target = self.rule.go_on(self.tokens, choice.left, choice.changes)
-        self.settled = self.rule.settled(self.tokens) if target is None else target.rows[0]
+        target = self.rule.go_on(self.tokens, choice.left, choice.has_changes)
+        self.num_settled = self.rule.num_settled(self.tokens) if target is None else target.rows[0]
         self.target = self.rule.prepare(self.tokens) if target is None else target
 
     def state(self) -> tuple[object, ...]:
         target = self.target and (self.target.eligible.tolist(), self.target.rows)
-        return self.tokens.tolist(), self.rule.forbid_mask, self.settled, target
+        return self.tokens.tolist(), self.rule.forbid_mask, self.num_settled, target
 
 
 ALGORITHMS = ("low_confidence_dynamic", "semi_ar", "sequential", "entropy_bounded")
@@ -85,11 +85,11 @@ REQUESTS = st.tuples(
 
 
 @settings(max_examples=200, deadline=None)
-@given(asked=st.lists(REQUESTS, min_size=1, max_size=5), data=st.data())
+@given(requests=st.lists(REQUESTS, min_size=1, max_size=5), data=st.data())
 def test_together_is_one_by_one(
-    asked: Sequence[tuple[str, int, int, int, int, bool]], data: st.DataObject
+    requests: Sequence[tuple[str, int, int, int, int, bool]], data: st.DataObject
 ) -> None:
-    pairs = [(Request(*one), Request(*one)) for one in asked]
+    pairs = [(Request(*one), Request(*one)) for one in requests]
     while pairs := [pair for pair in pairs if pair[0].target is not None]:
         targets = [together.target for _, together in pairs if together.target is not None]
         tokens, scores = drawn(data, pairs, targets)

@@ -83,7 +83,7 @@ class Decoding:
         self.rule = make_rule(params, self.first)
         self.targets: list[ForwardTarget] = []
         self.history: list[list[int]] = []
-        self.settled: list[int] = [self.rule.settled(self.tokens)]
+        self.num_settled: list[int] = [self.rule.num_settled(self.tokens)]
         self._final: list[int] = []
 
     def run(self, limit: int = 20_000) -> list[int]:
@@ -99,10 +99,12 @@ class Decoding:
 
     def _take_settled(self) -> list[int] | None:
         """What is given of the settled tokens; none of them may have changed."""
-        settled = min(self.rule.settled(self.tokens), self.end)
-        assert settled >= self.settled[-1] or not self.targets
-        assert self.rule.settled(self.tokens) == max(settled, self.rule.settled(self.tokens))
-        self.settled.append(settled)
+        settled = min(self.rule.num_settled(self.tokens), self.end)
+        assert settled >= self.num_settled[-1] or not self.targets
+        assert self.rule.num_settled(self.tokens) == max(
+            settled, self.rule.num_settled(self.tokens)
+        )
+        self.num_settled.append(settled)
         given = self.tokens[self.first : max(settled, self.first)].tolist()
         assert given[: len(self._final)] == self._final, "a settled token changed"
         assert self.params.mask_id not in given
@@ -137,8 +139,8 @@ class Decoding:
             adjust=self.rule.adjust_logits if self.rule.adjusts_logits else None,
         )
         model: Any = self.toy
-        found = sample_group(logits, group, model)
-        sampled = (x.numpy() for x in (found.token, found.score.double(), found.greedy))
+        actual = sample_group(logits, group, model)
+        sampled = (x.numpy() for x in (actual.token, actual.score.double(), actual.greedy))
         candidates = Candidates(positions, *sampled)
         commit = self.rule.decide(candidates)
         assert np.isin(commit.positions, positions).all()

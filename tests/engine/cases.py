@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tests.checkpoints import MASK_ID, random_prompt
-from tests.engine.harness import BLOCKS, NOISY, Ask
+from tests.engine.harness import BLOCKS, NOISY, Request
 from vllm.diffusion.memory.plan import ChunkRows, Plan, Residency
 from vllm.diffusion.request.families import LLADA
 from vllm.diffusion.request.served_model import ServedModel, SpecialIds
@@ -149,24 +149,26 @@ SERVED = ServedModel(
 )
 
 
-def mixed_asks() -> list[Ask]:
-    return [Ask(random_prompt(length, seed), extra) for seed, (length, extra) in enumerate(MIXED)]
+def mixed_asks() -> list[Request]:
+    return [
+        Request(random_prompt(length, seed), extra) for seed, (length, extra) in enumerate(MIXED)
+    ]
 
 
-def whole_asks() -> list[Ask]:
+def whole_asks() -> list[Request]:
     """Requests that keep nothing: their steps are divided."""
     return [ask for ask in mixed_asks() if "cache" not in ask.extra]
 
 
 def guided_asks(
     rules: Iterable[str], temperature: float, count: int = 1, **structured: Any
-) -> list[Ask]:
-    found = []
+) -> list[Request]:
+    results = []
     for rule in rules:
         extra = {**GUIDED, **GUIDED_RULES[rule], "temperature": temperature}
         if GUIDED_RULES[rule].get("algorithm") == "dream":
             del extra["block_length"]
         for seed in range(count):
             own = {**extra, "seed": seed, "structured_outputs": structured}
-            found.append(Ask(random_prompt(9, seed), own))
-    return found
+            results.append(Request(random_prompt(9, seed), own))
+    return results

@@ -30,13 +30,13 @@ POOL_BYTES = 256 << 20
 BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 8, "steps": 16}
 # Tests count steps and forwards: how slow the machine is must not decide which are cut, nor whether
 # it has a GPU.
-UNCUT: dict[str, Any] = {"dllm": {"longest_pause_ms": 0, "num_speculative_states": 0}}
+DETERMINISTIC: dict[str, Any] = {"dllm": {"longest_pause_ms": 0, "num_speculative_states": 0}}
 # The canvas is short where the reference draws noise: its generator is plain Python.
 NOISY: dict[str, Any] = {"gen_length": 16, "block_length": 8, "steps": 8, "seed": 7}
 
 
 @dataclass(frozen=True)
-class Ask:
+class Request:
     """A request: prompt ids, diffusion parameters, and fields of SamplingParams."""
 
     prompt: list[int]
@@ -44,13 +44,13 @@ class Ask:
     sampling: dict[str, Any] = field(default_factory=dict)
 
 
-def uncached(one: Ask) -> Ask:
+def uncached(one: Request) -> Request:
     """Return the request with nothing kept: every forward computes all that is seen."""
-    return Ask(one.prompt, {**one.extra, "cache": "none"}, one.sampling)
+    return Request(one.prompt, {**one.extra, "cache": "none"}, one.sampling)
 
 
 @dataclass(frozen=True)
-class Answer:
+class Response:
     """What came back. `num_forwards` is None when the request did not end by itself."""
 
     token_ids: list[int]
@@ -81,23 +81,23 @@ class Engine:
                 "dtype": "float32",
                 "max_model_len": MAX_MODEL_LEN,
                 "disable_log_stats": True,
-                "additional_config": UNCUT,
+                "additional_config": DETERMINISTIC,
                 **settings,
             }
         )
 
-    def ask(self, *asks: Ask) -> list[Answer]:
+    def ask(self, *asks: Request) -> list[Response]:
         """Run the requests together; answers in the order of the requests."""
         return [to_answer(output) for output in self.outputs(*asks)]
 
-    def outputs(self, *asks: Ask) -> list[Any]:
+    def outputs(self, *asks: Request) -> list[Any]:
         """Run the requests together; upstream's outputs, with all answers and logprobs."""
-        found: list[Any] = self.llm.generate(
+        answer: list[Any] = self.llm.generate(
             [{"prompt_token_ids": list(ask.prompt)} for ask in asks],
             [sampling_params(ask) for ask in asks],
             use_tqdm=False,
         )
-        return found
+        return answer
 
     @property
     def core(self) -> Any:
@@ -212,15 +212,15 @@ def shrink(runner: Any, budget_bytes: int) -> None:
     runner.planner = Planner(planner.shape, planning_budget(budget_bytes), planner.row_budget)
 
 
-def sampling_params(ask: Ask) -> Any:
+def sampling_params(ask: Request) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(**{"temperature": 0.0, "extra_args": ask.extra, **ask.sampling})
 
 
-def to_answer(output: Any) -> Answer:
+def to_answer(output: Any) -> Response:
     completion = output.outputs[0]
-    return Answer(
+    return Response(
         token_ids=list(completion.token_ids),
         text=completion.text,
         finish_reason=completion.finish_reason,
@@ -229,7 +229,7 @@ def to_answer(output: Any) -> Answer:
     )
 
 
-def start(engine: Engine, name: str, ask: Ask) -> str:
+def start(engine: Engine, name: str, ask: Request) -> str:
     """Queue a request; returns the engine's own id of it."""
     prompt: Any = {"prompt_token_ids": ask.prompt}
     req_id = str(engine.llm.llm_engine.add_request(name, prompt, sampling_params(ask)))
@@ -238,52 +238,54 @@ def start(engine: Engine, name: str, ask: Ask) -> str:
     return req_id
 
 
-def step(engine: Engine) -> dict[str, Answer]:
+def step(engine: Engine) -> dict[str, Response]:
     """The answers that ended in one step, by name."""
     return {o.request_id: to_answer(o) for o in engine.llm.llm_engine.step() if o.finished}
 
 
-def finish(engine: Engine) -> dict[str, Answer]:
+def finish(engine: Engine) -> dict[str, Response]:
     """Step until all requests have ended; their answers by name."""
-    answers: dict[str, Answer] = {}
+    answers: dict[str, Response] = {}
     while engine.llm.llm_engine.has_unfinished_requests():
         answers |= step(engine)
     return answers
 
 
-def as_request(prompt: list[int], ignore_eos: bool = True, **asked: Any) -> Ask:
+def as_request(prompt: list[int], ignore_eos: bool = True, **parameters: Any) -> Request:
     """The same parameters as a reference run takes; by default for the whole canvas."""
-    return Ask(prompt, {"ignore_eos": ignore_eos, **asked})
+    return Request(prompt, {"ignore_eos": ignore_eos, **parameters})
 
 
 def clear_cases(
     model: LogitModel, table: Sequence[tuple[int, dict[str, Any]]]
-) -> tuple[list[Ask], list[Run]]:
+) -> tuple[list[Request], list[Run]]:
     """Requests of prompt lengths and parameters, and what the reference makes of them."""
-    cases = [(clear_case(model, length, **asked), asked) for length, asked in table]
-    asks = [as_request(prompt, **asked) for (prompt, _), asked in cases]
+    cases = [(clear_case(model, length, **parameters), parameters) for length, parameters in table]
+    asks = [as_request(prompt, **parameters) for (prompt, _), parameters in cases]
     return asks, [wanted for (_, wanted), _ in cases]
 
 
-def speculating(asks: Iterable[Ask], most: int) -> list[Ask]:
-    """The same requests, with so many guesses a forward."""
-    return [Ask(a.prompt, {**a.extra, "num_speculative_states": most}, a.sampling) for a in asks]
+def speculating(asks: Iterable[Request], most: int) -> list[Request]:
+    """The same requests, with so many drafts a forward."""
+    return [
+        Request(a.prompt, {**a.extra, "num_speculative_states": most}, a.sampling) for a in asks
+    ]
 
 
 def record(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., Any]
 ) -> list[Any]:
     """A list of what `note` makes of every call's result and arguments, from now on."""
-    found: list[Any] = []
+    results: list[Any] = []
     function = getattr(owner, name)
 
     def recorded(*arguments: Any, **options: Any) -> Any:
         result = function(*arguments, **options)
-        found.append(note(result, *arguments))
+        results.append(note(result, *arguments))
         return result
 
     monkeypatch.setattr(owner, name, recorded)
-    return found
+    return results
 
 
 def rows_of_launches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -292,18 +294,18 @@ def rows_of_launches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[in
 
 
 def assert_parity(
-    engine: Engine, model: LogitModel, prompt_length: int, asked: dict[str, Any]
+    engine: Engine, model: LogitModel, prompt_length: int, parameters: dict[str, Any]
 ) -> None:
-    """A request of `asked` gives the reference's canvas with as many forwards."""
-    prompt, wanted = clear_case(model, prompt_length, **asked)
-    (answer,) = engine.ask(as_request(prompt, **asked))
+    """A request of `parameters` gives the reference's canvas with as many forwards."""
+    prompt, wanted = clear_case(model, prompt_length, **parameters)
+    (answer,) = engine.ask(as_request(prompt, **parameters))
     assert_alike(answer, wanted)
 
 
-def assert_alike(answer: Answer, wanted: Run) -> None:
+def assert_alike(answer: Response, wanted: Run) -> None:
     """The answer is the reference's canvas, with a step for each of its forwards."""
     both = zip(answer.token_ids, wanted.ids, wanted.decided_at, strict=False)
-    differ = [step for found, token, step in both if found != token]
+    differ = [step for actual, token, step in both if actual != token]
     assert answer.token_ids == wanted.ids, f"first difference at forward {min(differ, default=0)}"
     assert answer.num_steps == wanted.num_forwards
     assert answer.finish_reason == "length"
@@ -316,9 +318,9 @@ def refusal_error() -> Any:
     return VLLMValidationError
 
 
-def assert_decoded(answers: Sequence[Answer], wanted: Sequence[Run]) -> None:
-    found = [(a.token_ids, a.num_steps, a.finish_reason) for a in answers]
-    assert found == [(w.ids, w.num_forwards, "length") for w in wanted]
+def assert_decoded(answers: Sequence[Response], wanted: Sequence[Run]) -> None:
+    actual = [(a.token_ids, a.num_steps, a.finish_reason) for a in answers]
+    assert actual == [(w.ids, w.num_forwards, "length") for w in wanted]
 
 
 def record_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
@@ -326,24 +328,24 @@ def record_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[s
     return record(monkeypatch, engine.runner, "launch", lambda _, req_ids: list(req_ids))
 
 
-def tokens(answers: list[Answer]) -> list[tuple[list[int], int | None]]:
+def tokens(answers: list[Response]) -> list[tuple[list[int], int | None]]:
     return [(answer.token_ids, answer.num_forwards) for answer in answers]
 
 
 def record_plans(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, StepUsage]]:
     """The plan and the measured memory of every step from now on."""
-    found: list[tuple[Plan, StepUsage]] = []
+    results: list[tuple[Plan, StepUsage]] = []
     planned = record(monkeypatch, engine.runner.planner, "plan", lambda plan, *_: plan)
     execute = engine.loop.execute
 
     def recording_execute(message: Any) -> Any:
         output = execute(message)
         if output.results:
-            found.append((planned[-1], output.usage))
+            results.append((planned[-1], output.usage))
         return output
 
     monkeypatch.setattr(engine.loop, "execute", recording_execute)
-    return found
+    return results
 
 
 def engine_config(folder: Path, **arguments: Any) -> Any:

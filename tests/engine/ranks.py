@@ -33,7 +33,7 @@ def cannot_fail() -> Agreement:
     return Agreement(mock.Mock(can_reset=False))
 
 
-class Meeting:
+class ThreadExchange:
     """Where threads leave what the others take."""
 
     def __init__(self, size: int) -> None:
@@ -44,17 +44,17 @@ class Meeting:
 class ThreadPeers:
     """`RankGroup` of threads; all meet in every call, and one that does not come breaks it."""
 
-    def __init__(self, rank: int, meeting: Meeting) -> None:
-        self.rank, self.size, self._meeting = rank, len(meeting.left), meeting
+    def __init__(self, rank: int, exchange_point: ThreadExchange) -> None:
+        self.rank, self.size, self._exchange_point = rank, len(exchange_point.left), exchange_point
         self.num_exchanges = 0
 
     def _swap(self, mine: Any) -> list[Any]:
-        meeting = self._meeting
-        meeting.left[self.rank] = mine
-        meeting.barrier.wait()
-        found = list(meeting.left)
-        meeting.barrier.wait()
-        return found
+        exchange_point = self._exchange_point
+        exchange_point.left[self.rank] = mine
+        exchange_point.barrier.wait()
+        values = list(exchange_point.left)
+        exchange_point.barrier.wait()
+        return values
 
     def exchange(
         self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
@@ -84,8 +84,8 @@ class Ranked:
     """Loops and runners of all ranks in place of one; the first one's results count."""
 
     def __init__(self, runner: DiffusionModelRunner, size: int) -> None:
-        meeting = Meeting(size)
-        self.peers = [ThreadPeers(rank, meeting) for rank in range(size)]
+        exchange_point = ThreadExchange(size)
+        self.peers = [ThreadPeers(rank, exchange_point) for rank in range(size)]
         self.runners = [self._another(runner, Ranks(sequence=peers)) for peers in self.peers]
         self._loops = [StepLoop(r, cannot_fail(), limits=StepLimits(256)) for r in self.runners]
         self._threads = ThreadPoolExecutor(size)

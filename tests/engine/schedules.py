@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.engine.harness import Answer, Ask, Engine, start, step
+from tests.engine.harness import Engine, Request, Response, start, step
 from vllm.diffusion.core.pages import PAGE_SIZE
 
 
@@ -39,14 +39,14 @@ class Published:
 
 
 def run_schedule(
-    engine: Engine, schedule: Sequence[tuple[int, Ask, int | None]]
-) -> dict[int, Answer]:
+    engine: Engine, schedule: Sequence[tuple[int, Request, int | None]]
+) -> dict[int, Response]:
     """Answers of those that were not aborted, by their place.
 
     Each is asked so many steps after the one before, and aborted so many after that, if at all.
     """
     upstream, published = engine.llm.llm_engine, Published(engine)
-    waiting, aborts, answers = list(enumerate(schedule)), dict[str, int](), dict[int, Answer]()
+    waiting, aborts, answers = list(enumerate(schedule)), dict[str, int](), dict[int, Response]()
     count = next_at = 0
     while waiting or upstream.has_unfinished_requests():
         while waiting and next_at + waiting[0][1][0] <= count:

@@ -19,8 +19,8 @@ from tests.engine.cases import (
     TWO_BLOCKS,
 )
 from tests.engine.harness import (
-    Answer,
     Engine,
+    Response,
     as_request,
     assert_alike,
     assert_parity,
@@ -123,9 +123,9 @@ NOISY: list[dict[str, Any]] = [
 ]
 
 
-def name_of(asked: dict[str, Any]) -> str:
-    parts = {k: v for k, v in asked.items() if k not in ("gen_length", "algorithm")}
-    return "-".join([str(asked["algorithm"]), *(f"{k}={v}" for k, v in parts.items())])
+def name_of(parameters: dict[str, Any]) -> str:
+    parts = {k: v for k, v in parameters.items() if k not in ("gen_length", "algorithm")}
+    return "-".join([str(parameters["algorithm"]), *(f"{k}={v}" for k, v in parts.items())])
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -148,17 +148,17 @@ EVERYTHING = [
 
 
 @pytest.fixture(scope="module")
-def together(pair: Pair) -> dict[str, tuple[Answer, golden.Run]]:
+def together(pair: Pair) -> dict[str, tuple[Response, golden.Run]]:
     """What one batch of all cases gives, and what their published loops do."""
     _, engine, model = pair
-    asks, wanted = clear_cases(model, [(PROMPT_LENGTH, asked) for asked in EVERYTHING])
+    asks, wanted = clear_cases(model, [(PROMPT_LENGTH, parameters) for parameters in EVERYTHING])
     answers = zip(engine.ask(*asks), wanted, strict=True)
     return dict(zip(map(name_of, EVERYTHING), answers, strict=True))
 
 
-@pytest.mark.parametrize("name", [name_of(asked) for asked in EVERYTHING])
+@pytest.mark.parametrize("name", [name_of(parameters) for parameters in EVERYTHING])
 def test_every_algorithm_cache_and_parameter(
-    together: dict[str, tuple[Answer, golden.Run]], name: str
+    together: dict[str, tuple[Response, golden.Run]], name: str
 ) -> None:
     assert_alike(*together[name])
 
@@ -166,8 +166,8 @@ def test_every_algorithm_cache_and_parameter(
 def test_a_request_alone(pair: Pair) -> None:
     """One of every algorithm, which has no neighbours in its steps."""
     _, engine, model = pair
-    for asked in {asked["algorithm"]: asked for asked in EVERYTHING}.values():
-        assert_parity(engine, model, PROMPT_LENGTH, asked)
+    for parameters in {parameters["algorithm"]: parameters for parameters in EVERYTHING}.values():
+        assert_parity(engine, model, PROMPT_LENGTH, parameters)
 
 
 def test_a_batch_of_everything(pair: Pair) -> None:
@@ -175,12 +175,12 @@ def test_a_batch_of_everything(pair: Pair) -> None:
     _, engine, model = pair
     asks, canvases = [], []
     blockwise = [
-        {**FOUR_BLOCKS, **asked, "cache": ("none", "prefix", "dual")[i % 3]}
-        for i, asked in enumerate(BLOCKWISE)
+        {**FOUR_BLOCKS, **parameters, "cache": ("none", "prefix", "dual")[i % 3]}
+        for i, parameters in enumerate(BLOCKWISE)
     ]
-    for number, asked in enumerate([*blockwise[::2], *OTHERS[::3], *NOISY[::3]]):
-        prompt, wanted = clear_case(model, 5 + number, **asked)
-        asks.append(as_request(prompt, **asked))
+    for number, parameters in enumerate([*blockwise[::2], *OTHERS[::3], *NOISY[::3]]):
+        prompt, wanted = clear_case(model, 5 + number, **parameters)
+        asks.append(as_request(prompt, **parameters))
         canvases.append((wanted.ids, wanted.num_forwards))
     answers = engine.ask(*asks)
     assert [(a.token_ids, a.num_forwards) for a in answers] == canvases
@@ -190,22 +190,22 @@ def test_a_batch_of_everything(pair: Pair) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "ahead"])
 def test_guesses_change_nothing(pair: Pair, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight requests at a time, with more guesses or fewer: tokens and steps are the loop's.
+    """Eight requests at a time, with more drafts or fewer: tokens and steps are the loop's.
 
     Each family has another cache with the same parameters.
     """
     case, engine, model = pair
     monkeypatch.setattr(engine.loop, "runs_ahead", ahead)
     cached = [
-        {**FOUR_BLOCKS, **asked, "cache": CACHES[(number + CASES.index(case)) % 3]}
-        for number, asked in enumerate(BLOCKWISE)
+        {**FOUR_BLOCKS, **parameters, "cache": CACHES[(number + CASES.index(case)) % 3]}
+        for number, parameters in enumerate(BLOCKWISE)
     ]
     cases = [
-        asked
-        for asked in [*cached, *OTHERS, *NOISY][ahead::2]
-        if ALGORITHMS[asked["algorithm"]].speculates
+        parameters
+        for parameters in [*cached, *OTHERS, *NOISY][ahead::2]
+        if ALGORITHMS[parameters["algorithm"]].speculates
     ]
-    asks, wanted = clear_cases(model, [(PROMPT_LENGTH, asked) for asked in cases])
+    asks, wanted = clear_cases(model, [(PROMPT_LENGTH, parameters) for parameters in cases])
     asks = speculating(asks, {"mha": 7, "dream": 3, "moe": 1}[case])
     saved = 0
     for start in range(0, len(asks), 8):
@@ -220,12 +220,12 @@ def test_guesses_change_nothing(pair: Pair, ahead: bool, monkeypatch: pytest.Mon
 def test_random_entropies(pair: Pair) -> None:
     """d3LLM on LLaDA may rank by random numbers; on Dream that is refused."""
     case, engine, model = pair
-    asked = {**MULTI, "threshold": 0.3, "remasking": "random", "seed": 12}
+    parameters = {**MULTI, "threshold": 0.3, "remasking": "random", "seed": 12}
     if case == "dream":
         with pytest.raises(Exception, match="remasking: given 'random'"):
-            engine.ask(as_request(random_prompt(PROMPT_LENGTH, 0), **asked))
+            engine.ask(as_request(random_prompt(PROMPT_LENGTH, 0), **parameters))
     else:
-        assert_parity(engine, model, PROMPT_LENGTH, asked)
+        assert_parity(engine, model, PROMPT_LENGTH, parameters)
 
 
 # Parameters, and for each family the prompt whose run commits EOS before masks of the answer.
@@ -243,19 +243,19 @@ EARLY_STOPS: list[tuple[dict[str, Any], dict[str, int]]] = [
 
 
 @pytest.mark.parametrize(
-    ("asked", "seeds"), EARLY_STOPS, ids=[name_of(asked) for asked, _ in EARLY_STOPS]
+    ("parameters", "seeds"), EARLY_STOPS, ids=[name_of(parameters) for parameters, _ in EARLY_STOPS]
 )
-def test_early_stop(pair: Pair, asked: dict[str, Any], seeds: dict[str, int]) -> None:
+def test_early_stop(pair: Pair, parameters: dict[str, Any], seeds: dict[str, int]) -> None:
     """The answer up to its end is the reference's, and differs from the one without early stop."""
     case, engine, model = pair
     prompt = random_prompt(PROMPT_LENGTH, seeds[case])
-    wanted = golden.run(model, prompt, early_stop=True, **asked)
-    without = golden.run(model, prompt, **asked)
+    wanted = golden.run(model, prompt, early_stop=True, **parameters)
+    without = golden.run(model, prompt, **parameters)
     place = wanted.ids.index(EOS_ID)
     assert 0 < place < len(wanted.ids) - 4
     assert without.ids[: place + 1] != wanted.ids[: place + 1]
     assert wanted.is_clear
-    (answer,) = engine.ask(as_request(prompt, ignore_eos=False, early_stop=True, **asked))
+    (answer,) = engine.ask(as_request(prompt, ignore_eos=False, early_stop=True, **parameters))
     assert answer.finish_reason == "stop"
     end = len(answer.token_ids)
     assert end <= place + 1  # another stop token may come first
@@ -263,19 +263,19 @@ def test_early_stop(pair: Pair, asked: dict[str, Any], seeds: dict[str, int]) ->
     assert answer.num_forwards is not None
     assert answer.num_forwards <= wanted.num_forwards
     # Nobody stops a request whose end-of-sequence token is to be ignored.
-    (whole,) = engine.ask(as_request(prompt, early_stop=True, **asked))
+    (whole,) = engine.ask(as_request(prompt, early_stop=True, **parameters))
     if without.is_clear:
         assert whole.token_ids == without.ids
 
 
 def test_a_model_that_predicts_the_mask(checkpoint: Callable[[str], Path]) -> None:
     """Whatever is asked for ends, and no mask comes back."""
-    settings = [{**FOUR_BLOCKS, **asked} for asked in BLOCKWISE] + OTHERS + NOISY
-    settings += [{**FOUR_BLOCKS, **asked, "cache": "dual"} for asked in BLOCKWISE]
+    settings = [{**FOUR_BLOCKS, **parameters} for parameters in BLOCKWISE] + OTHERS + NOISY
+    settings += [{**FOUR_BLOCKS, **parameters, "cache": "dual"} for parameters in BLOCKWISE]
     with running(checkpoint("predicts_mask")) as engine:
         asks = [
-            as_request(random_prompt(20, number % 2), **{"seed": number, **asked})
-            for number, asked in enumerate(settings)
+            as_request(random_prompt(20, number % 2), **{"seed": number, **parameters})
+            for number, parameters in enumerate(settings)
         ]
         for ask, answer in zip(asks, engine.ask(*asks), strict=True):
             assert len(answer.token_ids) == ask.extra["gen_length"]

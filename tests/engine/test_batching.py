@@ -8,9 +8,9 @@ import pytest
 
 from tests.engine.harness import (
     BLOCKS,
-    Answer,
-    Ask,
     Engine,
+    Request,
+    Response,
     as_request,
     assert_decoded,
     clear_case,
@@ -41,15 +41,15 @@ MIXED: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.fixture(scope="module")
-def mixed(model: LLaDAReference) -> tuple[list[Ask], list[Run]]:
+def mixed(model: LLaDAReference) -> tuple[list[Request], list[Run]]:
     return clear_cases(model, MIXED)
 
 
-def run_staggered(engine: Engine, asks: Sequence[Ask], steps_between: int) -> list[Answer]:
+def run_staggered(engine: Engine, asks: Sequence[Request], steps_between: int) -> list[Response]:
     """Send a request every few steps while the others run."""
     upstream = engine.llm.llm_engine
     waiting = list(enumerate(asks))
-    answers: dict[str, Answer] = {}
+    answers: dict[str, Response] = {}
     count = 0
     while waiting or upstream.has_unfinished_requests():
         if waiting and count % steps_between == 0:
@@ -62,7 +62,7 @@ def run_staggered(engine: Engine, asks: Sequence[Ask], steps_between: int) -> li
 
 def test_a_mixed_batch_equals_each_alone(
     engine: Engine,
-    mixed: tuple[list[Ask], list[Run]],
+    mixed: tuple[list[Request], list[Run]],
     runs_ahead: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -78,7 +78,7 @@ def test_a_mixed_batch_equals_each_alone(
 
 def test_requests_join_and_leave_at_any_step(
     engine: Engine,
-    mixed: tuple[list[Ask], list[Run]],
+    mixed: tuple[list[Request], list[Run]],
     runs_ahead: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -90,7 +90,7 @@ def test_requests_join_and_leave_at_any_step(
 
 
 def test_what_has_not_changed_is_not_found_out_again(
-    engine: Engine, mixed: tuple[list[Ask], list[Run]], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, mixed: tuple[list[Request], list[Run]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step's plan is found anew when a request comes, ends or reads other rows."""
     asks, wanted = mixed
@@ -110,24 +110,24 @@ def test_what_has_not_changed_is_not_found_out_again(
 
 def test_force_single_batch_shares_no_step(
     engine: Engine,
-    mixed: tuple[list[Ask], list[Run]],
+    mixed: tuple[list[Request], list[Run]],
     runs_ahead: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asks, wanted = mixed
-    alone = Ask(asks[2].prompt, {**asks[2].extra, "force_single_batch": True})
+    alone = Request(asks[2].prompt, {**asks[2].extra, "force_single_batch": True})
     steps = record_steps(engine, monkeypatch)
     order = [0, 1, 2, 3, 4]
     answers = engine.ask(*(alone if i == 2 else asks[i] for i in order))
     assert_decoded(answers, [wanted[i] for i in order])
-    found = {req_id for step in steps for req_id in step}
-    lone = sorted(found, key=lambda req_id: int(req_id.split("-")[0]))[2]  # ids ascend
+    actual = {req_id for step in steps for req_id in step}
+    lone = sorted(actual, key=lambda req_id: int(req_id.split("-")[0]))[2]  # ids ascend
     assert [step for step in steps if lone in step] == [[lone]] * wanted[2].num_forwards
     assert max(len(step) for step in steps) == 4  # the others do not wait for it
 
 
 def test_an_abort_in_the_middle_leaves_the_others_alone(
-    engine: Engine, mixed: tuple[list[Ask], list[Run]]
+    engine: Engine, mixed: tuple[list[Request], list[Run]]
 ) -> None:
     asks, wanted = mixed
     upstream = engine.llm.llm_engine
@@ -143,7 +143,7 @@ def test_an_abort_in_the_middle_leaves_the_others_alone(
 
 
 def test_aborting_the_last_request_empties_the_engine(
-    engine: Engine, mixed: tuple[list[Ask], list[Run]]
+    engine: Engine, mixed: tuple[list[Request], list[Run]]
 ) -> None:
     ask = mixed[0][0]
     upstream = engine.llm.llm_engine
@@ -157,7 +157,7 @@ def test_aborting_the_last_request_empties_the_engine(
 @pytest.mark.parametrize("keep_queries", [False, True])
 def test_chunked_steps_give_the_same_tokens(
     engine: Engine,
-    mixed: tuple[list[Ask], list[Run]],
+    mixed: tuple[list[Request], list[Run]],
     monkeypatch: pytest.MonkeyPatch,
     keep_queries: bool,
 ) -> None:

@@ -22,7 +22,7 @@ from tests.checkpoints import (
     THINK_IDS,
     random_prompt,
 )
-from tests.engine.harness import Answer, Ask, Engine, running, shrink, speculating
+from tests.engine.harness import Engine, Request, Response, running, shrink, speculating
 from tests.reference import block_loops, causal_loops, golden
 from tests.reference.models import load_reference
 from vllm.diffusion.request.algorithms import algorithms_for
@@ -33,7 +33,7 @@ NUM_PAGES = 13  # upstream keeps one of them
 
 
 class Wanted(NamedTuple):
-    ask: Ask
+    ask: Request
     answer: list[int]
     num_forwards: int
     is_whole: bool  # the answer ends with a block
@@ -83,13 +83,13 @@ def sub_blocks(sub_block_length: int, threshold: float) -> Loop:
 
 def reached(threshold: float) -> Loop:
     options = {"threshold": threshold}
-    asked = {"algorithm": "low_confidence_dynamic", **options}
-    return Loop(block_loops.stable_diffcoder, options, asked)
+    parameters = {"algorithm": "low_confidence_dynamic", **options}
+    return Loop(block_loops.stable_diffcoder, options, parameters)
 
 
 def shared(steps: int) -> Loop:
-    asked = {"algorithm": "semi_ar", "steps_per_block": steps}
-    return Loop(block_loops.stable_diffcoder, {"steps": steps}, asked)
+    parameters = {"algorithm": "semi_ar", "steps_per_block": steps}
+    return Loop(block_loops.stable_diffcoder, {"steps": steps}, parameters)
 
 
 def edited(
@@ -101,23 +101,23 @@ def edited(
         "max_post_steps": max_post_steps,
     }
     loop = partial(block_loops.llada22, edit_ids=(DELETE_ID, SPLIT_ID))
-    asked = {"algorithm": "levenshtein", "steps_per_block": steps, **options}
-    return Loop(loop, {"steps": steps, **options}, asked)
+    parameters = {"algorithm": "levenshtein", "steps_per_block": steps, **options}
+    return Loop(loop, {"steps": steps, **options}, parameters)
 
 
 def seeded(threshold: float) -> Loop:
-    asked = {"algorithm": "low_confidence_dynamic", "threshold": threshold}
-    return Loop(causal_loops.diffusion, {"threshold": threshold}, asked)
+    parameters = {"algorithm": "low_confidence_dynamic", "threshold": threshold}
+    return Loop(causal_loops.diffusion, {"threshold": threshold}, parameters)
 
 
 def seeded_shares(steps: int) -> Loop:
-    asked = {"algorithm": "semi_ar", "steps_per_block": steps}
-    return Loop(causal_loops.diffusion, {"steps": steps}, asked)
+    parameters = {"algorithm": "semi_ar", "steps_per_block": steps}
+    return Loop(causal_loops.diffusion, {"steps": steps}, parameters)
 
 
 def confirmed(threshold: float) -> Loop:
-    asked = {"algorithm": "self_speculation", "threshold": threshold}
-    return Loop(causal_loops.self_speculation, {"threshold": threshold}, asked)
+    parameters = {"algorithm": "self_speculation", "threshold": threshold}
+    return Loop(causal_loops.self_speculation, {"threshold": threshold}, parameters)
 
 
 ONE_BY_ONE = Loop(causal_loops.autoregressive, {}, {"algorithm": "autoregressive"})
@@ -125,8 +125,8 @@ ONE_BY_ONE = Loop(causal_loops.autoregressive, {}, {"algorithm": "autoregressive
 
 def bounded(loop: Loop, budget: int) -> Loop:
     thinking = causal_loops.Thinking(*THINK_IDS, budget)
-    asked = {**loop.asked, "thinking_token_budget": budget}
-    return Loop(loop.run, {**loop.options, "thinking": thinking}, asked)
+    parameters = {**loop.asked, "thinking_token_budget": budget}
+    return Loop(loop.run, {**loop.options, "thinking": thinking}, parameters)
 
 
 def unedited(loop: Loop) -> Loop:
@@ -202,11 +202,11 @@ def wanted_of(folder: Path, name: str) -> list[Wanted]:
         lengths = {"block_length": block_length, "gen_length": gen_length}
         key = {"prompt_length": length, **lengths, **loop.asked}
         run = partial(searched, model, load_reference(folder, torch.float64), length, loop, lengths)
-        found = golden.written(model, key, run)
-        ask = Ask(random_prompt(length, found["prompt_seed"]), {**lengths, **loop.asked})
-        end = len(found["answer"]) + (0 if name == "nemotron" else length)  # where its grid begins
+        actual = golden.written(model, key, run)
+        ask = Request(random_prompt(length, actual["prompt_seed"]), {**lengths, **loop.asked})
+        end = len(actual["answer"]) + (0 if name == "nemotron" else length)  # where its grid begins
         is_whole = end % block_length == 0
-        wanted.append(Wanted(ask, found["answer"], found["num_forwards"], is_whole))
+        wanted.append(Wanted(ask, actual["answer"], actual["num_forwards"], is_whole))
     return wanted
 
 
@@ -229,8 +229,8 @@ def searched(
             continue
         masks = any(MASK_ID in canvas[: lengths["gen_length"]] for canvas in runs[0].history[-1:])
         if runs[0].history == runs[1].history and not masks:
-            found = {"answer": runs[0].answer, "num_forwards": runs[0].forwards}
-            return {"prompt_seed": seed, **found}
+            actual = {"answer": runs[0].answer, "num_forwards": runs[0].forwards}
+            return {"prompt_seed": seed, **actual}
     raise AssertionError(f"no clear prompt of {length} tokens for {loop.asked}")
 
 
@@ -241,8 +241,8 @@ def logits_of(
     if num_causal is not None:
         causal: torch.Tensor = model.causal_logits(ids, num_causal)[0]
         return causal
-    found: torch.Tensor = model.logits(ids, block_length)[0]
-    return found
+    actual: torch.Tensor = model.logits(ids, block_length)[0]
+    return actual
 
 
 def run_ahead(worker: Any) -> None:
@@ -280,7 +280,7 @@ def served(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) ->
         yield engine, wanted
 
 
-def same(answers: Sequence[Answer], wanted: Sequence[Wanted]) -> None:
+def same(answers: Sequence[Response], wanted: Sequence[Wanted]) -> None:
     """The loops decode the last block to its end, the engine as far as the answer reaches."""
     assert [answer.token_ids for answer in answers] == [case.answer for case in wanted]
     for answer, (_, _, num_forwards, is_whole) in zip(answers, wanted, strict=True):
@@ -290,11 +290,11 @@ def same(answers: Sequence[Answer], wanted: Sequence[Wanted]) -> None:
             assert answer.num_steps == num_forwards
 
 
-def with_cache(wanted: Sequence[Wanted], cache: str) -> list[Ask]:
-    return [Ask(ask.prompt, {**ask.extra, "cache": cache}) for ask, *_ in wanted]
+def with_cache(wanted: Sequence[Wanted], cache: str) -> list[Request]:
+    return [Request(ask.prompt, {**ask.extra, "cache": cache}) for ask, *_ in wanted]
 
 
-def mixed(wanted: Sequence[Wanted]) -> list[Ask]:
+def mixed(wanted: Sequence[Wanted]) -> list[Request]:
     """The requests with exact keys and with full recompute in turn."""
     asks = with_cache(wanted, "exact")
     asks[1::2] = with_cache(wanted, "none")[1::2]
@@ -339,13 +339,13 @@ def test_in_chunks(served: tuple[Engine, list[Wanted]]) -> None:
 def test_tokens_that_moved_have_probabilities(served: tuple[Engine, list[Wanted]]) -> None:
     """Also where the last block is longer than the answer."""
     engine, wanted = served
-    asks = [Ask(ask.prompt, ask.extra, {"logprobs": 0}) for ask, *_ in wanted]
+    asks = [Request(ask.prompt, ask.extra, {"logprobs": 0}) for ask, *_ in wanted]
     for output, case in zip(engine.outputs(*asks), wanted, strict=True):
         (answer,) = output.outputs
         assert list(answer.token_ids) == case.answer
-        found = [entry.logprob for place in answer.logprobs for entry in place.values()]
+        actual = [entry.logprob for place in answer.logprobs for entry in place.values()]
         if case.ask.extra.get("editing_threshold", 0) == 0:
-            assert torch.tensor(found).isfinite().all()
+            assert torch.tensor(actual).isfinite().all()
 
 
 @pytest.mark.parametrize(("most", "ahead"), [(3, True), (7, False)])
@@ -354,8 +354,7 @@ def test_guesses_change_nothing(
 ) -> None:
     """Also where requests are preempted, as there are few pages, and prompts come in parts.
 
-    Blocks are fused where steps are not taken ahead, so that both of `test_in_mixed_batches` and
-    both of these are different.
+    Steps run ahead where blocks are stored apart; `test_in_mixed_batches` has the other two ways.
     """
     engine, wanted = served
     monkeypatch.setenv("VLLM_DLLM_COMMIT_FUSION", "0" if ahead else "1")
@@ -364,14 +363,14 @@ def test_guesses_change_nothing(
     assert engine.scheduler.reset_prefix_cache()
     monkeypatch.setattr(engine.runner.planner, "row_budget", 6 * ROW_BUDGET)
     algorithms = algorithms_for(engine.runner.model.family)
-    guessed = [w for w in wanted if algorithms[w.ask.extra["algorithm"]].speculates]
-    if not guessed:
+    drafted = [w for w in wanted if algorithms[w.ask.extra["algorithm"]].speculates]
+    if not drafted:
         return
-    asks = speculating([*with_cache(guessed, "exact"), *with_cache(guessed, "none")], most)
+    asks = speculating([*with_cache(drafted, "exact"), *with_cache(drafted, "none")], most)
     together = engine.ask(*asks)
-    same(together, [*guessed, *guessed])
-    alone = [engine.ask(ask)[0] for ask in speculating(mixed(guessed), most)]
-    same(alone, guessed)
-    for answers in (together[: len(guessed)], together[len(guessed) :], alone):
+    same(together, [*drafted, *drafted])
+    alone = [engine.ask(ask)[0] for ask in speculating(mixed(drafted), most)]
+    same(alone, drafted)
+    for answers in (together[: len(drafted)], together[len(drafted) :], alone):
         assert any(answer.report["states_accepted"] for answer in answers)
     assert engine.is_idle()

@@ -24,12 +24,12 @@ MASK, EOS = 95, 94
 PROMPT = [2 + i % 90 for i in range(8)]
 
 
-def canvas(family: Family, **asked: Any) -> Canvas:
+def canvas(family: Family, **parameters: Any) -> Canvas:
     """A request of 8 positions and 16 masked ones."""
     ids = SpecialIds(mask=MASK, eos=EOS, eot=None, stop=frozenset({EOS}))
     model = ServedModel(family=family, ids=ids, max_model_len=4096, vocab_size=96)
-    asked = {"gen_length": 16, "block_length": 4, "seed": 0, **asked}
-    decided = decision.decide(fields.canonical(asked), model, PROMPT)
+    parameters = {"gen_length": 16, "block_length": 4, "seed": 0, **parameters}
+    decided = decision.decide(fields.canonical(parameters), model, PROMPT)
     return Canvas(NewCanvas("a", PROMPT, decided), visibility=family.visibility)
 
 
@@ -56,8 +56,8 @@ def test_no_tensors_stand_between_candidates_and_the_next_launch(algorithm: str)
     inputs = Bucket(16, 4, is_cached=True).inputs(NO_PAGES, 24, has_blocks=True)
     sampled = ops.HostCopy(torch.rand(3, batch.num_sampled, dtype=torch.float64))
     with TorchCalls() as calls:
-        for one, found in zip(made, SampleRows(batch).candidates_of(sampled), strict=True):
-            one.commit(found)
+        for one, actual in zip(made, SampleRows(batch).candidates_of(sampled), strict=True):
+            one.commit(actual)
         assert all(one.next_size.rows == 4 for one in made)
         fill(inputs, build_batch(made, 0, NO_PAGES))
     assert calls.names == ["numpy"]
@@ -93,15 +93,15 @@ def test_the_next_forward_changes_with_the_block_and_with_what_is_kept() -> None
         rows = made.next_size.rows
         target, window = made.next_forward()
         seen.append((rows, window.forward.window))
-        found = np.full(target.eligible.size, 7), np.linspace(0.9, 0.5, target.eligible.size)
-        made.commit(Candidates(target.eligible, *found))
+        actual = np.full(target.eligible.size, 7), np.linspace(0.9, 0.5, target.eligible.size)
+        made.commit(Candidates(target.eligible, *actual))
     assert seen == [*[(4, range(8, 12))] * 4, (8, range(8, 16)), (12, range(4, 16))]
 
 
 def test_a_report_tells_what_the_commit_left_whatever_is_filled_before_it() -> None:
     """The next step, for which `early_stop` fills the canvas, is launched before the report."""
-    asked = {"algorithm": "local_leap", "early_stop": True, "stream_canvas": True}
-    made = canvas(LLADA, **asked, threshold=0.5)
+    parameters = {"algorithm": "local_leap", "early_stop": True, "stream_canvas": True}
+    made = canvas(LLADA, **parameters, threshold=0.5)
     positions = made.begin().eligible
     made.commit(Candidates(positions, np.full(4, EOS), np.full(4, 0.9)))
     made.begin()
@@ -112,21 +112,26 @@ def test_a_report_tells_what_the_commit_left_whatever_is_filled_before_it() -> N
 
 
 def test_a_report_tells_of_all_commits_since_the_one_before() -> None:
-    made, found = canvas(LLADA, block_length=1, steps=16, stream_canvas=True), []
+    made, actual = canvas(LLADA, block_length=1, steps=16, stream_canvas=True), []
     for count in (1, 3, 0, 2):
         for _ in range(count):
             positions = made.begin().eligible
             made.commit(Candidates(positions, 20 + positions, np.full(positions.size, 0.5)))
-        found.append(made.report())
-    assert [result.new_token_ids for result in found] == [[28], [29, 30, 31], [], [32, 33]]
-    assert [result.num_steps for result in found] == [1, 4, 4, 6]
-    assert [result.canvas and result.canvas.step for result in found] == [1, 4, 4, 6]
+        actual.append(made.report())
+    assert [result.new_token_ids for result in actual] == [[28], [29, 30, 31], [], [32, 33]]
+    assert [result.num_steps for result in actual] == [1, 4, 4, 6]
+    assert [result.canvas and result.canvas.step for result in actual] == [1, 4, 4, 6]
 
 
 def test_a_canvas_tells_what_guesses_have_committed() -> None:
     """The first commit of a round is a forward's own, whatever follows before the report."""
-    asked = {"block_length": 1, "steps": 16, "stream_canvas": True, "num_speculative_states": 3}
-    made = canvas(LLADA, **asked)
+    parameters = {
+        "block_length": 1,
+        "steps": 16,
+        "stream_canvas": True,
+        "num_speculative_states": 3,
+    }
+    made = canvas(LLADA, **parameters)
     for count in (1, 3, 2):
         for _ in range(count):
             positions = made.begin().eligible
@@ -134,7 +139,7 @@ def test_a_canvas_tells_what_guesses_have_committed() -> None:
         view = made.report().canvas
     assert view is not None and view.guessed is not None
     assert list(view.guessed)[:7] == [0, 0, 1, 1, 0, 1, 0]
-    plain = canvas(LLADA, **{**asked, "num_speculative_states": 0}).report().canvas
+    plain = canvas(LLADA, **{**parameters, "num_speculative_states": 0}).report().canvas
     assert plain is None or plain.guessed is None
 
 
@@ -144,8 +149,8 @@ def test_a_token_keeps_the_probability_with_which_it_was_committed() -> None:
     for tokens, scores in (([7] * 4, [0.99] * 4), ([5] * 4, [0.9, 0.6, 0.6, 0.6])):
         positions, logprobs = made.begin().eligible, np.log(scores)
         rows = np.stack([logprobs, np.ones(4)] * 2)
-        found = np.array(tokens), np.array(scores)
-        made.commit(Candidates(positions, *found, logprobs=rows))
+        actual = np.array(tokens), np.array(scores)
+        made.commit(Candidates(positions, *actual, logprobs=rows))
     view = made.report().canvas
     assert view is not None
     assert np.frombuffer(view.token_ids, "<i4")[:4].tolist() == [5, 7, 7, 7]

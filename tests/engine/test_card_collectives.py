@@ -36,9 +36,9 @@ def check_sums(ranks: CardCollectives, rank: int, size: int, dtype: torch.dtype)
         def write(some: slice, out: Tensor, mine: Tensor = mine) -> None:
             out.copy_(mine[some])
 
-        found = x.clone()
-        ranks.add_sum(found, write, scratch)
-        assert torch.equal(found, wanted)
+        actual = x.clone()
+        ranks.add_sum(actual, write, scratch)
+        assert torch.equal(actual, wanted)
         static = x.clone()
         graph = torch.cuda.CUDAGraph()
         ranks.align()
@@ -66,8 +66,8 @@ def check_failure(ranks: CardCollectives, board: HostBoard, rank: int, size: int
         else:
             ranks.sum(x)
             error = ValueError("this rank broke")
-        found = agreement.reach(error)
-        assert isinstance(found, ValueError if rank else RankError)
+        actual = agreement.reach(error)
+        assert isinstance(actual, ValueError if rank else RankError)
         assert ranks.sum(torch.ones(8, device="cuda")).tolist() == [size] * 8
         assert agreement.reach(None) is None
         assert agreement.all_reduce_max(rank + 5) == size + 4

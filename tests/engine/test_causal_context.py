@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tests.checkpoints import MASK_ID, make_case, random_prompt
-from tests.engine.harness import Answer, Ask, Engine, record, running, start, step, uncached
+from tests.engine.harness import Engine, Request, Response, record, running, start, step, uncached
 from tests.engine.schedules import run_schedule
 from tests.reference import causal_loops
 from tests.reference.models import load_reference
@@ -25,10 +25,10 @@ NUM_PAGES = 8  # upstream keeps one of them
 SHARED = random_prompt(130, seed=99)
 
 
-def ask(prompt: list[int], algorithm: str, **asked: Any) -> Ask:
+def ask(prompt: list[int], algorithm: str, **parameters: Any) -> Request:
     if algorithm == "low_confidence_dynamic":
-        asked = {"threshold": 0.3, **asked}
-    return Ask(prompt, {"ignore_eos": True, "algorithm": algorithm, **asked})
+        parameters = {"threshold": 0.3, **parameters}
+    return Request(prompt, {"ignore_eos": True, "algorithm": algorithm, **parameters})
 
 
 ASKS = [
@@ -62,21 +62,21 @@ def engine(checkpoint: Callable[[str], Path]) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def wanted(engine: Engine) -> list[Answer]:
+def wanted(engine: Engine) -> list[Response]:
     return [engine.ask(uncached(one))[0] for one in ASKS]
 
 
-def same(answers: list[Answer], wanted: list[Answer]) -> None:
+def same(answers: list[Response], wanted: list[Response]) -> None:
     assert [a.token_ids for a in answers] == [w.token_ids for w in wanted]
     assert [a.num_forwards for a in answers] == [w.num_forwards for w in wanted]
 
 
-def num_cached(engine: Engine, one: Ask) -> int:
+def num_cached(engine: Engine, one: Request) -> int:
     (output,) = engine.outputs(one)
     return int(output.num_cached_tokens)
 
 
-def test_pages_are_shared_whatever_the_blocks(engine: Engine, wanted: list[Answer]) -> None:
+def test_pages_are_shared_whatever_the_blocks(engine: Engine, wanted: list[Response]) -> None:
     assert engine.scheduler.reset_prefix_cache()
     assert [num_cached(engine, one) for one in ASKS[:4]] == [0, 128, 128, 64]
     (answer,) = engine.ask(ASKS[4])
@@ -94,13 +94,13 @@ LARGE += [ask(random_prompt(60, 9 + seed), **one.extra) for seed, one in enumera
 
 
 @pytest.fixture(scope="module")
-def wanted_of_large(engine: Engine) -> list[Answer]:
+def wanted_of_large(engine: Engine) -> list[Response]:
     return [engine.ask(uncached(one))[0] for one in LARGE]
 
 
 def test_who_loses_its_pages_goes_on_where_it_was(
     engine: Engine,
-    wanted_of_large: list[Answer],
+    wanted_of_large: list[Response],
     runs_ahead: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -116,7 +116,7 @@ def test_no_part_of_a_context_reaches_into_a_draft(engine: Engine) -> None:
     one = ask(random_prompt(50, 7), "self_speculation", block_length=16, gen_length=30)
     (alone,) = engine.ask(uncached(one))
     start(engine, "a", one)
-    answers: dict[str, Answer] = {}
+    answers: dict[str, Response] = {}
     for count in range(400):
         answers |= step(engine)
         if "a" in answers:
@@ -138,7 +138,7 @@ def test_no_part_of_a_context_reaches_into_a_draft(engine: Engine) -> None:
     st.booleans(),
 )
 def test_any_schedule_gives_the_same_tokens(
-    engine: Engine, wanted: list[Answer], schedule: list[Any], ahead: bool
+    engine: Engine, wanted: list[Response], schedule: list[Any], ahead: bool
 ) -> None:
     """Prefixes are shared while requests come, go and are aborted; published pages never change."""
     with pytest.MonkeyPatch.context() as patch:
@@ -155,7 +155,7 @@ def test_self_speculation_is_autoregressive(engine: Engine, block_length: int) -
     """With penalties that both can have, and with logits that forbid tokens."""
     drafted = {"algorithm": "self_speculation", "block_length": block_length}
     asks = [
-        Ask(random_prompt(20 + seed, seed), {"gen_length": 33, **more, **extra})
+        Request(random_prompt(20 + seed, seed), {"gen_length": 33, **more, **extra})
         for seed, more in enumerate(({}, {"logit_bias": {"7": 5.0}, "min_tokens": 9}))
         for extra in ({"algorithm": "autoregressive"}, drafted)
     ]
@@ -171,8 +171,8 @@ def test_a_seed_is_delivered_before_the_next_one(engine: Engine) -> None:
 
 
 def test_an_answer_with_a_format_thinks_nothing(engine: Engine) -> None:
-    asked = {"structured_outputs": {"choice": ["Paris", "London"]}, "thinking_token_budget": 2}
-    (answer,) = engine.ask(Ask(random_prompt(20), {"gen_length": 32, **asked}))
+    parameters = {"structured_outputs": {"choice": ["Paris", "London"]}, "thinking_token_budget": 2}
+    (answer,) = engine.ask(Request(random_prompt(20), {"gen_length": 32, **parameters}))
     assert answer.text in ("Paris", "London")
     assert answer.report["ignored"] == ["thinking_token_budget"]
 
@@ -181,12 +181,12 @@ def test_a_likelihood_is_that_of_the_next_token(
     engine: Engine, checkpoint: Callable[[str], Path]
 ) -> None:
     prompt = random_prompt(40, 8)
-    asked = {"score": {"positions": [3, 39], "token_ids": [[1, 2], [5]]}}
-    (answer,) = engine.ask(Ask(prompt, asked))
+    parameters = {"score": {"positions": [3, 39], "token_ids": [[1, 2], [5]]}}
+    (answer,) = engine.ask(Request(prompt, parameters))
     logits = load_reference(checkpoint("nemotron")).causal_logits(torch.tensor([prompt]), 40)[0]
-    found = torch.log_softmax(logits, dim=-1)
+    actual = torch.log_softmax(logits, dim=-1)
     given = answer.report["scores"]["logprobs"]
-    wanted = [found[2, [1, 2]], found[38, [5]]]
+    wanted = [actual[2, [1, 2]], actual[38, [5]]]
     torch.testing.assert_close(torch.tensor(given[0]), wanted[0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(torch.tensor(given[1]), wanted[1], atol=1e-4, rtol=1e-4)
 
@@ -242,7 +242,7 @@ def test_drafts_are_made_with_the_adapter_beside_the_weights(
         },
     )
     prompts = [random_prompt(length, length) for length in (20, 70, 33)]
-    asked = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
+    parameters = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
     lengths = {"gen_length": 16, "block_length": 8, "mask_id": MASK_ID}
     with_draft, without = (
         [
@@ -252,7 +252,7 @@ def test_drafts_are_made_with_the_adapter_beside_the_weights(
         for draft in (partial(drafted, plain, adapted), None)
     )
     assert [d.forwards for d in with_draft] != [d.forwards for d in without]
-    asks = [Ask(prompt, {**asked, "algorithm": "self_speculation"}) for prompt in prompts]
+    asks = [Request(prompt, {**parameters, "algorithm": "self_speculation"}) for prompt in prompts]
     others = [ask(prompt, "autoregressive", gen_length=16) for prompt in prompts]
     with running(folder, tensor_parallel_size=num_ranks) as engine:
         answers = engine.ask(*asks, *others, ASKS[0])

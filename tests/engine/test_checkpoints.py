@@ -27,15 +27,15 @@ OF_EXPERTS: Asked = [
 
 
 @pytest.mark.parametrize(
-    ("name", "asked"),
+    ("name", "parameters"),
     [
         *((name, ASKED) for name in CASES if name not in ("mha", "predicts_mask")),
         *((name, OF_EXPERTS) for name in ("moe_fused", "moe_dense_mix", "moe_bias")),
     ],
 )
-def test_every_checkpoint(checkpoint: Callable[[str], Path], name: str, asked: Asked) -> None:
+def test_every_checkpoint(checkpoint: Callable[[str], Path], name: str, parameters: Asked) -> None:
     folder = checkpoint(name)
-    asks, wanted = clear_cases(load_reference(folder), asked)
+    asks, wanted = clear_cases(load_reference(folder), parameters)
     with running(folder) as engine:
         alone = [engine.ask(ask)[0] for ask in asks]
         for answers in (alone, engine.ask(*asks)):

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.checkpoints import random_prompt
 from tests.engine.cases import CUT, PLANS, SHORT, mixed_asks
-from tests.engine.harness import Ask, Engine, record_plans, running, shrink, tokens
+from tests.engine.harness import Engine, Request, record_plans, running, shrink, tokens
 from vllm.diffusion.core.buffers import row_bytes
 from vllm.diffusion.memory.footprint import Footprint
 from vllm.diffusion.memory.plan import ChunkRows, Plan, Residency
@@ -70,10 +70,10 @@ def test_memory_of_other_steps_is_given_back_before_a_step_allocates(
     monkeypatch.setattr(account, "_most_rows", 60)
     monkeypatch.setattr(account, "_last_sizes", ())
     for length in (20, 50, 40, 60):  # of the prompts; with 16 rows more
-        engine.ask(Ask(random_prompt(length), SHORT))
+        engine.ask(Request(random_prompt(length), SHORT))
     assert given_back == [("drop_unused", False)] * 2
     monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: CUT)
-    engine.ask(Ask(random_prompt(60), SHORT))
+    engine.ask(Request(random_prompt(60), SHORT))
     assert given_back[2:] == [("trim", False)]
 
 
@@ -98,7 +98,10 @@ def test_measured_peaks_are_the_predicted_ones(
 ) -> None:
     """From a pool in which a step is whole to one in which it hardly fits."""
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
-    requests = [Ask(random_prompt(512), LONG), Ask(random_prompt(200), {**LONG, "cfg_scale": 1.0})]
+    requests = [
+        Request(random_prompt(512), LONG),
+        Request(random_prompt(200), {**LONG, "cfg_scale": 1.0}),
+    ]
     wanted: list[tuple[list[int], int | None]] = []
     seen = set()
     with running(checkpoint(family), max_model_len=2048, max_num_batched_tokens=4096) as engine:
@@ -106,20 +109,20 @@ def test_measured_peaks_are_the_predicted_ones(
         for share in (1.0, 0.5, 0.25):
             if largest:
                 shrink(engine.runner, int(share * largest))
-            found = record_plans(engine, monkeypatch)
+            actual = record_plans(engine, monkeypatch)
             (answer,) = engine.ask(requests[0])
             wanted = wanted or tokens([answer])
             assert tokens([answer]) == wanted
-            largest = largest or max(usage.peak_bytes for _, usage in found)
-            for plan, usage in found:
+            largest = largest or max(usage.peak_bytes for _, usage in actual)
+            for plan, usage in actual:
                 seen.add((plan.is_whole(1024), plan.layout.is_streamed))
                 assert usage.peak_bytes <= engine.runner.pool.budget_bytes
                 assert usage.peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.05)
                 assert 0 < usage.average_bytes <= usage.peak_bytes
         assert (True, False) in seen and (False, True) in seen
-        found = record_plans(engine, monkeypatch)
+        actual = record_plans(engine, monkeypatch)
         engine.ask(*requests)
-        for plan, usage in found:
+        for plan, usage in actual:
             assert usage.peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.05)
 
 
@@ -152,9 +155,9 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        found = StorageWeakRef(storage)
-        if found not in self._live and found not in self._weights:
-            self._live[found] = storage.nbytes()
+        actual = StorageWeakRef(storage)
+        if actual not in self._live and actual not in self._weights:
+            self._live[actual] = storage.nbytes()
             self._total += storage.nbytes()
 
 
@@ -170,7 +173,10 @@ def test_nothing_grows_with_the_sequence_but_what_is_resident(
     The smallest such thing, the rotary tables, would take an eighth of a MiB.
     """
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
-    prompt, asked = random_prompt(960), {**SHORT, "gen_length": 64, "block_length": 64, "steps": 1}
+    prompt, request = (
+        random_prompt(960),
+        {**SHORT, "gen_length": 64, "block_length": 64, "steps": 1},
+    )
     with running(checkpoint("mha"), max_model_len=1024) as engine:
         footprint = Footprint(engine.runner.planner.shape)
         layout = Residency(False, head_groups, host_residual)
@@ -178,7 +184,7 @@ def test_nothing_grows_with_the_sequence_but_what_is_resident(
         plan = Plan(layout, ChunkRows(32, 32, 32, 5))
         monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
         with LiveBytes(engine.runner.model.parameters()) as live:
-            engine.ask(Ask(prompt, asked))
+            engine.ask(Request(prompt, request))
         on_host = engine.runner.host.num_bytes
         assert on_host == (1024 * 256 * min(head_groups, 2) if host_residual else 0)
         assert planned <= live.peak - on_host <= planned + 120_000
@@ -222,14 +228,14 @@ def test_long_steps_on_a_gpu_stay_within_the_pool(
     write_checkpoint(tmp_path, "llada", num_layers=2)
     settings = {"dtype": "bfloat16", "load_format": "dummy", "max_model_len": length}
     with running(tmp_path, **settings, enforce_eager=True) as engine:
-        found = record_plans(engine, monkeypatch)
+        actual = record_plans(engine, monkeypatch)
         half = length // 2
-        asked = {**SHORT, "gen_length": half, "block_length": half, "steps": 2}
+        parameters = {**SHORT, "gen_length": half, "block_length": half, "steps": 2}
         # Most tokens of the dummy have no text. For each of them, upstream's detokenizer decodes
         # the whole prompt again, which takes half a minute.
-        (answer,) = engine.ask(Ask([5] * half, asked, {"detokenize": False}))
+        (answer,) = engine.ask(Request([5] * half, parameters, {"detokenize": False}))
         assert len(answer.token_ids) == half
-        for plan, usage in found:
+        for plan, usage in actual:
             assert plan.layout.host_residual == (uses_host == "1")
             assert usage.peak_bytes <= engine.runner.pool.budget_bytes
             assert usage.peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.1)

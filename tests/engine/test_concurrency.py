@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import Ask, Engine, running
+from tests.engine.harness import Engine, Request, running
 
 CANVAS: dict[str, Any] = {"gen_length": 16, "ignore_eos": True}
 BLOCKS = {**CANVAS, "block_length": 8, "steps": 8}
@@ -38,7 +38,7 @@ class Watched:
 
         monkeypatch.setattr(engine.scheduler, "update_from_output", noted)
 
-    def assert_as_alone(self, asks: list[Ask]) -> None:
+    def assert_as_alone(self, asks: list[Request]) -> None:
         """The answers of all together, then of each alone; equal requests are asked once."""
         together = self.engine.ask(*asks)
         self.steps, steps = [], self.steps
@@ -69,10 +69,10 @@ def watched(
     return Watched(engine, monkeypatch)
 
 
-def dual_requests(budget: int) -> list[Ask]:
+def dual_requests(budget: int) -> list[Request]:
     """64 requests whose first forwards do not fit into one step of `budget` rows."""
     length = 150 if budget > NARROW else 25
-    return [Ask(random_prompt(length, seed=i % 4), DUAL) for i in range(64)]
+    return [Request(random_prompt(length, seed=i % 4), DUAL) for i in range(64)]
 
 
 def test_all_windows_run_at_once_and_first_forwards_are_spread(
@@ -97,7 +97,7 @@ def test_all_windows_run_at_once_and_first_forwards_are_spread(
 
 @pytest.mark.parametrize("wide", [NARROW], ids=["narrow"], indirect=True)
 @pytest.mark.parametrize(
-    ("asked", "watched"),
+    ("parameters", "watched"),
     [
         (BLOCKS, True),
         ({**BLOCKS, "cfg_scale": 1.0}, False),
@@ -109,10 +109,10 @@ def test_all_windows_run_at_once_and_first_forwards_are_spread(
     indirect=["watched"],
 )
 def test_windows_beside_forwards_of_other_kinds(
-    wide: tuple[Engine, int], watched: Watched, asked: dict[str, Any]
+    wide: tuple[Engine, int], watched: Watched, parameters: dict[str, Any]
 ) -> None:
     _, budget = wide
-    others = [Ask(random_prompt(60, seed=i % 3), asked) for i in range(6)]
+    others = [Request(random_prompt(60, seed=i % 3), parameters) for i in range(6)]
     asks = [ask for pair in zip(dual_requests(budget), others, strict=False) for ask in pair]
     watched.assert_as_alone(asks + dual_requests(budget)[:6])
     assert max(sum(step.values()) for step in watched.steps) <= budget
@@ -124,8 +124,10 @@ def test_a_first_forward_beyond_the_budget_goes_alone(
     """Its windows share steps with others; before, it had to wait until it was alone."""
     with running(checkpoint("mha"), max_num_batched_tokens=128) as engine:
         watched = Watched(engine, monkeypatch)
-        giant = Ask(random_prompt(200), DUAL)
-        watched.assert_as_alone([*(Ask(random_prompt(9, seed=i), DUAL) for i in range(5)), giant])
+        giant = Request(random_prompt(200), DUAL)
+        watched.assert_as_alone(
+            [*(Request(random_prompt(9, seed=i), DUAL) for i in range(5)), giant]
+        )
     assert watched.most_running == 6
     assert {len(step) for step in watched.steps if sum(step.values()) > 128} == {1}
     assert any(216 in step.values() for step in watched.steps)

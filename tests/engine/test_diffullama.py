@@ -25,22 +25,22 @@ def engine_and_reference(
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "parameters",
     [
         {"alg": "topk_margin", "steps": 1, "eps": 0.0},
         {"alg": "entropy", "steps": 8, "eps": 1e-3},
         {"alg": "maskgit_plus", "steps": 24, "eps": 0.0},
     ],
-    ids=lambda asked: asked["alg"],
+    ids=lambda parameters: parameters["alg"],
 )
 @pytest.mark.parametrize("prompt_length", [1, 13])
 def test_parity(
     prompt_length: int,
-    asked: dict[str, Any],
+    parameters: dict[str, Any],
     engine_and_reference: tuple[Engine, DreamReference],
 ) -> None:
     engine, reference = engine_and_reference
-    assert_parity(engine, reference, prompt_length, {**UNFILTERED, **asked})
+    assert_parity(engine, reference, prompt_length, {**UNFILTERED, **parameters})
     assert engine.is_idle()
 
 
@@ -51,8 +51,8 @@ def test_one_step_commits_the_likeliest_tokens_of_one_forward(
     prompt = random_prompt(7, seed=2)
     logits = reference.logits(torch.tensor([prompt + [MASK_ID] * 12]))[0]
     wanted = shift_right(logits)[7:].argmax(dim=-1).tolist()
-    asked = {"gen_length": 12, "steps": 1, "temperature": 0}
-    (answer,) = engine.ask(as_request(prompt, **asked))
+    parameters = {"gen_length": 12, "steps": 1, "temperature": 0}
+    (answer,) = engine.ask(as_request(prompt, **parameters))
     assert (answer.token_ids, answer.num_forwards) == (wanted, 1)
 
 
@@ -61,8 +61,8 @@ def test_its_own_sampler_takes_64_forwards(
 ) -> None:
     """Every masked position is committed with probability 1 / (forwards that are left)."""
     engine, _ = engine_and_reference
-    asked = {"gen_length": 96, "seed": 3, "temperature": 0.9}
-    (answer,) = engine.ask(as_request(random_prompt(9, seed=1), **asked))
+    parameters = {"gen_length": 96, "seed": 3, "temperature": 0.9}
+    (answer,) = engine.ask(as_request(random_prompt(9, seed=1), **parameters))
     assert len(answer.token_ids) == 96
     assert answer.num_forwards <= 64
     assert answer.num_forwards > 48  # that so few of 96 positions are left to chance is unlikely

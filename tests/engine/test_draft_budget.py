@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many states are guessed: no more than save time."""
+"""How many states are drafted: no more than save time."""
 
 from vllm.diffusion.engine.worker.draft_budget import (
     AcceptanceRates,

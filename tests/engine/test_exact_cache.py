@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from tests.checkpoints import random_prompt
 from tests.engine.harness import (
-    Answer,
-    Ask,
     Engine,
+    Request,
+    Response,
     record,
     rows_of_launches,
     running,
@@ -38,10 +38,10 @@ NUM_PAGES = 8  # upstream keeps one of them
 SHARED = random_prompt(130, seed=99)
 
 
-def ask(prompt: list[int], **asked: Any) -> Ask:
-    if "algorithm" not in asked:
-        asked = {"algorithm": "low_confidence_dynamic", "threshold": 0.3, **asked}
-    return Ask(prompt, {"ignore_eos": True, **asked})
+def ask(prompt: list[int], **parameters: Any) -> Request:
+    if "algorithm" not in parameters:
+        parameters = {"algorithm": "low_confidence_dynamic", "threshold": 0.3, **parameters}
+    return Request(prompt, {"ignore_eos": True, **parameters})
 
 
 ASKS = [
@@ -73,7 +73,7 @@ def engine(checkpoint: Callable[[str], Path]) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def wanted(engine: Engine) -> list[Answer]:
+def wanted(engine: Engine) -> list[Response]:
     """What each of `ASKS` gives alone, when every forward computes everything that is seen."""
     return [engine.ask(uncached(one))[0] for one in ASKS]
 
@@ -97,7 +97,7 @@ def fill_with_nan(engine: Engine) -> None:
         engine.runner.caches.values(layer).fill_(torch.nan)
 
 
-def same(answers: list[Answer], wanted: list[Answer]) -> None:
+def same(answers: list[Response], wanted: list[Response]) -> None:
     assert [a.token_ids for a in answers] == [w.token_ids for w in wanted]
     assert [a.num_forwards for a in answers] == [w.num_forwards for w in wanted]
     assert {a.finish_reason for a in answers} == {"length"}
@@ -107,7 +107,7 @@ def same(answers: list[Answer], wanted: list[Answer]) -> None:
 
 
 def test_alone(
-    engine: Engine, wanted: list[Answer], fuses: bool, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, wanted: list[Response], fuses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine.loop, "runs_ahead", fuses)
     same([engine.ask(one)[0] for one in ASKS], wanted)
@@ -116,7 +116,7 @@ def test_alone(
 
 def test_together_with_few_pages_and_rows(
     engine: Engine,
-    wanted: list[Answer],
+    wanted: list[Response],
     runs_ahead: bool,
     fuses: bool,
     batches: list[Any],
@@ -137,13 +137,13 @@ GROWING = [ask(random_prompt(50, seed), block_length=8, gen_length=85) for seed 
 
 
 @pytest.fixture(scope="module")
-def grown(engine: Engine) -> list[Answer]:
+def grown(engine: Engine) -> list[Response]:
     """What each of `GROWING` gives alone."""
     return [engine.ask(uncached(one))[0] for one in GROWING]
 
 
 def test_who_loses_its_pages_goes_on_where_it_was(
-    engine: Engine, grown: list[Answer], runs_ahead: bool, fuses: bool, preemptions: list[str]
+    engine: Engine, grown: list[Response], runs_ahead: bool, fuses: bool, preemptions: list[str]
 ) -> None:
     assert engine.scheduler.reset_prefix_cache()
     same(engine.ask(*GROWING), grown)
@@ -152,21 +152,21 @@ def test_who_loses_its_pages_goes_on_where_it_was(
 
 
 def test_guesses_survive_the_loss_of_pages(
-    engine: Engine, grown: list[Answer], runs_ahead: bool, preemptions: list[str]
+    engine: Engine, grown: list[Response], runs_ahead: bool, preemptions: list[str]
 ) -> None:
     """Places lie behind the pages that requests have, and lose what they copied."""
     engine.runner.pages.fix(NUM_PAGES, 1000, scratch=8)
     assert engine.scheduler.reset_prefix_cache()
-    guessed = engine.ask(*speculating(GROWING, 2))
-    assert [(a.token_ids, a.num_steps) for a in guessed] == [
+    drafted = engine.ask(*speculating(GROWING, 2))
+    assert [(a.token_ids, a.num_steps) for a in drafted] == [
         (a.token_ids, a.num_forwards) for a in grown
     ]
-    assert sum(answer.report["states_accepted"] for answer in guessed) > 0
+    assert sum(answer.report["states_accepted"] for answer in drafted) > 0
     assert len(preemptions) >= 2
     assert engine.is_idle() and len(engine.runner.caches.free) == 8
 
 
-def test_chunks_give_the_same_tokens(engine: Engine, wanted: list[Answer]) -> None:
+def test_chunks_give_the_same_tokens(engine: Engine, wanted: list[Response]) -> None:
     """Steps that do not fit as a whole."""
     runner, planner = engine.runner, engine.runner.planner
     budget = runner.pool.budget_bytes
@@ -177,7 +177,7 @@ def test_chunks_give_the_same_tokens(engine: Engine, wanted: list[Answer]) -> No
         runner.pool.budget_bytes, runner.planner = budget, planner
 
 
-def test_what_pages_have_held_changes_nothing(engine: Engine, wanted: list[Answer]) -> None:
+def test_what_pages_have_held_changes_nothing(engine: Engine, wanted: list[Response]) -> None:
     assert engine.scheduler.reset_prefix_cache()
     fill_with_nan(engine)
     same(engine.ask(*ASKS), wanted)
@@ -192,12 +192,12 @@ def test_what_pages_have_held_changes_nothing_on_a_gpu(
     settings: dict[str, Any] = {"num_gpu_blocks_override": NUM_PAGES, "enforce_eager": eager}
     with running(checkpoint("llada2"), dtype="bfloat16", **settings) as engine:
         fill_with_nan(engine)
-        told = [Ask(one.prompt, one.extra, {"logprobs": 0}) for one in ASKS]
-        for one, output in zip(told, engine.outputs(*told), strict=True):
+        reports = [Request(one.prompt, one.extra, {"logprobs": 0}) for one in ASKS]
+        for one, output in zip(reports, engine.outputs(*reports), strict=True):
             (answer,) = output.outputs
             assert len(answer.token_ids) == one.extra["gen_length"]
-            found = [entry.logprob for place in answer.logprobs for entry in place.values()]
-            assert torch.tensor(found).isfinite().all()
+            actual = [entry.logprob for place in answer.logprobs for entry in place.values()]
+            assert torch.tensor(actual).isfinite().all()
 
 
 def test_a_block_is_committed_with_the_next_one_or_apart(
@@ -225,18 +225,20 @@ def test_an_answer_that_ends_inside_a_block(engine: Engine) -> None:
 
 
 def test_a_stop_token_ends_the_answer_after_its_block(
-    engine: Engine, wanted: list[Answer], runs_ahead: bool
+    engine: Engine, wanted: list[Response], runs_ahead: bool
 ) -> None:
     whole = wanted[2].token_ids
     stop = whole[12]
     place = whole.index(stop)
-    one = Ask(ASKS[2].prompt, {**ASKS[2].extra, "ignore_eos": False}, {"stop_token_ids": [stop]})
+    one = Request(
+        ASKS[2].prompt, {**ASKS[2].extra, "ignore_eos": False}, {"stop_token_ids": [stop]}
+    )
     (answer,) = engine.ask(one)
     assert answer.token_ids == whole[: place + 1]
     assert engine.is_idle()
 
 
-def test_blocks_are_told_as_they_are_finished(engine: Engine, wanted: list[Answer]) -> None:
+def test_blocks_are_told_as_they_are_finished(engine: Engine, wanted: list[Response]) -> None:
     upstream = engine.llm.llm_engine
     start(engine, "streamed", ASKS[0])
     lengths = []
@@ -247,8 +249,8 @@ def test_blocks_are_told_as_they_are_finished(engine: Engine, wanted: list[Answe
 
 def test_a_request_that_is_only_read(engine: Engine) -> None:
     """Scores of a prompt are those of one forward; the others run on beside it."""
-    asked = {"score": {"positions": [3, 39], "token_ids": [[1, 2], [5, 6]]}}
-    read = Ask(random_prompt(40, 8), asked, {"temperature": 1.0})
+    parameters = {"score": {"positions": [3, 39], "token_ids": [[1, 2], [5, 6]]}}
+    read = Request(random_prompt(40, 8), parameters, {"temperature": 1.0})
     scored, written = engine.ask(read, ASKS[0])
     assert len(scored.report["scores"]["logprobs"]) == 2
     assert len(written.token_ids) == 16
@@ -257,7 +259,7 @@ def test_a_request_that_is_only_read(engine: Engine) -> None:
 # ---- prefixes that are shared ------------------------------------------------------------------
 
 
-def num_cached(engine: Engine, one: Ask) -> int:
+def num_cached(engine: Engine, one: Request) -> int:
     (output,) = engine.outputs(one)
     return int(output.num_cached_tokens)
 
@@ -290,12 +292,12 @@ def test_an_answer_is_found_as_part_of_the_next_prompt(engine: Engine) -> None:
 
 
 def test_the_cache_is_reset_under_running_requests(
-    engine: Engine, wanted: list[Answer], runs_ahead: bool
+    engine: Engine, wanted: list[Response], runs_ahead: bool
 ) -> None:
     upstream = engine.llm.llm_engine
     for name, one in enumerate(ASKS[:3]):
         start(engine, str(name), one)
-    answers, count = dict[str, Answer](), 0
+    answers, count = dict[str, Response](), 0
     while upstream.has_unfinished_requests():
         answers |= step(engine)
         count += 1
@@ -326,7 +328,7 @@ arrivals = st.lists(
 )
 @given(arrivals, st.booleans(), st.booleans())
 def test_any_schedule_gives_the_same_tokens(
-    engine: Engine, wanted: list[Answer], schedule: Arrivals, ahead: bool, fused: bool
+    engine: Engine, wanted: list[Response], schedule: Arrivals, ahead: bool, fused: bool
 ) -> None:
     """Requests come, go and are aborted; who stays has the tokens that it has alone."""
     with pytest.MonkeyPatch.context() as patch:
@@ -376,10 +378,12 @@ def test_prefix_caching_can_be_turned_off(checkpoint: Callable[[str], Path]) -> 
 def test_upstreams_metrics_tell_what_was_found(checkpoint: Callable[[str], Path]) -> None:
     with running(checkpoint("sdar"), disable_log_stats=False) as engine:
         assert [num_cached(engine, ASKS[1]) for _ in range(2)] == [0, 128]
-        told = {metric.name: getattr(metric, "value", None) for metric in engine.llm.get_metrics()}
-    assert told["vllm:prefix_cache_queries"] == 2 * len(SHARED)
-    assert told["vllm:prefix_cache_hits"] == 128
-    assert told["vllm:kv_cache_usage_perc"] == 0
+        report = {
+            metric.name: getattr(metric, "value", None) for metric in engine.llm.get_metrics()
+        }
+    assert report["vllm:prefix_cache_queries"] == 2 * len(SHARED)
+    assert report["vllm:prefix_cache_hits"] == 128
+    assert report["vllm:kv_cache_usage_perc"] == 0
 
 
 def test_several_answers_compute_their_prompt_once(
@@ -393,11 +397,11 @@ def test_several_answers_compute_their_prompt_once(
     for seed in (5, 6, 7):
         assert engine.scheduler.reset_prefix_cache()
         rows.clear()
-        alone += engine.ask(Ask(one.prompt, one.extra, {**noisy, "n": 1, "seed": seed}))
+        alone += engine.ask(Request(one.prompt, one.extra, {**noisy, "n": 1, "seed": seed}))
         counts.append(sum(rows))
     assert engine.scheduler.reset_prefix_cache()
     rows.clear()
-    (output,) = engine.outputs(Ask(SHARED, one.extra, noisy))
+    (output,) = engine.outputs(Request(SHARED, one.extra, noisy))
     assert [list(o.token_ids) for o in output.outputs] == [a.token_ids for a in alone]
     num_shared = len(SHARED) // PAGE_SIZE * PAGE_SIZE
     assert sum(rows) == sum(counts) - 2 * num_shared

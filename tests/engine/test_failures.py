@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import random_prompt
 from tests.engine.harness import (
     BLOCKS,
-    Ask,
     Engine,
+    Request,
     as_request,
     assert_decoded,
     clear_case,
@@ -152,7 +152,7 @@ def test_a_shared_first_forward_that_cannot_be_sampled_is_computed_anew(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extra = {**BLOCKS, "ignore_eos": True, "temperature": 0.8}
-    ask = Ask(random_prompt(120), extra, {"temperature": 0.8, "n": 3, "seed": 5})
+    ask = Request(random_prompt(120), extra, {"temperature": 0.8, "n": 3, "seed": 5})
     (wanted,) = engine.outputs(ask)
     failed = []
 
@@ -161,9 +161,9 @@ def test_a_shared_first_forward_that_cannot_be_sampled_is_computed_anew(
         raise PoolExhaustedError("logits", 10, 5)
 
     monkeypatch.setattr(FirstForwards, "sampled", fail)
-    (found,) = engine.outputs(ask)
+    (actual,) = engine.outputs(ask)
     assert len(failed) == 2
-    assert [o.token_ids for o in found.outputs] == [o.token_ids for o in wanted.outputs]
+    assert [o.token_ids for o in actual.outputs] == [o.token_ids for o in wanted.outputs]
     assert engine.is_idle()
 
 
@@ -172,7 +172,7 @@ def test_who_was_to_read_the_prompt_of_one_that_failed_computes_it(
 ) -> None:
     monkeypatch.setattr(engine.loop, "runs_ahead", True)  # it fails before they start
     extra = {**BLOCKS, "ignore_eos": True, "cache": "frozen"}
-    ask = Ask(random_prompt(120), extra, {"temperature": 0.8, "n": 3, "seed": 5})
+    ask = Request(random_prompt(120), extra, {"temperature": 0.8, "n": 3, "seed": 5})
     (wanted,) = engine.outputs(ask)
     launch, launched = engine.runner.launch, []
 
@@ -183,9 +183,9 @@ def test_who_was_to_read_the_prompt_of_one_that_failed_computes_it(
         return launch(req_ids)
 
     monkeypatch.setattr(engine.runner, "launch", fail_for_the_first)
-    (found,) = engine.outputs(ask)
-    assert [o.finish_reason for o in found.outputs] == ["error", "length", "length"]
-    assert [o.token_ids for o in found.outputs][1:] == [o.token_ids for o in wanted.outputs][1:]
+    (actual,) = engine.outputs(ask)
+    assert [o.finish_reason for o in actual.outputs] == ["error", "length", "length"]
+    assert [o.token_ids for o in actual.outputs][1:] == [o.token_ids for o in wanted.outputs][1:]
     assert engine.is_idle()
 
 
@@ -312,14 +312,14 @@ def test_weights_that_are_no_numbers_are_told_of(
     lengths: dict[str, Any] = {"gen_length": 16, "block_length": 8}
     score = {"positions": [3], "token_ids": [[5, 6]]}
     asks = [
-        Ask(random_prompt(9), lengths),
-        Ask(random_prompt(7), {**lengths, "temperature": 1.0, "seed": 3}),
-        Ask(random_prompt(5), {**lengths, "return_trajectory": True}, {"logprobs": 2}),
-        *([] if family in ("sdar", "llada22") else [Ask(random_prompt(8), {"score": score})]),
+        Request(random_prompt(9), lengths),
+        Request(random_prompt(7), {**lengths, "temperature": 1.0, "seed": 3}),
+        Request(random_prompt(5), {**lengths, "return_trajectory": True}, {"logprobs": 2}),
+        *([] if family in ("sdar", "llada22") else [Request(random_prompt(8), {"score": score})]),
     ]
-    told: list[str] = []
+    reports: list[str] = []
     monkeypatch.setattr(
-        model_loading.logger, "warning", lambda text, *values: told.append(text % values)
+        model_loading.logger, "warning", lambda text, *values: reports.append(text % values)
     )
     with running(folder) as engine:
         for answers in (engine.ask(*asks), engine.ask(asks[0])):
@@ -328,5 +328,5 @@ def test_weights_that_are_no_numbers_are_told_of(
                 assert "logits are NaN" in answer.report["error"]
                 assert "\n" not in answer.report["error"]
         assert engine.is_idle()
-    (line,) = told
+    (line,) = reports
     assert "NaN or infinite" in line and "norm.weight" in line

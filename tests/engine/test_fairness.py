@@ -10,9 +10,9 @@ import pytest
 
 from tests.checkpoints import random_prompt
 from tests.engine.harness import (
-    Answer,
-    Ask,
     Engine,
+    Request,
+    Response,
     record_steps,
     running,
     sampling_params,
@@ -21,9 +21,10 @@ from tests.engine.harness import (
 from vllm.diffusion.engine.scheduler import waiting as admission
 
 BUDGET = 128  # rows
-SMALL = Ask(random_prompt(8), {"gen_length": 8, "steps": 2, "ignore_eos": True})
-LARGE = Ask(random_prompt(96), {"gen_length": 16, "steps": 4, "ignore_eos": True})
-GIANT = Ask(random_prompt(200), {"gen_length": 16, "steps": 4, "ignore_eos": True})  # alone only
+SMALL = Request(random_prompt(8), {"gen_length": 8, "steps": 2, "ignore_eos": True})
+LARGE = Request(random_prompt(96), {"gen_length": 16, "steps": 4, "ignore_eos": True})
+# It runs alone only.
+GIANT = Request(random_prompt(200), {"gen_length": 16, "steps": 4, "ignore_eos": True})
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +39,9 @@ class Traffic:
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self._engine = engine.llm.llm_engine
         self._steps = record_steps(engine, monkeypatch)
-        self.answers: dict[str, Answer] = {}
+        self.answers: dict[str, Response] = {}
 
-    def send(self, name: str, ask: Ask, priority: int = 0) -> None:
+    def send(self, name: str, ask: Request, priority: int = 0) -> None:
         prompt: Any = {"prompt_token_ids": ask.prompt}
         self._engine.add_request(name, prompt, sampling_params(ask), priority=priority)
 
@@ -76,7 +77,7 @@ def test_small_requests_do_not_wait_for_room_that_only_a_large_one_needs(traffic
 
 @pytest.mark.parametrize("kept_out", [LARGE, GIANT], ids=["large", "giant"])
 def test_a_stream_of_small_requests_cannot_keep_a_large_one_out(
-    traffic: Traffic, kept_out: Ask
+    traffic: Traffic, kept_out: Request
 ) -> None:
     """Two small ones arrive with every step, for ever, so that the engine is never idle."""
     for i in range(4):
@@ -115,8 +116,8 @@ def test_those_of_a_lower_number_start_first(traffic: Traffic) -> None:
     traffic.send("giant", GIANT)
     traffic.step()
     for name, priority, upstreams in (("c", None, 2), ("b", 1, 0), ("a", -5, 9), ("d", None, 2)):
-        asked = {} if priority is None else {"priority": priority}
-        traffic.send(name, Ask(LARGE.prompt, {**LARGE.extra, **asked}), upstreams)
+        parameters = {} if priority is None else {"priority": priority}
+        traffic.send(name, Request(LARGE.prompt, {**LARGE.extra, **parameters}), upstreams)
     traffic.finish()
     assert traffic.started == ["giant", "a", "b", "c", "d"]
 
@@ -127,9 +128,9 @@ def test_those_of_a_lower_number_step_first(
 ) -> None:
     """Where the rows of all do not fit into one step; first forwards are whole sequences here."""
     monkeypatch.setattr(narrow.loop, "runs_ahead", ahead)
-    asked = {**LARGE.extra, "cache": "dual", "block_length": 8}
+    parameters = {**LARGE.extra, "cache": "dual", "block_length": 8}
     for name, priority in (("first", 1), ("second", 1), ("urgent", 0)):
-        traffic.send(name, Ask(LARGE.prompt, {**asked, "priority": priority}))
+        traffic.send(name, Request(LARGE.prompt, {**parameters, "priority": priority}))
     traffic.finish()
     assert traffic.started == ["urgent", "first", "second"]
 
@@ -138,10 +139,10 @@ def test_a_request_ends_when_its_time_is_over(
     narrow: Engine, traffic: Traffic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Queued or running; others go on, and nothing is left."""
-    slow = Ask(GIANT.prompt, {**GIANT.extra, "gen_length": 48, "steps": 48})
+    slow = Request(GIANT.prompt, {**GIANT.extra, "gen_length": 48, "steps": 48})
     late = {"timeout_s": 100}
-    traffic.send("running", Ask(slow.prompt, {**slow.extra, **late}))
-    traffic.send("queued", Ask(slow.prompt, {**slow.extra, **late}))
+    traffic.send("running", Request(slow.prompt, {**slow.extra, **late}))
+    traffic.send("queued", Request(slow.prompt, {**slow.extra, **late}))
     traffic.send("stays", SMALL)
     for _ in range(3):
         traffic.step()
@@ -167,7 +168,7 @@ def test_equals_start_in_order_of_arrival(traffic: Traffic) -> None:
 
 
 def test_a_lone_request_by_its_own_wish_is_not_kept_out_either(traffic: Traffic) -> None:
-    alone = Ask(SMALL.prompt, {**SMALL.extra, "force_single_batch": True})
+    alone = Request(SMALL.prompt, {**SMALL.extra, "force_single_batch": True})
     traffic.send("before", SMALL)
     traffic.step()
     traffic.send("alone", alone)

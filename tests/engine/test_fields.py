@@ -11,7 +11,7 @@ import pytest
 
 from tests.checkpoints import DELETE_ID, EOS_ID, EOT_ID, random_prompt
 from tests.engine.cases import CUT, DELAYED, DREAM, FULL, MULTI
-from tests.engine.harness import BLOCKS, NOISY, Ask, running
+from tests.engine.harness import BLOCKS, NOISY, Request, running
 from vllm.diffusion.request.algorithms import ALGORITHMS, algorithms_for
 from vllm.diffusion.request.families import SDAR
 
@@ -30,7 +30,7 @@ WARM: dict[str, Any] = {"temperature": 0.9, "seed": 5}
 
 def ways(algorithms: Any, length: int = 8) -> list[dict[str, Any]]:
     """Every algorithm with every cache, and guidance where there can be some."""
-    found = []
+    results = []
     for name, record in algorithms.items():
         for cache in record.caches:
             own = {"algorithm": name, "cache": cache, "gen_length": 16, **OWN.get(name, {})}
@@ -38,10 +38,10 @@ def ways(algorithms: Any, length: int = 8) -> list[dict[str, Any]]:
                 own["block_length"] = length
             if record.is_block_causal:
                 own.pop("steps", None)
-            found.append(own)
+            results.append(own)
             if cache == "none" and not record.is_block_causal:
-                found.append({**own, "cfg_scale": 0.5})
-    return found
+                results.append({**own, "cfg_scale": 0.5})
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +56,16 @@ def sdar(checkpoint: Callable[[str], Path]) -> Iterator[Engine]:
         yield engine
 
 
-def check_ways(engine: Engine, found: list[dict[str, Any]]) -> None:
+def check_ways(engine: Engine, actual: list[dict[str, Any]]) -> None:
     """That an answer has allowed tokens alone, and ends where it may end first."""
     prompt, ends = random_prompt(9), {str(EOS_ID): 100, str(EOT_ID): 100}
     asks = []
-    for own in found:
+    for own in actual:
         edited = {**own, **PENALTIES}
-        asks.append(Ask(prompt, {**edited, "allowed_token_ids": ALLOWED, "ignore_eos": True}))
-        asks.append(Ask(prompt, {**edited, "min_tokens": LEAST, "logit_bias": ends}))
+        asks.append(Request(prompt, {**edited, "allowed_token_ids": ALLOWED, "ignore_eos": True}))
+        asks.append(Request(prompt, {**edited, "min_tokens": LEAST, "logit_bias": ends}))
     answers = engine.ask(*asks)
-    for own, allowed, least in zip(found, answers[::2], answers[1::2], strict=True):
+    for own, allowed, least in zip(actual, answers[::2], answers[1::2], strict=True):
         assert len(allowed.token_ids) == 16 and set(allowed.token_ids) <= set(ALLOWED), own
         assert len(least.token_ids) == LEAST + 1, own
         assert least.token_ids[-1] in (EOS_ID, EOT_ID) and least.finish_reason == "stop", own
@@ -75,8 +75,8 @@ def check_ways(engine: Engine, found: list[dict[str, Any]]) -> None:
 def test_an_end_does_not_move_before_the_least_length(checkpoint: Callable[[str], Path]) -> None:
     """Where the tokens before it are deleted."""
     often = {"logit_bias": {str(DELETE_ID): 8, str(EOS_ID): 8}, "min_tokens": LEAST}
-    asked = {"gen_length": 24, "block_length": 8, "threshold": 0.3, "editing_threshold": 0.9}
-    asks = [Ask(random_prompt(9, number), {**asked, **often}) for number in (3, 20, 28)]
+    parameters = {"gen_length": 24, "block_length": 8, "threshold": 0.3, "editing_threshold": 0.9}
+    asks = [Request(random_prompt(9, number), {**parameters, **often}) for number in (3, 20, 28)]
     with running(checkpoint("llada22")) as engine:
         answers = engine.ask(*asks)
     assert {answer.finish_reason for answer in answers} == {"stop"}
@@ -109,7 +109,8 @@ def test_neighbours_and_chunks_change_nothing(
     llada: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asks = [
-        Ask(random_prompt(9 + i, i), {**own, "ignore_eos": True}) for i, own in enumerate(SHAPED)
+        Request(random_prompt(9 + i, i), {**own, "ignore_eos": True})
+        for i, own in enumerate(SHAPED)
     ]
     alone = [llada.ask(ask)[0].token_ids for ask in asks]
     assert [answer.token_ids for answer in llada.ask(*asks)] == alone
@@ -122,15 +123,15 @@ def test_neighbours_and_chunks_change_nothing(
 def test_several_answers(llada: Engine) -> None:
     """They share a prompt, and each draws by its own seed."""
     extra = {**NOISY, **WARM, "top_p": 0.9, "presence_penalty": 0.5, "ignore_eos": True}
-    apart = [llada.ask(Ask(random_prompt(9), {**extra, "seed": 5 + i}))[0] for i in range(3)]
+    apart = [llada.ask(Request(random_prompt(9), {**extra, "seed": 5 + i}))[0] for i in range(3)]
     outputs = llada.llm.generate(
         [{"prompt_token_ids": random_prompt(9)}],
         [sampling(extra, n=3)],
         use_tqdm=False,
     )
-    found = [list(completion.token_ids) for completion in outputs[0].outputs]
-    assert found == [answer.token_ids for answer in apart]
-    assert len({tuple(ids) for ids in found}) == 3
+    actual = [list(completion.token_ids) for completion in outputs[0].outputs]
+    assert actual == [answer.token_ids for answer in apart]
+    assert len({tuple(ids) for ids in actual}) == 3
 
 
 def sampling(extra: dict[str, Any], **fields: Any) -> Any:
@@ -147,7 +148,7 @@ def test_bad_words_of_several_tokens(llada: Engine) -> None:
 
     def answers(**fields: Any) -> list[list[int]]:
         """Answers to requests with these fields of upstream's SamplingParams."""
-        asks = [Ask(random_prompt(9), {**own, "seed": seed}, fields) for seed in range(4)]
+        asks = [Request(random_prompt(9), {**own, "seed": seed}, fields) for seed in range(4)]
         return [answer.token_ids for answer in llada.ask(*asks)]
 
     pairs = Counter(pair for ids in answers() for pair in pairwise(ids))
@@ -165,12 +166,14 @@ def test_gaps_of_a_prompt_and_a_suffix(llada: Engine) -> None:
 
     prompt = [*random_prompt(5), MASK_ID, MASK_ID, *random_prompt(4, 1)]
     extra = {**BLOCKS, "allow_infill": True, "allowed_token_ids": ALLOWED, "ignore_eos": True}
-    (answer,) = llada.ask(Ask(prompt, {**extra, "presence_penalty": 2.0}))
+    (answer,) = llada.ask(Request(prompt, {**extra, "presence_penalty": 2.0}))
     assert set(answer.report["infilled"].values()) <= set(ALLOWED)
     assert set(answer.token_ids) <= set(ALLOWED)
     ends = {str(EOS_ID): 100}
     between = {"gen_length": 32, "steps": 32, "suffix_ids": random_prompt(7), "max_tokens": 12}
-    (answer,) = llada.ask(Ask(random_prompt(5), {**between, "min_tokens": 6, "logit_bias": ends}))
+    (answer,) = llada.ask(
+        Request(random_prompt(5), {**between, "min_tokens": 6, "logit_bias": ends})
+    )
     assert len(answer.token_ids) == 7 and answer.token_ids[-1] == EOS_ID
 
 
@@ -181,8 +184,8 @@ def test_guided_output_weighs_edited_probabilities(llada: Engine) -> None:
 
     def answer(pattern: str, letter: str) -> str:
         bias = {str(token): -100 for text, token in vocabulary.items() if letter in text}
-        asked = {**room, "logit_bias": bias, "structured_outputs": {"regex": pattern}}
-        return llada.ask(Ask(random_prompt(9), asked))[0].text
+        parameters = {**room, "logit_bias": bias, "structured_outputs": {"regex": pattern}}
+        return llada.ask(Request(random_prompt(9), parameters))[0].text
 
     assert answer("[ab]{6}c", "a") == "bbbbbbc"
     assert answer("[ab]{6}c", "b") == "aaaaaac"

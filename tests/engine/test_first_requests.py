@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoints import make_checkpoint, random_prompt
-from tests.engine.harness import Ask, Engine, record, running
+from tests.engine.harness import Engine, Request, record, running
 from vllm.diffusion.config import served_model
 from vllm.diffusion.engine.worker.step_graphs import Bucket, buckets_of
 from vllm.diffusion.engine.worker.warm_up import warm_up
@@ -44,8 +44,8 @@ def test_nothing_is_compiled_loaded_or_captured_for_a_request(
         late.append("a graph")
         begin(graph, *given, **named)
 
-    def compiled(**told: Any) -> None:
-        late.append(f"{told['fn'].name}: {told['repr']}")
+    def compiled(**message: Any) -> None:
+        late.append(f"{message['fn'].name}: {message['repr']}")
 
     def loaded(module: Any, function: Any, name: str, *_: Any) -> None:
         late.append(f"{name}, loaded")
@@ -64,7 +64,7 @@ def test_nothing_is_compiled_loaded_or_captured_for_a_request(
             triton.knobs.runtime.kernel_load_end_hook.remove(loaded)
 
 
-def workload(engine: Engine) -> Iterator[list[Ask]]:
+def workload(engine: Engine) -> Iterator[list[Request]]:
     """Requests of every kind of step, which run together."""
     is_block_causal = engine.runner.model.family.is_block_causal
     steps: dict[str, Any] = {} if is_block_causal else {"algorithm": "semi_ar", "steps": 8}
@@ -74,10 +74,10 @@ def workload(engine: Engine) -> Iterator[list[Ask]]:
             for count, length in SIZES:
                 extra = {**BLOCKS, **rule, "cache": cache, "seed": 1}
                 sampling = {"temperature": temperature}
-                yield [Ask(random_prompt(length), extra, sampling) for _ in range(count)]
+                yield [Request(random_prompt(length), extra, sampling) for _ in range(count)]
     if not is_block_causal:
         yield [
-            Ask(random_prompt(length), {**BLOCKS, **steps, "cfg_scale": 1.0})
+            Request(random_prompt(length), {**BLOCKS, **steps, "cfg_scale": 1.0})
             for length in (20, 900)
         ]
 

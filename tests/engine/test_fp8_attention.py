@@ -12,8 +12,8 @@ import torch
 from tests.checkpoints import random_prompt
 from tests.engine.cases import CUT, SHORT
 from tests.engine.harness import (
-    Ask,
     Engine,
+    Request,
     record,
     record_plans,
     refusal_error,
@@ -37,7 +37,7 @@ OWN: dict[str, Any] = {"attention_dtype": "fp8", "fp8_attention_min_tokens": 40}
 SETTINGS: dict[str, Any] = {"additional_config": {"dllm": {**OWN, "longest_pause_ms": 60_000}}}
 READ = list(range(0, 64, 5))
 SCORE = {"score": {"positions": READ, "token_ids": [[5, 6, 7]] * len(READ)}}
-LONG = Ask(random_prompt(64, 9), SCORE, {"max_tokens": 1})
+LONG = Request(random_prompt(64, 9), SCORE, {"max_tokens": 1})
 LAYOUTS = {
     "chunks": Residency(False, fp8_attention=True),
     "head groups": Residency(False, 2, fp8_attention=True),
@@ -47,7 +47,7 @@ LAYOUTS = {
 ALIKE = 1e-3
 
 
-def scores(engine: Engine, *asks: Ask) -> torch.Tensor:
+def scores(engine: Engine, *asks: Request) -> torch.Tensor:
     return torch.tensor([answer.report["scores"]["logprobs"] for answer in engine.ask(*asks)])
 
 
@@ -61,11 +61,11 @@ def test_fp8_scores_differ_and_follow_the_plain_ones(
     fp8: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """These weights are scaled up, and rows choose experts: a rounding moves much."""
-    found = scores(fp8, LONG).flatten()
+    actual = scores(fp8, LONG).flatten()
     monkeypatch.setattr(DiffusionParams, "has_fp8_attention", lambda *_: False)
     wanted = scores(fp8, LONG).flatten()
-    assert not torch.equal(found, wanted)
-    assert torch.corrcoef(torch.stack((found, wanted)))[0, 1] > 0.8
+    assert not torch.equal(actual, wanted)
+    assert torch.corrcoef(torch.stack((actual, wanted)))[0, 1] > 0.8
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -80,23 +80,23 @@ def test_chunks_are_equal_to_the_whole(
 def test_batches_are_equal_to_requests_alone(fp8: Engine) -> None:
     """To the bit: scales belong to a request, and its long steps to nobody else."""
     writes = [
-        Ask(random_prompt(n, n), {**SHORT, "cfg_scale": c}) for n, c in ((40, 0.0), (50, 1.0))
+        Request(random_prompt(n, n), {**SHORT, "cfg_scale": c}) for n, c in ((40, 0.0), (50, 1.0))
     ]
-    short = Ask(random_prompt(9, 1), SHORT)
+    short = Request(random_prompt(9, 1), SHORT)
     alone = [tokens(fp8.ask(ask)) for ask in (*writes, short)]
     together = tokens(fp8.ask(*writes, LONG, short))
-    assert [*together[:2], together[3]] == [found for (found,) in alone]
-    other = Ask(random_prompt(64, 4), SCORE, LONG.sampling)
+    assert [*together[:2], together[3]] == [actual for (actual,) in alone]
+    other = Request(random_prompt(64, 4), SCORE, LONG.sampling)
     assert torch.equal(scores(fp8, LONG, other)[0], scores(fp8, LONG)[0])
 
 
 def test_kept_keys_stay_plain(fp8: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward of all positions is fp8; what reads kept keys is not, and shares steps."""
-    asked = {**SHORT, "cache": "prefix", "block_length": 8}
+    parameters = {**SHORT, "cache": "prefix", "block_length": 8}
     kinds = record(
         monkeypatch, fp8.runner.planner, "plan", lambda plan, *_: plan.layout.fp8_attention
     )
-    fp8.ask(Ask(random_prompt(48, 2), asked))
+    fp8.ask(Request(random_prompt(48, 2), parameters))
     assert kinds == [True, False, True, False]
 
 
@@ -104,17 +104,19 @@ def test_kept_keys_of_the_first_layer_are_equal(
     fp8: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing before them is fp8; in chunks and by groups of heads they are stored all the same."""
-    asked = Ask(random_prompt(48, 2), {**SHORT, "cache": "prefix", "steps": 1, "block_length": 16})
-    found = []
+    request = Request(
+        random_prompt(48, 2), {**SHORT, "cache": "prefix", "steps": 1, "block_length": 16}
+    )
+    results = []
     layouts = LAYOUTS["head groups"]._replace(fp8_attention=False), *LAYOUTS.values()
     for layout in layouts:
         with monkeypatch.context() as patch:
             patch.setattr(fp8.runner.planner, "plan", lambda *_, to=layout: Plan(to, CUT.rows))
-            fp8.ask(asked)
+            fp8.ask(request)
         kept = fp8.runner.caches
-        found.append([part(0).clone() for part in (kept.keys, kept.values)])
-    for others in found[1:]:
-        for one, other in zip(found[0], others, strict=True):
+        results.append([part(0).clone() for part in (kept.keys, kept.values)])
+    for others in results[1:]:
+        for one, other in zip(results[0], others, strict=True):
             assert one.abs().amax() > 0 and torch.allclose(one, other, rtol=0, atol=1e-4)
 
 
@@ -124,8 +126,8 @@ def test_measured_peaks_are_the_predicted_ones(
 ) -> None:
     """From a pool with room for all to one in which a step hardly fits, in less than plain ones."""
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
-    asked = {**SHORT, "gen_length": 512, "block_length": 512, "steps": 1}
-    ask, sizes = Ask(random_prompt(512), asked), {"max_model_len": 1024, **SETTINGS}
+    parameters = {**SHORT, "gen_length": 512, "block_length": 512, "steps": 1}
+    ask, sizes = Request(random_prompt(512), parameters), {"max_model_len": 1024, **SETTINGS}
     with running(checkpoint("mha"), quantization=quantization, **sizes) as engine:
         step = StepShape(1024, 512, 1024)
         plain, least = (
@@ -135,9 +137,9 @@ def test_measured_peaks_are_the_predicted_ones(
         assert least < 0.8 * plain
         for budget in (64 << 20, int(1.5 * least), int(1.1 * least)):
             shrink(engine.runner, budget)
-            found = record_plans(engine, monkeypatch)
+            actual = record_plans(engine, monkeypatch)
             engine.ask(ask)
-            ((plan, usage),) = found
+            ((plan, usage),) = actual
             assert plan.layout.fp8_attention
             assert 0.95 * plan.predicted_peak_bytes - ROUNDING_BYTES <= usage.peak_bytes
             assert usage.peak_bytes <= plan.predicted_peak_bytes <= budget
@@ -154,10 +156,13 @@ def test_ranks_find_the_same_scales(
 ) -> None:
     """The survey is of all ranks' rows, and what they exchange is fp8."""
     with running(checkpoint("mha"), **SETTINGS) as engine:
-        alone, asked = scores(engine, LONG), tokens(engine.ask(Ask(LONG.prompt[:43], SHORT)))
+        alone, single = (
+            scores(engine, LONG),
+            tokens(engine.ask(Request(LONG.prompt[:43], SHORT))),
+        )
     with ranked(checkpoint("mha"), size, **SETTINGS) as (engine, ranks):
         assert (scores(engine, LONG) - alone).abs().max() < ALIKE
-        assert tokens(engine.ask(Ask(LONG.prompt[:43], SHORT))) == asked
+        assert tokens(engine.ask(Request(LONG.prompt[:43], SHORT))) == single
         for layout in (Residency(False, shards=size), Residency(False, 1, True, shards=size)):
             use(layout._replace(fp8_attention=True), ranks, monkeypatch)
             assert (scores(engine, LONG) - alone).abs().max() < ALIKE
@@ -167,17 +172,17 @@ def test_ranks_find_the_same_scales(
 
 def test_where_no_step_is_cut_a_request_runs_alone(checkpoint: Callable[[str], Path]) -> None:
     settings = {"additional_config": {"dllm": {**OWN, "longest_pause_ms": 0}}}
-    asks = [Ask(random_prompt(n, n), SHORT) for n in (50, 9, 44)]
-    asks.append(Ask(random_prompt(60, 6), {**SHORT, "num_speculative_states": 3}))
+    asks = [Request(random_prompt(n, n), SHORT) for n in (50, 9, 44)]
+    asks.append(Request(random_prompt(60, 6), {**SHORT, "num_speculative_states": 3}))
     with running(checkpoint("mha"), **settings) as engine:
-        alone = [found for ask in asks for found in tokens(engine.ask(ask))]
+        alone = [actual for ask in asks for actual in tokens(engine.ask(ask))]
         assert tokens(engine.ask(*asks)) == alone
         assert engine.is_idle()
 
 
 def test_what_cannot_be_is_refused(checkpoint: Callable[[str], Path]) -> None:
     with running(checkpoint("mha")) as engine, pytest.raises(refusal_error(), match="attention_d"):
-        engine.ask(Ask([5], {**SHORT, "attention_dtype": "fp8"}))
+        engine.ask(Request([5], {**SHORT, "attention_dtype": "fp8"}))
     with pytest.raises(ServerConfigError, match="sdar is block-causal"):
         server_defaults({"attention_dtype": "fp8"}, SDAR)
     with pytest.raises(ServerConfigError, match="fp8_attention_min_tokens"):
@@ -202,8 +207,8 @@ def test_processes_score_as_one(divided: str, checkpoint: Callable[[str], Path])
 def test_rows_of_the_last_layer_are_of_few_sizes() -> None:
     """Whole units, as far as their chunk goes, and no row twice."""
     division = RowPartition(Ranks(), 9000)
-    found = division.narrowed(division.chunks(4224), np.array([4100, 5200, 8999]), unit=1024)
-    ends = [(chunk.rows.start, chunk.rows.stop) for chunk in found]
+    actual = division.narrowed(division.chunks(4224), np.array([4100, 5200, 8999]), unit=1024)
+    ends = [(chunk.rows.start, chunk.rows.stop) for chunk in actual]
     assert ends == [(4096, 4224), (5120, 6144), (8448, 9000)]
     alone = division.narrowed(division.chunks(4224), np.array([4100, 5200, 8999]))
     assert [chunk.rows.stop - chunk.rows.start for chunk in alone] == [1, 1, 1]
@@ -215,15 +220,15 @@ def test_cudnn_follows_the_plain_scores(
 ) -> None:
     """In bf16, with fp8 copies by the kernel that rotates, whole and in chunks."""
     with running(checkpoint("mha"), dtype="bfloat16", **SETTINGS) as engine:
-        whole, found = scores(engine, LONG), []
+        whole, actual = scores(engine, LONG), []
         for layout in LAYOUTS.values():
             with monkeypatch.context() as patch:
                 patch.setattr(
                     engine.runner.planner, "plan", lambda *_, to=layout: Plan(to, CUT.rows)
                 )
-                found.append(scores(engine, LONG))
+                actual.append(scores(engine, LONG))
         monkeypatch.setattr(DiffusionParams, "has_fp8_attention", lambda *_: False)
         plain = scores(engine, LONG)
-    for others in (whole, *found):
+    for others in (whole, *actual):
         assert torch.corrcoef(torch.stack((others.flatten(), plain.flatten())))[0, 1] > 0.8
     assert not torch.equal(whole, plain)

@@ -15,8 +15,8 @@ import pytest
 from tests.checkpoints import MASK_ID, random_prompt
 from tests.engine.cases import ADABLOCK, DREAM, FOUR_BLOCKS, FULL, MULTI, TWO_BLOCKS
 from tests.engine.harness import (
-    Ask,
     Engine,
+    Request,
     as_request,
     assert_parity,
     clear_case,
@@ -58,9 +58,9 @@ def pair(
 def test_every_algorithm_in_one_batch(pair: tuple[Engine, Any]) -> None:
     engine, model = pair
     asks, wanted = [], []
-    for number, asked in enumerate(ASKED):
-        prompt, decoded = clear_case(model, 5 + 7 * number, **asked, **FROZEN)
-        asks.append(as_request(prompt, **asked, **FROZEN))
+    for number, parameters in enumerate(ASKED):
+        prompt, decoded = clear_case(model, 5 + 7 * number, **parameters, **FROZEN)
+        asks.append(as_request(prompt, **parameters, **FROZEN))
         wanted.append((decoded.ids, decoded.num_forwards))
     answers = engine.ask(*asks)
     assert [(a.token_ids, a.num_forwards) for a in answers] == wanted
@@ -93,8 +93,8 @@ def test_a_prompt_with_masks_is_frozen_once_they_are_filled(
     rows = rows_of_launches(engine, monkeypatch)
     prompt = random_prompt(20)
     prompt[3] = prompt[15] = MASK_ID
-    asked = {**FOUR_BLOCKS, "algorithm": "semi_ar", "steps": 32, "allow_infill": True}
-    (answer,) = engine.ask(as_request(prompt, **asked, **FROZEN))
+    parameters = {**FOUR_BLOCKS, "algorithm": "semi_ar", "steps": 32, "allow_infill": True}
+    (answer,) = engine.ask(as_request(prompt, **parameters, **FROZEN))
     filled = len(answer.report["infilled"])
     num_whole = rows.count(52)
     assert filled == 2
@@ -110,7 +110,7 @@ def test_layers_in_host_memory_change_no_token(
     """Where the device has no room for all that a request keeps, and only there."""
     with running(checkpoint("grouped")) as engine:
         runner, planner = engine.runner, engine.runner.planner
-        asks = [as_request(random_prompt(200), **asked) for asked in KEEPING]
+        asks = [as_request(random_prompt(200), **parameters) for parameters in KEEPING]
         wanted = [engine.ask(ask)[0] for ask in asks]
         layers = []
         allocate = runner.pages.allocate
@@ -141,17 +141,23 @@ def test_what_several_answers_have_in_common_is_computed_once(
     """They are those of requests of their own, guided ones too, and the last may come alone."""
     engine, _ = pair
     rows = rows_of_launches(engine, monkeypatch)
-    asked = {"gen_length": 16, "block_length": 8, "steps": 4, "ignore_eos": True, "cache": cache}
+    parameters = {
+        "gen_length": 16,
+        "block_length": 8,
+        "steps": 4,
+        "ignore_eos": True,
+        "cache": cache,
+    }
     for guidance in (0.0, 0.5):
-        extra = {**asked, "cfg_scale": guidance}
+        extra = {**parameters, "cfg_scale": guidance}
         prompt, whole = random_prompt(prompt_length), prompt_length + 16
         noisy = {"temperature": 0.8, "n": 3, "seed": 5}
         alone = engine.ask(
-            *(Ask(prompt, extra, {**noisy, "n": 1, "seed": 5 + i}) for i in range(3))
+            *(Request(prompt, extra, {**noisy, "n": 1, "seed": 5 + i}) for i in range(3))
         )
         assert len({tuple(answer.token_ids) for answer in alone}) > 1
         rows.clear()
-        (output,) = engine.outputs(Ask(prompt, extra, noisy))
+        (output,) = engine.outputs(Request(prompt, extra, noisy))
         assert [list(o.token_ids) for o in output.outputs] == [a.token_ids for a in alone]
         whole *= 2 if guidance else 1
         if cache == "none":  # few rows are computed anew
@@ -161,29 +167,32 @@ def test_what_several_answers_have_in_common_is_computed_once(
             assert max(rows[1:]) < whole
         assert engine.is_idle()
         assert engine.runner.caches.num_bytes == 0
-        assert not any(isinstance(found, SharedRows) for found in gc.get_objects())
+        assert not any(isinstance(actual, SharedRows) for actual in gc.get_objects())
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "parameters",
     [
         {"cache": "prefix", "algorithm": "semi_ar", "steps": 8},
         {"cache": "dual", "algorithm": "semi_ar", "steps": 8},
         {"cache": "delayed", "algorithm": "multi_block", "cache_delay_iter": 1},
     ],
-    ids=lambda asked: asked["cache"],
+    ids=lambda parameters: parameters["cache"],
 )
 def test_what_the_first_forward_keeps_is_copied(
-    pair: tuple[Engine, Any], asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Engine, Any], parameters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of several answers one makes that forward, step by step and ahead."""
     engine, _ = pair
     prompt, extra = random_prompt(150), {"gen_length": 16, "block_length": 8, "ignore_eos": True}
-    asks = [Ask(prompt, {**extra, **asked}, {"temperature": 0.8, "seed": 5 + i}) for i in range(3)]
+    asks = [
+        Request(prompt, {**extra, **parameters}, {"temperature": 0.8, "seed": 5 + i})
+        for i in range(3)
+    ]
     rows = rows_of_launches(engine, monkeypatch)
     alone, num_rows = engine.ask(*asks), sum(rows)
     assert len({tuple(answer.token_ids) for answer in alone}) > 1
-    together = Ask(prompt, {**extra, **asked}, {**asks[0].sampling, "n": 3})
+    together = Request(prompt, {**extra, **parameters}, {**asks[0].sampling, "n": 3})
     for ahead in (False, True):
         monkeypatch.setattr(engine.loop, "runs_ahead", ahead)
         rows.clear()
@@ -192,4 +201,4 @@ def test_what_the_first_forward_keeps_is_copied(
         assert sum(rows) == num_rows - 2 * (150 + 16)
         assert engine.is_idle()
         assert engine.runner.caches.num_bytes == 0
-        assert not any(isinstance(found, SharedRows) for found in gc.get_objects())
+        assert not any(isinstance(actual, SharedRows) for actual in gc.get_objects())

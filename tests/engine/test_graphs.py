@@ -13,7 +13,7 @@ import torch
 
 from tests.checkpoints import llada2_config, llada_config, make_checkpoint, sdar_config
 from tests.engine.cases import SERVED
-from tests.engine.harness import Ask, running
+from tests.engine.harness import Request, running
 from tests.pages import NO_PAGES, store_with
 from vllm.diffusion import ops
 from vllm.diffusion.core.buffers import FreshBuffers
@@ -46,13 +46,15 @@ if TYPE_CHECKING:
     from vllm.diffusion.memory import KeptSequence
 
 
-def canvas(length: int, cache: KeptSequence | None = None, name: str = "a", **asked: Any) -> Canvas:
+def canvas(
+    length: int, cache: KeptSequence | None = None, name: str = "a", **parameters: Any
+) -> Canvas:
     """A request of `length` positions, the last 8 of them masked."""
-    asked = {"gen_length": 8, "block_length": 8, "steps": 8, "seed": 0, **asked}
+    parameters = {"gen_length": 8, "block_length": 8, "steps": 8, "seed": 0, **parameters}
     if cache is not None:
-        asked["cache"] = "dual"
+        parameters["cache"] = "dual"
     prompt = [2 + i % 90 for i in range(length - 8)]
-    decided = decision.decide(fields.canonical(asked), SERVED, prompt)
+    decided = decision.decide(fields.canonical(parameters), SERVED, prompt)
     return Canvas(NewCanvas(name, prompt, decided), cache)
 
 
@@ -245,8 +247,8 @@ def check_replay(runner: Any, lengths: list[int], is_cached: bool) -> None:
     for _ in range(2):
         replayed = runner.graphs.run(batch, plan)
         assert replayed is not None
-        found = (replayed.x, *(replayed.keys_values or ()))
-        for given, expected in zip(found, wanted, strict=True):
+        actual = (replayed.x, *(replayed.keys_values or ()))
+        for given, expected in zip(actual, wanted, strict=True):
             rows, expected_rows = (
                 t.float().flatten(1) for t in (given[: batch.num_rows], expected)
             )
@@ -269,7 +271,9 @@ def test_graphs_can_be_turned_off(
     settings = {"enforce_eager": True} if switch == "enforce_eager" else {}
     with running(folder, dtype="bfloat16", max_model_len=64, **settings) as engine:
         assert engine.runner.graphs is None
-        (answer,) = engine.ask(Ask([3, 4, 5], {"gen_length": 16, "block_length": 8, "steps": 8}))
+        (answer,) = engine.ask(
+            Request([3, 4, 5], {"gen_length": 16, "block_length": 8, "steps": 8})
+        )
         assert answer.finish_reason in ("length", "stop")
 
 
@@ -283,9 +287,9 @@ def test_a_step_waits_for_nothing_but_its_result(
     folder = make_checkpoint(tmp_path, family=family, seed=3, dtype=torch.bfloat16)
     blocks = {"algorithm": "semi_ar", "gen_length": 16, "block_length": 8, "steps": 8, "seed": 1}
     asks = [
-        Ask([3 + i, 4, 5], {**blocks, **asked}, {"temperature": temperature})
+        Request([3 + i, 4, 5], {**blocks, **parameters}, {"temperature": temperature})
         for temperature in (0.0, 0.7)
-        for i, asked in enumerate(({}, {"cache": "dual"}, {"cfg_scale": 1.5}))
+        for i, parameters in enumerate(({}, {"cache": "dual"}, {"cfg_scale": 1.5}))
     ]
     settings = {"dtype": "bfloat16", "max_model_len": 64, "enforce_eager": not use_graphs}
     with running(folder, **settings) as engine:

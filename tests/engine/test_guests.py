@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import Ask, running
+from tests.engine.harness import Request, running
 from vllm.diffusion.engine.scheduler.long_step_policy import SpeedEstimate
 from vllm.diffusion.memory import Admission, Demand
 
@@ -25,12 +25,18 @@ PLAIN = {"gen_length": 16, "block_length": 8, "steps": 8, "ignore_eos": True}
 
 
 @pytest.mark.parametrize(
-    ("asked", "wanted"),
-    [(Ask(random_prompt(8), PLAIN), set()), (Ask(random_prompt(200), PLAIN), {"long_step_policy"})],
+    ("parameters", "wanted"),
+    [
+        (Request(random_prompt(8), PLAIN), set()),
+        (Request(random_prompt(200), PLAIN), {"long_step_policy"}),
+    ],
     ids=["plain", "long"],
 )
 def test_steps_enter_the_guests_of_their_requests_alone(
-    asked: Ask, wanted: set[str], checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    parameters: Request,
+    wanted: set[str],
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Between the step in which a request starts and its end, where long steps are cut."""
     entered: list[set[str]] = []
@@ -45,7 +51,7 @@ def test_steps_enter_the_guests_of_their_requests_alone(
         assert scheduler.long_steps is None and scheduler.paging is None
         seconds = [Admission(planner).seconds_of(Demand(rows, 16), rows) for rows in (24, 216)]
         engine.cut_steps(sum(seconds) / 2)
-        engine.ask(asked)  # so that the size of the memory is known
+        engine.ask(parameters)  # so that the size of the memory is known
         for name in ("schedule", "update_from_output"):
             method = getattr(scheduler, name)
 
@@ -58,7 +64,7 @@ def test_steps_enter_the_guests_of_their_requests_alone(
                     sys.setprofile(None)
 
             monkeypatch.setattr(scheduler, name, traced)
-        engine.ask(asked)
+        engine.ask(parameters)
     assert len(entered) >= 16
     seen = set().union(*entered[1:-1]) & GUESTS
     assert seen == wanted

@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, random_prompt
 from tests.engine.cases import GUIDED, GUIDED_RULES, SCHEMA, guided_asks
-from tests.engine.harness import Ask, Engine, refusal_error, running
+from tests.engine.harness import Engine, Request, refusal_error, running
 from vllm.diffusion.memory.plan import ChunkRows, Plan, Residency
 
 CHECK = Draft202012Validator(SCHEMA, format_checker=Draft202012Validator.FORMAT_CHECKER)
@@ -22,8 +22,8 @@ CHECK = Draft202012Validator(SCHEMA, format_checker=Draft202012Validator.FORMAT_
 def test_answers_match_their_schema(engine: Engine, temperature: float) -> None:
     """Of every rule and cache, all in the same steps."""
     for ask, answer in zip(
-        found := guided_asks(GUIDED_RULES, temperature, json=SCHEMA),
-        engine.ask(*found),
+        actual := guided_asks(GUIDED_RULES, temperature, json=SCHEMA),
+        engine.ask(*actual),
         strict=True,
     ):
         assert answer.finish_reason in ("stop", "length"), (ask, answer.report)
@@ -48,7 +48,7 @@ def test_upstreams_own_field_is_taken(engine: Engine) -> None:
     from vllm.sampling_params import StructuredOutputsParams
 
     structured = StructuredOutputsParams(json=json.dumps(SCHEMA))
-    ask = Ask(random_prompt(9), {**GUIDED, "steps": 16}, {"structured_outputs": structured})
+    ask = Request(random_prompt(9), {**GUIDED, "steps": 16}, {"structured_outputs": structured})
     (answer,) = engine.ask(ask)
     (other,) = engine.ask(*guided_asks(["semi_ar"], 0.0, json=SCHEMA))
     assert answer.token_ids == other.token_ids
@@ -60,17 +60,17 @@ def test_an_answer_may_be_cut_before_its_canvas_ends_and_is_whole(engine: Engine
     for seed in range(3):
         extra = {**GUIDED, "steps": 16, "temperature": 1.5, "seed": seed}
         extra |= {"max_tokens": 30, "structured_outputs": {"json": SCHEMA}}
-        (answer,) = engine.ask(Ask(random_prompt(9, seed), extra))
+        (answer,) = engine.ask(Request(random_prompt(9, seed), extra))
         assert len(answer.token_ids) <= 30
         CHECK.validate(json.loads(answer.text))
 
 
 def test_beside_others_an_answer_is_as_alone(engine: Engine) -> None:
-    found = guided_asks(("semi_ar", "threshold", "dream"), 0.7, 2, json=SCHEMA)
-    alone = [engine.ask(ask)[0].token_ids for ask in found]
-    others = [Ask(random_prompt(12), {**GUIDED, "steps": 16, "temperature": 1.0, "seed": 3})]
+    actual = guided_asks(("semi_ar", "threshold", "dream"), 0.7, 2, json=SCHEMA)
+    alone = [engine.ask(ask)[0].token_ids for ask in actual]
+    others = [Request(random_prompt(12), {**GUIDED, "steps": 16, "temperature": 1.0, "seed": 3})]
     free = engine.ask(*others)[0].token_ids
-    together = [answer.token_ids for answer in engine.ask(*found, *others)]
+    together = [answer.token_ids for answer in engine.ask(*actual, *others)]
     assert together == [*alone, free]
 
 
@@ -78,11 +78,11 @@ def test_beside_others_an_answer_is_as_alone(engine: Engine) -> None:
 def test_steps_in_chunks_and_in_groups_of_heads_choose_the_same(
     engine: Engine, head_groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = guided_asks(("semi_ar", "threshold"), 0.7, json=SCHEMA)
-    whole = [answer.token_ids for answer in engine.ask(*found)]
+    actual = guided_asks(("semi_ar", "threshold"), 0.7, json=SCHEMA)
+    whole = [answer.token_ids for answer in engine.ask(*actual)]
     plan = Plan(Residency(False, head_groups), ChunkRows(37, 29, 23, 5))
     monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
-    assert [answer.token_ids for answer in engine.ask(*found)] == whole
+    assert [answer.token_ids for answer in engine.ask(*actual)] == whole
 
 
 def test_the_forced_beginning_costs_no_forward(engine: Engine) -> None:
@@ -93,7 +93,9 @@ def test_the_forced_beginning_costs_no_forward(engine: Engine) -> None:
         "required": ["a very long name of a property"],
     }
     extra = {"gen_length": 32, "block_length": 32, "threshold": 1.0}
-    (answer,) = engine.ask(Ask(random_prompt(9), {**extra, "structured_outputs": {"json": schema}}))
+    (answer,) = engine.ask(
+        Request(random_prompt(9), {**extra, "structured_outputs": {"json": schema}})
+    )
     assert isinstance(json.loads(answer.text)["a very long name of a property"], bool)
     assert answer.num_forwards is not None
     assert answer.num_forwards <= 32 - 18
@@ -101,22 +103,22 @@ def test_the_forced_beginning_costs_no_forward(engine: Engine) -> None:
 
 def test_an_answer_stands_between_prompt_and_suffix(engine: Engine) -> None:
     """Under every rule and cache, free and in a language; what follows is read."""
-    pattern, found = "[a-z]{3,8}( [a-z]+)*", []
+    pattern, actual = "[a-z]{3,8}( [a-z]+)*", []
     for rule in GUIDED_RULES:
         (ask,) = guided_asks([rule], 0.7, regex=pattern)
         room = {"max_tokens": 21, "gen_length": 32}
-        found.append(Ask(ask.prompt, {**ask.extra, **room, "suffix_ids": random_prompt(7)}))
-    for ask, answer in zip(found, engine.ask(*found), strict=True):
+        actual.append(Request(ask.prompt, {**ask.extra, **room, "suffix_ids": random_prompt(7)}))
+    for ask, answer in zip(actual, engine.ask(*actual), strict=True):
         assert len(answer.token_ids) <= 21
         assert re.fullmatch(pattern, answer.text), (ask, answer)
     free = {**GUIDED, "max_tokens": 20, "steps": 16}
     texts = {
-        tuple(engine.ask(Ask(random_prompt(9), {**free, **own}))[0].token_ids)
+        tuple(engine.ask(Request(random_prompt(9), {**free, **own}))[0].token_ids)
         for own in ({}, {"suffix_ids": random_prompt(7)}, {"suffix_ids": random_prompt(7, 1)})
     }
     assert len(texts) == 3
     whole = {**free, "ignore_eos": True, "suffix_ids": random_prompt(40)}
-    report = engine.ask(Ask(random_prompt(9), whole))[0].report
+    report = engine.ask(Request(random_prompt(9), whole))[0].report
     assert (report["num_committed"], report["num_forwards_saved"]) == (20, 0)
 
 
@@ -127,17 +129,17 @@ def test_every_gap_of_a_prompt_is_in_the_language(engine: Engine) -> None:
     pattern = "[a-z]{2,9}!?"
     extra = {"structured_outputs": {"regex": pattern}, "allow_infill": True, "temperature": 1.0}
     rules = ("semi_ar", "threshold", "several blocks", "dream", "guidance")
-    found = [
-        Ask(prompt, {**guided_asks([rule], 1.0)[0].extra, **extra, "seed": 5}) for rule in rules
+    actual = [
+        Request(prompt, {**guided_asks([rule], 1.0)[0].extra, **extra, "seed": 5}) for rule in rules
     ]
-    for answer in engine.ask(*found):
+    for answer in engine.ask(*actual):
         filled = answer.report["infilled"]
         for gap in (range(5, 9), range(13, 22)):
             ids = [filled[place] for place in gap]
             text = engine.llm.get_tokenizer().decode([i for i in ids if i not in (EOS_ID, EOT_ID)])
             assert re.fullmatch(pattern, text), (answer, text)
         assert re.fullmatch(pattern, answer.text)
-    short = Ask(
+    short = Request(
         [*head, MASK_ID, *middle], {**GUIDED, **extra, "structured_outputs": {"regex": "日"}}
     )
     with pytest.raises(refusal_error(), match=r"structured_outputs\.regex"):
@@ -164,19 +166,19 @@ def test_every_gap_of_a_prompt_is_in_the_language(engine: Engine) -> None:
     ],
 )
 def test_what_cannot_be_had_is_refused(engine: Engine, extra: Any, message: str) -> None:
-    asked = {"gen_length": 64, "structured_outputs": {"json": SCHEMA}, **extra}
+    parameters = {"gen_length": 64, "structured_outputs": {"json": SCHEMA}, **extra}
     with pytest.raises(refusal_error(), match=message):
-        engine.ask(Ask(random_prompt(9), asked))
+        engine.ask(Request(random_prompt(9), parameters))
     assert engine.is_idle()
 
 
 def test_log_probabilities_of_chosen_tokens_are_known(engine: Engine) -> None:
     (ask,) = guided_asks(["semi_ar"], 0.0, json=SCHEMA)
-    (output,) = engine.outputs(Ask(ask.prompt, ask.extra, {"logprobs": 1}))
+    (output,) = engine.outputs(Request(ask.prompt, ask.extra, {"logprobs": 1}))
     completion = output.outputs[0]
-    found = [p[t].logprob for t, p in zip(completion.token_ids, completion.logprobs, strict=True)]
-    assert len(found) > 8
-    assert all(value <= 0 for value in found), found  # none is NaN
+    actual = [p[t].logprob for t, p in zip(completion.token_ids, completion.logprobs, strict=True)]
+    assert len(actual) > 8
+    assert all(value <= 0 for value in actual), actual  # none is NaN
 
 
 # Of block-causal families; "edits" may replace what it has committed.
@@ -203,11 +205,11 @@ def test_block_causal_families_answer_in_the_language(
 ) -> None:
     with running(checkpoint(case)) as engine:
         shared = {"gen_length": 60, "block_length": 8, "structured_outputs": {"json": SCHEMA}}
-        found = [
-            Ask(random_prompt(9, seed), {**shared, **rule, "temperature": t, "seed": seed})
+        actual = [
+            Request(random_prompt(9, seed), {**shared, **rule, "temperature": t, "seed": seed})
             for rule in BLOCK_RULES[case].values()
             for seed, t in enumerate((0.0, 1.5))
         ]
-        for ask, answer in zip(found, engine.ask(*found), strict=True):
+        for ask, answer in zip(actual, engine.ask(*actual), strict=True):
             assert answer.finish_reason in ("stop", "length"), (ask, answer.report)
             CHECK.validate(json.loads(answer.text))

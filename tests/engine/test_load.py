@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import Ask, Engine, record_steps, running, sampling_params
+from tests.engine.harness import Engine, Request, record_steps, running, sampling_params
 
 BLOCKS: dict[str, Any] = {"gen_length": 16, "block_length": 8}
 KINDS: tuple[dict[str, Any], ...] = (
@@ -42,7 +42,7 @@ class Sent:
         leaves: steps after which its client goes away, if it does.
     """
 
-    ask: Ask
+    ask: Request
     step: int
     streams: bool
     leaves: int | None
@@ -53,14 +53,14 @@ class Sent:
 def crowd(num_requests: int) -> list[Sent]:
     """The same requests every time; one in ten leaves."""
     draw = random.Random(7)
-    found = []
+    results = []
     for i in range(num_requests):
         length = LONG if i % 4 == 3 else draw.randint(1, 60)
-        asked = {**KINDS[i % len(KINDS)], "seed": i, "ignore_eos": draw.random() < 0.7}
-        ask = Ask(random_prompt(length, seed=i), asked)
+        parameters = {**KINDS[i % len(KINDS)], "seed": i, "ignore_eos": draw.random() < 0.7}
+        ask = Request(random_prompt(length, seed=i), parameters)
         leaves = draw.randint(0, 10) if draw.random() < 0.1 else None
-        found.append(Sent(ask, draw.randint(0, 15), draw.random() < 0.5, leaves))
-    return found
+        results.append(Sent(ask, draw.randint(0, 15), draw.random() < 0.5, leaves))
+    return results
 
 
 def serve(engine: Engine, requests: list[Sent]) -> None:

@@ -14,9 +14,9 @@ import torch
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.engine.cases import CUT, PLANS, SHORT
 from tests.engine.harness import (
-    Answer,
-    Ask,
     Engine,
+    Request,
+    Response,
     finish,
     record,
     running,
@@ -32,8 +32,8 @@ from vllm.diffusion.engine.worker.reuse import ALL_ROWS
 from vllm.diffusion.memory import Admission, Demand, PoolExhaustedError, StepShape, rates
 from vllm.diffusion.memory.plan import Plan, StageSeconds
 
-LONG = Ask(random_prompt(90, 1), {**SHORT, "cfg_scale": 1.0})
-BESIDE = [Ask(random_prompt(n, n), SHORT) for n in (20, 5, 33)]
+LONG = Request(random_prompt(90, 1), {**SHORT, "cfg_scale": 1.0})
+BESIDE = [Request(random_prompt(n, n), SHORT) for n in (20, 5, 33)]
 Alone = tuple["Engine", list[tuple[list[int], "int | None"]]]  # an engine, its answers
 SECOND = StageSeconds(1.0, 1.0, 1.0, 1.0)  # of every chunk
 
@@ -141,7 +141,7 @@ def test_an_abort_in_mid_step_gives_its_memory_back_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, _ = alone
-    stays = Ask(random_prompt(20), {**SHORT, "steps": 16})
+    stays = Request(random_prompt(20), {**SHORT, "steps": 16})
     wanted = tokens(engine.ask(stays))
     slicer = slice_steps(engine, monkeypatch, 2.0, PLANS[name])
     runner = engine.runner
@@ -167,7 +167,7 @@ def test_what_runs_beside_a_paused_step_comes_out_of_what_is_left(
     """In a pool that the long step alone would fill, the other one is planned beside it."""
     engine, _ = alone
     runner = engine.runner
-    long, short = Ask(random_prompt(1500), SHORT), Ask(random_prompt(300), SHORT)
+    long, short = Request(random_prompt(1500), SHORT), Request(random_prompt(300), SHORT)
     wanted = tokens([*engine.ask(long), *engine.ask(short)])
     step_alone = StepShape(1516, 16, 1516)
     whole = runner.planner.plan(step_alone)
@@ -258,7 +258,7 @@ def test_the_scheduler_hands_out_long_steps_in_slices(
     engine, outputs = slow
     monkeypatch.setattr(engine.loop, "runs_ahead", runs_ahead)
     step_slice = {**SHORT, "cache": cache}
-    asks = [Ask(random_prompt(n, n), step_slice) for n in (200, 15, 180, 8)]
+    asks = [Request(random_prompt(n, n), step_slice) for n in (200, 15, 180, 8)]
     wanted = tokens(engine.ask(*asks))
     assert all(output.paused is None for output in outputs)
     planner = engine.runner.planner
@@ -278,7 +278,10 @@ def test_the_scheduler_hands_out_long_steps_in_slices(
 
 def test_an_abort_between_slices_ends_the_step(slow: tuple[Engine, list[Any]]) -> None:
     engine, outputs = slow
-    long, short = Ask(random_prompt(200), SHORT), Ask(random_prompt(15), {**SHORT, "steps": 16})
+    long, short = (
+        Request(random_prompt(200), SHORT),
+        Request(random_prompt(15), {**SHORT, "steps": 16}),
+    )
     wanted = tokens(engine.ask(short))
     before = engine.runner.pool.used_bytes
     engine.cut_steps(2 * Admission(engine.runner.planner).seconds_of(Demand(216, 16), 216) / 5)
@@ -301,7 +304,7 @@ def test_who_does_not_fit_beside_a_paused_step_waits_for_its_end(
 ) -> None:
     engine, outputs = slow
     planner = engine.runner.planner
-    long, short = Ask(random_prompt(200), SHORT), Ask(random_prompt(15), SHORT)
+    long, short = Request(random_prompt(200), SHORT), Request(random_prompt(15), SHORT)
     wanted = tokens(engine.ask(long, short))
     engine.cut_steps(2 * Admission(planner).seconds_of(Demand(216, 16), 216) / 5)
     fits = Admission.fits
@@ -323,7 +326,7 @@ def test_a_step_whose_keys_were_moved_begins_anew(
     """One that came before it goes, and one that comes needs more room than that left."""
     engine, _ = slow
     step_slice = {**SHORT, "cache": "dual"}
-    asks = [Ask(random_prompt(n, n), step_slice) for n in (15, 200, 60)]
+    asks = [Request(random_prompt(n, n), step_slice) for n in (15, 200, 60)]
     wanted = tokens(engine.ask(*asks))
     runner = engine.runner
     runner.pages.trim()  # so that there is no more room than is in use
@@ -355,7 +358,7 @@ def test_a_paused_step_makes_room_for_who_starts(
     """It begins anew where pages find no room beside it, and nobody ends with an error."""
     engine, _ = slow
     cached = {**SHORT, "cache": "dual"}
-    asks = [Ask(random_prompt(200, 1), SHORT), Ask(random_prompt(60, 2), cached)]
+    asks = [Request(random_prompt(200, 1), SHORT), Request(random_prompt(60, 2), cached)]
     wanted, runner = tokens(engine.ask(*asks)), engine.runner
     engine.cut_steps(2 * Admission(runner.planner).seconds_of(Demand(216, 16), 216) / 30)
     forwards_begun = record(
@@ -412,7 +415,7 @@ def test_graphs_are_replayed_beside_a_paused_step(
     """What they write lies in front of the paused step's buffers, which have the same names."""
     monkeypatch.setenv("VLLM_USE_VMM", use_vmm)
     folder = make_checkpoint(tmp_path, seed=3, dtype=torch.bfloat16)
-    long, short = Ask(random_prompt(200, 1), SHORT), Ask(random_prompt(20, 2), SHORT)
+    long, short = Request(random_prompt(200, 1), SHORT), Request(random_prompt(20, 2), SHORT)
     with running(folder, dtype="bfloat16", max_model_len=256) as engine:
         plan, cut = engine.runner.planner.plan, replace(CUT, chunk_seconds=SECOND)
 
@@ -435,9 +438,9 @@ def test_graphs_are_replayed_beside_a_paused_step(
         assert replays.count(True) >= 10 and False not in replays
 
 
-def finish_one(engine: Engine, name: str) -> dict[str, Answer]:
+def finish_one(engine: Engine, name: str) -> dict[str, Response]:
     """Step until one request has ended."""
-    answers: dict[str, Answer] = {}
+    answers: dict[str, Response] = {}
     while name not in answers:
         answers |= step(engine)
     return answers

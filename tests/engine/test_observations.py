@@ -13,12 +13,12 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import BLOCKS, Ask, Engine, record, running, speculating, start
+from tests.engine.harness import BLOCKS, Engine, Request, record, running, speculating, start
 from vllm.diffusion import metrics
 from vllm.diffusion.engine.scheduler import observer
 from vllm.diffusion.metrics import Metric, Observations, observations_in
 
-SMALL = Ask(random_prompt(5), {"gen_length": 8, "steps": 3, "ignore_eos": True})
+SMALL = Request(random_prompt(5), {"gen_length": 8, "steps": 3, "ignore_eos": True})
 
 
 def sent(observations: Observations) -> list[tuple[str, str, int]]:
@@ -101,7 +101,7 @@ def test_statistics_wait_for_an_output(
     """A step with nothing to tell a client need not be told of; nothing is lost by that."""
     monkeypatch.setattr(observer, "STATISTICS_S", seconds)
     seen = record_sent(monkeypatch)
-    (answer,) = telling.ask(Ask(random_prompt(20), {**BLOCKS, "ignore_eos": True}))
+    (answer,) = telling.ask(Request(random_prompt(20), {**BLOCKS, "ignore_eos": True}))
     counts = [times for name, _, times in seen if name == "dllm:forwards"]
     assert sum(counts) == answer.num_forwards == BLOCKS["steps"]
     assert (len(counts) == BLOCKS["steps"]) == (seconds == 0.0)
@@ -111,7 +111,7 @@ def test_guesses_that_come_true_are_counted(
     telling: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = record_sent(monkeypatch)
-    asks = [Ask(random_prompt(20, n), {**BLOCKS, "ignore_eos": True}) for n in range(4)]
+    asks = [Request(random_prompt(20, n), {**BLOCKS, "ignore_eos": True}) for n in range(4)]
     answers = telling.ask(*speculating(asks, 3))
     telling.is_idle()
     totals: Counter[str] = Counter()
@@ -138,7 +138,7 @@ def test_an_abort_after_some_steps_is_an_end(
     telling.ask(SMALL)  # what was not told of yet is told now
     seen = record_sent(monkeypatch)
     upstream = telling.llm.llm_engine
-    ask = Ask(random_prompt(20), {**BLOCKS, "steps": 32, "ignore_eos": True})
+    ask = Request(random_prompt(20), {**BLOCKS, "steps": 32, "ignore_eos": True})
     req_id = start(telling, "leaves", ask)
     for _ in range(5):
         upstream.step()
@@ -160,14 +160,14 @@ def test_what_a_step_takes_of_the_memory_is_passed_on(
     seen.clear()
     execute, peaks = telling.loop.execute, [first + 30, first + 70, first + 20]
 
-    def told(message: Any) -> Any:
+    def record(message: Any) -> Any:
         output = execute(message)
         if output.results:
             known: Any = {"in_use_bytes": 10, "peak_bytes": peaks.pop(0), "planner_us": 250.0}
             output.usage = replace(output.usage, **known)
         return output
 
-    monkeypatch.setattr(telling.loop, "execute", told)
+    monkeypatch.setattr(telling.loop, "execute", record)
     telling.ask(SMALL)
     budget = telling.runner.budget_bytes
 
@@ -187,7 +187,7 @@ def test_a_request_that_never_fits_counts_as_such(
     monkeypatch.setenv("VLLM_ACTIVATION_POOL_SIZE_BYTES", str(50_000))
     with running(checkpoint("mha"), disable_log_stats=False) as engine:
         seen = record_sent(monkeypatch)
-        large = Ask(random_prompt(200), {"gen_length": 32, "cfg_scale": 1.0})
+        large = Request(random_prompt(200), {"gen_length": 32, "cfg_scale": 1.0})
         (answer,) = engine.ask(large)
     assert answer.finish_reason == "error"
     assert ("dllm:requests_refused", "memory", 1) in seen

@@ -17,10 +17,10 @@ FOREIGN = re.compile(r"cublas|cudnn|cutlass|nvjet|xmma|sm\d\d_|gemv|splitK", re.
 STEPS = """
 import sys
 from torch.profiler import ProfilerActivity, profile
-from tests.engine.harness import Ask, running
+from tests.engine.harness import Request, running
 
 folder, dtype, quantization = sys.argv[1:]
-ask = Ask(list(range(5, 29)), {"gen_length": 8, "block_length": 8, "steps": 4})
+ask = Request(list(range(5, 29)), {"gen_length": 8, "block_length": 8, "steps": 4})
 chosen = {"quantization": quantization} if quantization else {}
 with running(folder, dtype=dtype, enforce_eager=True, max_num_seqs=8, **chosen) as engine:
     engine.ask(ask)

@@ -11,9 +11,9 @@ import torch
 from tests.checkpoints import random_prompt
 from tests.engine.harness import (
     BLOCKS,
-    Answer,
-    Ask,
     Engine,
+    Request,
+    Response,
     as_request,
     assert_decoded,
     clear_case,
@@ -80,9 +80,9 @@ def test_every_stage_may_run_out_of_memory(
     engine: Engine, model: LLaDAReference, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool
 ) -> None:
     """Whatever it is that does not fit, the largest request ends, and says what it was."""
-    asked = {"gen_length": 8, "block_length": 8, "steps": 4}
-    cases = [clear_case(model, length, **asked) for length in (20, 60)]
-    asks = [as_request(prompt, **asked) for prompt, _ in cases]
+    parameters = {"gen_length": 8, "block_length": 8, "steps": 4}
+    cases = [clear_case(model, length, **parameters) for length in (20, 60)]
+    asks = [as_request(prompt, **parameters) for prompt, _ in cases]
     launch, pool = engine.runner.launch, engine.runner.pool
     take, expect = pool.take, pool.expect
     failing, seen, is_large = "", dict[str, None](), False
@@ -189,7 +189,7 @@ def set_pool(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def test_usage_of_a_step_is_reported(engine: Engine) -> None:
-    (answer,) = engine.ask(Ask(random_prompt(20), BLOCKS))
+    (answer,) = engine.ask(Request(random_prompt(20), BLOCKS))
     usage, planner = engine.scheduler.last_usage, engine.runner.planner
     assert usage.budget_bytes == planner.budget_bytes == answer.report["budget_bytes"]
     assert 0 < answer.report["average_bytes"] <= answer.report["peak_bytes"] < GIB
@@ -207,13 +207,13 @@ def test_pages_that_nobody_uses_do_not_cut_a_step(
     whole = Planner(shape, GIB, row_budget=4096).plan(StepShape(200, 32, 200))
     set_pool(whole.predicted_peak_bytes)
     with running(checkpoint("mha")) as engine:
-        pages, found = engine.runner.pages, record_plans(engine, monkeypatch)
+        pages, actual = engine.runner.pages, record_plans(engine, monkeypatch)
         pages.allocate("gone", 3 * PAGE_SIZE)
         pages.release("gone")
         assert pages.unused_bytes > 0
         engine.ask(as_request(random_prompt(168), **BLOCKS))
         assert pages.unused_bytes == 0
-    assert all(plan.is_whole(200) for plan, _ in found)
+    assert all(plan.is_whole(200) for plan, _ in actual)
 
 
 def test_a_request_that_never_fits_is_refused_with_the_numbers(
@@ -243,17 +243,17 @@ def test_the_validator_refuses_what_never_fits_once_it_knows_the_budget(
     with running(checkpoint("mha")) as engine:
         validator = validator_of(engine.llm.llm_engine.input_processor)
         assert validator is not None
-        assert validator.decide_sampling(*asked(100)).gen_length == 32
+        assert validator.decide_sampling(*request_of(100)).gen_length == 32
         worker = engine.core.model_executor.driver_worker.worker
         validator.learn_capacity(*worker.capacity())
-        assert validator.decide_sampling(*asked(100)).gen_length == 32
+        assert validator.decide_sampling(*request_of(100)).gen_length == 32
         validator.learn_capacity(required_bytes(shape, Demand(100, 32)), CPU)
-        assert validator.decide_sampling(*asked(60)).gen_length == 32
+        assert validator.decide_sampling(*request_of(60)).gen_length == 32
         with pytest.raises(RequestRefused, match=r"prompt \+ gen_length: given 182; its steps"):
-            validator.decide_sampling(*asked(150))
+            validator.decide_sampling(*request_of(150))
 
 
-def asked(prompt_length: int) -> tuple[Any, list[int]]:
+def request_of(prompt_length: int) -> tuple[Any, list[int]]:
     from tests.engine.harness import sampling_params
 
     prompt = random_prompt(prompt_length)
@@ -297,7 +297,7 @@ def test_together_requests_keep_more_than_half_of_the_pool(
     set_pool(int(kept_bytes / share))
     with running(checkpoint("mha"), max_num_batched_tokens=256) as small:
         monkeypatch.setattr(small.loop, "runs_ahead", ahead)
-        steps, answers = record_steps(small, monkeypatch), dict[str, Answer]()
+        steps, answers = record_steps(small, monkeypatch), dict[str, Response]()
         for name, one in zip("abc", asks, strict=False):
             start(small, name, one)
             for _ in range(5):
@@ -318,7 +318,7 @@ def test_kept_keys_and_values_are_counted_and_given_back(
     row = shape.cache_bytes
     set_pool(2 * 200 * row)  # six pages of 64, and steps take more than two of them
     with running(checkpoint("mha")) as small:
-        ask = Ask(random_prompt(100), {**CACHED, "ignore_eos": True})
+        ask = Request(random_prompt(100), {**CACHED, "ignore_eos": True})
         first, second = small.ask(ask, ask)  # 132 positions each: one after the other
         assert first.token_ids == second.token_ids and len(first.token_ids) == 32
         assert small.is_idle()
@@ -329,5 +329,5 @@ def test_kept_keys_and_values_are_counted_and_given_back(
             full.check(Demand(4096, 32))
         assert runner.caches.reserved_bytes > row  # so that the longest step must take it back
         length = min(refused.value.longest_tokens, 250)
-        (long,) = small.ask(Ask(random_prompt(length - 32), {**BLOCKS, "ignore_eos": True}))
+        (long,) = small.ask(Request(random_prompt(length - 32), {**BLOCKS, "ignore_eos": True}))
         assert len(long.token_ids) == 32

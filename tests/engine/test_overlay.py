@@ -11,8 +11,8 @@ import pytest
 
 from tests.checkpoints import llada_config, make_checkpoint
 from tests.engine.harness import engine_config
+from tests.server.fork_server import ForkServer
 from tests.server.process import START_S, environment
-from tests.server.warm import WarmProcess
 
 OURS = "register_dllm_models"
 
@@ -60,7 +60,7 @@ def test_tokenizers_know_their_types_before_upstream_reads_a_configuration(
     script, log = tmp_path / "tokenizers.py", tmp_path / "log"
     script.write_text(TOKENIZERS)
     folders = [str(checkpoint(case)) for case in ("mha", "dream", "moe")]
-    status = WarmProcess([str(script), *folders], log, environment()).wait(START_S)
+    status = ForkServer([str(script), *folders], log, environment()).wait(START_S)
     assert status == 0, log.read_text()
     assert "You are using a model of type" not in log.read_text()
 
@@ -172,10 +172,10 @@ def test_a_gpu_guesses_unless_it_is_told_not_to(tmp_path: Path) -> None:
     from vllm.diffusion.config import served_model
 
     folder = make_checkpoint(tmp_path)
-    told = {"dllm": {"num_speculative_states": 2}}
-    configs = engine_config(folder), engine_config(folder, additional_config=told)
+    report = {"dllm": {"num_speculative_states": 2}}
+    configs = engine_config(folder), engine_config(folder, additional_config=report)
     for device, wanted in ("cuda", [7, 2]), ("cpu", [None, 2]):
         for config in configs:
             config.device_config.device_type = device
-        found = [served_model(config).defaults.get("num_speculative_states") for config in configs]
-        assert found == wanted
+        actual = [served_model(config).defaults.get("num_speculative_states") for config in configs]
+        assert actual == wanted

@@ -10,9 +10,9 @@ import pytest
 from tests.checkpoints import random_prompt
 from tests.engine.cases import PLANS
 from tests.engine.harness import (
-    Answer,
-    Ask,
     Engine,
+    Request,
+    Response,
     as_request,
     clear_case,
     record_plans,
@@ -42,7 +42,7 @@ CACHED: dict[str, dict[str, Any]] = {
 LENGTHS = (20, 150, 31, 33, 97, 70, 5, 180)  # less than a page to four of them
 
 
-def requests() -> list[Ask]:
+def requests() -> list[Request]:
     """Requests of every kind, of so many positions that their last pages are ragged."""
     kinds = list(CACHED.values())
     return [
@@ -57,11 +57,11 @@ def alone(engine: Engine) -> list[tuple[list[int], int | None]]:
     return tokens([engine.ask(ask)[0] for ask in requests()])
 
 
-def come_and_go(engine: Engine, seed: int, after_step: Callable[[], None]) -> list[Answer]:
+def come_and_go(engine: Engine, seed: int, after_step: Callable[[], None]) -> list[Response]:
     """The requests start a few steps apart, so that they take and leave pages at any time."""
     upstream, rng = engine.llm.llm_engine, random.Random(seed)
     waiting = list(enumerate(requests()))
-    answers: dict[str, Answer] = {}
+    answers: dict[str, Response] = {}
     rng.shuffle(waiting)
     while waiting or upstream.has_unfinished_requests():
         for number, ask in [waiting.pop() for _ in waiting[: rng.randint(0, 2)]]:
@@ -120,8 +120,8 @@ def test_pages_that_move_for_a_plan_are_found_by_its_step(
     engine: Engine, model: LLaDAReference, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store is trimmed between the packing of a step and its launch."""
-    asked = {**BLOCKS, "cache": cache}
-    prompt, wanted = clear_case(model, 90, **asked)
+    parameters = {**BLOCKS, "cache": cache}
+    prompt, wanted = clear_case(model, 90, **parameters)
     pages, plan, attempts = engine.runner.pages, engine.runner.planner.plan_alike, 0
     pages.allocate("another", 3 * PAGE_SIZE)
 
@@ -135,7 +135,7 @@ def test_pages_that_move_for_a_plan_are_found_by_its_step(
         return plan(*arguments)
 
     monkeypatch.setattr(engine.runner.planner, "plan_alike", refuse_once)
-    (answer,) = engine.ask(as_request(prompt, **asked))
+    (answer,) = engine.ask(as_request(prompt, **parameters))
     pages.release("shorter")
     assert attempts > 4
     assert tokens([answer]) == [(wanted.ids, wanted.num_forwards)]
@@ -159,18 +159,18 @@ def test_steps_take_no_more_than_planned(
     engine: Engine, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here kept keys are copied out of their pages, which is most of what a window takes."""
-    found = record_plans(engine, monkeypatch)
+    actual = record_plans(engine, monkeypatch)
     engine.ask(as_request(random_prompt(190), **BLOCKS, cache=cache))
-    assert len(found) >= 8
-    for plan, usage in found:
+    assert len(actual) >= 8
+    for plan, usage in actual:
         assert 0.5 * plan.predicted_peak_bytes < usage.peak_bytes <= plan.predicted_peak_bytes
 
 
 def test_parity_with_ragged_pages(engine: Engine, model: LLaDAReference) -> None:
     """The published loops, with sequences of a page and a bit, together in one batch."""
     asks, canvases = [], []
-    for number, asked in enumerate(CACHED.values()):
-        prompt, wanted = clear_case(model, 31 + 33 * number, **asked)
-        asks.append(as_request(prompt, **asked))
+    for number, parameters in enumerate(CACHED.values()):
+        prompt, wanted = clear_case(model, 31 + 33 * number, **parameters)
+        asks.append(as_request(prompt, **parameters))
         canvases.append((wanted.ids, wanted.num_forwards))
     assert tokens(engine.ask(*asks)) == canvases

@@ -20,9 +20,9 @@ from tests.reference.decode import truncate
 from tests.reference.models import LLaDAReference
 
 
-@pytest.mark.parametrize("asked", PARITY.values(), ids=PARITY.keys())
-def test_every_parameter(engine: Engine, model: LLaDAReference, asked: dict[str, Any]) -> None:
-    assert_parity(engine, model, 20, asked)
+@pytest.mark.parametrize("parameters", PARITY.values(), ids=PARITY.keys())
+def test_every_parameter(engine: Engine, model: LLaDAReference, parameters: dict[str, Any]) -> None:
+    assert_parity(engine, model, 20, parameters)
 
 
 @pytest.mark.parametrize("prompt_length", [1, 5, 77])
@@ -40,20 +40,20 @@ def test_a_request_that_fills_the_context(engine: Engine, model: LLaDAReference)
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "parameters",
     [BLOCKS, {"gen_length": 32, "block_length": 8, "threshold": 0.6}],
     ids=["semi_ar", "threshold"],
 )
 def test_a_stop_id_ends_the_answer(
-    engine: Engine, model: LLaDAReference, asked: dict[str, Any]
+    engine: Engine, model: LLaDAReference, parameters: dict[str, Any]
 ) -> None:
     """Same text as the whole canvas cut at its first stop id, for fewer forwards."""
-    prompt, decoded = clear_case(model, 20, 2, **asked)
+    prompt, decoded = clear_case(model, 20, 2, **parameters)
     canvas, (answer, reason) = decoded.ids, truncate(decoded.ids, STOP_IDS)
     place = len(answer)
-    assert reason == "stop" and 0 < place <= len(canvas) - asked["block_length"]
+    assert reason == "stop" and 0 < place <= len(canvas) - parameters["block_length"]
     whole, stopped = engine.ask(
-        as_request(prompt, **asked), as_request(prompt, ignore_eos=False, **asked)
+        as_request(prompt, **parameters), as_request(prompt, ignore_eos=False, **parameters)
     )
     assert whole.token_ids == canvas
     assert whole.finish_reason == "length"
@@ -61,5 +61,5 @@ def test_a_stop_id_ends_the_answer(
     assert stopped.finish_reason == "stop"
     assert stopped.num_forwards is not None
     assert whole.num_forwards is not None
-    stopping = golden.run(model, prompt, early_stop_ids=sorted(STOP_IDS), **asked)
+    stopping = golden.run(model, prompt, early_stop_ids=sorted(STOP_IDS), **parameters)
     assert stopped.num_forwards <= stopping.num_forwards < whole.num_forwards

@@ -83,7 +83,7 @@ def test_a_threshold_goes_on_without_the_mask(
     engine: Engine, model: LLaDAReference, checkpoint: Callable[[str], Path]
 ) -> None:
     exact = LLaDAReference.from_checkpoint(checkpoint("predicts_mask"), torch.float64)
-    asked: dict[str, Any] = {"gen_length": 32, "block_length": 32, "threshold": 0.9}
+    parameters: dict[str, Any] = {"gen_length": 32, "block_length": 32, "threshold": 0.9}
     num_checked = 0
     for seed in range(40):
         prompt = random_prompt(20, seed)
@@ -91,7 +91,7 @@ def test_a_threshold_goes_on_without_the_mask(
         canvas, num_forwards, num_forbidden = wanted
         if num_forbidden == 0 or threshold_loop(exact, prompt, 32, 0.9) != wanted:
             continue  # not the case in question, or decided by rounding
-        (answer,) = engine.ask(as_request(prompt, **asked))
+        (answer,) = engine.ask(as_request(prompt, **parameters))
         assert (answer.token_ids, answer.num_forwards) == (canvas, num_forwards), seed
         num_checked += 1
         if num_checked == 2:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.checkpoints import DELETE_ID, EOS_ID, MASK_ID, SPLIT_ID, random_prompt
-from tests.engine.harness import STOP_IDS, Ask, Engine, running, sampling_params
+from tests.engine.harness import STOP_IDS, Engine, Request, running, sampling_params
 from tests.reference import decode, shaping
 from tests.reference.models import load_reference
 
@@ -104,7 +104,7 @@ class Watched:
     report: dict[str, Any]
 
 
-def watch(engine: Engine, ask: Ask) -> Watched:
+def watch(engine: Engine, ask: Request) -> Watched:
     from vllm.sampling_params import RequestOutputKind
 
     params = sampling_params(ask)
@@ -114,14 +114,14 @@ def watch(engine: Engine, ask: Ask) -> Watched:
     views: list[View] = []
     token_ids: list[int] = []
     logprobs: list[dict[int, Any]] = []
-    told: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     while upstream.has_unfinished_requests():
         for output in upstream.step():
-            told, completion = output.kv_transfer_params["dllm"], output.outputs[0]
-            views.append(View.of(told["canvas"]))
+            report, completion = output.kv_transfer_params["dllm"], output.outputs[0]
+            views.append(View.of(report["canvas"]))
             token_ids += completion.token_ids
             logprobs += completion.logprobs or []
-    return Watched(views, token_ids, logprobs, told)
+    return Watched(views, token_ids, logprobs, report)
 
 
 @pytest.fixture(scope="module")
@@ -138,24 +138,26 @@ def llada(checkpoint: Callable[[str], Path]) -> Iterator[tuple[Engine, Any]]:
         yield engine, load_reference(folder)
 
 
-def log_probabilities(model: Any, row: list[int], prompt: list[int], asked: dict[str, Any]) -> Any:
+def log_probabilities(
+    model: Any, row: list[int], prompt: list[int], parameters: dict[str, Any]
+) -> Any:
     """[N, V] of the canvas positions of a row."""
     ids = decode.SpecialIds(mask=MASK_ID, eos=EOS_ID, eot=None)
-    options = decode.Options(ids=ids, cfg_scale=asked.get("cfg_scale", 0.0))
+    options = decode.Options(ids=ids, cfg_scale=parameters.get("cfg_scale", 0.0))
     known = torch.arange(len(row)) < len(prompt)
     logits = decode.guided_logits(model, torch.tensor(row), known, options)
-    if asked.get("logits_eos_inf"):
+    if parameters.get("logits_eos_inf"):
         logits[:, EOS_ID] = -torch.inf
-    own = shaping.edited(logits[len(prompt) :], row, len(prompt), asked, MASK_ID, STOP_IDS)
+    own = shaping.edited(logits[len(prompt) :], row, len(prompt), parameters, MASK_ID, STOP_IDS)
     return torch.log_softmax(own, dim=-1)
 
 
-def replay(engine: Engine, model: Any, asked: dict[str, Any]) -> None:
+def replay(engine: Engine, model: Any, parameters: dict[str, Any]) -> None:
     prompt = random_prompt(PROMPT_LENGTH)
-    asked = {**asked, "ignore_eos": True}
-    extra = {**asked, "stream_canvas": True}
-    watched = watch(engine, Ask(prompt, extra, {"logprobs": NUM_TOP}))
-    views, canvas_length = watched.views, asked["gen_length"]
+    parameters = {**parameters, "ignore_eos": True}
+    extra = {**parameters, "stream_canvas": True}
+    watched = watch(engine, Request(prompt, extra, {"logprobs": NUM_TOP}))
+    views, canvas_length = watched.views, parameters["gen_length"]
     assert [view.step for view in views] == list(range(1, watched.report["num_forwards"] + 1))
     assert views[-1].token_ids == watched.token_ids
     assert all(views[-1].committed)
@@ -163,7 +165,7 @@ def replay(engine: Engine, model: Any, asked: dict[str, Any]) -> None:
     before = View(0, [MASK_ID] * canvas_length, [False] * canvas_length, [])
     num_proposals = 0
     for view in views:
-        wanted = log_probabilities(model, before.row(prompt), prompt, asked)
+        wanted = log_probabilities(model, before.row(prompt), prompt, parameters)
         for position in range(canvas_length):
             token, confidence = view.token_ids[position], view.confidence[position]
             if before.committed[position]:
@@ -171,11 +173,11 @@ def replay(engine: Engine, model: Any, asked: dict[str, Any]) -> None:
                 assert token == before.token_ids[position]
                 assert confidence == before.confidence[position]
             elif view.committed[position]:
-                found = watched.logprobs[position]
-                check_position(found, token, wanted[position])
-                if "temperature" not in asked and asked.get("algorithm") != "credit":
+                actual = watched.logprobs[position]
+                check_position(actual, token, wanted[position])
+                if "temperature" not in parameters and parameters.get("algorithm") != "credit":
                     assert token == int(wanted[position].argmax())
-                assert confidence == pytest.approx(np.exp(found[token].logprob), rel=1e-5)
+                assert confidence == pytest.approx(np.exp(actual[token].logprob), rel=1e-5)
             elif not np.isnan(confidence):
                 num_proposals += 1
                 assert confidence == pytest.approx(float(wanted[position, token].exp()), rel=1e-3)
@@ -185,20 +187,20 @@ def replay(engine: Engine, model: Any, asked: dict[str, Any]) -> None:
     assert num_proposals
 
 
-def check_position(found: dict[int, Any], token: int, wanted: torch.Tensor) -> None:
+def check_position(actual: dict[int, Any], token: int, wanted: torch.Tensor) -> None:
     """The committed token comes first, then the most likely ones, each with its rank."""
-    assert next(iter(found)) == token
-    assert NUM_TOP <= len(found) <= NUM_TOP + 1
+    assert next(iter(actual)) == token
+    assert NUM_TOP <= len(actual) <= NUM_TOP + 1
     top = wanted.topk(NUM_TOP)
-    assert found.keys() == {token, *top.indices.tolist()}
-    for other, logprob in found.items():
+    assert actual.keys() == {token, *top.indices.tolist()}
+    for other, logprob in actual.items():
         assert logprob.logprob == pytest.approx(float(wanted[other]), rel=1e-3, abs=1e-4)
         assert logprob.rank == int((wanted > wanted[other]).sum()) + 1
 
 
-@pytest.mark.parametrize("asked", [*CASES.values(), *EDITED.values()], ids=[*CASES, *EDITED])
-def test_replay(llada: tuple[Engine, Any], asked: dict[str, Any]) -> None:
-    replay(*llada, asked)
+@pytest.mark.parametrize("parameters", [*CASES.values(), *EDITED.values()], ids=[*CASES, *EDITED])
+def test_replay(llada: tuple[Engine, Any], parameters: dict[str, Any]) -> None:
+    replay(*llada, parameters)
 
 
 def test_they_change_no_token(llada: tuple[Engine, Any]) -> None:
@@ -206,8 +208,8 @@ def test_they_change_no_token(llada: tuple[Engine, Any]) -> None:
     engine, _ = llada
     prompt = random_prompt(PROMPT_LENGTH)
     asks = [
-        Ask(prompt, {**asked, "ignore_eos": True}, sampling)
-        for asked in (*CASES.values(), *EDITED.values())
+        Request(prompt, {**parameters, "ignore_eos": True}, sampling)
+        for parameters in (*CASES.values(), *EDITED.values())
         for sampling in ({}, {"logprobs": 0}, {"logprobs": 5})
     ]
     answers = [answer.token_ids for answer in engine.ask(*asks)]
@@ -216,14 +218,16 @@ def test_they_change_no_token(llada: tuple[Engine, Any]) -> None:
 
 def test_only_those_who_ask_are_told(llada: tuple[Engine, Any]) -> None:
     engine, _ = llada
-    silent = Ask(random_prompt(PROMPT_LENGTH), CASES["semi_ar"])
+    silent = Request(random_prompt(PROMPT_LENGTH), CASES["semi_ar"])
     first, second = engine.outputs(silent, replace(silent, sampling={"logprobs": 1}))
     assert first.outputs[0].logprobs is None
     assert "canvas" not in first.kv_transfer_params["dllm"]
-    told = second.outputs[0]
-    assert len(told.logprobs) == len(told.token_ids)
-    assert told.cumulative_logprob == pytest.approx(
-        sum(found[t].logprob for found, t in zip(told.logprobs, told.token_ids, strict=True))
+    message = second.outputs[0]
+    assert len(message.logprobs) == len(message.token_ids)
+    assert message.cumulative_logprob == pytest.approx(
+        sum(
+            actual[t].logprob for actual, t in zip(message.logprobs, message.token_ids, strict=True)
+        )
     )
 
 
@@ -231,8 +235,8 @@ def test_the_answer_is_cut_with_its_logprobs(llada: tuple[Engine, Any]) -> None:
     engine, _ = llada
     prompt = random_prompt(PROMPT_LENGTH)
     extra = {**BLOCKS, "steps": 4, "ignore_eos": True, "stream_canvas": True}
-    whole = watch(engine, Ask(prompt, extra, {"logprobs": 0}))
-    cut = watch(engine, Ask(prompt, {**extra, "max_tokens": 5}, {"logprobs": 0}))
+    whole = watch(engine, Request(prompt, extra, {"logprobs": 0}))
+    cut = watch(engine, Request(prompt, {**extra, "max_tokens": 5}, {"logprobs": 0}))
     assert cut.token_ids == whole.token_ids[:5]
     assert cut.logprobs == whole.logprobs[:5]
 
@@ -241,22 +245,22 @@ def test_a_token_that_was_never_proposed_has_no_chance(checkpoint: Callable[[str
     """JSON has no NaN; OpenAI's routes write the number of upstream's for it."""
     often = {"threshold": 0.3, "logit_bias": {SPLIT_ID: 2.5, DELETE_ID: 2.5}}
     extra = {"algorithm": "levenshtein", "gen_length": 32, "editing_threshold": 0.3, **often}
-    asks = [Ask(random_prompt(n), extra, {"logprobs": 1}) for n in (5, 20, 40)]
+    asks = [Request(random_prompt(n), extra, {"logprobs": 1}) for n in (5, 20, 40)]
     with running(checkpoint("llada22")) as engine:
         answers = [output.outputs[0] for output in engine.outputs(*asks)]
-    found = [
-        told[token].logprob
+    actual = [
+        message[token].logprob
         for answer in answers
-        for told, token in zip(answer.logprobs, answer.token_ids, strict=True)
+        for message, token in zip(answer.logprobs, answer.token_ids, strict=True)
     ]
-    assert min(found) == -np.inf and not np.isnan(found).any()
+    assert min(actual) == -np.inf and not np.isnan(actual).any()
 
 
 # ---- forwards that are saved -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("asked", "max_tokens", "saved"),
+    ("parameters", "max_tokens", "saved"),
     [
         ({"steps": 16}, 16, 0),
         ({"steps": 8}, 8, 4),  # the second block is not begun
@@ -268,22 +272,22 @@ def test_a_token_that_was_never_proposed_has_no_chance(checkpoint: Callable[[str
     ],
 )
 def test_saved_forwards_are_reported(
-    llada: tuple[Engine, Any], asked: dict[str, Any], max_tokens: int, saved: int
+    llada: tuple[Engine, Any], parameters: dict[str, Any], max_tokens: int, saved: int
 ) -> None:
     engine, _ = llada
-    extra = {**BLOCKS, **asked, "max_tokens": max_tokens, "ignore_eos": True}
-    (answer,) = engine.ask(Ask(random_prompt(PROMPT_LENGTH), extra))
+    extra = {**BLOCKS, **parameters, "max_tokens": max_tokens, "ignore_eos": True}
+    (answer,) = engine.ask(Request(random_prompt(PROMPT_LENGTH), extra))
     assert answer.report["num_forwards_saved"] == saved
-    if "steps" in asked:
-        assert answer.report["num_forwards"] == asked["steps"] - saved
+    if "steps" in parameters:
+        assert answer.report["num_forwards"] == parameters["steps"] - saved
 
 
 def test_a_stop_string_brings_a_report(llada: tuple[Engine, Any]) -> None:
     engine, _ = llada
-    ask = Ask(random_prompt(PROMPT_LENGTH), {**BLOCKS, "steps": 16, "ignore_eos": True})
+    ask = Request(random_prompt(PROMPT_LENGTH), {**BLOCKS, "steps": 16, "ignore_eos": True})
     (whole,) = engine.ask(ask)
     middle = len(whole.text) // 2
-    stopped = Ask(ask.prompt, ask.extra, {"stop": [whole.text[middle : middle + 3]]})
+    stopped = Request(ask.prompt, ask.extra, {"stop": [whole.text[middle : middle + 3]]})
     (answer,) = engine.ask(stopped)
     assert answer.finish_reason == "stop"
     assert answer.report["num_forwards"] + answer.report["num_forwards_saved"] == 16

@@ -24,18 +24,18 @@ CASES: list[tuple[str, str, dict[str, Any], tuple[str, ...], int]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "quantization", "asked", "caches", "budget_kib"), CASES)
+@pytest.mark.parametrize(("family", "quantization", "parameters", "caches", "budget_kib"), CASES)
 def test_answers_depend_neither_on_neighbours_nor_on_chunks(
     family: str,
     quantization: str,
-    asked: dict[str, Any],
+    parameters: dict[str, Any],
     caches: tuple[str, ...],
     budget_kib: int,
     tmp_path: Path,
 ) -> None:
     folder = make_checkpoint(tmp_path / family, family=family, seed=14)
     asks = [
-        as_request(random_prompt(length, seed), **asked, cache=cache)
+        as_request(random_prompt(length, seed), **parameters, cache=cache)
         for cache in caches
         for seed, length in enumerate((5, 33))
     ]
@@ -44,7 +44,7 @@ def test_answers_depend_neither_on_neighbours_nor_on_chunks(
     with running(folder, quantization=kind, **settings) as engine:
         together = [answer.token_ids for answer in engine.ask(*asks)]
         assert [engine.ask(ask)[0].token_ids for ask in asks] == together
-        assert all(len(tokens) == asked["gen_length"] for tokens in together)
+        assert all(len(tokens) == parameters["gen_length"] for tokens in together)
         if budget_kib:
             shrink(engine.runner, budget_kib * 1024)
             answers = [engine.ask(ask)[0] for ask in asks]

@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, make_tokenizer, random_prompt
-from tests.engine.harness import BLOCKS, NOISY, Ask, Engine, as_request, clear_case, refusal_error
+from tests.engine.harness import (
+    BLOCKS,
+    NOISY,
+    Engine,
+    Request,
+    as_request,
+    clear_case,
+    refusal_error,
+)
 from tests.reference import golden
 from tests.reference.models import LLaDAReference
 
@@ -18,9 +26,9 @@ def test_a_canvas_beside_upstreams_default_max_tokens_is_returned_whole(
 ) -> None:
     """SamplingParams() says max_tokens = 16 when nobody asked for a limit."""
     prompt, wanted = clear_case(model, 20, **BLOCKS)
-    asked = as_request(prompt, **BLOCKS)
+    request = as_request(prompt, **BLOCKS)
     for sampling in ({}, {"max_tokens": 16}, {"max_tokens": None}):
-        (answer,) = engine.ask(Ask(asked.prompt, asked.extra, sampling))
+        (answer,) = engine.ask(Request(request.prompt, request.extra, sampling))
         assert answer.token_ids == wanted.ids
 
 
@@ -31,13 +39,13 @@ def test_stop_token_ids_of_the_request_end_the_answer(
     stop = next(t for t in wanted.ids[10:] if t not in wanted.ids[:10])
     place = wanted.ids.index(stop)
     assert not {EOS_ID, EOT_ID} & set(wanted.ids[:place]), "choose another prompt"
-    asked = as_request(prompt, ignore_eos=False, **BLOCKS)
+    request = as_request(prompt, ignore_eos=False, **BLOCKS)
     sampling: dict[str, Any] = {"stop_token_ids": [stop]}
-    (answer,) = engine.ask(Ask(asked.prompt, asked.extra, sampling))
+    (answer,) = engine.ask(Request(request.prompt, request.extra, sampling))
     assert answer.token_ids == wanted.ids[: place + 1]
     assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
     # ignore_eos: no stop id ends the answer.
-    (whole,) = engine.ask(Ask(asked.prompt, {**asked.extra, "ignore_eos": True}, sampling))
+    (whole,) = engine.ask(Request(request.prompt, {**request.extra, "ignore_eos": True}, sampling))
     assert whole.token_ids == wanted.ids
     assert whole.finish_reason == "length"
 
@@ -71,14 +79,14 @@ def test_a_request_is_decided_once(engine: Engine, monkeypatch: pytest.MonkeyPat
 
 
 def test_n_answers_use_consecutive_seeds(engine: Engine, model: LLaDAReference) -> None:
-    asked = {name: value for name, value in NOISY.items() if name != "seed"}
-    noisy = {**asked, "temperature": 1.0}
+    parameters = {name: value for name, value in NOISY.items() if name != "seed"}
+    noisy = {**parameters, "temperature": 1.0}
     sampling = {"n": 3, "seed": 40, "temperature": 1.0}
     prompt, _ = clear_case(model, 20, seed=40, **noisy)
-    (output,) = engine.outputs(Ask(prompt, {**asked, "ignore_eos": True}, sampling))
-    found = [list(c.token_ids) for c in sorted(output.outputs, key=lambda c: c.index)]
-    assert found == [golden.run(model, prompt, seed=40 + i, **noisy).ids for i in range(3)]
-    assert len({tuple(tokens) for tokens in found}) == 3
+    (output,) = engine.outputs(Request(prompt, {**parameters, "ignore_eos": True}, sampling))
+    actual = [list(c.token_ids) for c in sorted(output.outputs, key=lambda c: c.index)]
+    assert actual == [golden.run(model, prompt, seed=40 + i, **noisy).ids for i in range(3)]
+    assert len({tuple(tokens) for tokens in actual}) == 3
 
 
 # ---- as upstream's users write it --------------------------------------------------------------
@@ -87,10 +95,10 @@ def test_n_answers_use_consecutive_seeds(engine: Engine, model: LLaDAReference) 
 def test_default_lengths(engine: Engine, model: LLaDAReference) -> None:
     """100 tokens are cut from a canvas of 128 in blocks of 32 with one step a token."""
     prompt = make_tokenizer()("Hi").input_ids
-    asked = {"gen_length": 128, "block_length": 32, "steps": 128}
-    wanted = golden.run(model, prompt, **asked)
+    parameters = {"gen_length": 128, "block_length": 32, "steps": 128}
+    wanted = golden.run(model, prompt, **parameters)
     (answer,) = engine.ask(
-        Ask(prompt, {}, {"max_tokens": 100, "ignore_eos": True, "temperature": 0.0})
+        Request(prompt, {}, {"max_tokens": 100, "ignore_eos": True, "temperature": 0.0})
     )
     assert answer.token_ids[:32] == wanted.ids[:32]
     assert len(answer.token_ids) == 100
@@ -102,16 +110,16 @@ def test_default_lengths(engine: Engine, model: LLaDAReference) -> None:
 
 def test_infill_fills_the_prompt_too(engine: Engine, model: LLaDAReference) -> None:
     """The holes take quota in the first block, as in the published loop."""
-    asked: dict[str, Any] = {"gen_length": 8, "block_length": 8, "steps": 8}
+    parameters: dict[str, Any] = {"gen_length": 8, "block_length": 8, "steps": 8}
     for seed in range(40):
         prompt = random_prompt(20, seed)
         prompt[3] = prompt[11] = MASK_ID
-        wanted = golden.run(model, prompt, **asked)
+        wanted = golden.run(model, prompt, **parameters)
         if set(wanted.filled) == {3, 11} and MASK_ID not in wanted.filled.values():
             break
     else:
         raise AssertionError("no prompt whose holes are filled")
-    (answer,) = engine.ask(as_request(prompt, allow_infill=True, **asked))
+    (answer,) = engine.ask(as_request(prompt, allow_infill=True, **parameters))
     kept = [(a, w) for a, w in zip(answer.token_ids, wanted.ids, strict=True) if w != MASK_ID]
     assert all(a == w for a, w in kept)
     assert len(kept) < 8  # the holes took the quota of some canvas positions,
@@ -127,7 +135,7 @@ def test_a_refusal_among_good_requests_hurts_nobody(engine: Engine, model: LLaDA
     prompt, wanted = clear_case(model, 20, **BLOCKS)
     good = as_request(prompt, **BLOCKS)
     with pytest.raises(refusal_error(), match=r"gen_length: given 300; .* 256") as refusal:
-        engine.ask(good, Ask(prompt, {"gen_length": 300}))
+        engine.ask(good, Request(prompt, {"gen_length": 300}))
     assert refusal.value.parameter == "gen_length"
     (answer,) = engine.ask(good)
     assert answer.token_ids == wanted.ids

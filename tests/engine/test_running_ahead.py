@@ -8,8 +8,8 @@ import pytest
 from tests.checkpoints import random_prompt
 from tests.engine.harness import (
     BLOCKS,
-    Ask,
     Engine,
+    Request,
     as_request,
     clear_case,
     finish,
@@ -37,7 +37,7 @@ def test_no_step_is_launched_for_a_complete_answer(
     place = wanted.ids.index(stop)
     for ask in (
         as_request(prompt, **BLOCKS),
-        Ask(
+        Request(
             prompt,
             as_request(prompt, ignore_eos=False, **BLOCKS).extra,
             {"stop_token_ids": [stop]},
@@ -73,14 +73,14 @@ def test_an_abort_under_way_leaves_the_others_alone(
     engine: Engine, model: LLaDAReference, launches: list[list[str]], cache: str
 ) -> None:
     prompt, _ = clear_case(model, 20, **BLOCKS)
-    asked = as_request(prompt, **BLOCKS, cache=cache)
-    (alone,) = engine.ask(asked)
-    aborted = start(engine, "aborted", asked)
-    start(engine, "stays", asked)
+    request = as_request(prompt, **BLOCKS, cache=cache)
+    (alone,) = engine.ask(request)
+    aborted = start(engine, "aborted", request)
+    start(engine, "stays", request)
     for _ in range(3):
         engine.llm.llm_engine.step()
     engine.llm.llm_engine.abort_request([aborted], internal=True)
-    start(engine, "comes", asked)  # may get the memory of the one that went
+    start(engine, "comes", request)  # may get the memory of the one that went
     answers = finish(engine)
     assert answers.keys() == {"stays", "comes"}
     assert answers["stays"].token_ids == answers["comes"].token_ids == alone.token_ids
@@ -200,7 +200,7 @@ def test_a_pause_collects_what_was_launched(
 ) -> None:
     """Nothing more is launched: three steps later nothing is to be done, until it goes on."""
     monkeypatch.setattr(engine.loop, "runs_ahead", True)
-    asks = [Ask(random_prompt(20, seed), {**BLOCKS, "ignore_eos": True}) for seed in range(3)]
+    asks = [Request(random_prompt(20, seed), {**BLOCKS, "ignore_eos": True}) for seed in range(3)]
     wanted = [answer.token_ids for answer in engine.ask(*asks)]
     for number, ask in enumerate(asks):
         start(engine, str(number), ask)
@@ -214,5 +214,5 @@ def test_a_pause_collects_what_was_launched(
             engine.llm.llm_engine.step()
     assert engine.scheduler.get_num_unfinished_requests() == 0 and not launched
     engine.core.resume_scheduler()
-    found = finish(engine)
-    assert [found[str(number)].token_ids for number in range(3)] == wanted
+    actual = finish(engine)
+    assert [actual[str(number)].token_ids for number in range(3)] == wanted

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoints import MASK_ID, random_prompt
-from tests.engine.harness import Ask, running
+from tests.engine.harness import Request, running
 from tests.reference.models import load_reference, shift_right
 from vllm.diffusion.api.likelihood.prompt_scores import ScoreQuery
 from vllm.diffusion.api.likelihood.typed_decisions import masked_behind
@@ -22,9 +22,9 @@ FAMILIES = ("dream", "sdar", "llada2", "llada22", "fast_dllm")
 PROMPT = random_prompt(21, 5)
 
 
-def as_ask(query: ScoreQuery) -> Ask:
+def as_ask(query: ScoreQuery) -> Request:
     names = ("positions", "token_ids", "num_top")
-    return Ask(query.prompt, {"score": {name: getattr(query, name) for name in names}})
+    return Request(query.prompt, {"score": {name: getattr(query, name) for name in names}})
 
 
 def row(model: Any, tokens: Sequence[int], position: int, block_length: int | None) -> torch.Tensor:
@@ -50,7 +50,7 @@ def test_a_token_is_read_in_its_exact_context(checkpoint: Callable[[str], Path],
         assert (length is None) == (name == "dream")
         chain = queries_of(PROMPT, MASK_ID, 2, length)
         lone = masked_behind(PROMPT, validator)
-        answers = engine.ask(*map(as_ask, chain), Ask(lone, {"score": reply_score()}))
+        answers = engine.ask(*map(as_ask, chain), Request(lone, {"score": reply_score()}))
         if length is not None:
             with pytest.raises(InvalidParameterError, match="x is of families whose"):
                 validator.refuse_blocks("x", "POST /v1/completions")
@@ -58,9 +58,9 @@ def test_a_token_is_read_in_its_exact_context(checkpoint: Callable[[str], Path],
         end = len(PROMPT) if length is None else (position // length + 1) * length
         tokens = [*PROMPT[:position], *[MASK_ID] * (end - position)]
         wanted = row(model, tokens, position, length)
-        told = answer.report["scores"]
-        assert told["logprobs"][0] == [pytest.approx(wanted[PROMPT[position]].item(), rel=1e-4)]
-        assert told["top_tokens"][0] == wanted.topk(2).indices.tolist()
+        report = answer.report["scores"]
+        assert report["logprobs"][0] == [pytest.approx(wanted[PROMPT[position]].item(), rel=1e-4)]
+        assert report["top_tokens"][0] == wanted.topk(2).indices.tolist()
     end = len(PROMPT) + 1 if length is None else -(-(len(PROMPT) + 1) // length) * length
     tokens = [*PROMPT, *[MASK_ID] * (end - len(PROMPT))]
     wanted = row(model, tokens, len(PROMPT), length)[[3, 9]].tolist()
@@ -79,8 +79,8 @@ def test_masks_complete_the_windows_of_a_prompt_that_is_read(
     model = load_reference(folder)
     prompts = [random_prompt(length, length) for length in (21, 5, 16, 9)]
     with running(folder) as engine:
-        asked = {"positions": [4], "token_ids": [[3, 9]]}
-        answers = engine.ask(*(Ask(prompt, {"score": asked}) for prompt in prompts))
+        parameters = {"positions": [4], "token_ids": [[3, 9]]}
+        answers = engine.ask(*(Request(prompt, {"score": parameters}) for prompt in prompts))
     for prompt, answer in zip(prompts, answers, strict=True):
         tokens = [*prompt, *[MASK_ID] * (-len(prompt) % 8)]
         wanted = row(model, tokens, 4, 8)[[3, 9]].tolist()

@@ -12,9 +12,9 @@ from tests.checkpoints import MASK_ID, VOCAB_SIZE, make_checkpoint, random_promp
 from tests.engine.harness import (
     BLOCKS,
     MAX_MODEL_LEN,
-    Answer,
-    Ask,
     Engine,
+    Request,
+    Response,
     as_request,
     refusal_error,
     running,
@@ -36,8 +36,8 @@ def holed_prompt(length: int = 19, seed: int = 0) -> list[int]:
     return prompt
 
 
-def score(prompt: list[int], positions: Any = POSITIONS, token_ids: Any = TOKEN_IDS) -> Ask:
-    return Ask(prompt, {"score": {"positions": positions, "token_ids": token_ids}})
+def score(prompt: list[int], positions: Any = POSITIONS, token_ids: Any = TOKEN_IDS) -> Request:
+    return Request(prompt, {"score": {"positions": positions, "token_ids": token_ids}})
 
 
 def plain(
@@ -45,8 +45,8 @@ def plain(
 ) -> tuple[list[list[float]], list[int]]:
     """Log probabilities by the plain formula: fp64 sums, rounded to fp32; and the best tokens."""
     values = torch.log_softmax(logits.double(), dim=-1).float()
-    found = [row[list(ids)].tolist() for row, ids in zip(values, token_ids, strict=True)]
-    return found, logits.argmax(dim=-1).tolist()
+    actual = [row[list(ids)].tolist() for row, ids in zip(values, token_ids, strict=True)]
+    return actual, logits.argmax(dim=-1).tolist()
 
 
 def by_reference(
@@ -60,7 +60,7 @@ def by_reference(
 
 
 def assert_scored(
-    answer: Answer, expected: tuple[list[list[float]], list[int]], tolerance: float = 1e-5
+    answer: Response, expected: tuple[list[list[float]], list[int]], tolerance: float = 1e-5
 ) -> None:
     assert answer.token_ids == []
     assert (answer.finish_reason, answer.num_forwards) == ("stop", 1)
@@ -68,11 +68,11 @@ def assert_scored(
     scores, (logprobs, likeliest) = answer.report["scores"], expected
     assert scores["likeliest"] == likeliest
     assert [len(row) for row in scores["logprobs"]] == [len(row) for row in logprobs]
-    found, values = (
+    actual, values = (
         torch.tensor([value for row in rows for value in row])
         for rows in (scores["logprobs"], logprobs)
     )
-    torch.testing.assert_close(found, values, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual, values, rtol=tolerance, atol=tolerance)
 
 
 # First in this file: where no other engine is there yet, its ranks are forked.
@@ -114,8 +114,12 @@ def test_every_bit_is_that_of_the_plain_formula(
 
 def test_beside_requests_that_are_written(engine: Engine, model: Any, runs_ahead: bool) -> None:
     prompts = [holed_prompt(19, seed) for seed in (1, 2)]
-    asked = (BLOCKS, {**BLOCKS, "cfg_scale": 1.0}, {**BLOCKS, "cache": "dual", "threshold": 0.5})
-    others = [as_request(random_prompt(9 + i, i), **extra) for i, extra in enumerate(asked)]
+    options = (
+        BLOCKS,
+        {**BLOCKS, "cfg_scale": 1.0},
+        {**BLOCKS, "cache": "dual", "threshold": 0.5},
+    )
+    others = [as_request(random_prompt(9 + i, i), **extra) for i, extra in enumerate(options)]
     alone = [answer.token_ids for ask in others for answer in engine.ask(ask)]
     first, *together, last = engine.ask(score(prompts[0]), *others, score(prompts[1]))
     assert [answer.token_ids for answer in together] == alone
@@ -169,7 +173,7 @@ def test_what_may_stand_beside_a_score(engine: Engine, beside: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("parameters", "message"),
     [
         ([1, 2], "score: given [1, 2]; wanted positions and token_ids"),
         ({"positions": [1]}, "wanted positions and token_ids"),
@@ -197,9 +201,9 @@ def test_what_may_stand_beside_a_score(engine: Engine, beside: dict[str, Any]) -
         ),
     ],
 )
-def test_what_cannot_be_scored_is_refused(engine: Engine, asked: Any, message: str) -> None:
+def test_what_cannot_be_scored_is_refused(engine: Engine, parameters: Any, message: str) -> None:
     with pytest.raises(refusal_error()) as refusal:
-        engine.ask(Ask(random_prompt(19), {"score": asked}))
+        engine.ask(Request(random_prompt(19), {"score": parameters}))
     assert message in str(refusal.value)
     assert engine.is_idle()
 

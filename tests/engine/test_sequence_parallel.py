@@ -16,7 +16,7 @@ from vllm.v1.executor import Executor
 
 from tests.checkpoints import random_prompt
 from tests.engine.cases import CUT, SCHEMA, SHORT, guided_asks, mixed_asks, whole_asks
-from tests.engine.harness import Ask, engine_config, finish, running, start, tokens
+from tests.engine.harness import Request, engine_config, finish, running, start, tokens
 from tests.engine.ranks import Ranked, ranked
 from vllm.diffusion.engine.executor import RanksExecutor
 from vllm.diffusion.engine.worker.pool_budget import planning_budget
@@ -26,7 +26,7 @@ from vllm.diffusion.memory.plan import ChunkRows, Residency
 DIVIDED = Plan(Residency(False, shards=2), CUT.rows)
 # Read at the first and the last row of every 16.
 READ = [0, 15, 16, 31, 32, 47, 48, 63]
-SCORED = Ask(random_prompt(64, 9), {"score": {"positions": READ, "token_ids": [[5, 6]] * 8}})
+SCORED = Request(random_prompt(64, 9), {"score": {"positions": READ, "token_ids": [[5, 6]] * 8}})
 
 
 def use(plan: Plan, ranks: Ranked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def test_divided_steps_give_the_same_tokens(
     family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone and in a batch, guided, drawn, whole and in chunks."""
-    own = Ask(random_prompt(33, 5), SHORT)
+    own = Request(random_prompt(33, 5), SHORT)
     with running(checkpoint(family)) as engine:
         whole, alone = tokens(engine.ask(*whole_asks())), tokens(engine.ask(own))
     with ranked(checkpoint(family), 2) as (engine, ranks):
@@ -72,7 +72,7 @@ def test_four_ranks_divide_few_rows(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five rows are two of each rank but the last two, which have one and none."""
-    few = Ask([7], {**SHORT, "gen_length": 4, "block_length": 4})
+    few = Request([7], {**SHORT, "gen_length": 4, "block_length": 4})
     with running(checkpoint("mha")) as engine:
         wanted, whole = tokens(engine.ask(few)), tokens(engine.ask(*whole_asks()))
     with ranked(checkpoint("mha"), 4) as (engine, ranks):
@@ -119,15 +119,15 @@ def test_guided_answers_are_those_of_one_rank(
 
 def test_only_steps_of_enough_rows_are_divided(checkpoint: Callable[[str], Path]) -> None:
     with ranked(checkpoint("mha"), 2, min_tokens=40) as (engine, ranks):
-        engine.ask(Ask(random_prompt(23), SHORT))
+        engine.ask(Request(random_prompt(23), SHORT))
         assert ranks.num_exchanges == 0
-        engine.ask(Ask(random_prompt(24), SHORT))
+        engine.ask(Request(random_prompt(24), SHORT))
         assert ranks.num_exchanges > 0
 
 
 def test_slices_and_aborts(checkpoint: Callable[[str], Path]) -> None:
     """A divided step in slices, others beside it, and one that goes in the middle of its step."""
-    long, beside = Ask(random_prompt(150, 1), {**SHORT, "cfg_scale": 1.0}), mixed_asks()
+    long, beside = Request(random_prompt(150, 1), {**SHORT, "cfg_scale": 1.0}), mixed_asks()
     with running(checkpoint("mha")) as engine:
         wanted = tokens(engine.ask(long, *beside))
     with ranked(checkpoint("mha"), 2, min_tokens=100) as (engine, ranks):
@@ -154,9 +154,11 @@ def test_measured_peaks_are_at_most_the_predicted_ones(
     share: float, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
-    asked = Ask(random_prompt(512), {**SHORT, "gen_length": 512, "block_length": 512, "steps": 2})
+    request = Request(
+        random_prompt(512), {**SHORT, "gen_length": 512, "block_length": 512, "steps": 2}
+    )
     with ranked(checkpoint("mha"), 2, max_model_len=2048) as (engine, ranks):
-        (answer,) = engine.ask(asked)
+        (answer,) = engine.ask(request)
         largest = answer.report["peak_bytes"]
         for runner in ranks.runners:
             shape, rows = runner.planner.shape, runner.planner.row_budget
@@ -166,7 +168,7 @@ def test_measured_peaks_are_at_most_the_predicted_ones(
         planner, planned = ranks.runners[0].planner, list[Plan]()
         plan = planner.plan
         monkeypatch.setattr(planner, "plan", lambda *a: planned.append(plan(*a)) or planned[-1])
-        again = engine.ask(asked)[0]
+        again = engine.ask(request)[0]
         assert again.token_ids == answer.token_ids
         assert all(plan.layout.shards == 2 for plan in planned)
         predicted = max(plan.predicted_peak_bytes for plan in planned)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import BLOCKS, Ask, Engine, finish, running, start
+from tests.engine.harness import BLOCKS, Engine, Request, finish, running, start
 
 GRID = {"gen_length": 24, "block_length": 8}
 
 
-def begun(engine: Engine, ask: Ask, num_steps: int) -> Any:
+def begun(engine: Engine, ask: Request, num_steps: int) -> Any:
     """The canvas of a request that has taken so many steps."""
     start(engine, "a", ask)
     while True:
@@ -25,16 +25,16 @@ def begun(engine: Engine, ask: Ask, num_steps: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("family", "asked"),
+    ("family", "parameters"),
     [("mha", {**BLOCKS, "cache": cache}) for cache in ("none", "dual", "frozen")]
     + [("sdar", GRID), ("mha", {**BLOCKS, "cache": "dual", "num_speculative_states": 3})],
     ids=["none", "dual", "frozen", "exact", "guesses"],
 )
 def test_a_request_sleeps_and_goes_on(
-    family: str, asked: dict[str, Any], checkpoint: Callable[[str], Path]
+    family: str, parameters: dict[str, Any], checkpoint: Callable[[str], Path]
 ) -> None:
     """Nothing is kept meanwhile; the answer is as exact as without."""
-    ask = Ask(random_prompt(70), {**asked, "ignore_eos": True, "return_trajectory": True})
+    ask = Request(random_prompt(70), {**parameters, "ignore_eos": True, "return_trajectory": True})
     with running(checkpoint(family), enable_sleep_mode=True) as engine:
         (wanted,) = engine.ask(ask)
         canvas = begun(engine, ask, 5)
@@ -50,13 +50,13 @@ def test_a_request_sleeps_and_goes_on(
         answer = finish(engine)["a"]
         assert engine.is_idle()
         assert engine.ask(ask)[0].token_ids == wanted.token_ids
-    if asked.get("cache") in ("none", None):
+    if parameters.get("cache") in ("none", None):
         assert answer.token_ids == wanted.token_ids
     assert answer.report["trajectory"]["weight_steps"] == [[0, 1]]
 
 
 def test_discarded_weights_want_an_update(checkpoint: Callable[[str], Path]) -> None:
-    ask = Ask(random_prompt(9), {**BLOCKS, "ignore_eos": True})
+    ask = Request(random_prompt(9), {**BLOCKS, "ignore_eos": True})
     with running(checkpoint("moe"), quantization="fp8", enable_sleep_mode=True) as engine:
         (wanted,) = engine.ask(ask)
         canvas = begun(engine, ask, 2)
@@ -71,7 +71,7 @@ def test_discarded_weights_want_an_update(checkpoint: Callable[[str], Path]) -> 
 
 
 def test_memory_of_keys_alone_is_lent(checkpoint: Callable[[str], Path]) -> None:
-    ask = Ask(random_prompt(70), {**GRID, "ignore_eos": True})
+    ask = Request(random_prompt(70), {**GRID, "ignore_eos": True})
     with running(checkpoint("sdar")) as engine:
         (wanted,) = engine.ask(ask)
         assert engine.is_idle()
@@ -87,7 +87,7 @@ def test_sleep_wants_its_flag(checkpoint: Callable[[str], Path]) -> None:
         with pytest.raises(ValueError, match="sleep: given level 1; wanted --enable-sleep-mode"):
             engine.llm.sleep(level=1)
         engine.core.resume_scheduler()
-        assert engine.ask(Ask(random_prompt(5), BLOCKS))
+        assert engine.ask(Request(random_prompt(5), BLOCKS))
 
 
 @pytest.mark.gpu
@@ -96,7 +96,7 @@ def test_weights_come_back_where_they_were(
     quantization: str | None, checkpoint: Callable[[str], Path]
 ) -> None:
     """Addresses and captured graphs stay; the card has the memory meanwhile."""
-    ask = Ask(random_prompt(9), {**BLOCKS, "ignore_eos": True})
+    ask = Request(random_prompt(9), {**BLOCKS, "ignore_eos": True})
     settings = {"quantization": quantization, "dtype": "bfloat16", "enable_sleep_mode": True}
     with running(checkpoint("mha"), **settings) as engine:
         (wanted,) = engine.ask(ask)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guesses beside a step: right ones save forwards, wrong ones change nothing."""
+"""Drafts beside a step: right ones save forwards, wrong ones change nothing."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -11,8 +11,8 @@ import pytest
 from tests.checkpoints import random_prompt
 from tests.engine.harness import (
     BLOCKS,
-    Ask,
     Engine,
+    Request,
     as_request,
     clear_case,
     finish,
@@ -39,9 +39,9 @@ Draft = Callable[[DraftState, Any, int, Any], list[DraftState]]
 
 
 class Recorded:
-    """The states that a request goes through without guesses, as an oracle of those to come."""
+    """The states that a request goes through without drafts, as an oracle of those to come."""
 
-    def __init__(self, engine: Engine, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, engine: Engine, ask: Request, monkeypatch: pytest.MonkeyPatch) -> None:
         self.states = list[DraftState]()
         with monkeypatch.context() as recording:
             record(recording, engine.runner, "launch", self._note)
@@ -66,17 +66,17 @@ class Recorded:
             if (state.tokens == certain.tokens).all()
             and state.target.eligible.tolist() == certain.target.eligible.tolist()
         )
-        found = []
+        results = []
         for depth, state in enumerate(self.states[here + 1 : here + 1 + most], 1):
             if state.target.rows[0] < certain.target.rows[0] or not self.reaches(certain, state):
                 break
-            found.append(state._replace(depth=depth))
-        return found
+            results.append(state._replace(depth=depth))
+        return results
 
 
 @pytest.fixture
 def drafts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Draft], None]]:
-    """Sets how states are guessed."""
+    """Sets how states are drafted."""
     yield lambda draft: monkeypatch.setattr(Drafter, "draft", lambda _, *given: draft(*given))
 
 
@@ -108,22 +108,22 @@ def other_rule(state: DraftState, chance: random.Random) -> DraftState:
 WRONG = [wrong_token, wrong_position, wrong_depth, other_rule]
 
 
-@pytest.mark.parametrize("asked", [ONE_BY_ONE, BLOCKS, THRESHOLD], ids=["1", "2", "threshold"])
+@pytest.mark.parametrize("parameters", [ONE_BY_ONE, BLOCKS, THRESHOLD], ids=["1", "2", "threshold"])
 def test_an_oracle_saves_forwards(
     engine: Engine,
     model: LLaDAReference,
-    asked: dict[str, Any],
+    parameters: dict[str, Any],
     drafts: Callable[[Draft], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ask = as_request(clear_case(model, 20, **asked)[0], **asked)
+    ask = as_request(clear_case(model, 20, **parameters)[0], **parameters)
     recorded = Recorded(engine, ask, monkeypatch)
     drafts(recorded.draft)
     steps = recorded.answer.num_steps or 0
     for most in (1, 3, 7):
         (answer,) = engine.ask(*speculating([ask], most))
         assert (answer.token_ids, answer.num_steps) == (recorded.answer.token_ids, steps)
-        # The first forward has no guesses beside it, as nothing is known.
+        # The first forward has no drafts beside it, as nothing is known.
         assert answer.num_forwards == 1 + -(-(steps - 1) // (most + 1))
 
 
@@ -134,9 +134,9 @@ def test_an_oracle_saves_forwards_of_kept_keys(
     drafts: Callable[[Draft], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Three blocks of 16 steps; a whole forward at the start of a block has no guesses."""
-    asked = {"gen_length": 48, "block_length": 16, "steps": 48, "cache": cache}
-    ask = as_request(random_prompt(50, 5), **asked)
+    """Three blocks of 16 steps; a whole forward at the start of a block has no drafts."""
+    parameters = {"gen_length": 48, "block_length": 16, "steps": 48, "cache": cache}
+    ask = as_request(random_prompt(50, 5), **parameters)
     recorded = Recorded(engine, ask, monkeypatch)
     assert recorded.answer.num_steps == 48
     drafts(recorded.draft)
@@ -157,11 +157,11 @@ def test_an_oracle_saves_forwards_of_exact_keys(
     drafts: Callable[[Draft], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Guesses reach into blocks that follow; finished ones are stored with a later forward."""
-    asked = {"algorithm": "semi_ar", "gen_length": 40, "block_length": 4, "steps_per_block": 4}
-    asked |= {"temperature": temperature, "seed": 4, "ignore_eos": True}
+    """Drafts reach into blocks that follow; finished ones are stored with a later forward."""
+    parameters = {"algorithm": "semi_ar", "gen_length": 40, "block_length": 4, "steps_per_block": 4}
+    parameters |= {"temperature": temperature, "seed": 4, "ignore_eos": True}
     with running(checkpoint("sdar")) as engine:
-        asks = [Ask(random_prompt(length, 1), asked) for length in (60, 97)]
+        asks = [Request(random_prompt(length, 1), parameters) for length in (60, 97)]
         for ask in asks:
             recorded = Recorded(engine, ask, monkeypatch)
             steps = recorded.answer.num_steps or 0
@@ -175,16 +175,16 @@ def test_an_oracle_saves_forwards_of_exact_keys(
 
 
 @pytest.mark.parametrize("spoil", WRONG)
-@pytest.mark.parametrize("asked", [ONE_BY_ONE, THRESHOLD], ids=["semi_ar", "threshold"])
+@pytest.mark.parametrize("parameters", [ONE_BY_ONE, THRESHOLD], ids=["semi_ar", "threshold"])
 def test_wrong_guesses_change_nothing(
     engine: Engine,
     model: LLaDAReference,
-    asked: dict[str, Any],
+    parameters: dict[str, Any],
     spoil: Callable[[DraftState, random.Random], DraftState],
     drafts: Callable[[Draft], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ask = as_request(clear_case(model, 20, **asked)[0], **asked)
+    ask = as_request(clear_case(model, 20, **parameters)[0], **parameters)
     recorded, chance = Recorded(engine, ask, monkeypatch), random.Random(5)
 
     def draft(*given: Any) -> list[DraftState]:
@@ -218,18 +218,18 @@ def test_what_a_request_asks_for_stays(
     engine: Engine, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = 0
-    for asked, ahead in ((SHORT, True), (THRESHOLD, False)):
+    for parameters, ahead in ((SHORT, True), (THRESHOLD, False)):
         monkeypatch.setattr(engine.loop, "runs_ahead", ahead)
-        extra = {**asked, "ignore_eos": True, **more}
+        extra = {**parameters, "ignore_eos": True, **more}
         sampling = {} if more else {"logprobs": 2}
-        asks = [Ask(random_prompt(20, n), extra, sampling) for n in range(3)]
-        plain, guessed = engine.outputs(*asks), engine.outputs(*speculating(asks, 5))
-        for one, other in zip(plain, guessed, strict=True):
-            wanted, found = to_answer(one), to_answer(other)
-            assert (found.token_ids, found.num_steps) == (wanted.token_ids, wanted.num_steps)
-            assert found.finish_reason == wanted.finish_reason
+        asks = [Request(random_prompt(20, n), extra, sampling) for n in range(3)]
+        plain, drafted = engine.outputs(*asks), engine.outputs(*speculating(asks, 5))
+        for one, other in zip(plain, drafted, strict=True):
+            wanted, actual = to_answer(one), to_answer(other)
+            assert (actual.token_ids, actual.num_steps) == (wanted.token_ids, wanted.num_steps)
+            assert actual.finish_reason == wanted.finish_reason
             assert found_logprobs(other) == pytest.approx(found_logprobs(one), abs=1e-5)
-            saved += found.report["states_accepted"]
+            saved += actual.report["states_accepted"]
     assert saved > 0
     assert engine.is_idle()
 
@@ -240,11 +240,16 @@ def found_logprobs(output: Any) -> list[float]:
 
 
 def test_a_model_that_predicts_the_mask(checkpoint: Callable[[str], Path]) -> None:
-    asked = [BLOCKS, THRESHOLD, {**BLOCKS, "steps": 32}, {"algorithm": "dream", "gen_length": 32}]
+    cases = [
+        BLOCKS,
+        THRESHOLD,
+        {**BLOCKS, "steps": 32},
+        {"algorithm": "dream", "gen_length": 32},
+    ]
     with running(checkpoint("predicts_mask")) as engine:
-        asks = [as_request(random_prompt(20, n), **a, seed=1) for a in asked for n in range(2)]
-        plain, guessed = engine.ask(*asks), engine.ask(*speculating(asks, 5))
-    assert [(a.token_ids, a.num_steps) for a in guessed] == [
+        asks = [as_request(random_prompt(20, n), **a, seed=1) for a in cases for n in range(2)]
+        plain, drafted = engine.ask(*asks), engine.ask(*speculating(asks, 5))
+    assert [(a.token_ids, a.num_steps) for a in drafted] == [
         (a.token_ids, a.num_forwards) for a in plain
     ]
 
@@ -252,13 +257,15 @@ def test_a_model_that_predicts_the_mask(checkpoint: Callable[[str], Path]) -> No
 def test_who_takes_no_part(engine: Engine) -> None:
     """Nobody is refused for a server's default; who asks for it hears why it cannot be."""
     (guided,) = engine.ask(
-        Ask([1, 2, 3], {"structured_outputs": {"regex": "[ab]{3}"}, "num_speculative_states": 3})
+        Request(
+            [1, 2, 3], {"structured_outputs": {"regex": "[ab]{3}"}, "num_speculative_states": 3}
+        )
     )
     assert guided.report["states_drafted"] == 0
     with pytest.raises(refusal_error(), match="num_speculative_states: given 3; algorithm credit"):
-        engine.ask(Ask([1, 2, 3], {"algorithm": "credit", "num_speculative_states": 3}))
+        engine.ask(Request([1, 2, 3], {"algorithm": "credit", "num_speculative_states": 3}))
     with pytest.raises(refusal_error(), match="num_speculative_states: given 16"):
-        engine.ask(Ask([1, 2, 3], {"num_speculative_states": 16}))
+        engine.ask(Request([1, 2, 3], {"num_speculative_states": 16}))
 
 
 def test_memory_that_runs_out_costs_guesses_alone(
@@ -285,11 +292,11 @@ def test_several_answers_and_aborts(
 ) -> None:
     """Answers that share a prompt, and requests that go in the middle of a block."""
     monkeypatch.setattr(engine.loop, "runs_ahead", cache in ("dual", "none"))
-    asked = {**SHORT, "cache": cache, "ignore_eos": True}
-    several = Ask(random_prompt(40, 2), asked, {"n": 4, "temperature": 0.3, "seed": 3})
-    (plain,), (guessed,) = (engine.outputs(*a) for a in ([several], speculating([several], 3)))
-    assert [o.token_ids for o in guessed.outputs] == [o.token_ids for o in plain.outputs]
-    asks = [Ask(random_prompt(30 + n, n), {**BLOCKS, "cache": cache}) for n in range(6)]
+    parameters = {**SHORT, "cache": cache, "ignore_eos": True}
+    several = Request(random_prompt(40, 2), parameters, {"n": 4, "temperature": 0.3, "seed": 3})
+    (plain,), (drafted,) = (engine.outputs(*a) for a in ([several], speculating([several], 3)))
+    assert [o.token_ids for o in drafted.outputs] == [o.token_ids for o in plain.outputs]
+    asks = [Request(random_prompt(30 + n, n), {**BLOCKS, "cache": cache}) for n in range(6)]
     wanted = engine.ask(*asks)
     names = [start(engine, str(n), one) for n, one in enumerate(speculating(asks, 3))]
     for number in range(8):
@@ -345,7 +352,7 @@ def test_guesses_for_which_there_is_no_memory_are_not_weighed(
 def test_a_gpu_guesses_without_being_asked(checkpoint: Callable[[str], Path]) -> None:
     eager = {"dllm": {"longest_pause_ms": 0, "weighs_guesses": False}}
     with running(checkpoint("mha"), dtype="bfloat16", additional_config=eager) as engine:
-        (quiet,) = engine.ask(Ask([1, 2, 3], {**ONE_BY_ONE, "num_speculative_states": 0}))
-        (answer,) = engine.ask(Ask([1, 2, 3], ONE_BY_ONE))
+        (quiet,) = engine.ask(Request([1, 2, 3], {**ONE_BY_ONE, "num_speculative_states": 0}))
+        (answer,) = engine.ask(Request([1, 2, 3], ONE_BY_ONE))
     assert quiet.report["states_drafted"] == 0 < answer.report["states_drafted"]
     assert quiet.token_ids == answer.token_ids and quiet.num_steps == answer.num_steps

@@ -52,8 +52,8 @@ def test_every_room_is_told_of() -> None:
 def test_a_room_that_a_gpu_lacks_is_a_warning(
     missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = tuple(Room(name, is_built=name != missing) for name in ROOMS)
-    monkeypatch.setattr(status, "rooms", lambda: found)
+    actual = tuple(Room(name, is_built=name != missing) for name in ROOMS)
+    monkeypatch.setattr(status, "rooms", lambda: actual)
     info = {"activation_pool": "vmm", "attention": "sdpa+flash3+split"}
     lines = logged(status.logger, status.log_build_info, info, GPU, 3 << 30, None)
     warnings = [text for level, text in lines if level == logging.WARNING]
@@ -128,7 +128,7 @@ def test_arguments_without_effect_are_upstreams() -> None:
 
 
 def test_prefix_caching_has_an_effect_where_prefixes_are_shared() -> None:
-    warn = welcome.warn_of_arguments_without_effect
+    warn = welcome.warn_about_unused_arguments
     given = server_arguments("--no-enable-prefix-caching", "--num-gpu-blocks-override", "9")
     assert logged(welcome.logger, lambda: warn(given, has_prefixes=True)) == []
     ((_, text),) = logged(welcome.logger, warn, given)
@@ -149,7 +149,7 @@ def test_prefix_caching_has_an_effect_where_prefixes_are_shared() -> None:
     ],
 )
 def test_those_that_were_given_are_named_in_one_line(given: list[str], named: str | None) -> None:
-    warn = welcome.warn_of_arguments_without_effect
+    warn = welcome.warn_about_unused_arguments
     lines = logged(welcome.logger, warn, server_arguments(*given))
     text = f"without effect on a diffusion language model: {named}"
     assert lines == ([] if named is None else [(logging.WARNING, text)])
@@ -254,14 +254,14 @@ def test_a_full_disk_of_the_log_ends_no_start(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(sys, "stderr", full)
         with pytest.raises(OSError, match="No space left"):
             load()
-        assert log_filter.losing_what_cannot_be_written()(load)() == 3
+        assert log_filter.drop_unwritable_output()(load)() == 3
         assert sys.stderr is full
         is_done = True
     assert is_done  # closing it fails
 
 
 def test_a_log_that_can_be_written_has_the_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    with log_filter.losing_what_cannot_be_written():
+    with log_filter.drop_unwritable_output():
         assert sum(tqdm(range(3))) == 3
     assert "3/3" in capsys.readouterr().err
     for name in ("load_model", "compile_or_warm_up_model"):

@@ -23,11 +23,11 @@ def test_arrays_arrive_under_the_names_that_they_left_under(device: str) -> None
     for number, array in enumerate(arrays):
         array[...] = number
     other = np.arange(7)
-    found, (alone, kept) = ops.to_device((inputs, (other, "kept")), torch.device(device))
-    assert isinstance(found, StepInputs) and isinstance(found.layouts[0][0], AttentionLayout)
-    ((arrived,),) = found.layouts
+    actual, (alone, kept) = ops.to_device((inputs, (other, "kept")), torch.device(device))
+    assert isinstance(actual, StepInputs) and isinstance(actual.layouts[0][0], AttentionLayout)
+    ((arrived,),) = actual.layouts
     assert (arrived.pages, arrived.max_keys, arrived.rows) == (NO_PAGES, 64, slice(None))
-    tensors = [*found[:3], *(getattr(arrived, name) for name in names)]
+    tensors = [*actual[:3], *(getattr(arrived, name) for name in names)]
     for number, (tensor, array) in enumerate(zip(tensors, arrays, strict=True)):
         assert tensor.device.type == device
         assert tensor.dtype == torch.from_numpy(array).dtype

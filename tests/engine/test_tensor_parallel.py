@@ -16,7 +16,7 @@ from tests.checkpoints import make_checkpoint, random_prompt
 from tests.engine.cases import SHORT, mixed_asks, whole_asks
 from tests.engine.harness import (
     NOISY,
-    Ask,
+    Request,
     as_request,
     assert_decoded,
     clear_case,
@@ -45,10 +45,14 @@ REQUESTS: list[tuple[int, dict[str, Any]]] = [
 
 PENALTIES: dict[str, Any] = {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
 SHAPED = [
-    Ask(random_prompt(9), {**NOISY, "temperature": 0.8, "top_p": 0.8, "min_p": 0.01}),
-    Ask(random_prompt(11), {**TWO_BLOCKS, **PENALTIES, "logit_bias": {"250": 2.0, "7": -5.0}}),
-    Ask(random_prompt(7), {**TWO_BLOCKS, "min_tokens": 12, "allowed_token_ids": [1, 7, 160, 250]}),
-    Ask(random_prompt(8), {**NOISY, **PENALTIES, "temperature": 0.8, "cfg_scale": 0.5, "top_k": 9}),
+    Request(random_prompt(9), {**NOISY, "temperature": 0.8, "top_p": 0.8, "min_p": 0.01}),
+    Request(random_prompt(11), {**TWO_BLOCKS, **PENALTIES, "logit_bias": {"250": 2.0, "7": -5.0}}),
+    Request(
+        random_prompt(7), {**TWO_BLOCKS, "min_tokens": 12, "allowed_token_ids": [1, 7, 160, 250]}
+    ),
+    Request(
+        random_prompt(8), {**NOISY, **PENALTIES, "temperature": 0.8, "cfg_scale": 0.5, "top_k": 9}
+    ),
 ]
 
 POOL_BYTES = 110_000
@@ -92,11 +96,11 @@ def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
         whole = engine.ask(*asks)
         assert_decoded(whole, wanted)
         with pytest.raises(refusal_error(), match="gen_length"):
-            engine.ask(Ask(asks[0].prompt, {"gen_length": 300}))
+            engine.ask(Request(asks[0].prompt, {"gen_length": 300}))
         assert_decoded(engine.ask(asks[3]), wanted[3:4])
-        guessed = engine.ask(*speculating(asks, 3))
-        assert_decoded(guessed, wanted)
-        assert any(answer.report["states_accepted"] for answer in guessed)
+        drafted = engine.ask(*speculating(asks, 3))
+        assert_decoded(drafted, wanted)
+        assert any(answer.report["states_accepted"] for answer in drafted)
         engine.llm.collective_rpc(shrink_rank)
         chunked = engine.ask(*asks)
         assert_decoded(chunked, wanted)
@@ -110,7 +114,7 @@ def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
         broken = engine.ask(*few)
         assert ["RankError" in answer.report["error"] for answer in broken] == [True] * len(few)
         engine.llm.collective_rpc(fail_once, args=("memory",))
-        # All ranks try the same step again, without guesses.
+        # All ranks try the same step again, without drafts.
         assert_decoded(engine.ask(*speculating(few, 2)), wanted)
         engine.llm.collective_rpc(break_rule)
         first, *others = engine.ask(*few)
@@ -157,7 +161,7 @@ def test_gpus_equal_the_reference(num_gpus: int, tmp_path: Path) -> None:
 
 # Read in one forward of 64 rows, which is a graph.
 READ = list(range(0, 64, 5))
-SCORED = Ask(
+SCORED = Request(
     random_prompt(64, 9),
     {"score": {"positions": READ, "token_ids": [[5, 6, 7, 8]] * len(READ)}},
     {"max_tokens": 1},
@@ -213,7 +217,7 @@ def processes_equal_one(folder: Path, ranks: dict[str, Any], *errors: str) -> No
     others = [make_checkpoint(root / str(rank), seed=64) for rank in range(num_ranks)]
     ranks = {**ranks, "additional_config": {"dllm": dllm}}
     ranks["weight_transfer_config"] = {"backend": "disk"}
-    long = Ask(random_prompt(150, 1), {**SHORT, "cfg_scale": 1.0})
+    long = Request(random_prompt(150, 1), {**SHORT, "cfg_scale": 1.0})
     with running(folder) as engine:
         wanted, whole = tokens(engine.ask(long, *mixed_asks())), tokens(engine.ask(*whole_asks()))
     with running(folder, **ranks) as engine:

@@ -13,7 +13,15 @@ import torch
 
 from tests.checkpoints import EOS_ID, MASK_ID, random_prompt
 from tests.engine.cases import ADABLOCK, DREAM, MULTI
-from tests.engine.harness import BLOCKS, MAX_MODEL_LEN, NOISY, Ask, Engine, refusal_error, running
+from tests.engine.harness import (
+    BLOCKS,
+    MAX_MODEL_LEN,
+    NOISY,
+    Engine,
+    Request,
+    refusal_error,
+    running,
+)
 from tests.programs import ROOT
 from tests.reference import golden
 from tests.reference.models import load_reference
@@ -70,28 +78,33 @@ OPTIONS: dict[str, list[tuple[Any, dict[str, Any]]]] = {
 }
 
 
-def of_loops(name: str) -> Iterator[tuple[Ask, dict[str, Any]]]:
+def of_loops(name: str) -> Iterator[tuple[Request, dict[str, Any]]]:
     """The requests of the written runs whose states a plain forward can follow, and the runs.
 
     Of the runs of an algorithm, the first one that has a parameter stands for its other numbers.
     """
     replayed = set[tuple[Any, ...]]()
-    for key, found in golden.STORE.runs.items():
-        asked = json.loads(key)
-        is_plain = asked.get("cache", "none") == "none" and asked.get("algorithm") != "credit"
-        if asked.pop("model") != name or not is_plain or "early_stop_ids" in asked:
+    for key, actual in golden.STORE.runs.items():
+        parameters = json.loads(key)
+        is_plain = (
+            parameters.get("cache", "none") == "none" and parameters.get("algorithm") != "credit"
+        )
+        if parameters.pop("model") != name or not is_plain or "early_stop_ids" in parameters:
             continue
-        asked.pop("first_seed", None)
-        length = asked.pop("prompt_length", 0)
-        prompt = asked.pop("prompt", None) or random_prompt(length, found["prompt_seed"])
-        parameters = {
-            (asked.get("algorithm"), name, value if isinstance(value, str | bool) else None)
-            for name, value in asked.items()
+        parameters.pop("first_seed", None)
+        length = parameters.pop("prompt_length", 0)
+        prompt = parameters.pop("prompt", None) or random_prompt(length, actual["prompt_seed"])
+        kinds = {
+            (parameters.get("algorithm"), name, value if isinstance(value, str | bool) else None)
+            for name, value in parameters.items()
         }
-        if parameters - replayed and len(prompt) + asked["gen_length"] <= MAX_MODEL_LEN:
-            replayed |= parameters
-            more = {"ignore_eos": not asked.get("early_stop"), "allow_infill": MASK_ID in prompt}
-            yield Ask(prompt, {**more, **asked, **ASKED}), found
+        if kinds - replayed and len(prompt) + parameters["gen_length"] <= MAX_MODEL_LEN:
+            replayed |= kinds
+            more = {
+                "ignore_eos": not parameters.get("early_stop"),
+                "allow_infill": MASK_ID in prompt,
+            }
+            yield Request(prompt, {**more, **parameters, **ASKED}), actual
 
 
 @pytest.mark.parametrize("family", OF_LOOPS)
@@ -103,45 +116,45 @@ def test_every_written_run_is_replayed(family: str, checkpoint: Callable[[str], 
     with running(folder) as engine:
         answers = engine.ask(*asks)
     for ask, answer, wanted in zip(asks, answers, runs, strict=True):
-        found = answer.report["trajectory"]
+        actual = answer.report["trajectory"]
         is_grid = "answer" in wanted
-        assert found["replayable"], ask
-        assert (replayed := replay(model, ask.prompt, found, runs_loop=is_grid)).agrees, replayed
-        assert replayed.num_commits or found["filled"]
+        assert actual["replayable"], ask
+        assert (replayed := replay(model, ask.prompt, actual, runs_loop=is_grid)).agrees, replayed
+        assert replayed.num_commits or actual["filled"]
         if is_grid:
             assert replayed.differences == []
         elif wanted["is_clear"]:
-            filled = set(found["filled"])
+            filled = set(actual["filled"])
             steps = [step + 1 for step in wanted["decided_at"]]
-            for position, step in enumerate(found["commit_steps"]):
+            for position, step in enumerate(actual["commit_steps"]):
                 assert position in filled or step == steps[position], ask
-            assert found["token_ids"] == wanted["ids"]
+            assert actual["token_ids"] == wanted["ids"]
 
 
 @pytest.mark.parametrize("family", OPTIONS)
 def test_options_are_replayed(family: str, checkpoint: Callable[[str], Path]) -> None:
-    """And what is drawn depends neither on who else is in the batch nor on guesses."""
+    """And what is drawn depends neither on who else is in the batch nor on drafts."""
     model = load_reference(checkpoint(family), torch.float64)
     asks = []
-    for given, asked in OPTIONS[family]:
+    for given, parameters in OPTIONS[family]:
         prompt = random_prompt(given) if isinstance(given, int) else given
-        asks.append(Ask(prompt, {"ignore_eos": True, "seed": 5, **asked, **ASKED}))
+        asks.append(Request(prompt, {"ignore_eos": True, "seed": 5, **parameters, **ASKED}))
     guessing = {"num_speculative_states": 3}
     able = [family == "mha" and "structured_outputs" not in ask.extra for ask in asks]
     with running(checkpoint(family)) as engine:
         answers, again = engine.ask(*asks), []
-        for ask, guesses in zip(asks, able, strict=True):
+        for ask, drafts in zip(asks, able, strict=True):
             try:
-                again += engine.ask(replace(ask, extra=ask.extra | (guessing if guesses else {})))
-            except refusal_error():  # the algorithm guesses nothing
+                again += engine.ask(replace(ask, extra=ask.extra | (guessing if drafts else {})))
+            except refusal_error():  # the algorithm drafts nothing
                 again += engine.ask(ask)
     for ask, answer, alone in zip(asks, answers, again, strict=True):
-        found, same = answer.report["trajectory"], alone.report["trajectory"]
+        actual, same = answer.report["trajectory"], alone.report["trajectory"]
         for name in ("token_ids", "commit_steps", "block_steps", "block_starts", "prompt"):
-            assert name == "prompt" or found[name] == same[name]
-        replayed = replay(model, ask.prompt, found, runs_loop=family == "stable_diffcoder")
+            assert name == "prompt" or actual[name] == same[name]
+        replayed = replay(model, ask.prompt, actual, runs_loop=family == "stable_diffcoder")
         assert replayed.agrees, (ask.extra, replayed)
-        for step, logprob in zip(found["commit_steps"], found["logprobs"], strict=True):
+        for step, logprob in zip(actual["commit_steps"], actual["logprobs"], strict=True):
             assert step > 0 or logprob is None
 
 
@@ -153,7 +166,7 @@ def test_every_token_of_an_answer_has_its_step(
     family: str, checkpoint: Callable[[str], Path]
 ) -> None:
     """With every algorithm, greedy and drawn, also where the last step ends the answer."""
-    asked = {"gen_length": 24, "block_length": 8, "return_trajectory": True}
+    parameters = {"gen_length": 24, "block_length": 8, "return_trajectory": True}
     ways: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
         ({}, STOPS),
         ({"ignore_eos": True}, {}),
@@ -162,9 +175,9 @@ def test_every_token_of_an_answer_has_its_step(
     )
     with running(checkpoint(family)) as engine:
         asks = [
-            Ask(
+            Request(
                 random_prompt(5 + number, number),
-                {**asked, **(SEVERAL if name == "multi_block" else {})}
+                {**parameters, **(SEVERAL if name == "multi_block" else {})}
                 | {**way, "temperature": float(is_drawn), "seed": number, "algorithm": name},
                 stops,
             )
@@ -176,12 +189,12 @@ def test_every_token_of_an_answer_has_its_step(
         answers = engine.ask(*asks)
     assert {answer.finish_reason for answer in answers} == {"stop", "length"}
     for ask, answer in zip(asks, answers, strict=True):
-        found, own = answer.report["trajectory"], range(len(answer.token_ids))
-        assert found["token_ids"][: own.stop] == answer.token_ids, ask.extra
-        assert all(found["commit_steps"][index] > 0 for index in own), ask.extra
-        has_none = {index for index in own if found["logprobs"][index] is None}
+        actual, own = answer.report["trajectory"], range(len(answer.token_ids))
+        assert actual["token_ids"][: own.stop] == answer.token_ids, ask.extra
+        assert all(actual["commit_steps"][index] > 0 for index in own), ask.extra
+        has_none = {index for index in own if actual["logprobs"][index] is None}
         if ask.extra["algorithm"] != "levenshtein":  # whose tokens move
-            assert has_none <= {*found["filled"]}, ask.extra
+            assert has_none <= {*actual["filled"]}, ask.extra
 
 
 @pytest.mark.parametrize("family", ["mha", "moe"])
@@ -189,9 +202,9 @@ def test_what_an_early_stop_fills_is_recorded(
     family: str, checkpoint: Callable[[str], Path]
 ) -> None:
     """Also where the step that ends the answer is the one after which it is filled."""
-    asked = {**PLAIN, **SEVERAL, "algorithm": "multi_block", "early_stop": True}
+    parameters = {**PLAIN, **SEVERAL, "algorithm": "multi_block", "early_stop": True}
     asks = [
-        Ask(random_prompt(5 + seed, seed), {**asked, "logit_bias": {str(EOS_ID): bias}})
+        Request(random_prompt(5 + seed, seed), {**parameters, "logit_bias": {str(EOS_ID): bias}})
         for seed in range(4)
         for bias in (0.5, 2.0, 4.0)
     ]
@@ -200,17 +213,17 @@ def test_what_an_early_stop_fills_is_recorded(
     early = [answer for answer in answers if answer.token_ids[-1] == EOS_ID]
     assert early
     for answer in early:
-        found, end = answer.report["trajectory"], len(answer.token_ids)
-        assert found["token_ids"] == [*answer.token_ids, *[EOS_ID] * (48 - end)]
-        assert min(found["commit_steps"]) > 0
+        actual, end = answer.report["trajectory"], len(answer.token_ids)
+        assert actual["token_ids"] == [*answer.token_ids, *[EOS_ID] * (48 - end)]
+        assert min(actual["commit_steps"]) > 0
 
 
-def complete(found: dict[str, Any], start: int, stop: int) -> bool:
-    return MASK_ID not in found["token_ids"][start:stop]
+def complete(actual: dict[str, Any], start: int, stop: int) -> bool:
+    return MASK_ID not in actual["token_ids"][start:stop]
 
 
 @pytest.mark.parametrize(
-    ("family", "asked"),
+    ("family", "parameters"),
     [
         ("mha", {**BLOCKS, "temperature": 1.0}),
         ("dream", {**DREAM, "temperature": 1.0}),
@@ -223,13 +236,13 @@ def complete(found: dict[str, Any], start: int, stop: int) -> bool:
     ids=["blocks", "whole canvas", "sized", "exact", "none", "edited", "parts of blocks"],
 )
 def test_blocks_are_completed(
-    family: str, asked: dict[str, Any], checkpoint: Callable[[str], Path]
+    family: str, parameters: dict[str, Any], checkpoint: Callable[[str], Path]
 ) -> None:
     """The block of the stop token; the answer stays what it is without."""
     model = load_reference(checkpoint(family), torch.float64)
     prompt, num_longer = random_prompt(13), 0
     asks = [
-        Ask(prompt, {**asked, **ASKED, "seed": seed, "complete_blocks": completes}, STOPS)
+        Request(prompt, {**parameters, **ASKED, "seed": seed, "complete_blocks": completes}, STOPS)
         for seed in range(3)
         for completes in (False, True)
     ]
@@ -238,51 +251,51 @@ def test_blocks_are_completed(
         for short, whole in zip(answers[::2], answers[1::2], strict=True):
             assert whole.token_ids == short.token_ids
             assert whole.finish_reason == short.finish_reason
-            before, found = (answer.report["trajectory"] for answer in (short, whole))
-            num_longer += found["num_steps"] > before["num_steps"]
-            length = found["stop_length"]
+            before, actual = (answer.report["trajectory"] for answer in (short, whole))
+            num_longer += actual["num_steps"] > before["num_steps"]
+            length = actual["stop_length"]
             assert length == len(whole.token_ids)
-            starts = [*found["block_starts"], len(found["token_ids"])]
+            starts = [*actual["block_starts"], len(actual["token_ids"])]
             end = next(start for start in starts if start >= length)
-            assert complete(found, 0, end)
+            assert complete(actual, 0, end)
             if engine.runner.model.family.is_block_causal:
-                assert (len(prompt) + end) % found["block_length"] == 0
-            assert found["finish_reason"] == whole.finish_reason
-            assert replay(model, prompt, found, runs_loop=False).agrees
-    assert num_longer or found["edits"]  # rules that edit end with their block in any case
+                assert (len(prompt) + end) % actual["block_length"] == 0
+            assert actual["finish_reason"] == whole.finish_reason
+            assert replay(model, prompt, actual, runs_loop=False).agrees
+    assert num_longer or actual["edits"]  # rules that edit end with their block in any case
 
 
 def test_block_steps_count_from_the_first_step_of_their_block(engine: Engine) -> None:
-    (answer,) = engine.ask(Ask(random_prompt(9, 1), {**BLOCKS, **ASKED, "ignore_eos": True}))
-    found = answer.report["trajectory"]
-    assert found["block_starts"] == [0, 8, 16, 24]
-    assert found["num_steps"] >= 16  # the last step fills what was predicted to be masked
+    (answer,) = engine.ask(Request(random_prompt(9, 1), {**BLOCKS, **ASKED, "ignore_eos": True}))
+    actual = answer.report["trajectory"]
+    assert actual["block_starts"] == [0, 8, 16, 24]
+    assert actual["num_steps"] >= 16  # the last step fills what was predicted to be masked
     for index, (step, own) in enumerate(
-        zip(found["commit_steps"], found["block_steps"], strict=True)
+        zip(actual["commit_steps"], actual["block_steps"], strict=True)
     ):
         assert own == step - 4 * (index // 8)
-    assert sorted(found["commit_steps"])[::2][:14] == list(range(1, 15))
+    assert sorted(actual["commit_steps"])[::2][:14] == list(range(1, 15))
 
 
 def test_others_that_want_more_leave_and_it_stays(engine: Engine) -> None:
     """What is found for a step has as many rows as whoever wants most; they come and go."""
-    traced = Ask(random_prompt(9, 1), {**BLOCKS, **ASKED, "ignore_eos": True})
+    traced = Request(random_prompt(9, 1), {**BLOCKS, **ASKED, "ignore_eos": True})
     alone = engine.ask(traced)[0].report["trajectory"]
     shorter = {"gen_length": 8, "steps": 4, "ignore_eos": True}
-    other = Ask(random_prompt(7, 2), shorter, {"logprobs": 5})
-    found = engine.ask(traced, other)[0].report["trajectory"]
-    assert found["commit_steps"] == alone["commit_steps"]
+    other = Request(random_prompt(7, 2), shorter, {"logprobs": 5})
+    answer = engine.ask(traced, other)[0].report["trajectory"]
+    assert answer["commit_steps"] == alone["commit_steps"]
     for numbers in ("logprobs", "entropies"):
-        assert found[numbers] == pytest.approx(alone[numbers], abs=1e-4)
+        assert answer[numbers] == pytest.approx(alone[numbers], abs=1e-4)
 
 
 def test_every_answer_has_its_own_and_stop_strings_end_one(engine: Engine) -> None:
     """A likelihood has none, and entropies want a trajectory."""
-    asked = {**BLOCKS, "return_trajectory": True}
+    parameters = {**BLOCKS, "return_trajectory": True}
     whole, cut, plain = engine.outputs(
-        Ask(random_prompt(6), asked, {"detokenize": True}),
-        Ask(random_prompt(6), asked, {"stop": ["Q"], "detokenize": True}),
-        Ask(random_prompt(6), BLOCKS),
+        Request(random_prompt(6), parameters, {"detokenize": True}),
+        Request(random_prompt(6), parameters, {"stop": ["Q"], "detokenize": True}),
+        Request(random_prompt(6), BLOCKS),
     )
     text = whole.outputs[0].text
     assert "trajectory" not in plain.kv_transfer_params["dllm"]
@@ -292,10 +305,10 @@ def test_every_answer_has_its_own_and_stop_strings_end_one(engine: Engine) -> No
     assert second["finish_reason"] == cut.outputs[0].finish_reason
     assert ("Q" in text) == (second["finish_reason"] == "stop")
     with pytest.raises(refusal_error(), match="return_entropy: given True; wanted false, or"):
-        engine.ask(Ask([1], {"return_entropy": True}))
+        engine.ask(Request([1], {"return_entropy": True}))
     score = {"positions": [0], "token_ids": [[1]]}
     with pytest.raises(refusal_error(), match="score"):
-        engine.ask(Ask([1], {"return_trajectory": True, "score": score}))
+        engine.ask(Request([1], {"return_trajectory": True, "score": score}))
 
 
 def test_the_script_says_whether_files_of_answers_agree(
@@ -306,12 +319,12 @@ def test_the_script_says_whether_files_of_answers_agree(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     prompt, file = random_prompt(8), tmp_path / "answers.jsonl"
-    asked = [{**BLOCKS, **ASKED}, {**BLOCKS, **ASKED, "cache": "dual"}]
-    answers = engine.ask(*(Ask(prompt, own) for own in asked))
-    found = [answer.report["trajectory"] for answer in answers]
+    cases = [{**BLOCKS, **ASKED}, {**BLOCKS, **ASKED, "cache": "dual"}]
+    answers = engine.ask(*(Request(prompt, own) for own in cases))
+    actual = [answer.report["trajectory"] for answer in answers]
 
     def run() -> int:
-        lines = [json.dumps({"prompt_token_ids": prompt, "trajectory": t}) for t in found]
+        lines = [json.dumps({"prompt_token_ids": prompt, "trajectory": t}) for t in actual]
         file.write_text("\n".join(lines))
         monkeypatch.setattr(sys, "argv", ["replay", str(checkpoint("mha")), str(file)])
         return main()
@@ -319,5 +332,5 @@ def test_the_script_says_whether_files_of_answers_agree(
     assert run() == 0
     said = capsys.readouterr().out.splitlines()
     assert "log probabilities within" in said[0] and "cannot be replayed" in said[1]
-    found[0]["logprobs"][3] -= 0.01
+    actual[0]["logprobs"][3] -= 0.01
     assert run() == 1

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm.diffusion.engine.scheduler.turns import NextForward, StepLimits, take_turns, to_the_end
+from vllm.diffusion.engine.scheduler.turns import NextForward, StepLimits, move_to_end, take_turns
 from vllm.diffusion.engine.worker.run_ahead import step_behind
 
 BUDGET = 100
@@ -68,7 +68,7 @@ def test_nobody_waits_for_more_steps_than_there_are_before_it(
         for req_id in turns:
             waited[req_id] = 0 if req_id in taken else waited[req_id] + 1
             assert waited[req_id] <= ahead[req_id]
-        to_the_end(turns, taken)
+        move_to_end(turns, taken)
         order = list(turns)
         ahead.update({req_id: order.index(req_id) for req_id in taken})
         turns.update({req_id: data.draw(rows) for req_id in taken})
@@ -79,7 +79,7 @@ def test_nobody_waits_for_more_steps_than_there_are_before_it(
 @pytest.mark.parametrize("names", [[], ["c"], ["a", "b"], ["b", "a", "gone"]])
 def test_those_who_took_part_go_to_the_end(names: list[str]) -> None:
     turns = {"a": 1, "b": 2, "c": 3}
-    to_the_end(turns, names)
+    move_to_end(turns, names)
     stayed = [name for name in "abc" if name not in names]
     assert list(turns) == stayed + [name for name in names if name != "gone"]
     assert turns == {"a": 1, "b": 2, "c": 3}
@@ -99,77 +99,77 @@ wishes = st.dictionaries(
 @settings(deadline=None)
 @given(wishes, st.data())
 def test_a_step_behind_another_is_of_one_kind_and_of_nobody_under_way(
-    asked: dict[str, NextForward], data: st.DataObject
+    parameters: dict[str, NextForward], data: st.DataObject
 ) -> None:
-    under_way = data.draw(st.sets(st.sampled_from(sorted(asked))))
-    taken = step_behind(under_way, asked, FULL_BUDGET, SHARES)
+    under_way = data.draw(st.sets(st.sampled_from(sorted(parameters))))
+    taken = step_behind(under_way, parameters, FULL_BUDGET, SHARES)
     assert under_way.isdisjoint(taken)
-    assert all(asked[req_id].rows == rows for req_id, rows in taken.items())
-    fit_a_graph = sum(wish.rows for wish in asked.values() if wish.keeps) <= GRAPH_ROWS
-    kinds = {name: (w.keeps, w.is_window and not fit_a_graph) for name, w in asked.items()}
+    assert all(parameters[req_id].rows == rows for req_id, rows in taken.items())
+    fit_a_graph = sum(wish.rows for wish in parameters.values() if wish.keeps) <= GRAPH_ROWS
+    kinds = {name: (w.keeps, w.is_window and not fit_a_graph) for name, w in parameters.items()}
     assert len({kinds[req_id] for req_id in taken}) <= 1
     if not taken:  # then who waits would fit into one step with some of those under way
-        for kind in {kinds[req_id] for req_id in asked if req_id not in under_way}:
-            alike = {req_id for req_id in asked if kinds[req_id] == kind}
+        for kind in {kinds[req_id] for req_id in parameters if req_id not in under_way}:
+            alike = {req_id for req_id in parameters if kinds[req_id] == kind}
             assert alike & under_way
-            assert sum(asked[req_id].rows for req_id in alike) <= GRAPH_ROWS
+            assert sum(parameters[req_id].rows for req_id in alike) <= GRAPH_ROWS
     elif all(kinds[req_id][1] for req_id in taken):
         assert sum(taken.values()) <= GRAPH_ROWS
 
 
 def test_those_who_fit_into_one_step_wait_for_each_other() -> None:
-    asked = {
+    parameters = {
         "a": NextForward(32, keeps=True),
         "b": NextForward(32, keeps=True),
         "c": NextForward(32, keeps=False),
     }
-    assert step_behind([], asked, FULL_BUDGET, SHARES) == {"a": 32, "b": 32}
-    assert step_behind(["a"], asked, FULL_BUDGET, SHARES) == {"c": 32}
-    assert step_behind(["a", "c"], asked, FULL_BUDGET, SHARES) == {}
+    assert step_behind([], parameters, FULL_BUDGET, SHARES) == {"a": 32, "b": 32}
+    assert step_behind(["a"], parameters, FULL_BUDGET, SHARES) == {"c": 32}
+    assert step_behind(["a", "c"], parameters, FULL_BUDGET, SHARES) == {}
 
 
 def test_who_has_no_pages_waits_and_a_long_prompt_is_cut_to_the_share() -> None:
-    asked = {
+    parameters = {
         "dry": NextForward(0, keeps=True, unit=32),
         "decodes": NextForward(32, keeps=True, unit=32),
         "prompt": NextForward(32_768, keeps=True, unit=32),
     }
-    assert step_behind([], asked, FULL_BUDGET, SHARES) == {
+    assert step_behind([], parameters, FULL_BUDGET, SHARES) == {
         "decodes": 32,
         "prompt": FULL_BUDGET - 32,
     }
-    assert step_behind(["decodes", "prompt"], asked, FULL_BUDGET, SHARES) == {}
+    assert step_behind(["decodes", "prompt"], parameters, FULL_BUDGET, SHARES) == {}
 
 
 @pytest.mark.parametrize(("is_window", "count", "share"), [(True, 32, 32), (False, 32, 48)])
 def test_those_who_do_not_share_the_rows(is_window: bool, count: int, share: int) -> None:
     wish = NextForward(GRAPH_ROWS // count, keeps=True, is_window=is_window)
-    asked = {str(i): wish for i in range(3 * count)}
-    first = step_behind([], asked, FULL_BUDGET, SHARES)
-    assert list(first) == list(asked)[:share]
-    second = step_behind(first, asked, FULL_BUDGET, SHARES)
-    assert list(second) == list(asked)[share : 2 * share]
-    assert step_behind([], asked, GRAPH_ROWS // 2, SHARES).keys() == {
+    parameters = {str(i): wish for i in range(3 * count)}
+    first = step_behind([], parameters, FULL_BUDGET, SHARES)
+    assert list(first) == list(parameters)[:share]
+    second = step_behind(first, parameters, FULL_BUDGET, SHARES)
+    assert list(second) == list(parameters)[share : 2 * share]
+    assert step_behind([], parameters, GRAPH_ROWS // 2, SHARES).keys() == {
         str(i) for i in range(count // 2)
     }
 
 
 def test_windows_go_with_whole_sequences_where_a_graph_holds_all() -> None:
-    asked = {
+    parameters = {
         "window": NextForward(32, keeps=True, is_window=True),
         "whole": NextForward(256, keeps=True),
     }
-    assert step_behind([], asked, FULL_BUDGET, SHARES) == {"window": 32, "whole": 256}
-    asked["large"] = NextForward(GRAPH_ROWS, keeps=True)
-    assert step_behind([], asked, FULL_BUDGET, SHARES) == {"window": 32}
-    assert step_behind(["window"], asked, FULL_BUDGET, SHARES) == {"whole": 256}
+    assert step_behind([], parameters, FULL_BUDGET, SHARES) == {"window": 32, "whole": 256}
+    parameters["large"] = NextForward(GRAPH_ROWS, keeps=True)
+    assert step_behind([], parameters, FULL_BUDGET, SHARES) == {"window": 32}
+    assert step_behind(["window"], parameters, FULL_BUDGET, SHARES) == {"whole": 256}
 
 
 @pytest.mark.parametrize(("count", "share"), [(128, 128), (129, 128), (300, 150)])
 def test_many_requests_of_few_rows_come_in_shares(count: int, share: int) -> None:
     """The host takes in the results of one share while the device computes the other."""
-    asked = {str(i): NextForward(4, keeps=True, unit=4) for i in range(count)}
-    first = step_behind([], asked, FULL_BUDGET, SHARES)
-    assert list(first) == list(asked)[:share]
-    assert list(step_behind(first, asked, FULL_BUDGET, SHARES)) == list(asked)[share:]
-    assert step_behind(asked, asked, FULL_BUDGET, SHARES) == {}
+    parameters = {str(i): NextForward(4, keeps=True, unit=4) for i in range(count)}
+    first = step_behind([], parameters, FULL_BUDGET, SHARES)
+    assert list(first) == list(parameters)[:share]
+    assert list(step_behind(first, parameters, FULL_BUDGET, SHARES)) == list(parameters)[share:]
+    assert step_behind(parameters, parameters, FULL_BUDGET, SHARES) == {}

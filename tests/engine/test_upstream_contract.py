@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import Ask, Engine, logged, record
+from tests.engine.harness import Engine, Request, logged, record
 from tests.programs import ROOT, run_python
 from vllm.diffusion.core.errors import ServerConfigError
 
@@ -160,12 +160,12 @@ def test_a_detokenizer_asks_for_its_stop_strings_behind_each_text(engine: Engine
     assert inspect.iscoroutinefunction(AsyncLLM.add_request)
     processor, tokenizer = engine.llm.llm_engine.input_processor, engine.llm.get_tokenizer()
     tools = packed(spec_of_tools(Tools({"f": {"type": "object"}}, may_answer=True)))
-    for text, found in (("<tool_call>", None), ("ab tool", "tool")):
+    for text, actual in (("<tool_call>", None), ("ab tool", "tool")):
         params = SamplingParams(stop=["tool"], extra_args={"gen_length": 96, SPEC: tools})
         prompt = {"type": "token", "prompt_token_ids": [1, 2, 3]}
         request = processor.process_inputs("r", prompt, params, supported_tasks=("generate",))
         detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
-        assert detokenizer.update(tokenizer.encode(text, add_special_tokens=False), False) == found
+        assert detokenizer.update(tokenizer.encode(text, add_special_tokens=False), False) == actual
 
 
 def test_a_request_that_fails_on_its_way_leaves_nothing(
@@ -188,7 +188,7 @@ def test_a_request_that_fails_on_its_way_leaves_nothing(
     assert isinstance(llm.llm_engine.renderer, HfRenderer)
     assert type(llm.llm_engine.renderer).__module__.startswith("vllm.diffusion")
     prompt = {"prompt_token_ids": [1, 2, 3]}
-    asked = SamplingParams(temperature=0.0, extra_args={"gen_length": 8, "steps": 1})
+    sampling = SamplingParams(temperature=0.0, extra_args={"gen_length": 8, "steps": 1})
 
     def fails(*_: object) -> None:
         raise RuntimeError("on its way")
@@ -196,13 +196,13 @@ def test_a_request_that_fails_on_its_way_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(llm.llm_engine.engine_core, "add_request", fails)
         with pytest.raises(RuntimeError, match="on its way"):
-            llm.generate([prompt], asked, use_tqdm=False)
-    asked.ignore_eos = None  # type: ignore[assignment]
+            llm.generate([prompt], sampling, use_tqdm=False)
+    sampling.ignore_eos = None  # type: ignore[assignment]
     with pytest.raises(ValueError, match="ignore_eos: given nothing"):
-        llm.generate([prompt, prompt], asked, use_tqdm=False)
+        llm.generate([prompt, prompt], sampling, use_tqdm=False)
     assert not llm.llm_engine.has_unfinished_requests()
-    asked.ignore_eos = True
-    assert llm.generate([prompt], asked, use_tqdm=False)[0].finished
+    sampling.ignore_eos = True
+    assert llm.generate([prompt], sampling, use_tqdm=False)[0].finished
 
 
 def test_requests_and_outputs_have_the_fields_that_are_used() -> None:
@@ -229,7 +229,7 @@ def test_step_logs_name_time_requests_and_rows(engine: Engine) -> None:
     """The line that benchmarks read."""
     from vllm.diffusion.engine.worker import step_log
 
-    ask = Ask(random_prompt(5), {"gen_length": 8, "steps": 2, "ignore_eos": True})
+    ask = Request(random_prompt(5), {"gen_length": 8, "steps": 2, "ignore_eos": True})
     lines = logged(step_log.logger, engine.ask, ask)
     steps = [text for _, text in lines if text.startswith("execute_diffusion_once time = ")]
     assert len(steps) == 2
@@ -323,8 +323,8 @@ def test_typed_decisions_have_what_is_overridden_and_called() -> None:
         wanted = ["self", "request", "raw_request"]
         assert list(inspect.signature(getattr(upstream, step)).parameters) == wanted
     assert "self.strategy.read(" in inspect.getsource(serving.ServingStructuredDecisions)
-    asked = inspect.getsource(scoring.ServingGenerativeScoring.create_generative_scoring)
-    assert "next_token_label_reads(\n                self.engine_client" in asked
+    source = inspect.getsource(scoring.ServingGenerativeScoring.create_generative_scoring)
+    assert "next_token_label_reads(\n                self.engine_client" in source
 
 
 def test_an_echo_asks_for_the_prompts_probabilities() -> None:
@@ -347,8 +347,8 @@ def test_arguments_that_are_set_are_upstreams() -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    found = vars(make_arg_parser(FlexibleArgumentParser()).parse_args([]))
-    assert found.keys() >= {
+    actual = vars(make_arg_parser(FlexibleArgumentParser()).parse_args([]))
+    assert actual.keys() >= {
         *("disable_uvicorn_access_log", "disable_access_log_for_endpoints", "shutdown_timeout"),
         *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"),
     }
@@ -433,8 +433,8 @@ def test_our_classes_are_looked_at_here(monkeypatch: pytest.MonkeyPatch) -> None
 
     register()
     monkeypatch.setattr(registry, "_run_in_subprocess", None)
-    found = ModelRegistry.models["LLaDAModelLM"].inspect_model_cls()
-    assert (found.architecture, found.is_text_generation_model) == ("UpstreamModel", True)
+    actual = ModelRegistry.models["LLaDAModelLM"].inspect_model_cls()
+    assert (actual.architecture, actual.is_text_generation_model) == ("UpstreamModel", True)
 
 
 def test_online_quantisation_is_asked_for_to_be_logged() -> None:
@@ -458,10 +458,10 @@ def test_transformers_reads_its_models_by_one_function() -> None:
     read = inspect.unwrap(import_utils.create_import_structure_from_path)
     assert list(inspect.signature(read).parameters) == ["module_path"]
     assert "create_import_structure_from_path" in read.__code__.co_names  # of folders in a folder
-    found = {"a": {frozenset(): {"b": {"C"}}}, frozenset({"torch"}): {"d": {"E"}}}
-    spread = import_utils.spread_import_structure(found)
+    actual = {"a": {frozenset(): {"b": {"C"}}}, frozenset({"torch"}): {"d": {"E"}}}
+    spread = import_utils.spread_import_structure(actual)
     assert spread == {frozenset(): {"a.b": {"C"}}, frozenset({"torch"}): {"d": {"E"}}}
-    assert found == {"a": {frozenset(): {"b": {"C"}}}, frozenset({"torch"}): {"d": {"E"}}}
+    assert actual == {"a": {frozenset(): {"b": {"C"}}}, frozenset({"torch"}): {"d": {"E"}}}
 
 
 def test_upstream_brings_a_swagger_ui_that_knows_openapi_3_1() -> None:

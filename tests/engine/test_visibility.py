@@ -91,9 +91,9 @@ def canvas(
     sampled: Iterable[int],
     window: tuple[int, int] | None = None,
     cache: KeptSequence | None = None,
-    **asked: Any,
+    **parameters: Any,
 ) -> Canvas:
-    extra = {"gen_length": 8, "block_length": 4, "steps": 8, "seed": 0, **asked}
+    extra = {"gen_length": 8, "block_length": 4, "steps": 8, "seed": 0, **parameters}
     if cache is not None:
         extra["cache"] = "dual"
     prompt = [2 + i % 90 for i in range(length - 8)]
@@ -120,12 +120,12 @@ class Tensors:
 
     def attend(self, layouts: tuple[AttentionLayout[Any], ...], q: torch.Tensor) -> torch.Tensor:
         """Attention of the rows of a chunk, as layers run it."""
-        found = []
+        results = []
         for layout in ops.to_device(layouts, torch.device("cpu")):
             k, v = (self.k, self.v) if layout.pages is None else (self.kept_k, self.kept_v)
             assert layout.pages in (None, self.pages)
-            found.append(attend(q[layout.rows], k, v, layout))
-        return torch.cat(found)
+            results.append(attend(q[layout.rows], k, v, layout))
+        return torch.cat(results)
 
     def dense(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: list[list[bool]]
@@ -140,7 +140,7 @@ def wanted_rows(
     tensors: Tensors, batch: StepBatch, made: list[Canvas], visibility: Visibility
 ) -> torch.Tensor:
     """Attention of every row of the batch under a dense mask."""
-    found, start = [], 0
+    actual, start = [], 0
     for one in made:
         own = visibility.with_blocks_of(one.params.block_length)
         copies = 2 if one.params.cfg_scale > 0 else 1
@@ -153,10 +153,10 @@ def wanted_rows(
                 slots = one.window.cache.slots
                 k, v = tensors.kept_k[slots], tensors.kept_v[slots]
             mask = [[sees(own, q, k) for k in range(len(k))] for q in range(first, end)]
-            found.append(tensors.dense(tensors.q[rows], k, v, mask))
+            actual.append(tensors.dense(tensors.q[rows], k, v, mask))
             start = rows.stop
     assert start == batch.num_rows
-    return torch.cat(found)
+    return torch.cat(actual)
 
 
 @pytest.mark.parametrize("visibility", [FULL, BlockCausal()])
@@ -179,11 +179,11 @@ def test_a_batch_attends_as_under_a_dense_mask(visibility: Visibility, rows_per_
     made[3:] = made[:2:-1]
     tensors = Tensors(batch, store)
     wanted = wanted_rows(tensors, batch, made, visibility)
-    found = [
+    actual = [
         tensors.attend(batch.layouts(rows), tensors.q[rows])
         for rows in chunks(batch.num_rows, rows_per_chunk)
     ]
-    torch.testing.assert_close(torch.cat(found), wanted)
+    torch.testing.assert_close(torch.cat(actual), wanted)
     for part in SampleRows(batch).parts(rows_per_part=4):
         rows = torch.from_numpy(part.rows)
         given = tensors.attend(part.layouts, tensors.q[rows])

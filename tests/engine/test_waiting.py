@@ -145,9 +145,9 @@ def test_at_most_so_many_run() -> None:
 def test_one_that_never_fits_is_taken_out_with_the_reason() -> None:
     giant, small = waiting(NEVER), waiting(1)
     line = line_of(giant, small)
-    found = list(line.admit([], ROOM))
-    assert [item for item, _ in found] == [giant, small]
-    assert isinstance(found[0][1], ActivationBudgetError) and found[1][1] is None
+    actual = list(line.admit([], ROOM))
+    assert [item for item, _ in actual] == [giant, small]
+    assert isinstance(actual[0][1], ActivationBudgetError) and actual[1][1] is None
     assert not line.requests
 
 
@@ -269,8 +269,8 @@ def item(
         num_prompt_tokens=len(prompt),
         skip_reading_prefix_cache=skips_prefixes,
     )
-    asked: Any = Params(**params)
-    made = RequestState(request, asked, Demand(length, 20, keeps_cache=True, window=20))
+    settings: Any = Params(**params)
+    made = RequestState(request, settings, Demand(length, 20, keeps_cache=True, window=20))
     made.gates = (groups,) if groups.arrived(made) else ()
     return made
 

@@ -26,8 +26,8 @@ from tests.engine.cases import ADABLOCK
 from tests.engine.harness import (
     BLOCKS,
     NOISY,
-    Ask,
     Engine,
+    Request,
     engine_config,
     finish,
     logged,
@@ -39,7 +39,7 @@ from tests.engine.harness import (
 from tests.reference import block_loops, dispatch, golden
 from tests.reference.models import KeyValues, load_reference
 from vllm.diffusion.config import served_model
-from vllm.diffusion.request.decision import asked_by, attach, decide
+from vllm.diffusion.request.decision import attach, decide, request_values_of
 
 ALL: dict[str, Case] = {**CASES, **FAMILY_CASES, **BLOCK_CASES, "diffullama": DIFFULLAMA_CASE}
 TRACED = {"return_trajectory": True}
@@ -75,8 +75,8 @@ def update(engine: Engine, *paths: str, version: str | None = None) -> None:
 def checksums(engine: Engine) -> dict[str, str]:
     return {
         name: digest
-        for found in engine.llm.collective_rpc("compute_weight_checksums")
-        for name, digest in found.items()
+        for actual in engine.llm.collective_rpc("compute_weight_checksums")
+        for name, digest in actual.items()
     }
 
 
@@ -122,8 +122,8 @@ def test_an_update_gives_a_fresh_engine(
 ) -> None:
     """Of the other checkpoint: in tensors and answers, whatever order its tensors come in."""
     folder, new = checkpoint(name), other(tmp_path / "new", name)
-    asked = {"gen_length": 8, "block_length": 8, "ignore_eos": True, "seed": 1, **TRACED}
-    ask = Ask(random_prompt(20), asked)
+    parameters = {"gen_length": 8, "block_length": 8, "ignore_eos": True, "seed": 1, **TRACED}
+    ask = Request(random_prompt(20), parameters)
     if name in ("dream", "diffullama"):
         del ask.extra["block_length"]
     weights = list(weights_of(new).items())
@@ -139,9 +139,9 @@ def test_an_update_gives_a_fresh_engine(
         assert checksums(engine) == fresh
         (answer,) = engine.ask(ask)
     assert answer.token_ids == wanted.token_ids != before.token_ids
-    found = answer.report["trajectory"]
-    assert (found["weight_version"], found["weight_steps"]) == ("b", [[1, 1]])
-    assert found["logprobs"] == wanted.report["trajectory"]["logprobs"]
+    actual = answer.report["trajectory"]
+    assert (actual["weight_version"], actual["weight_steps"]) == ("b", [[1, 1]])
+    assert actual["logprobs"] == wanted.report["trajectory"]["logprobs"]
 
 
 class Changing:
@@ -159,8 +159,8 @@ class Changing:
         return self._models[self._left < 0], self._left == -1
 
     def logits(self, ids: Tensor, block_length: int | None = None) -> Tensor:
-        found: Tensor = self._model()[0].logits(ids, block_length)
-        return found
+        actual: Tensor = self._model()[0].logits(ids, block_length)
+        return actual
 
     def forward_with_kv(
         self, ids: Tensor, positions: Any, past: KeyValues | None
@@ -197,15 +197,15 @@ def test_a_request_goes_on_as_if_the_model_had_changed_at_that_step(
     """Kept over a pause; its trajectory says which step is the first of the new weights."""
     folder, new = checkpoint("mha"), other(tmp_path / "new", "mha")
     models = load_reference(folder), load_reference(new)
-    prompt, asked = random_prompt(20, 3), CACHES[cache]
-    options = {"algorithm": "threshold" if "threshold" in asked else "semi_ar", **asked}
+    prompt, extra = random_prompt(20, 3), CACHES[cache]
+    options = {"algorithm": "threshold" if "threshold" in extra else "semi_ar", **extra}
     if "delimiter_ids" in options:
         options["delimiter_threshold"] = 0.3
     wanted = dispatch.run(
         Changing(models, num_before, len(prompt)), prompt, ids=golden.IDS, **options
     )
     with running(folder, **updatable(tmp_path)) as engine:
-        start(engine, "a", Ask(prompt, {**asked, "ignore_eos": True, **TRACED}))
+        start(engine, "a", Request(prompt, {**extra, "ignore_eos": True, **TRACED}))
         core = engine.core
         while engine.runner.canvases.get(req := next(iter(engine.runner.canvases), "")) is None or (
             engine.runner.canvases[req].num_steps < num_before
@@ -217,9 +217,9 @@ def test_a_request_goes_on_as_if_the_model_had_changed_at_that_step(
         core.resume_scheduler()
         answer = finish(engine)["a"]
     assert answer.token_ids == wanted.ids
-    found = answer.report["trajectory"]
-    assert found["weight_steps"] == [[0, 1], [1, num_before + 1]]
-    assert found["weight_version"] is None
+    actual = answer.report["trajectory"]
+    assert actual["weight_steps"] == [[0, 1], [1, num_before + 1]]
+    assert actual["weight_version"] is None
 
 
 def test_a_label_is_of_all_answers_of_its_weights(
@@ -227,7 +227,7 @@ def test_a_label_is_of_all_answers_of_its_weights(
 ) -> None:
     """Steps may be taken between the end of an update and the label, which comes after it."""
     other(tmp_path / "new", "mha")
-    ask = Ask(random_prompt(20), {"gen_length": 16, "ignore_eos": True, **TRACED})
+    ask = Request(random_prompt(20), {"gen_length": 16, "ignore_eos": True, **TRACED})
     with running(checkpoint("mha"), **updatable(tmp_path)) as engine:
         update(engine, "new")
         start(engine, "a", ask)
@@ -246,17 +246,17 @@ def test_blocks_go_on_with_the_changed_model(
     """In a block-causal family all kept blocks are computed again."""
     folder, new = checkpoint("sdar"), other(tmp_path / "new", "sdar")
     model = Changing((load_reference(folder), load_reference(new)), 9, 70)
-    prompt, asked = random_prompt(70, 3), {"gen_length": 24, "block_length": 8}
+    prompt, parameters = random_prompt(70, 3), {"gen_length": 24, "block_length": 8}
 
     def logits_of(tokens: Any) -> Tensor:
         return model.logits(torch.tensor([list(tokens)]), 8)[0]
 
     wanted = block_loops.run(
-        logits_of, prompt, algorithm="semi_ar", mask_id=MASK_ID, steps_per_block=8, **asked
+        logits_of, prompt, algorithm="semi_ar", mask_id=MASK_ID, steps_per_block=8, **parameters
     )
-    extra = {**asked, "algorithm": "semi_ar", "steps_per_block": 8, "cache": cache}
+    extra = {**parameters, "algorithm": "semi_ar", "steps_per_block": 8, "cache": cache}
     with running(folder) as engine:
-        start(engine, "a", Ask(prompt, {**extra, "ignore_eos": True, **TRACED}))
+        start(engine, "a", Request(prompt, {**extra, "ignore_eos": True, **TRACED}))
         while not any(c.num_steps == 9 for c in engine.runner.canvases.values()):
             engine.llm.llm_engine.step()
         engine.runner.model.load_weights(weights_of(new).items())
@@ -277,34 +277,34 @@ def test_answers_to_one_prompt_share_nothing_old(
     def begin(engine: Engine) -> None:
         served = served_model(engine.llm.llm_engine.vllm_config)
         for number in range(3):
-            sampling = sampling_params(Ask(prompt, {**extra, "seed": 5}))
-            decided = decide(asked_by(sampling), served, prompt).with_answers(3)
+            sampling = sampling_params(Request(prompt, {**extra, "seed": 5}))
+            decided = decide(request_values_of(sampling), served, prompt).with_answers(3)
             attach(sampling, decided, number)
             tokens: Any = {"prompt_token_ids": prompt}
             engine.llm.llm_engine.add_request(str(number), tokens, sampling)
 
-    def told(engine: Engine) -> list[list[int]]:
+    def answers_of(engine: Engine) -> list[list[int]]:
         return [answer.token_ids for _, answer in sorted(finish(engine).items())]
 
     with running(new) as engine:
         begin(engine)
-        wanted = told(engine)
+        wanted = answers_of(engine)
     with running(folder) as engine:
         begin(engine)
         while not engine.runner.canvases:
             engine.llm.llm_engine.step()
         before = len(engine.runner.canvases)
         engine.runner.model.load_weights(weights_of(new).items())
-        found = told(engine)
+        actual = answers_of(engine)
         assert engine.is_idle()
-    assert before == 1 and found[1:] == wanted[1:]
+    assert before == 1 and actual[1:] == wanted[1:]
 
 
 def test_old_pages_are_never_read(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """Of prompts that came before, and of a request that runs; without a pause, too."""
     new = other(tmp_path / "new", "sdar")
-    asked = {"gen_length": 24, "block_length": 8, "ignore_eos": True}
-    ask = Ask(random_prompt(150), asked)
+    parameters = {"gen_length": 24, "block_length": 8, "ignore_eos": True}
+    ask = Request(random_prompt(150), parameters)
     with running(new, enable_prefix_caching=True) as engine:
         wanted = engine.ask(ask)[0].token_ids
     settings = {**updatable(tmp_path), "enable_prefix_caching": True}
@@ -325,8 +325,10 @@ def test_old_pages_are_never_read(checkpoint: Callable[[str], Path], tmp_path: P
 def test_a_delayed_cache_is_computed_again(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = {"algorithm": "multi_block", "cache": "delayed", "cache_delay_iter": 1}
-    ask = Ask(random_prompt(20), {**asked, "gen_length": 32, "block_length": 8, "threshold": 1.5})
+    parameters = {"algorithm": "multi_block", "cache": "delayed", "cache_delay_iter": 1}
+    ask = Request(
+        random_prompt(20), {**parameters, "gen_length": 32, "block_length": 8, "threshold": 1.5}
+    )
     with running(checkpoint("mha")) as engine:
         rows = rows_of_launches(engine, monkeypatch)
         engine.ask(ask)
@@ -350,12 +352,12 @@ def test_nothing_is_lost_without_a_pause(
     folder = checkpoint("mha")
     for name, seed in (("a", 14), ("b", 64)):
         make_checkpoint(tmp_path / name, seed=seed)
-    asked = {**NOISY, "cache": cache, "ignore_eos": True, **TRACED, "temperature": 1.0}
+    parameters = {**NOISY, "cache": cache, "ignore_eos": True, **TRACED, "temperature": 1.0}
     with running(folder, **updatable(tmp_path)) as engine:
         engine.loop.runs_ahead = runs_ahead
         for number in range(5):
-            start(engine, str(number), Ask(random_prompt(20), {**asked, "seed": number}))
-        gone = start(engine, "gone", Ask(random_prompt(20), asked))
+            start(engine, str(number), Request(random_prompt(20), {**parameters, "seed": number}))
+        gone = start(engine, "gone", Request(random_prompt(20), parameters))
         answers: dict[str, Any] = {}
         for number in range(3):
             engine.llm.llm_engine.step()
@@ -369,11 +371,11 @@ def test_nothing_is_lost_without_a_pause(
         assert sorted(answers) == ["0", "1", "2", "3", "4"]
         assert engine.is_idle()
     for answer in answers.values():
-        found = answer.report["trajectory"]
+        actual = answer.report["trajectory"]
         assert MASK_ID not in answer.token_ids
-        generations = [generation for generation, _ in found["weight_steps"]]
+        generations = [generation for generation, _ in actual["weight_steps"]]
         assert generations == sorted(set(generations)) and generations[-1] == 3
-        steps = [step for _, step in found["weight_steps"]]
+        steps = [step for _, step in actual["weight_steps"]]
         assert steps == sorted(set(steps)) and steps[0] == 1
 
 
@@ -390,7 +392,7 @@ def test_what_cannot_be_is_told_in_one_line(
     whole = torch.ones_like(weights_of(checkpoint("mha"))[name], dtype=torch.int32)
     save_file({name: whole}, root / "whole.safetensors")
     with running(checkpoint("mha"), **updatable(root)) as engine:
-        llm, ask = engine.llm, Ask(random_prompt(9), {**BLOCKS, "ignore_eos": True})
+        llm, ask = engine.llm, Request(random_prompt(9), {**BLOCKS, "ignore_eos": True})
         before = engine.ask(ask)[0].token_ids
         for call, match in (
             (lambda: llm.update_weights({"update_info": {}}), "wanted start_weight_update before"),
@@ -445,9 +447,9 @@ def test_missing_tensors_are_logged_or_an_error(
     from vllm.diffusion.engine.worker import weight_worker
 
     with running(checkpoint("mha"), **updatable(tmp_path)) as engine:
-        found = logged(weight_worker.logger, update, engine, "some.safetensors")
+        actual = logged(weight_worker.logger, update, engine, "some.safetensors")
         missing = "1 tensors did not come: model.transformer.wte"
-        assert any(missing in text for _, text in found)
+        assert any(missing in text for _, text in actual)
     settings = updatable(tmp_path, weight_update_complete=True)
     refused = pytest.raises(ValueError, match=missing)
     with running(checkpoint("mha"), **settings) as engine, refused:

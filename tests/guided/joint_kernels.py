@@ -25,7 +25,7 @@ PATTERNS = ("([a-d]{1,3}, )*[e-h]+", '\\{"a": [1-4]{2,9}, "b": "[a-h ]*"\\}', "(
 def joints(seed: int, temperature: float, num_requests: int) -> list[Joint]:
     """Requests of different languages, lengths and states of progress."""
     draw = np.random.default_rng(seed)
-    found = []
+    results = []
     for index, pattern in enumerate(PATTERNS[:num_requests]):
         language = language_of(regex(pattern), TOKENS)
         length = 12 + 5 * index
@@ -46,8 +46,8 @@ def joints(seed: int, temperature: float, num_requests: int) -> list[Joint]:
             sets_scores=index != 2,
             excluded=(len(TOKENS) - 2,) if index == 0 else (),
         )
-        found.append(joint)
-    return found
+        results.append(joint)
+    return results
 
 
 def chosen(
@@ -91,12 +91,12 @@ def check(
     num_requests: int = len(PATTERNS),
 ) -> None:
     """The kernels choose what the host does; of equal strings any may be taken."""
-    found, worth = chosen(joints(seed, temperature, num_requests), device, seed, dtype)
+    actual, worth = chosen(joints(seed, temperature, num_requests), device, seed, dtype)
     with mock.patch("vllm.diffusion.guided.joint._IS_INTERPRETED", False):
         on_host = chosen(joints(seed, temperature, num_requests), "cpu", seed, dtype)
     wanted, wanted_worth = on_host
     if dtype == torch.bfloat16 and temperature == 0:
         torch.testing.assert_close(worth, wanted_worth, rtol=1e-6, atol=1e-6)
         return
-    torch.testing.assert_close(found[[0, 2]], wanted[[0, 2]], rtol=0, atol=0)
-    torch.testing.assert_close(found[1], wanted[1], rtol=5e-4, atol=1e-7)
+    torch.testing.assert_close(actual[[0, 2]], wanted[[0, 2]], rtol=0, atol=0)
+    torch.testing.assert_close(actual[1], wanted[1], rtol=5e-4, atol=1e-7)

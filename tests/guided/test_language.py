@@ -23,8 +23,8 @@ from vllm.diffusion.guided.guides import (
     Guide,
     Guides,
     Spec,
-    asked_spec,
     forced,
+    requested_spec,
     spec_of,
     spec_of_format,
 )
@@ -125,11 +125,11 @@ SCHEMAS: dict[str, Any] = {
 @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
 def test_texts_of_a_schema_are_valid(schema: Any) -> None:
     check = Draft202012Validator(schema, format_checker=FORMAT_CHECKER)
-    found = set()
+    actual = set()
     for text in walks(build(from_schema(schema)), 60):
         check.validate(json.loads(text))
-        found.add(text)
-    assert len(found) > 1 or "const" in schema
+        actual.add(text)
+    assert len(actual) > 1 or "const" in schema
 
 
 @pytest.mark.parametrize(
@@ -264,9 +264,9 @@ def test_constants_are_those_that_the_keywords_beside_them_allow(
 ) -> None:
     oracle = Draft202012Validator(schema, format_checker=FORMAT_CHECKER)
     automaton = build(from_schema({**schema, "enum": values}))
-    found = [value for value in values if accepts(automaton, in_json(value))]
-    assert found == [value for value in values if oracle.is_valid(value)]
-    assert 0 < len(found) < len(values)
+    actual = [value for value in values if accepts(automaton, in_json(value))]
+    assert actual == [value for value in values if oracle.is_valid(value)]
+    assert 0 < len(actual) < len(values)
 
 
 @pytest.mark.parametrize("where", ["pattern", "patternProperties", "items"])
@@ -358,11 +358,11 @@ def test_schemas_that_cost_too_much_are_refused() -> None:
 
 def _doubled(depth: int) -> dict[str, Any]:
     """References of which each stands for two of the next one."""
-    found: dict[str, Any] = {"d0": {"type": "null"}}
+    actual: dict[str, Any] = {"d0": {"type": "null"}}
     for level in range(1, depth + 1):
         inner = {"$ref": f"#/$defs/d{level - 1}"}
-        found[f"d{level}"] = {"type": "array", "prefixItems": [inner, inner], "items": False}
-    return found
+        actual[f"d{level}"] = {"type": "array", "prefixItems": [inner, inner], "items": False}
+    return actual
 
 
 def test_languages_have_limits_with_numbers() -> None:
@@ -378,7 +378,7 @@ def test_languages_have_limits_with_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "unit", "least", "most"),
+    ("schema", "unit", "minimum", "maximum"),
     [
         ({"type": "string", "maxLength": 2000}, "é", 0, 2000),
         ({"type": "string", "minLength": 1500, "maxLength": 2000}, "x", 1500, 2000),
@@ -386,12 +386,12 @@ def test_languages_have_limits_with_numbers() -> None:
         ({"type": "array", "items": {"const": 7}, "maxItems": 2000}, "7, ", 0, 2000),
     ],
 )
-def test_long_repetitions_are_counted(schema: Any, unit: str, least: int, most: int) -> None:
+def test_long_repetitions_are_counted(schema: Any, unit: str, minimum: int, maximum: int) -> None:
     automaton = build(from_schema(schema))
-    for count in {max(least - 1, 0), least, most, most + 1}:
+    for count in {max(minimum - 1, 0), minimum, maximum, maximum + 1}:
         inner = (unit * count).removesuffix(", ")
         text = f"[{inner}]" if schema["type"] == "array" else f'"{inner}"'
-        assert accepts(automaton, text.encode()) == (least <= count <= most), count
+        assert accepts(automaton, text.encode()) == (minimum <= count <= maximum), count
 
 
 @pytest.mark.parametrize(
@@ -407,9 +407,9 @@ def test_long_repetitions_are_counted(schema: Any, unit: str, least: int, most: 
     ],
 )
 def test_repetitions_of_repetitions_are_one(pattern: str, same: str) -> None:
-    found, wanted = build(regex(pattern)), build(regex(same))
-    np.testing.assert_array_equal(found.table, wanted.table)
-    np.testing.assert_array_equal(found.accepting, wanted.accepting)
+    actual, wanted = build(regex(pattern)), build(regex(same))
+    np.testing.assert_array_equal(actual.table, wanted.table)
+    np.testing.assert_array_equal(actual.accepting, wanted.accepting)
 
 
 @pytest.mark.parametrize("pattern", ["(a|bc)*1?", "a(b|c)+", "abcabc|1"])
@@ -475,9 +475,9 @@ def letters_guides() -> Guides:
 
 
 def spec(pattern: str) -> Spec:
-    found = spec_of({"regex": pattern})
-    assert found is not None
-    return found
+    actual = spec_of({"regex": pattern})
+    assert actual is not None
+    return actual
 
 
 def test_no_format_waits_for_a_large_one_and_leaving_ends_the_work() -> None:
@@ -510,8 +510,8 @@ def test_one_of_several_who_wait_may_leave() -> None:
         first.cancel()
         return await second
 
-    found = asyncio.run(asyncio.wait_for(ask(), 300))
-    assert guides.guide(spec(pattern)) is found
+    actual = asyncio.run(asyncio.wait_for(ask(), 300))
+    assert guides.guide(spec(pattern)) is actual
 
 
 def test_a_language_that_is_in_use_is_never_compiled_again() -> None:
@@ -578,4 +578,4 @@ def test_response_formats() -> None:
         with pytest.raises(InvalidParameterError, match="response_format"):
             spec_of_format(wrong)
     with pytest.raises(InvalidParameterError, match="either it or structured_outputs"):
-        asked_spec(wrapped, {"regex": "a"})
+        requested_spec(wrapped, {"regex": "a"})

@@ -26,12 +26,12 @@ def joint(language: Any, window: OpenWindow, temperature: float = 0.0, step: int
 
 def strings(pattern: str, length: int) -> list[tuple[int, ...]]:
     """All sequences of so many tokens whose text matches."""
-    found = []
+    results = []
     for ids in itertools.product(range(len(TOKENS)), repeat=length):
         text = bytes_of(ids)
         if text is not None and re.fullmatch(pattern, text.decode()):
-            found.append(ids)
-    return found
+            results.append(ids)
+    return results
 
 
 def chosen(made: Joint, logits: torch.Tensor) -> list[int]:
@@ -50,11 +50,11 @@ def test_the_best_string_is_found(pattern: str) -> None:
     for _ in range(20):
         logits = 3 * torch.randn(length, len(TOKENS), generator=generator)
         window = OpenWindow(0, 0, np.full(length, OPEN, dtype=np.int32), 0)
-        found = chosen(joint(language, window), logits)
+        actual = chosen(joint(language, window), logits)
         worth = torch.log_softmax(logits, dim=-1)
         best = max(sum(worth[i, t].item() for i, t in enumerate(ids)) for ids in allowed)
-        assert tuple(found) in allowed
-        assert sum(worth[i, t].item() for i, t in enumerate(found)) == pytest.approx(best)
+        assert tuple(actual) in allowed
+        assert sum(worth[i, t].item() for i, t in enumerate(actual)) == pytest.approx(best)
 
 
 def test_what_stands_there_and_what_is_still_free_is_respected() -> None:
@@ -79,10 +79,10 @@ def test_an_answer_ends_within_its_limit() -> None:
     logits = torch.zeros(5, len(TOKENS))
     logits[:, 0] = 9.0
     window = OpenWindow(0, 0, np.full(5, OPEN, dtype=np.int32), -2)
-    found = chosen(joint(language, window), logits)
-    text = bytes_of(found[:3])
+    actual = chosen(joint(language, window), logits)
+    text = bytes_of(actual[:3])
     assert text is not None
-    assert re.fullmatch("[abc]*1", text.decode()), found
+    assert re.fullmatch("[abc]*1", text.decode()), actual
 
 
 def test_room_is_kept_for_what_must_follow() -> None:
@@ -139,6 +139,6 @@ def test_draws_are_repeated_by_seed_and_step() -> None:
     language = language_of(regex("[abc]{6}"))
     logits = torch.randn(6, len(TOKENS), generator=torch.Generator().manual_seed(3))
     window = OpenWindow(0, 0, np.full(6, OPEN, dtype=np.int32), 0)
-    found = [chosen(joint(language, window, 1.0, step), logits) for step in (0, 0, 1, 2)]
-    assert found[0] == found[1]
-    assert len({tuple(ids) for ids in found}) == 3
+    actual = [chosen(joint(language, window, 1.0, step), logits) for step in (0, 0, 1, 2)]
+    assert actual[0] == actual[1]
+    assert len({tuple(ids) for ids in actual}) == 3

@@ -132,13 +132,13 @@ def test_without_virtual_memory_pytorch_serves():
             assert pool.take("x", (4,), torch.float32).device == device
 
 
-@pytest.mark.parametrize(("looks_often", "peak"), [(False, 1024), (True, 1024 + 700)])
-def test_memory_of_pytorch_is_counted_with_every_scope_where_that_is_asked_for(looks_often, peak):
+@pytest.mark.parametrize(("samples_often", "peak"), [(False, 1024), (True, 1024 + 700)])
+def test_memory_of_pytorch_is_counted_with_every_scope_where_that_is_asked_for(samples_often, peak):
     class Temporaries(ActivationPool):
         other_bytes = 0
 
     pool = Temporaries(MIB, CPU)
-    pool.reset_peak(looks_often=looks_often)
+    pool.reset_peak(samples_often=samples_often)
     with pool.scope("step"):
         pool.take("x", (1024,), torch.uint8)
         with pool.scope("attend"):

@@ -381,7 +381,7 @@ def test_places_leave_steps_their_memory() -> None:
     assert len(store.table.rows) == 2 * 24
     assert pages.allocate_drafts("a", [range(3)], names[30:]) == []
     pages.release("7")
-    assert len(pages.allocate_drafts("a", [range(3)], names[30:], grows=False)) == 1
+    assert len(pages.allocate_drafts("a", [range(3)], names[30:], can_grow=False)) == 1
     assert not store.table.rows.is_inference()
 
 

@@ -149,7 +149,7 @@ def test_bytes_of_a_row_of_every_stage() -> None:
     gating = {"normed rows": 8 * KIB, "gate and up": 48 * KIB, "activated": 24 * KIB}
     fed = tuple(map(listed, footprint.feed_forward(layout)))
     assert fed == (gating, {"activated": 24 * KIB})
-    *_, logits = footprint.read(layout, is_packed=False)
+    *_, logits = footprint.logits(layout, is_packed=False)
     tables = {"cos": KIB // 2, "sin": KIB // 2}
     rows = {"sample rows": 8 * KIB, "normed": 8 * KIB}
     assert listed(logits) == rows | tables | {"logits": 2 * 126464}
@@ -231,7 +231,7 @@ def test_every_plan_keeps_to_its_budget_and_uses_it(name: str, length: int, is_s
         assert 0 < plan.predicted_average_bytes <= plan.predicted_peak_bytes <= budget
         sizes = (plan.rows.keys_values, plan.rows.attend, plan.rows.feed_forward)
         assert all(1 <= size <= length for size in sizes)
-        assert 1 <= plan.rows.read <= max(step.sample_rows, 1)
+        assert 1 <= plan.rows.logits <= max(step.sample_rows, 1)
         # more memory never costs more than the rounding of chunks to whole tiles
         assert plan.predicted_seconds <= 1.05 * slowest
         slowest = min(slowest, plan.predicted_seconds)
@@ -259,7 +259,7 @@ def test_predicted_bytes_are_the_sum_of_the_footprint(name: str) -> None:
             (plan.rows.keys_values, footprint.keys_values(layout)),
             (plan.rows.attend, footprint.attend(layout, is_packed=False)),
             (plan.rows.feed_forward, footprint.feed_forward(layout)),
-            (plan.rows.read, footprint.read(layout, is_packed=False)),
+            (plan.rows.logits, footprint.logits(layout, is_packed=False)),
         )
         most = max(rows * row_bytes(phase) for rows, phases in stages for phase in phases)
         assert plan.predicted_peak_bytes == resident + most + ROUNDING_BYTES
@@ -285,7 +285,7 @@ def test_a_split_pool_holds_the_most_of_buffers_and_the_most_of_temporaries() ->
             (plan.rows.keys_values, footprint.keys_values(layout)),
             (plan.rows.attend, attend),
             (plan.rows.feed_forward, footprint.feed_forward(layout)),
-            (plan.rows.read, footprint.read(layout, is_packed=False)),
+            (plan.rows.logits, footprint.logits(layout, is_packed=False)),
         )
         phases = [(rows, phase) for rows, phases in stages for phase in phases]
         buffers = max(rows * row_bytes(phase, is_temporary=False) for rows, phase in phases)
@@ -343,7 +343,7 @@ def test_only_the_stage_that_is_the_peak_is_cut() -> None:
     few = StepShape(rows=512, sample_rows=512, longest=512)
     whole = Planner(LLADA_8B, 100 * GIB, row_budget=4096).plan(few)
     plan = Planner(LLADA_8B, whole.predicted_peak_bytes * 3 // 4, row_budget=4096).plan(few)
-    assert (plan.is_whole(512), plan.rows.read) == (True, 256)
+    assert (plan.is_whole(512), plan.rows.logits) == (True, 256)
 
 
 def test_the_ladder_as_the_budget_shrinks() -> None:
@@ -556,11 +556,11 @@ def demands(draw: st.DrawFn) -> Demand:
     st.data(),
 )
 def test_every_step_of_admitted_requests_has_a_plan(
-    asked: list[Demand], pool: int, row_budget: int, data: st.DataObject
+    parameters: list[Demand], pool: int, row_budget: int, data: st.DataObject
 ) -> None:
     """Whoever is admitted, and whatever forwards meet: the step fits beside what all keep."""
     admission, running = admission_of(TINY, pool, row_budget), []
-    for new in asked:
+    for new in parameters:
         if admission.obstacle(running, new) is None:
             running.append(new)
     assume(running)
@@ -713,12 +713,12 @@ def test_what_fits_alone_fits_without_a_reserve() -> None:
 def test_what_a_long_step_leaves_to_others_is_no_memory_that_it_lacks() -> None:
     """A plan that leaves nobody anything is faster, but is not the one that it gets."""
     planner, step = Planner(LLADA_8B, 380 << 20, row_budget=8192), StepShape(65_536, 128, 65_536)
-    found, a_little_more, all_of_it, much_more = (
+    actual, a_little_more, all_of_it, much_more = (
         planner.plan(step, -more, 0.05).predicted_seconds
         for more in (0, 1, planner.reserved_bytes, 100 << 20)
     )
-    assert all_of_it < 0.9 * found and much_more < 0.95 * found
-    assert a_little_more > 0.95 * found
+    assert all_of_it < 0.9 * actual and much_more < 0.95 * actual
+    assert a_little_more > 0.95 * actual
 
 
 def test_requests_that_share_no_step_keep_nobody_out() -> None:

@@ -109,8 +109,8 @@ def test_a_card_is_promised_what_it_has_of_an_h200(monkeypatch: pytest.MonkeyPat
     a100 |= {"memory_clock_rate": 1_593_000, "memory_bus_width": 5120}
     unknown = {"major": 9, "minor": 0, "multi_processor_count": 132}
     for properties, products_tflops, memory_tbps in ((a100, 210, 1.74), (unknown, 720, 4.2)):
-        found = SimpleNamespace(**properties)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=found: found)
+        actual = SimpleNamespace(**properties)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, actual=actual: actual)
         promised = rates.promised_rates(CARD)
         assert promised.product_flops == pytest.approx(products_tflops * 1e12, rel=0.01)
         assert promised.memory_bytes == pytest.approx(memory_tbps * 1e12, rel=0.01)
@@ -127,8 +127,8 @@ def test_rates_that_cannot_be_written_are_measured_anew(card: Card, tmp_path: Pa
 def test_a_card_does_what_its_properties_promise() -> None:
     """Within what is believed; other tests may run beside this one, so not more is asked."""
     promised = rates.promised_rates(CARD)
-    found = rates.measured_rates(CARD, promised)
-    assert found.multiprocessors == torch.cuda.get_device_properties(CARD).multi_processor_count
+    actual = rates.measured_rates(CARD, promised)
+    assert actual.multiprocessors == torch.cuda.get_device_properties(CARD).multi_processor_count
     for name in ("product_flops", "attention_flops", "memory_bytes"):
-        assert 0 < getattr(found, name) < 2 * getattr(promised, name)
-    assert 1e9 < found.host_bytes < 1e12
+        assert 0 < getattr(actual, name) < 2 * getattr(promised, name)
+    assert 1e9 < actual.host_bytes < 1e12

@@ -209,7 +209,7 @@ PLAIN_ROPE = sorted({*RELEASED} - {"nemotron"})
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_a_plain_rope_description_gives_the_base(family: str, key: str) -> None:
     described = {"rope_type": "default", "rope_theta": 12345.0}
-    for found in (
+    for actual in (
         described,
         {**described, "type": "default", "factor": None},
         {"rope_theta": 12345.0},  # without a type it is plain, as in transformers
@@ -217,11 +217,11 @@ def test_a_plain_rope_description_gives_the_base(family: str, key: str) -> None:
         {"full_attention": described, "sliding_attention": {"rope_type": "linear"}},
         {"full_attention": {"rope_type": "default"}, "rope_theta": 12345.0},
     ):
-        config = make_config(family, "rope_theta", "rope_scaling", **{key: found})
+        config = make_config(family, "rope_theta", "rope_scaling", **{key: actual})
         assert config.rope_theta == 12345.0
-        assert make_config(family, rope_theta=12345.0, **{key: found}).rope_theta == 12345.0
-    for found in ({"type": "default"}, {}, None):
-        assert make_config(family, **{key: found}).rope_theta == make_config(family).rope_theta
+        assert make_config(family, rope_theta=12345.0, **{key: actual}).rope_theta == 12345.0
+    for actual in ({"type": "default"}, {}, None):
+        assert make_config(family, **{key: actual}).rope_theta == make_config(family).rope_theta
 
 
 @pytest.mark.parametrize("family", PLAIN_ROPE)
@@ -350,9 +350,9 @@ def test_the_number_of_experts_has_another_name_in_transformers_5() -> None:
 @pytest.mark.parametrize("family", sorted(RELEASED))
 def test_keys_that_nobody_knows_are_named(family: str) -> None:
     assert make_config(family).unknown_keys == ()
-    found = make_config(family, new_kind_of_norm=True, _comment="", id2label={"0": "a"})
-    assert found.unknown_keys == ("new_kind_of_norm",)
-    assert pickle.loads(pickle.dumps(found)).unknown_keys == found.unknown_keys
+    actual = make_config(family, new_kind_of_norm=True, _comment="", id2label={"0": "a"})
+    assert actual.unknown_keys == ("new_kind_of_norm",)
+    assert pickle.loads(pickle.dumps(actual)).unknown_keys == actual.unknown_keys
 
 
 @pytest.mark.parametrize("family", sorted(RELEASED))
@@ -506,7 +506,7 @@ def test_a_sliding_window_that_is_not_in_use_is_dropped() -> None:
     assert make_config("dream", sliding_window=4096).sliding_window is None
 
 
-@pytest.mark.parametrize("asked", sorted(config_classes()))
+@pytest.mark.parametrize("parameters", sorted(config_classes()))
 @pytest.mark.parametrize(
     ("values", "wanted"),
     [
@@ -518,9 +518,9 @@ def test_a_sliding_window_that_is_not_in_use_is_dropped() -> None:
     ],
 )
 def test_the_architecture_decides(
-    asked: str, values: dict[str, Any], wanted: type[DiffusionConfig]
+    parameters: str, values: dict[str, Any], wanted: type[DiffusionConfig]
 ) -> None:
-    assert type(config_classes()[asked].from_dict(dict(values))) is wanted
+    assert type(config_classes()[parameters].from_dict(dict(values))) is wanted
 
 
 def test_without_an_architecture_the_model_type_decides() -> None:
@@ -592,11 +592,11 @@ def test_the_base_of_yarn_stands_in_its_description() -> None:
 
 
 def test_a_script_tells_which_one_serves_a_checkpoint() -> None:
-    found = ["LLaDA2MoeModelLM"], "llada2_moe"
-    assert why_not_served("llada2", *found) is None
-    assert why_not_served("llada22", *found, {"expert_capacity": 48}) is None
+    actual = ["LLaDA2MoeModelLM"], "llada2_moe"
+    assert why_not_served("llada2", *actual) is None
+    assert why_not_served("llada22", *actual, {"expert_capacity": 48}) is None
     for name, other, capacity in (("llada2", "llada22", 48), ("llada22", "llada2", 0)):
-        reason = why_not_served(name, *found, {"expert_capacity": capacity})
+        reason = why_not_served(name, *actual, {"expert_capacity": capacity})
         assert reason is not None
         assert "LLaDA2MoeModelLM with expert_capacity" in reason
         assert f"run_{other}_server.sh serves this one" in reason

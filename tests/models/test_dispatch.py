@@ -28,10 +28,10 @@ def tiling(num_rows: int, columns: int, depth: int, *, gated: bool = False) -> T
     ],
 )
 def test_tilings_give_each_multiprocessor_one_block(columns: int, depth: int, gated: bool) -> None:
-    found = tiling(32, columns, depth, gated=gated)
-    assert found is not None
-    assert 110 <= columns // found.columns * found.split <= CARD.multiprocessors
-    assert columns % found.columns == 0 and depth % (64 * found.split) == 0
+    actual = tiling(32, columns, depth, gated=gated)
+    assert actual is not None
+    assert 110 <= columns // actual.columns * actual.split <= CARD.multiprocessors
+    assert columns % actual.columns == 0 and depth % (64 * actual.split) == 0
 
 
 def test_few_rows_are_ours_as_far_as_they_are_faster() -> None:
@@ -67,8 +67,8 @@ def test_other_cards_have_one_tiling_for_up_to_256_rows() -> None:
     for gated, tiling_of in itertools.product(
         (False, True), (dispatch.linear_tiling, dispatch.fp8_tiling)
     ):
-        found = [tiling_of(rows, 4096, 4096, gated=gated, card=card) for rows in (0, 1, 256, 257)]
-        assert found == [None, PORTABLE, PORTABLE, None]
+        actual = [tiling_of(rows, 4096, 4096, gated=gated, card=card) for rows in (0, 1, 256, 257)]
+        assert actual == [None, PORTABLE, PORTABLE, None]
     few = [dispatch.packed_tiling(rows, 4096, 4096, 128, card=card) for rows in (0, 1, 256, 257)]
     assert few == [None, PORTABLE, PORTABLE, None]
     assert dispatch.gated_tiling(1024, 24576, 4096, card=card) is None

@@ -90,8 +90,8 @@ def test_a_gpu_computes_every_use(num_rows: int, has_bias: bool) -> None:
     stored = layer.weight.double() * layer.weight_scale.double()[:, None]
 
     def product(features: slice = slice(None)) -> Tensor:
-        found = rounded(x[:, features].float()) @ stored[:, features].t()
-        return found if bias is None else found + bias.double()
+        actual = rounded(x[:, features].float()) @ stored[:, features].t()
+        return actual if bias is None else actual + bias.double()
 
     def assert_near(given: Tensor, wanted: Tensor) -> None:
         assert ((given.double() - wanted).norm() <= 0.02 * wanted.norm()).item()
@@ -121,8 +121,8 @@ def test_a_gpu_computes_every_use(num_rows: int, has_bias: bool) -> None:
     rows: Any = made.rows(Buffer("activated", (2048,), torch.bfloat16), num_rows, scratch)
     made.gated(x, rows, scratch)
     wanted = functional.silu(gate) * up
-    found = rows.values.double() * rows.scales.double()[:, None]
-    assert ((found - wanted).norm() <= 0.05 * wanted.norm()).item()
+    actual = rows.values.double() * rows.scales.double()[:, None]
+    assert ((actual - wanted).norm() <= 0.05 * wanted.norm()).item()
 
 
 # ---- online ----
@@ -149,8 +149,8 @@ def test_weights_become_fp8_as_they_are_loaded(
     assert ((given - wanted).norm() / wanted.norm()).item() < 0.35  # of random, sharp weights
     parts = [some_ids(9, seed=1), ids]
     for rows, keep_queries in ((7, True), (None, False)):
-        found = staged_logits(quantised, parts, rows=rows, keep_queries=keep_queries)
-        torch.testing.assert_close(found[1], given, rtol=1e-3, atol=1e-3)
+        actual = staged_logits(quantised, parts, rows=rows, keep_queries=keep_queries)
+        torch.testing.assert_close(actual[1], given, rtol=1e-3, atol=1e-3)
 
 
 HEAD = {"additional_config": {"dllm": {"fp8_head": True}}}
@@ -338,7 +338,7 @@ def test_a_checkpoint_of_compressed_tensors_is_read_as_it_is(
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda scale: None, ""),
         (lambda scale: scale[:-1].clone(), ": given .* no part"),
@@ -346,7 +346,7 @@ def test_a_checkpoint_of_compressed_tensors_is_read_as_it_is(
     ids=["without a scale", "of another shape"],
 )
 def test_scales_that_do_not_fit_are_refused(
-    change: Any, told: str, folder: Path, tmp_path: Path, load_model: Callable[..., Any]
+    change: Any, message: str, folder: Path, tmp_path: Path, load_model: Callable[..., Any]
 ) -> None:
     write_fp8(folder, tmp_path / "fp8", "channel", {"dynamic": True})
     name = "model.transformer.blocks.1.up_proj.weight_scale"
@@ -356,7 +356,7 @@ def test_scales_that_do_not_fit_are_refused(
         tensors |= {} if scale is None else {name: scale}
 
     change_tensors(tmp_path / "fp8", put)
-    with pytest.raises(CheckpointError, match=f"blocks.1.up_proj.weight_scale{told}"):
+    with pytest.raises(CheckpointError, match=f"blocks.1.up_proj.weight_scale{message}"):
         load_model(tmp_path / "fp8")
 
 
@@ -420,7 +420,7 @@ def test_modules_are_ignored_by_the_names_of_the_checkpoint() -> None:
     ignored = ("re:.*blocks\\.11\\.ff_out", "model.transformer.blocks.1.attn_out", "*.2.ff_out")
     config = ops.SchemeConfig(Fp8Scheme(ignored=ignored))
     config.use_names(partial(checkpoint_name, architecture))
-    found = [
+    actual = [
         path
         for index in range(12)
         for path in (
@@ -429,7 +429,7 @@ def test_modules_are_ignored_by_the_names_of_the_checkpoint() -> None:
         )
         if config.ignores(path)
     ]
-    assert found == [
+    assert actual == [
         "model.layers.1.self_attn.o_proj",
         "model.layers.2.mlp.down_proj",
         "model.layers.11.mlp.down_proj",

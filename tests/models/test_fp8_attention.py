@@ -70,8 +70,8 @@ def plain(q: Tensor, k: Tensor, v: Tensor, spans: list[Span]) -> Tensor:
     return out
 
 
-def error(found: Tensor, known: HeadScales, wanted: Tensor) -> float:
-    given = found.double() * known.scales[3].double()
+def error(actual: Tensor, known: HeadScales, wanted: Tensor) -> float:
+    given = actual.double() * known.scales[3].double()
     return float((given - wanted).norm() / wanted.norm())
 
 
@@ -219,9 +219,9 @@ def test_why_not_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn_fp8, "_tried", mock.Mock(side_effect=RuntimeError("no symbol")))
     assert "it says: no symbol" in str(cudnn_fp8.why_not(card, 128))
     assert "multiple of 16" in str(cudnn_fp8.why_not(card, 100))
-    for changed, told in (("1.18.0", "1.19.1"), ("", "pip install nvidia-cudnn-frontend")):
+    for changed, message in (("1.18.0", "1.19.1"), ("", "pip install nvidia-cudnn-frontend")):
         versions["package"] = changed
-        assert told in str(cudnn_fp8.why_not(card, 128))
+        assert message in str(cudnn_fp8.why_not(card, 128))
     versions.update(package="1.32.0", cudnn=91000)
     assert "91900" in str(cudnn_fp8.why_not(card, 128))
     monkeypatch.setattr(cudnn_fp8, "capability", lambda _: (8, 0))

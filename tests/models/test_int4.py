@@ -57,10 +57,10 @@ def test_a_thread_of_a_tensor_core_finds_its_numbers_in_16_bytes() -> None:
     numbers = torch.randint(0, 16, (1, 256), generator=torch.Generator().manual_seed(1))
     words = pack(numbers).view(torch.int32).view(2, 4, 4)  # of strips, threads
     for strip, thread, word in pairs_of(range(2), range(4), range(4)):
-        found = [int(words[strip, thread, word]) >> 4 * i & 15 for i in range(8)]
+        actual = [int(words[strip, thread, word]) >> 4 * i & 15 for i in range(8)]
         for i in range(4):
             first = 128 * strip + 32 * word + 8 * i + 2 * thread
-            assert [found[i], found[i + 4]] == numbers[0, first : first + 2].tolist()
+            assert [actual[i], actual[i + 4]] == numbers[0, first : first + 2].tolist()
 
 
 def looked_up(words: tuple[int, ...], number: int) -> float:
@@ -73,15 +73,15 @@ def looked_up(words: tuple[int, ...], number: int) -> float:
             part ^= (255 * (byte >> 7)) if selector & 8 else byte
         halves.append(part)
     bits = halves[0] << 24 | halves[1] << 16
-    found: float = struct.unpack("<f", struct.pack("<I", bits))[0]
-    return found
+    actual: float = struct.unpack("<f", struct.pack("<I", bits))[0]
+    return actual
 
 
 def test_every_number_of_nf4_is_looked_up() -> None:
     table = [NF4[i] for i in NF4_ORDER]
     words = look_up_table(table)
-    found = [looked_up(words, number) for number in range(16)]
-    assert found == torch.tensor(table).bfloat16().tolist()
+    actual = [looked_up(words, number) for number in range(16)]
+    assert actual == torch.tensor(table).bfloat16().tolist()
     with pytest.raises(ValueError, match="of one sign"):
         look_up_table(NF4)
 
@@ -96,13 +96,13 @@ def test_each_number_is_the_nearest_there_is(kind: str) -> None:
     weight[30:32] = 0
     packed = empty_packed(40, 256, 64, kind)
     quantise_packed(weight, packed)
-    found = meant(packed)
-    groups, near = weight.unflatten(1, (-1, 64)), found.unflatten(1, (-1, 64))
+    actual = meant(packed)
+    groups, near = weight.unflatten(1, (-1, 64)), actual.unflatten(1, (-1, 64))
     largest = groups.abs().amax(dim=2, keepdim=True)
     # A tenth may be cut off on the side that has 8 of the 16 numbers, and an eighth more elsewhere.
     room = (0.22 if kind == "int4" else 0.16) * largest
     assert ((near - groups).abs() <= 1.01 * room).all()
-    assert (found[30:32] == 0).all()
+    assert (actual[30:32] == 0).all()
     error = (near - groups).square().sum(dim=2)
     symmetric = (groups / (largest / 7).clamp(min=1e-30)).round() * largest / 7
     least = groups.amin(dim=2, keepdim=True).clamp(max=0)
@@ -143,8 +143,8 @@ def test_weights_become_4_bits_as_they_are_loaded(
     given = logits(quantised, ids)
     assert not torch.equal(given, logits(plain, ids)) and given.isfinite().all()
     sees = visibility_of(plain)
-    (found,) = staged_logits(quantised, [ids], rows=7, keep_queries=False, visibility=sees)
-    torch.testing.assert_close(found, given, rtol=1e-3, atol=1e-3)
+    (actual,) = staged_logits(quantised, [ids], rows=7, keep_queries=False, visibility=sees)
+    torch.testing.assert_close(actual, given, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -293,14 +293,14 @@ def test_slices_change_nothing_of_gated_products(
     quantise_packed(torch.randn(6144, 2048) / 64, packed)
     layer = packed_layer(packed)
     x = torch.randn(num_rows, 2048).to("cuda", torch.bfloat16)
-    found = []
+    results = []
     for most in (6144, 1000):
         monkeypatch.setattr("vllm.diffusion.ops.packed._UNPACKED", most * 2048)
         reserve_unpacked(x.device, 6144, 2048, x.dtype)
         out = torch.empty(num_rows, 3072, device="cuda", dtype=torch.bfloat16)
         ops.PackedProjection(layer).gated(x, out, Recorder())
-        found.append(out)
-    assert torch.equal(*found)
+        results.append(out)
+    assert torch.equal(*results)
 
 
 @pytest.mark.gpu

@@ -237,8 +237,8 @@ class DeviceRecorder(Recorder):
 def test_projections_are_told_what_follows_them(
     name: str, is_dense: bool, case_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[ops.Projection, ops.Projection]] = []
-    monkeypatch.setattr(ops.Projection, "precedes", lambda *pair: told.append(pair))
+    reports: list[tuple[ops.Projection, ops.Projection]] = []
+    monkeypatch.setattr(ops.Projection, "precedes", lambda *pair: reports.append(pair))
     model = case_model(name)
     order_products(model.layers)
     attention = [layer.attention for layer in model.layers]
@@ -251,4 +251,4 @@ def test_projections_are_told_what_follows_them(
         ]
         wanted = list(pairwise(chain))
         assert len(wanted) == 4 * len(model.layers) - 1
-    assert told == wanted
+    assert reports == wanted

@@ -89,7 +89,7 @@ def test_a_checkpoint_without_a_mask_token_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("absent", "told"),
+    ("absent", "message"),
     [
         ((), None),
         (("<think>",), "<think>"),
@@ -98,7 +98,7 @@ def test_a_checkpoint_without_a_mask_token_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_thinking_has_both_of_its_tokens_or_none(
-    absent: tuple[str, ...], told: str | None, tmp_path: Path
+    absent: tuple[str, ...], message: str | None, tmp_path: Path
 ) -> None:
     path = make_checkpoint(tmp_path, family="nemotron")
     text = (path / "tokenizer.json").read_text()
@@ -106,7 +106,7 @@ def test_thinking_has_both_of_its_tokens_or_none(
         text = text.replace(f'"{name}"', f'"{name[:-1]}er>"')
     (path / "tokenizer.json").write_text(text)
     ids = ids_of(path)
-    assert (len(ids.think), ids.no_think) == (0 if absent else 2, told)
+    assert (len(ids.think), ids.no_think) == (0 if absent else 2, message)
 
 
 def test_answers_end_where_the_generation_configuration_says(tmp_path: Path) -> None:
@@ -145,8 +145,8 @@ def test_a_penalty_of_the_generation_configuration_does_not_act(tmp_path: Path) 
         assert (sampling["repetition_penalty"], sampling["top_p"]) == (penalty, 0.8)
         model = served_model(config)
         assert model.unused_defaults == (() if override else ("repetition_penalty",))
-        asked = {"repetition_penalty": penalty}
-        assert decide(asked, model, [1]).ignored == model.unused_defaults
+        parameters = {"repetition_penalty": penalty}
+        assert decide(parameters, model, [1]).ignored == model.unused_defaults
         assert decide({"repetition_penalty": 1.3}, model, [1]).ignored == ()
 
 
@@ -155,10 +155,10 @@ def test_tokens_that_end_a_line(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.add_tokens([".\n", "\nno"])
     tokenizer.save_pretrained(path)
-    found = ids_of(path).line_ends
+    actual = ids_of(path).line_ends
     vocabulary = tokenizer.get_vocab()
-    assert vocabulary[".\n"] in found
-    assert vocabulary["\nno"] not in found
+    assert vocabulary[".\n"] in actual
+    assert vocabulary["\nno"] not in actual
     texts = {token: tokenizer.decode([token]) for token in vocabulary.values()}
-    assert list(found) == sorted(token for token, text in texts.items() if text.endswith("\n"))
+    assert list(actual) == sorted(token for token, text in texts.items() if text.endswith("\n"))
     assert ids_of(path, skip_tokenizer_init=True).line_ends == ()

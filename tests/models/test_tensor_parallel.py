@@ -20,7 +20,7 @@ from tests.models.support import (
     visibility_of,
 )
 from tests.models.support import staged_logits as staged
-from tests.server.warm import WarmProcess
+from tests.server.fork_server import ForkServer
 
 NUM_RANKS = 2
 CASES = ["gqa", "one_kv_head", "odd_vocab_tied", "all_biases"]
@@ -70,7 +70,7 @@ def ranks(
     paths = json.dumps(cases)
     logs = [folder / f"rank{rank}.log" for rank in range(NUM_RANKS)]
     processes = [
-        WarmProcess(["-m", __name__, str(rank), str(folder), paths], log, os.environ)
+        ForkServer(["-m", __name__, str(rank), str(folder), paths], log, os.environ)
         for rank, log in enumerate(logs)
     ]
     for process, log in zip(processes, logs, strict=True):

@@ -53,12 +53,12 @@ def kept_of(distance, temperature, filters):
         limit = filters.top_p * total
         stays &= (before <= limit) if filters.keeps_equal else (before < limit)
     stays[0] = True
-    found = torch.zeros(len(order), dtype=torch.bool)
-    found[torch.tensor(order)[stays]] = True
-    return found
+    actual = torch.zeros(len(order), dtype=torch.bool)
+    actual[torch.tensor(order)[stays]] = True
+    return actual
 
 
-def checked_rows(logits, rows, score, found):
+def checked_rows(logits, rows, score, actual):
     """Check tokens and scores of rows with `filters`, temperatures and positions of their own."""
     filters = rows.filters
     values = logits.detach().cpu().float()
@@ -73,7 +73,7 @@ def checked_rows(logits, rows, score, found):
             if rows.forbidden >> bit & 1:
                 row[column] = -INF
         best = int((row == row.max()).int().argmax())
-        assert int(found.greedy[i]) == best
+        assert int(actual.greedy[i]) == best
         distance = (row.max() if row.max() > -INF else torch.tensor(0.0)) - row
         allowed = []
         for slack in (-SLACK, SLACK) if own["top_p"] < 1 else (0.0,):
@@ -81,7 +81,7 @@ def checked_rows(logits, rows, score, found):
             # Distances are fp32 numbers; what is computed with them is not.
             stays = kept_of(distance.double(), temperature, Filters(**here))
             allowed.append(check_row(row, stays, i, rows, temperature, score))
-        token, value = int(found.token[i]), float(found.score[i])
+        token, value = int(actual.token[i]), float(actual.score[i])
         assert any(
             token == wanted and value == pytest.approx(wanted_value, rel=2e-4, abs=1e-6)
             for wanted, wanted_value in allowed
@@ -113,11 +113,11 @@ def check_row(row, stays, i, rows, temperature, score):
 def run(logits, filters, temperature=0.8, score="confidence", **others):
     positions = torch.arange(5, 5 + len(logits), device=logits.device)
     rows = Rows(temperature, positions=positions, filters=filters, **ONE_ROW, **others)
-    found = candidates(logits, rows, score)
-    assert found.token.shape == found.score.shape == found.greedy.shape == (len(logits),)
-    assert found.token.dtype == torch.int64 and found.score.dtype == torch.float32
-    checked_rows(logits, rows, score, found)
-    return found
+    actual = candidates(logits, rows, score)
+    assert actual.token.shape == actual.score.shape == actual.greedy.shape == (len(logits),)
+    assert actual.token.dtype == torch.int64 and actual.score.dtype == torch.float32
+    checked_rows(logits, rows, score, actual)
+    return actual
 
 
 def random_logits(generator, num_rows, num_columns, dtype, device, spread=4.0):
@@ -192,11 +192,11 @@ def test_strided_and_unaligned_rows_have_the_same_bits(generator, device):
     filters = Filters(top_k=9, top_p=0.9)
     for first in (0, 1, 3, 8):
         own = storage[::2, first : first + 5001]
-        found = run(own, filters)
+        actual = run(own, filters)
         copied = torch.zeros(4, 5008, dtype=own.dtype, device=device)[:, :5001]
         copied.copy_(own)
         again = run(copied, filters)
-        assert all(map(torch.equal, found, again))
+        assert all(map(torch.equal, actual, again))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -234,8 +234,8 @@ def test_forbidden_columns_do_not_count(generator, device):
     logits = random_logits(generator, 4, 2000, torch.float32, device)
     logits[:, 1999] = 30.0
     logits[:, 3] = 29.0
-    found = run(logits, Filters(top_k=2), columns=(1999, 17), forbidden=0b01)
-    assert 1999 not in found.token.tolist()
+    actual = run(logits, Filters(top_k=2), columns=(1999, 17), forbidden=0b01)
+    assert 1999 not in actual.token.tolist()
     rows = Rows(
         0.8,
         positions=torch.arange(4, device=device),
@@ -252,8 +252,8 @@ def test_forbidden_columns_do_not_count(generator, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_rows_and_what_is_refused(device):
     logits = torch.zeros(0, 50, device=device)
-    found = candidates(logits, Rows(filters=Filters(top_k=3)), "confidence")
-    assert [len(part) for part in found] == [0, 0, 0]
+    actual = candidates(logits, Rows(filters=Filters(top_k=3)), "confidence")
+    assert [len(part) for part in actual] == [0, 0, 0]
     logits = torch.zeros(2, 50, device=device)
     with pytest.raises(ValueError, match="filters must be None"):
         partial(logits, Rows(filters=Filters(top_k=3)))
@@ -277,7 +277,9 @@ def test_kept_columns_of_wider_dtypes():
 def test_the_kernel_draws_as_the_reference_does(generator):
     logits = random_logits(generator, 64, 126_464, torch.bfloat16, "cpu")
     rows = {"temperature": 0.9, "seed": 5, "step": 1, "filters": Filters(top_k=50, top_p=0.9)}
-    found = candidates(logits.cuda(), Rows(positions=torch.arange(64).cuda(), **rows), "confidence")
+    actual = candidates(
+        logits.cuda(), Rows(positions=torch.arange(64).cuda(), **rows), "confidence"
+    )
     wanted = candidates(logits, Rows(positions=torch.arange(64), **rows), "confidence")
-    assert found.token.tolist() == wanted.token.tolist()
-    torch.testing.assert_close(found.score.cpu(), wanted.score, rtol=1e-4, atol=1e-7)
+    assert actual.token.tolist() == wanted.token.tolist()
+    torch.testing.assert_close(actual.score.cpu(), wanted.score, rtol=1e-4, atol=1e-7)

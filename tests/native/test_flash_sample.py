@@ -233,8 +233,8 @@ def exactly(logits, rows, score):
     return torch.tensor(tokens), torch.tensor(scores), torch.tensor(greedy)
 
 
-def assert_found(found, wanted, device):
-    token, score, greedy = found
+def assert_found(actual, wanted, device):
+    token, score, greedy = actual
     assert (token.dtype, greedy.dtype) == (torch.int64, torch.int64)
     assert torch.equal(token.cpu(), wanted[0]) and torch.equal(greedy.cpu(), wanted[2])
     tolerance = {"rtol": CONFIDENCE_RTOL[device] * 4, "atol": 2e-6}
@@ -289,10 +289,10 @@ def test_merged_slices_equal_the_whole(generator, device, score, cuts, is_temper
     rows = mixed_rows(60, device, is_tempered=is_tempered, epsilon=1e-12)
     shards = shards_of(logits, cuts)
     records = torch.stack([partial(s, rows, score, first_column=f) for f, s in shards])
-    found = flash_sample.merge(records, rows, score)
-    assert_found(found, exactly(logits, rows, score), device)
+    actual = flash_sample.merge(records, rows, score)
+    assert_found(actual, exactly(logits, rows, score), device)
     whole = candidates(logits, rows, score)
-    assert torch.equal(found.token, whole.token) and torch.equal(found.greedy, whole.greedy)
+    assert torch.equal(actual.token, whole.token) and torch.equal(actual.greedy, whole.greedy)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -315,9 +315,9 @@ def test_entropy_shares_of_slices_add_up(generator, device, is_tempered):
     rows = mixed_rows(60, device, is_tempered=is_tempered, epsilon=1e-5)
     shards = shards_of(logits, (700, 1500))
     records = torch.stack([partial(s, rows, "entropy", first_column=f) for f, s in shards])
-    found = sum(flash_sample.entropy_share(s, records, rows, first_column=f) for f, s in shards)
+    actual = sum(flash_sample.entropy_share(s, records, rows, first_column=f) for f, s in shards)
     wanted = exactly(logits, rows, "entropy")[1]
-    torch.testing.assert_close(found.cpu().double(), wanted, rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(actual.cpu().double(), wanted, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -349,8 +349,8 @@ def test_special_columns_far_above_the_rest(generator):
     logits = random_logits(generator, 4, 5000, torch.float32, "cuda")
     logits[:, 3] = 300
     for score in SCORES:
-        found = candidates(logits, Rows(columns=(3,), excluded=1), score)
-        assert found.token.tolist() == [3] * 4 and not found.score.isnan().any()
+        actual = candidates(logits, Rows(columns=(3,), excluded=1), score)
+        assert actual.token.tolist() == [3] * 4 and not actual.score.isnan().any()
 
 
 @pytest.mark.gpu
@@ -359,8 +359,8 @@ def test_numbers_of_the_kernel_are_those_of_the_reference():
     seeds, steps = torch.tensor([1, -5, 2**62, 0]), torch.tensor([0, 3, 2**31, 9])
     for columns in (1, (5, 999), (4, 8), (3, 3)):
         wanted = uniform(seeds, 2, steps, positions, columns)
-        found = flash_sample.uniform(seeds.cuda(), 2, steps.cuda(), positions.cuda(), columns)
-        assert torch.equal(found.cpu(), wanted)
+        actual = flash_sample.uniform(seeds.cuda(), 2, steps.cuda(), positions.cuda(), columns)
+        assert torch.equal(actual.cpu(), wanted)
     assert flash_sample.uniform(2**64 - 1, 0, 0, positions[:0].cuda(), 3).shape == (0, 3)
 
 
@@ -370,12 +370,12 @@ def test_draws_of_wide_rows_equal_float64(generator, temperature):
     """Many rows, so that near ties of fp32 are among them."""
     logits = random_logits(generator, 256, 126_464, torch.bfloat16, "cuda")
     positions = torch.arange(256, device="cuda")
-    found = candidates(logits, Rows(temperature, 2**63 + 11, 5, positions))
+    actual = candidates(logits, Rows(temperature, 2**63 + 11, 5, positions))
     u = flash_sample.uniform(2**63 + 11, 0, 5, positions, 126_464)
     noised = logits.double() - temperature * torch.log(-torch.log(u))
-    assert torch.equal(found.token, noised.argmax(dim=-1))
-    p = torch.softmax(logits.double(), dim=-1).gather(1, found.token[:, None])[:, 0]
-    torch.testing.assert_close(found.score.double(), p, rtol=CONFIDENCE_RTOL["cuda"], atol=1e-30)
+    assert torch.equal(actual.token, noised.argmax(dim=-1))
+    p = torch.softmax(logits.double(), dim=-1).gather(1, actual.token[:, None])[:, 0]
+    torch.testing.assert_close(actual.score.double(), p, rtol=CONFIDENCE_RTOL["cuda"], atol=1e-30)
 
 
 @pytest.mark.gpu
@@ -406,8 +406,8 @@ def test_bits_do_not_depend_on_the_number_of_rows(generator, score, num_columns)
 
     wanted = first(160)
     for num_rows in (1, 2, 17, 33, 34, 66, 67, 132, 133):
-        found = first(num_rows)
-        assert all(torch.equal(a, b[:num_rows]) for a, b in zip(found, wanted, strict=True))
+        actual = first(num_rows)
+        assert all(torch.equal(a, b[:num_rows]) for a, b in zip(actual, wanted, strict=True))
 
 
 @pytest.mark.gpu
@@ -422,10 +422,10 @@ def test_draws_of_warps_that_tell_each_other_bounds_are_the_same(generator, num_
     assert torch.equal(wanted.token, noised.argmax(dim=-1))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = [candidates(logits, rows) for _ in range(50)]
+        actual = [candidates(logits, rows) for _ in range(50)]
     for _ in range(20):
         graph.replay()
-        for results in found:
+        for results in actual:
             assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
 
 
@@ -473,12 +473,12 @@ def test_launches_that_overlap_wait_for_what_they_read(generator, num_rows):
         torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = [candidates(logits, rows, "entropy") for logits in inputs]
+        actual = [candidates(logits, rows, "entropy") for logits in inputs]
     for _ in range(20):
-        for results in found:
+        for results in actual:
             results.score.zero_()
         graph.replay()
-        for results, expected in zip(found, wanted, strict=True):
+        for results, expected in zip(actual, wanted, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
@@ -496,8 +496,8 @@ def test_entropy_witht_is_the_gumbel_argmax_and_the_tempered_entropy(generator, 
     seeds, steps = torch.tensor([1, 2, 3, 3, -4, 5]), torch.tensor([0, 1, 2, 2, 3, 4])
     positions = torch.tensor([9, 8, 7, 7, 6, 5])
     noise = [x.to(device) for x in (temperature, seeds, steps, positions)]
-    found = entropy_witht(logits.to(device), *noise, epsilon=1e-12)
-    token, value = (x.cpu() for x in found)
+    actual = entropy_witht(logits.to(device), *noise, epsilon=1e-12)
+    token, value = (x.cpu() for x in actual)
     for row in range(6):
         tau = temperature[row].item()
         numbers = uniform(

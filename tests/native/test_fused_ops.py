@@ -109,10 +109,10 @@ def test_rotary_tables_have_the_bits_of_pytorch(generator, dtype, rotary_dim):
     for theta in (10_000, 500_000, 1_000_000):
         inverse = frequencies(rotary_dim, "cuda", theta)
         shape = 2, 2, len(positions), rotary_dim
-        found, wanted = torch.empty(shape, dtype=dtype, device="cuda").unbind()
-        fused_ops.rotary_tables(positions, inverse, *found)
+        actual, wanted = torch.empty(shape, dtype=dtype, device="cuda").unbind()
+        fused_ops.rotary_tables(positions, inverse, *actual)
         reference.rotary_tables(positions, inverse, *wanted)
-        assert torch.equal(found, wanted)
+        assert torch.equal(actual, wanted)
 
 
 def rotated(heads, cos, sin):
@@ -344,11 +344,11 @@ def test_a_captured_step_follows_its_inputs(generator):
         residual.copy_(start)
         caches.zero_()
         graph.replay()
-        found = out.clone(), residual.clone(), caches.clone()
+        actual = out.clone(), residual.clone(), caches.clone()
         residual.copy_(start)
         caches.zero_()
         wanted = step(), residual, caches
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(actual, wanted, strict=True))
 
 
 @pytest.mark.gpu
@@ -416,11 +416,11 @@ def test_overlapping_kernels_wait_for_each_other(generator):
     for _ in range(20):
         fill()
         graph.replay()
-        found = results()
+        actual = results()
         torch.cuda.synchronize()
         chain(torch.cuda.synchronize)
         assert torch.isfinite(x).all()
-        assert all(torch.equal(a, b) for a, b in zip(found, results(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(actual, results(), strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -59,9 +59,9 @@ def test_plain_products(generator, num_rows, num_columns, depth, dtype):
     after = before.clone()
     fused_linear(x, weight, after, tiling=PORTABLE, epilogue=Epilogue.RESIDUAL)
     assert_close(after, before.double() + wanted, dtype)
-    found = fused_linear(x, weight, tiling=PORTABLE, epilogue=Epilogue.SILU_MUL)
+    actual = fused_linear(x, weight, tiling=PORTABLE, epilogue=Epilogue.SILU_MUL)
     wanted = gated(wanted, dtype)
-    assert (found.double() - wanted).norm() <= 2 * ERROR[dtype] * wanted.norm()
+    assert (actual.double() - wanted).norm() <= 2 * ERROR[dtype] * wanted.norm()
 
 
 @pytest.mark.parametrize(("fewer", "more"), [(7, 32), (33, 64), (65, 128)])

@@ -180,9 +180,9 @@ def test_random_cycles_keep_contents(memory):
                 pattern(CHUNK // 4, filled[index])
             )
         for index, seed in filled.items():
-            found = memory.tensor(index * CHUNK, (CHUNK // 4,), torch.int32)
-            assert torch.equal(found, pattern(CHUNK // 4, seed)), (cycle, index)
-            del found
+            actual = memory.tensor(index * CHUNK, (CHUNK // 4,), torch.int32)
+            assert torch.equal(actual, pattern(CHUNK // 4, seed)), (cycle, index)
+            del actual
     statistics = memory.statistics()
     assert statistics.num_chunks_created < statistics.num_chunks_mapped  # spares were used
     assert statistics.held_bytes == CHUNK * (

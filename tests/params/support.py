@@ -36,16 +36,16 @@ STANDARD: dict[str, Any] = {
 def resolve(
     served: ServedModel = MODEL,
     prompt: list[int] = PROMPT,
-    **asked: Any,
+    **parameters: Any,
 ) -> DiffusionParams:
-    return decision.decide(fields.canonical(asked), served, prompt)
+    return decision.decide(fields.canonical(parameters), served, prompt)
 
 
 def refusal(
-    served: ServedModel = MODEL, prompt: list[int] = PROMPT, **asked: Any
+    served: ServedModel = MODEL, prompt: list[int] = PROMPT, **parameters: Any
 ) -> InvalidParameterError:
     with pytest.raises(InvalidParameterError) as error:
-        resolve(served, prompt, **asked)
+        resolve(served, prompt, **parameters)
     assert str(error.value).startswith(f"{error.value.field}: given ")
     assert error.value.wanted in str(error.value)
     return error.value
@@ -69,13 +69,13 @@ def rows_of(table: dict[str, list[tuple[Any, ...]]]) -> list[Any]:
     ]
 
 
-def check_decided(served: ServedModel, asked: dict[str, Any], wanted: dict[str, Any]) -> None:
-    decided = resolve(served, **asked)
+def check_decided(served: ServedModel, parameters: dict[str, Any], wanted: dict[str, Any]) -> None:
+    decided = resolve(served, **parameters)
     assert {name: getattr(decided, name) for name in wanted} == wanted
 
 
-def check_refused(served: ServedModel, asked: dict[str, Any], name: str, *words: str) -> None:
+def check_refused(served: ServedModel, parameters: dict[str, Any], name: str, *words: str) -> None:
     """That `name`, with its value, is refused, and that the words stand in what is wanted."""
-    error = refusal(served, **asked)
-    assert (error.field, error.given) == (name, asked[name])
+    error = refusal(served, **parameters)
+    assert (error.field, error.given) == (name, parameters[name])
     assert all(word in error.wanted for word in words)

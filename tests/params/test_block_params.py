@@ -98,7 +98,7 @@ CAUSAL = served(NEMOTRON, ids=THINKING)
 
 
 @pytest.mark.parametrize(
-    ("asked", "field"),
+    ("parameters", "field"),
     [
         ({"num_speculative_states": 3}, "num_speculative_states"),
         ({"allow_infill": True}, "allow_infill"),
@@ -109,8 +109,8 @@ CAUSAL = served(NEMOTRON, ids=THINKING)
         ({"algorithm": "self_speculation", "complete_blocks": True}, "complete_blocks"),
     ],
 )
-def test_what_a_causal_context_excludes(asked: dict[str, Any], field: str) -> None:
-    assert refusal(CAUSAL, **asked).field == field
+def test_what_a_causal_context_excludes(parameters: dict[str, Any], field: str) -> None:
+    assert refusal(CAUSAL, **parameters).field == field
 
 
 def test_blocks_of_a_causal_context() -> None:
@@ -155,8 +155,8 @@ def test_a_budget_of_thinking_wants_both_of_its_tokens() -> None:
     ids = dataclasses.replace(LLADA_MODEL.ids, no_think="</think>")
     model = served(NEMOTRON, ids=ids, defaults={"thinking_token_budget": 9})
     check_refused(model, {"thinking_token_budget": 8}, "thinking_token_budget", "</think>")
-    for asked in ({}, {"thinking_token_budget": -1}):
-        decided = resolve(model, **asked)
+    for parameters in ({}, {"thinking_token_budget": -1}):
+        decided = resolve(model, **parameters)
         assert (decided.thinking_token_budget, decided.ignored) == (None, ())
 
 
@@ -283,24 +283,24 @@ def test_any_answer_and_any_block(
 
 
 def test_steps_are_those_of_a_block_times_the_blocks() -> None:
-    asked: dict[str, Any] = {"gen_length": 70, "block_length": 32}
-    assert resolve(SERVED, **asked, steps=24).steps_per_block == 8
-    assert resolve(SERVED, **asked, steps=24, steps_per_block=8).steps == 24
-    error = refusal(SERVED, **asked, steps=24, steps_per_block=16)
+    parameters: dict[str, Any] = {"gen_length": 70, "block_length": 32}
+    assert resolve(SERVED, **parameters, steps=24).steps_per_block == 8
+    assert resolve(SERVED, **parameters, steps=24, steps_per_block=8).steps == 24
+    error = refusal(SERVED, **parameters, steps=24, steps_per_block=16)
     assert (error.field, error.given) == ("steps_per_block", 16)
     assert "8" in error.wanted
-    error = refusal(SERVED, **asked, steps=25)
+    error = refusal(SERVED, **parameters, steps=25)
     assert (error.field, error.given) == ("steps", 25)
     assert "24 or 27" in error.wanted
 
 
 def test_steps_of_the_server() -> None:
-    asked: dict[str, Any] = {"gen_length": 64, "block_length": 16}
+    parameters: dict[str, Any] = {"gen_length": 64, "block_length": 16}
     by_block = served(defaults={"steps_per_block": 4, "steps": 64})
-    assert resolve(by_block, **asked).steps_per_block == 4
-    assert resolve(served(default_steps=30), **asked).steps_per_block == 8
-    assert resolve(by_block, **asked, steps=8).steps_per_block == 2
-    assert resolve(by_block, **asked, steps_per_block=16).steps == 64
+    assert resolve(by_block, **parameters).steps_per_block == 4
+    assert resolve(served(default_steps=30), **parameters).steps_per_block == 8
+    assert resolve(by_block, **parameters, steps=8).steps_per_block == 2
+    assert resolve(by_block, **parameters, steps_per_block=16).steps == 64
 
 
 def test_an_answer_may_take_all_the_room_that_is_left() -> None:
@@ -319,8 +319,8 @@ def test_an_answer_may_take_all_the_room_that_is_left() -> None:
 
 def test_upstreams_limit_stands_for_the_room() -> None:
     def decided(**limits: Any) -> int:
-        asked = decision.asked_by(SamplingParams(**limits))
-        return decision.decide(asked, SERVED, PROMPT).gen_length
+        parameters = decision.request_values_of(SamplingParams(**limits))
+        return decision.decide(parameters, SERVED, PROMPT).gen_length
 
     room = SERVED.max_model_len - len(PROMPT)
     assert decided(max_tokens=room) == room
@@ -368,11 +368,11 @@ FOREIGN: dict[str, Any] = {
 def test_a_field_acts_or_is_refused(family: Family, name: str) -> None:
     for algorithm, record in algorithms_for(family).items():
         value = {**OWN, **FOREIGN}[name]
-        asked = {"algorithm": algorithm, name: value, "gen_length": 64}
+        parameters = {"algorithm": algorithm, name: value, "gen_length": 64}
         if name in record.parameters or name in ("temperature", "min_p", "top_k", "top_p"):
-            assert getattr(resolve(served(family), **asked), name) == value
+            assert getattr(resolve(served(family), **parameters), name) == value
         else:
-            error = refusal(served(family), **asked)
+            error = refusal(served(family), **parameters)
             assert (error.field, algorithm in error.wanted) == (name, True)
             others = [n for n, a in algorithms_for(family).items() if name in a.parameters]
             instead = f"algorithm: {in_words(others)}" if others else "wanted"
@@ -449,8 +449,8 @@ def test_penalties_act_whoever_asked_for_them() -> None:
     """A request, or the checkpoint's generation_config.json, which upstream fills in."""
 
     def edits(**penalties: float) -> Edits | None:
-        asked = decision.asked_by(SamplingParams(**penalties))
-        return decision.decide(asked, served(FAST_DLLM), PROMPT).edits
+        parameters = decision.request_values_of(SamplingParams(**penalties))
+        return decision.decide(parameters, served(FAST_DLLM), PROMPT).edits
 
     assert edits(repetition_penalty=1.05) == Edits(repetition_penalty=1.05)
     assert edits() is edits(repetition_penalty=1.0) is None

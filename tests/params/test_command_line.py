@@ -100,8 +100,10 @@ def test_a_missing_model_is_named(model: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises((OSError, ValueError)) as caught:
         AutoConfig.from_pretrained(model)
-    told = cli.one_line(caught.value, argparse.Namespace(model=model))
-    assert told.startswith(f"model {model}: no such folder, and not found on the Hugging Face Hub")
+    message = cli.one_line(caught.value, argparse.Namespace(model=model))
+    assert message.startswith(
+        f"model {model}: no such folder, and not found on the Hugging Face Hub"
+    )
 
 
 def test_other_errors_are_told_as_they_are() -> None:
@@ -113,9 +115,9 @@ def test_other_errors_are_told_as_they_are() -> None:
 def test_no_model_at_all(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = refusal_of_ours([], monkeypatch, capsys)
-    assert told.startswith("error: wanted a checkpoint: a folder")
-    assert "make_tiny_model.py makes models/llada-tiny; --model models/llada-tiny" in told
+    message = refusal_of_ours([], monkeypatch, capsys)
+    assert message.startswith("error: wanted a checkpoint: a folder")
+    assert "make_tiny_model.py makes models/llada-tiny; --model models/llada-tiny" in message
 
 
 # What a person mistypes, and the one line that tells it.
@@ -143,14 +145,14 @@ def refusal_of_ours(
     return line
 
 
-@pytest.mark.parametrize(("words", "told"), MISTAKES)
+@pytest.mark.parametrize(("words", "message"), MISTAKES)
 def test_a_mistake_is_one_line(
     words: list[str],
-    told: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert refusal_of_ours(["--model", "m", *words], monkeypatch, capsys).startswith(told)
+    assert refusal_of_ours(["--model", "m", *words], monkeypatch, capsys).startswith(message)
 
 
 @pytest.fixture(scope="module")
@@ -186,11 +188,11 @@ class TestUpstreamsCommand:
             }
         }
 
-    @pytest.mark.parametrize(("words", "told"), MISTAKES)
+    @pytest.mark.parametrize(("words", "message"), MISTAKES)
     def test_a_mistake_is_one_line(
         self,
         words: list[str],
-        told: str,
+        message: str,
         parser: FlexibleArgumentParser,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
@@ -198,10 +200,10 @@ class TestUpstreamsCommand:
             parser.parse_args(["serve", "models/llada-tiny", *words])
         assert caught.value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(told)
+        assert line.startswith(message)
 
     @pytest.mark.parametrize(
-        ("words", "told"),
+        ("words", "message"),
         [
             (["m", "--dllm-algorithm", "best"], "error: dllm settings: algorithm: given 'best'; w"),
             (["m", "--chat-template", "/no"], "error: The supplied chat template string (/no"),
@@ -209,12 +211,12 @@ class TestUpstreamsCommand:
         ],
     )
     def test_what_is_wrong_together(
-        self, words: list[str], told: str, parser: FlexibleArgumentParser
+        self, words: list[str], message: str, parser: FlexibleArgumentParser
     ) -> None:
         args = parser.parse_args(["serve", *words])
         with pytest.raises(SystemExit) as caught:
             args.command.validate(args)
-        assert str(caught.value).startswith(told)
+        assert str(caught.value).startswith(message)
         assert "\n" not in str(caught.value)
 
     def test_its_help_has_them_as_a_group(
@@ -223,15 +225,15 @@ class TestUpstreamsCommand:
         for words in (["--help"], ["--help=Diffusion"]):
             with pytest.raises(SystemExit):
                 parser.parse_args(["serve", *words])
-            told = capsys.readouterr().out
-            assert "Diffusion" in told
+            output = capsys.readouterr().out
+            assert "Diffusion" in output
             FlexibleArgumentParser._search_keyword = None
         for flag in ("--no-page", "--dllm-algorithm-config FILE", "--sequence-parallel-size RANKS"):
-            assert flag in told
+            assert flag in output
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (KeyError("invalid tool call parser: x"), "error: invalid tool call parser: x"),
         (ValueError("a\n b"), "error: a b"),
@@ -243,18 +245,18 @@ class TestUpstreamsCommand:
         ),
     ],
 )
-def test_what_ends_a_server_is_one_line(error: Exception, told: str) -> None:
+def test_what_ends_a_server_is_one_line(error: Exception, message: str) -> None:
     args = argparse.Namespace(model="m", reasoning_parser="x")
     with pytest.raises(SystemExit) as caught, cli.errors_in_one_line(args):
         raise error
-    assert str(caught.value) == told
+    assert str(caught.value) == message
     for mistake in (KeyError("a mistake of ours"), RuntimeError("another one")):
         with pytest.raises(type(mistake)), cli.errors_in_one_line(args):
             raise mistake
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--middleware", "nope.Middle"], "--middleware: given 'nope.Middle'; wanted MODULE.NAME"),
         (
@@ -266,12 +268,12 @@ def test_what_ends_a_server_is_one_line(error: Exception, told: str) -> None:
         (["--chat-template", "{% x }"], "--chat-template: given '{% x }'; wanted a Jinja template"),
     ],
 )
-def test_values_that_would_fail_later_or_never_act(words: list[str], told: str) -> None:
+def test_values_that_would_fail_later_or_never_act(words: list[str], message: str) -> None:
     parser = make_arg_parser(cli.ServerParser())
     cli.add_arguments(parser)
     with pytest.raises(ServerConfigError) as caught:
         cli.check_arguments(parser.parse_args(["models/llada-tiny", *words]))
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
     good = ["--chat-template", "{% for message in messages %}{{ message.content }}{% endfor %}"]
     cli.check_arguments(parser.parse_args(["models/llada-tiny", *good]))

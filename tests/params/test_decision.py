@@ -20,11 +20,11 @@ from vllm.diffusion.request.algorithms import (
 )
 from vllm.diffusion.request.decision import (
     DECISION,
-    asked_by,
     attach,
     decide,
     decision_of,
     is_decided,
+    request_values_of,
 )
 from vllm.diffusion.request.likelihood import SCORE, SCORED_AS
 from vllm.diffusion.request.params import DiffusionParams
@@ -33,7 +33,7 @@ ASKED: dict[str, Any] = {"gen_length": 64, "steps": 8, "block_length": 32}
 
 
 def decided(sampling: SamplingParams) -> DiffusionParams:
-    return decide(asked_by(sampling), MODEL, PROMPT)
+    return decide(request_values_of(sampling), MODEL, PROMPT)
 
 
 def crossed(sampling: SamplingParams) -> SamplingParams:
@@ -42,8 +42,8 @@ def crossed(sampling: SamplingParams) -> SamplingParams:
     given: dict[str, Any] = {"request_id": "r", "prompt_token_ids": PROMPT, "arrival_time": 0.0}
     request = EngineCoreRequest(**given, sampling_params=sampling, **dict.fromkeys(none))
     received: Any = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(request))
-    found: SamplingParams = received.sampling_params
-    return found
+    actual: SamplingParams = received.sampling_params
+    return actual
 
 
 def no_decision(*_: Any) -> Any:

@@ -231,9 +231,9 @@ DECIDED: dict[str, list[tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize(("served", "asked", "wanted"), rows_of(DECIDED))
-def test_decisions(served: ServedModel, asked: dict[str, Any], wanted: dict[str, Any]) -> None:
-    check_decided(served, asked, wanted)
+@pytest.mark.parametrize(("served", "parameters", "wanted"), rows_of(DECIDED))
+def test_decisions(served: ServedModel, parameters: dict[str, Any], wanted: dict[str, Any]) -> None:
+    check_decided(served, parameters, wanted)
 
 
 # A served model, if it is not MODEL, what a request asks, the field refused, words of the answer.
@@ -432,10 +432,10 @@ def test_standard_fields_of_no_use_on_dream() -> None:
 
 def test_an_ignored_block_length_shapes_nothing() -> None:
     for lengths in ({"gen_length": 70}, {"max_tokens": 33}, {}):
-        asked: dict[str, Any] = {"algorithm": "dream", **lengths}
+        parameters: dict[str, Any] = {"algorithm": "dream", **lengths}
         for block_length in (7, 48, 1000):
-            decided = resolve(block_length=block_length, **asked)
-            assert decided == dataclasses.replace(resolve(**asked), ignored=("block_length",))
+            decided = resolve(block_length=block_length, **parameters)
+            assert decided == dataclasses.replace(resolve(**parameters), ignored=("block_length",))
 
 
 # ---- values ------------------------------------------------------------------------------------
@@ -577,7 +577,7 @@ OF_A_REQUEST = ("gen_length", "seed", "mask_id", "ignore_eos", "temperature")
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         *(({name: 1}, f"{name} belongs to a request") for name in OF_A_REQUEST),
         *(({name: "x"}, name) for name in ("threshold_", "threshold", "algorithm", "prompt")),
@@ -586,8 +586,8 @@ OF_A_REQUEST = ("gen_length", "seed", "mask_id", "ignore_eos", "temperature")
         ({"algorithm": "dream", "cache": "delayed"}, "cache"),
     ],
 )
-def test_wrong_server_settings_stop_the_start(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(ServerConfigError, match=told) as error:
+def test_wrong_server_settings_stop_the_start(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ServerConfigError, match=message) as error:
         fields.server_defaults(settings, LLADA)
     assert "\n" not in str(error.value)
 
@@ -609,8 +609,8 @@ def test_server_wide_values_count_where_they_are_meant() -> None:
 def sampled(**fields: Any) -> DiffusionParams:
     from vllm import SamplingParams
 
-    asked = decision.asked_by(SamplingParams(**fields))
-    return decision.decide(asked, MODEL, PROMPT)
+    values = decision.request_values_of(SamplingParams(**fields))
+    return decision.decide(values, MODEL, PROMPT)
 
 
 def test_sampling_params_as_they_stand() -> None:
@@ -742,13 +742,13 @@ def test_a_field_that_does_not_act_is_named() -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_filters_act_wherever_tokens_are_drawn(algorithm: str) -> None:
-    asked = {"temperature": 1.0, "top_p": 0.5, "top_k": 7, "min_p": 0.1}
-    decided = sampled(**asked, extra_args={"algorithm": algorithm})
+    parameters = {"temperature": 1.0, "top_p": 0.5, "top_k": 7, "min_p": 0.1}
+    decided = sampled(**parameters, extra_args={"algorithm": algorithm})
     if ALGORITHMS[algorithm].draws:
         assert (decided.min_p, decided.top_k, decided.top_p) == (0.1, 7, 0.5)
         assert decided.ignored == ()
     else:
-        assert set(decided.ignored) == set(asked)
+        assert set(decided.ignored) == set(parameters)
 
 
 @pytest.mark.parametrize(
@@ -784,7 +784,7 @@ def test_seeds_of_several_answers_are_upstreams() -> None:
     from vllm import SamplingParams
 
     for sampling in (SamplingParams(n=3, seed=5), SamplingParams(n=3, extra_args={"seed": 5})):
-        decided = decision.decide(decision.asked_by(sampling), MODEL, PROMPT)
+        decided = decision.decide(decision.request_values_of(sampling), MODEL, PROMPT)
         decision.attach(sampling, decided)
         assert decided.seed == sampling.seed == 5
 
@@ -811,7 +811,7 @@ BLOCK_LENGTHS = st.integers(1, 96)
 @settings(max_examples=300, deadline=None)
 @given(
     prompt_length=st.integers(1, 400),
-    asked=st.fixed_dictionaries(
+    parameters=st.fixed_dictionaries(
         {
             "max_tokens": st.none() | st.integers(1, 500),
             "steps": st.none() | st.integers(1, 300),
@@ -823,18 +823,18 @@ BLOCK_LENGTHS = st.integers(1, 96)
     max_model_len=st.integers(2, 600),
 )
 def test_defaults_always_work(
-    prompt_length: int, asked: Any, server_block: Any, server_steps: Any, max_model_len: int
+    prompt_length: int, parameters: Any, server_block: Any, server_steps: Any, max_model_len: int
 ) -> None:
     """Whatever is left out is chosen so that the request runs, if the prompt leaves room at all."""
     room = max_model_len - prompt_length
     served = dataclasses.replace(
         served_with(block_length=server_block, steps=server_steps), max_model_len=max_model_len
     )
-    max_tokens, steps = asked["max_tokens"], asked["steps"]
+    max_tokens, steps = parameters["max_tokens"], parameters["steps"]
     if room < max(1, max_tokens or 1):
-        refusal(served, [1] * prompt_length, **asked)
+        refusal(served, [1] * prompt_length, **parameters)
         return
-    decided = resolve(served, [1] * prompt_length, **asked)
+    decided = resolve(served, [1] * prompt_length, **parameters)
     assert 1 <= decided.max_tokens <= decided.gen_length <= room
     if decided.algorithm not in ENDS_SHORT:
         assert decided.gen_length % decided.block_length == 0
@@ -855,12 +855,12 @@ def test_a_given_block_length_shapes_a_canvas_that_was_not_given(
     max_tokens: int, block_length: int
 ) -> None:
     limits: list[dict[str, Any]] = [{"max_tokens": max_tokens}, {}]
-    for asked in limits:
-        decided = resolve(block_length=block_length, **asked)
+    for parameters in limits:
+        decided = resolve(block_length=block_length, **parameters)
         assert decided.block_length == block_length
         assert decided.gen_length % block_length == 0
         assert decided.gen_length >= decided.max_tokens
-        if asked:
+        if parameters:
             assert decided.max_tokens == max_tokens
 
 
@@ -895,16 +895,16 @@ VALUES = (
 
 @settings(max_examples=200, deadline=None)
 @given(
-    asked=st.dictionaries(st.sampled_from(sorted(fields.SPELLINGS)), VALUES, max_size=6),
+    parameters=st.dictionaries(st.sampled_from(sorted(fields.SPELLINGS)), VALUES, max_size=6),
     prompt=st.lists(st.integers(-2, 260), max_size=4),
 )
 def test_resolve_decides_or_refuses_and_nothing_else(
-    asked: dict[str, Any], prompt: list[int]
+    parameters: dict[str, Any], prompt: list[int]
 ) -> None:
     try:
-        decided = resolve(prompt=prompt, **asked)
+        decided = resolve(prompt=prompt, **parameters)
     except InvalidParameterError as error:
-        assert error.field in {*asked, *fields.BY_NAME, "prompt"}
+        assert error.field in {*parameters, *fields.BY_NAME, "prompt"}
         return
     assert decided.gen_length % decided.block_length == 0 or decided.algorithm in ENDS_SHORT
     assert len(prompt) + decided.gen_length <= MODEL.max_model_len

@@ -52,16 +52,16 @@ def adablock(
         kv: KeyValues | None = None
         logits, kv = block_logits(loop, cache, start, start, kv)
         reach = min(start + int(WINDOW * gen_length), len(loop.row))
-        found = loop.propose(logits, loop.masked(start, reach), CONFIDENCE)
-        delimiters = [i for i, token in enumerate(found.tokens) if token in delimiter_ids]
+        proposals = loop.propose(logits, loop.masked(start, reach), CONFIDENCE)
+        delimiters = [i for i, token in enumerate(proposals.tokens) if token in delimiter_ids]
         end, margins = min(start + block_length, len(loop.row)), []
         if delimiters:
-            scores = [found.scores[i] for i in delimiters]
+            scores = [proposals.scores[i] for i in delimiters]
             best, *others = best_first(scores)
             margins = [Margin("threshold", 0, abs(scores[best] - delimiter_threshold), 1.0)]
             margins += [order_margin(scores, best, other)._replace(candidate=0) for other in others]
             if scores[best] >= delimiter_threshold:
-                end = found.positions[delimiters[best]] + 1
+                end = proposals.positions[delimiters[best]] + 1
         loop.decide(block, logits, loop.masked(0, end), _also(by_threshold(threshold), margins))
         loop.check_change()
         while loop.num_masked(start, end):

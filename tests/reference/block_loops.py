@@ -183,10 +183,10 @@ def llada2(
             masked = row.masked(start, end)
             if not masked:
                 break
-            found = row.proposals(row.forward(end), masked)
-            confidence = {p: c for p, (_, c, _) in found.items()}
+            proposals = row.proposals(row.forward(end), masked)
+            confidence = {p: c for p, (_, c, _) in proposals.items()}
             chosen = by_threshold_or_quota(confidence, threshold, quota)
-            row.write({p: found[p][0] for p in chosen})
+            row.write({p: proposals[p][0] for p in chosen})
         if row.has_stop(end):
             break
     return row.result()
@@ -224,16 +224,16 @@ def llada21(
             for p in range(start + 1, end):
                 logits[p, row.tokens[p - 1]] -= penalty_lambda
             editable = [p for p in range(max(start, row.first), end) if p not in masked]
-            found = row.proposals(logits, [*masked, *editable])
+            proposals = row.proposals(logits, [*masked, *editable])
             chosen = by_threshold_or_quota(
-                {p: found[p][1] for p in masked}, threshold, num_to_transfer
+                {p: proposals[p][1] for p in masked}, threshold, num_to_transfer
             )
             edited = [
                 p
                 for p in editable
-                if found[p][0] != row.tokens[p] and found[p][1] > editing_threshold
+                if proposals[p][0] != row.tokens[p] and proposals[p][1] > editing_threshold
             ]
-            row.write({p: found[p][0] for p in [*chosen, *edited]})
+            row.write({p: proposals[p][0] for p in [*chosen, *edited]})
             if not masked and not edited:
                 break
         if row.has_stop(end):
@@ -260,11 +260,11 @@ def sdar(
         end = start + block_length
         schedule = iter(quotas(block_length, steps))
         while masked := row.masked(start, end):
-            found = row.proposals(row.forward(end), masked)
-            confidence = {p: c for p, (_, c, _) in found.items()}
+            proposals = row.proposals(row.forward(end), masked)
+            confidence = {p: c for p, (_, c, _) in proposals.items()}
             chosen: Collection[int]
             if remasking == "entropy_bounded":
-                chosen = within_entropy({p: d for p, (_, _, d) in found.items()}, threshold)
+                chosen = within_entropy({p: d for p, (_, _, d) in proposals.items()}, threshold)
             else:
                 quota = next(schedule, None)
                 if quota is None:
@@ -274,7 +274,7 @@ def sdar(
                     "static": most_confident(confidence, quota),
                     "sequential": masked[:quota],
                 }[remasking]
-            row.write({p: found[p][0] for p in chosen})
+            row.write({p: proposals[p][0] for p in chosen})
             if all(row.tokens[p] == mask_id for p in masked) and remasking == "entropy_bounded":
                 raise NoEnd
         if row.has_stop(end):
@@ -304,14 +304,14 @@ def stable_diffcoder(
         end = start + block_length
         schedule = iter(quotas(len(row.masked(start, end)), steps or block_length))
         while masked := row.masked(start, end):
-            found = row.proposals(row.forward(end), masked)
-            confidence = {p: c for p, (_, c, _) in found.items()}
+            proposals = row.proposals(row.forward(end), masked)
+            confidence = {p: c for p, (_, c, _) in proposals.items()}
             if threshold is None:
                 chosen = set(most_confident(confidence, next(schedule)))
             else:
                 chosen = {p for p, c in confidence.items() if c >= threshold}
                 chosen |= set(most_confident(confidence, 1))
-            row.write({p: found[p][0] for p in chosen})
+            row.write({p: proposals[p][0] for p in chosen})
             if all(row.tokens[p] == mask_id for p in masked):
                 raise NoEnd
         if row.has_stop(end):
@@ -323,9 +323,9 @@ def without(logits_of: LogitsOf, tokens: Collection[int]) -> LogitsOf:
     """The same logits, with tokens that are never proposed."""
 
     def logits(ids: Sequence[int]) -> Tensor:
-        found = logits_of(ids).clone()
-        found[:, list(tokens)] = -torch.inf
-        return found
+        masked = logits_of(ids).clone()
+        masked[:, list(tokens)] = -torch.inf
+        return masked
 
     return logits
 
@@ -442,11 +442,11 @@ def fast_dllm_v2(
             while masked := row.masked(part, part + sub_block_length):
                 if _stops_before(row, row.masked(start, end)[0]):
                     return row.result()
-                found = row.proposals(row.forward(end), masked, shift=1)
-                confidence = {p: c for p, (_, c, _) in found.items()}
+                proposals = row.proposals(row.forward(end), masked, shift=1)
+                confidence = {p: c for p, (_, c, _) in proposals.items()}
                 chosen = {p for p, c in confidence.items() if c > threshold}
                 chosen |= set(most_confident(confidence, 1))
-                row.write({p: found[p][0] for p in chosen})
+                row.write({p: proposals[p][0] for p in chosen})
                 if all(row.tokens[p] == mask_id for p in masked):
                     raise NoEnd
     return row.result()
@@ -473,15 +473,15 @@ def run(
     top_k: int | None = None,
     top_p: float | None = None,
     uniform: Uniform | None = None,
-    **asked: float,
+    **parameters: float,
 ) -> Decoded:
     """The loop behind the parameters of a request, by their own names.
 
     `steps_per_block` counts for the algorithms that know steps; by default one per position.
-    `asked` are the parameters that only some algorithms have.
+    `parameters` are the parameters that only some algorithms have.
     """
     options = {
-        **asked,
+        **parameters,
         "gen_length": gen_length,
         "block_length": block_length,
         "mask_id": mask_id,

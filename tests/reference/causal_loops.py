@@ -106,17 +106,17 @@ def diffusion(
         text.history.append([*text.answer, *block])
         schedule = iter(quotas(block.count(mask_id), steps or block_length))
         while mask_id in block and not _ends(text, block):
-            found = text.denoised(block, forbids_mask=False)
-            confidence = {i: c for i, (_, c) in found.items()}
+            proposals = text.denoised(block, forbids_mask=False)
+            confidence = {i: c for i, (_, c) in proposals.items()}
             if threshold is None:
                 chosen = set(most_confident(confidence, next(schedule)))
             else:
                 chosen = {i for i, c in confidence.items() if c >= threshold}
                 chosen |= set(most_confident(confidence, 1))
-            if all(found[i][0] == mask_id for i in chosen):
+            if all(proposals[i][0] == mask_id for i in chosen):
                 raise NoEnd
             for i in chosen:
-                block[i] = found[i][0]
+                block[i] = proposals[i][0]
             text.history.append([*text.answer, *block])
         text.answer += block
         if _ends(text, block):
@@ -177,11 +177,11 @@ def self_speculation(
         block = [seed, *[mask_id] * (block_length - 1)]
         while mask_id in block:
             text.logits_of = draft or logits_of
-            found = text.denoised(block, forbids_mask=True)
-            confidence = {i: c for i, (_, c) in found.items()}
+            proposals = text.denoised(block, forbids_mask=True)
+            confidence = {i: c for i, (_, c) in proposals.items()}
             chosen = {i for i, c in confidence.items() if c >= threshold}
             for i in chosen | set(most_confident(confidence, 1)):
-                block[i] = found[i][0]
+                block[i] = proposals[i][0]
         text.logits_of = logits_of
         said = text.following(block)[1:]
         wrong = [i for i in range(block_length - 1) if said[i] != block[i + 1]]

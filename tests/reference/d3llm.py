@@ -136,10 +136,10 @@ def multi_block(
         if reuse is None:
             logits = guided_logits(loop.model, loop.row, loop.known, loop.options)
         else:
-            found = reuse.logits(iteration, active_end)
-            if found is None:
+            reused = reuse.logits(iteration, active_end)
+            if reused is None:
                 break
-            logits = found
+            logits = reused
         forced = next((b for b in blocks.created[1:] if b.full and b.num_masked > 0), None)
         span = (forced.start, forced.end) if forced else None
         select = by_entropy(threshold, span)
@@ -202,20 +202,20 @@ class _Blocks:
     def fill_after_eos(self, is_caching: bool) -> int | None:
         """EOS behind the first EOS of the canvas; that position, or None without EOS."""
         row, eos = self.loop.row, self.loop.options.ids.eos
-        found = [p for p in range(self.loop.prompt_len, len(row)) if row[p] == eos]
-        if not found:
+        ends = [p for p in range(self.loop.prompt_len, len(row)) if row[p] == eos]
+        if not ends:
             return None
-        row[found[0] :] = eos
+        row[ends[0] :] = eos
         for block in self.created[1:]:
-            if block.start > found[0]:
+            if block.start > ends[0]:
                 block.num_masked, block.full = 0, True
-            elif block.end > found[0]:
-                block.num_masked = self.loop.num_masked(block.start, found[0])
+            elif block.end > ends[0]:
+                block.num_masked = self.loop.num_masked(block.start, ends[0])
                 block.full = block.full or block.num_masked == 0
-        while len(self.created) <= self.num_blocks and self.created[-1].end > found[0]:
+        while len(self.created) <= self.num_blocks and self.created[-1].end > ends[0]:
             start = self.created[-1].end
             self.created.append(Block(start, start + self.block_length, 0, True, cached=is_caching))
-        return found[0]
+        return ends[0]
 
 
 class _Delayed:

@@ -329,12 +329,12 @@ def near_ties(trace: Iterable[Step], tolerance: float = 1e-4) -> list[NearTie]:
     token: best and second best logit of an accepted position (relative to the largest logit);
     order: last accepted and first rejected score; threshold: a score and the threshold.
     """
-    found = []
+    ties = []
     for step in trace:
-        found += _near_token_ties(step, tolerance)
+        ties += _near_token_ties(step, tolerance)
         if not step.exact_scores:
-            found += _near_score_ties(step, tolerance)
-    return found
+            ties += _near_score_ties(step, tolerance)
+    return ties
 
 
 class Loop:

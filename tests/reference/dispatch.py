@@ -50,11 +50,11 @@ def run(
     cache: str = "none",
     seed: int | None = None,
     confidence_dtype: str = "float32",
-    **asked: Any,
+    **parameters: Any,
 ) -> decode.Decoded:
     """The whole canvas that the source of `algorithm` makes of a request.
 
-    `asked` are request parameters by their own names: gen_length and, but for dream,
+    `parameters` are request parameters by their own names: gen_length and, but for dream,
     block_length; steps for semi_ar and dream; what else the loop takes. Idle steps of semi_ar and
     dream make no forward. multi_block follows d3LLM-Dream (variant "dream") for a model with
     shifted logits, unless told otherwise; full_attn_multi_block has a threshold for each. With a
@@ -67,7 +67,7 @@ def run(
     prompt_ids = list(prompt_ids)
     if cache == "frozen":
         model, cache = FrozenPrompt(cast("fast_dllm.WindowModel", model), len(prompt_ids)), "none"
-    options: dict[str, Any] = {"ids": ids, **asked}
+    options: dict[str, Any] = {"ids": ids, **parameters}
     if algorithm == "dream":
         options.setdefault("skip_idle_steps", True)
         if seed is not None:

@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent
 RUNS = FOLDER / "golden.jsonl"
 DIGEST = FOLDER / "golden.sha256"
 IDS = decode.SpecialIds(mask=MASK_ID, eos=EOS_ID, eot=EOT_ID)
-MOST_PROMPTS = 40
+MAX_PROMPTS = 40
 
 
 class Run(NamedTuple):
@@ -38,7 +38,7 @@ class Run(NamedTuple):
 
 
 class Store:
-    """The runs of the file by what was asked; those that were computed anew."""
+    """The runs of the file by model and parameters; those that were computed again."""
 
     def __init__(self, writes: bool = False) -> None:
         self.writes = writes
@@ -58,58 +58,59 @@ def _runs_of_file() -> dict[str, Any]:
     return dict(json.loads(line) for line in lines)
 
 
-def run(model: decode.LogitModel, prompt: Sequence[int], **asked: Any) -> Run:
+def run(model: decode.LogitModel, prompt: Sequence[int], **parameters: Any) -> Run:
     """The whole canvas that the published loop makes of a request.
 
-    `asked` are request parameters; gen_length, block_length and, for semi_ar, steps among them.
+    `parameters` are request parameters, among them gen_length, block_length and, for semi_ar,
+    steps.
     """
-    key = {"prompt": list(prompt), **asked}
-    return _as_run(written(model, key, lambda: _computed(model, prompt, asked)))
+    key = {"prompt": list(prompt), **parameters}
+    return _as_run(written(model, key, lambda: _computed(model, prompt, parameters)))
 
 
 def clear_case(
-    model: decode.LogitModel, prompt_length: int, first_seed: int = 0, **asked: Any
+    model: decode.LogitModel, prompt_length: int, first_seed: int = 0, **parameters: Any
 ) -> tuple[list[int], Run]:
     """The first of 40 prompts whose run is clear, and that run."""
-    key = {"prompt_length": prompt_length, "first_seed": first_seed, **asked}
-    found = written(model, key, lambda: _searched(model, prompt_length, first_seed, asked))
-    return random_prompt(prompt_length, found["prompt_seed"]), _as_run(found)
+    key = {"prompt_length": prompt_length, "first_seed": first_seed, **parameters}
+    entry = written(model, key, lambda: _searched(model, prompt_length, first_seed, parameters))
+    return random_prompt(prompt_length, entry["prompt_seed"]), _as_run(entry)
 
 
-def reference(model: decode.LogitModel, prompt: Sequence[int], **asked: Any) -> decode.Decoded:
+def reference(model: decode.LogitModel, prompt: Sequence[int], **parameters: Any) -> decode.Decoded:
     """`run`, computed now, with all of its steps."""
-    options = dict(asked)
+    options = dict(parameters)
     algorithm = options.pop("algorithm", "threshold" if "threshold" in options else "semi_ar")
     return dispatch.run(model, prompt, ids=IDS, algorithm=algorithm, **options)
 
 
-def written(model: Any, asked: dict[str, Any], compute: Any) -> dict[str, Any]:
-    """What `compute` gave, JSON, when it was asked for `asked` and this model last."""
-    key = json.dumps({"model": name_of(model), **asked}, sort_keys=True)
+def written(model: Any, parameters: dict[str, Any], compute: Any) -> dict[str, Any]:
+    """The JSON that `compute` last gave for these parameters and this model."""
+    key = json.dumps({"model": name_of(model), **parameters}, sort_keys=True)
     if STORE.writes and key not in STORE.written:
         STORE.written[key] = compute()
-    found: dict[str, Any] | None = STORE.runs.get(key)
-    assert found is not None, f"{RUNS.name} has no run of {key}: pytest --write-golden writes it"
-    return found
+    entry: dict[str, Any] | None = STORE.runs.get(key)
+    assert entry is not None, f"{RUNS.name} has no run of {key}: pytest --write-golden writes it"
+    return entry
 
 
 def _searched(
-    model: decode.LogitModel, prompt_length: int, first_seed: int, asked: dict[str, Any]
+    model: decode.LogitModel, prompt_length: int, first_seed: int, parameters: dict[str, Any]
 ) -> dict[str, Any]:
-    for seed in range(first_seed, first_seed + MOST_PROMPTS):
+    for seed in range(first_seed, first_seed + MAX_PROMPTS):
         try:
-            found = _computed(model, random_prompt(prompt_length, seed), asked)
+            computed = _computed(model, random_prompt(prompt_length, seed), parameters)
         except RuntimeError:  # the loop of the threshold cannot end where the mask is predicted
             continue
-        if found["is_clear"]:
-            return {"prompt_seed": seed, **found}
-    raise AssertionError(f"all of {MOST_PROMPTS} prompts have near-ties for {asked}")
+        if computed["is_clear"]:
+            return {"prompt_seed": seed, **computed}
+    raise AssertionError(f"all of {MAX_PROMPTS} prompts have near-ties for {parameters}")
 
 
 def _computed(
-    model: decode.LogitModel, prompt: Sequence[int], asked: dict[str, Any]
+    model: decode.LogitModel, prompt: Sequence[int], parameters: dict[str, Any]
 ) -> dict[str, Any]:
-    decoded = reference(model, prompt, **asked)
+    decoded = reference(model, prompt, **parameters)
     decided_at, filled = [0] * len(decoded.ids), {}
     for step in decoded.trace:
         for position, token in step.committed.items():
@@ -121,9 +122,9 @@ def _computed(
     return Run(decoded.ids, decoded.num_forwards, decided_at, filled, is_clear)._asdict()
 
 
-def _as_run(found: dict[str, Any]) -> Run:
-    fields = {name: found[name] for name in Run._fields}
-    return Run(**{**fields, "filled": {int(k): v for k, v in found["filled"].items()}})
+def _as_run(entry: dict[str, Any]) -> Run:
+    fields = {name: entry[name] for name in Run._fields}
+    return Run(**{**fields, "filled": {int(k): v for k, v in entry["filled"].items()}})
 
 
 def name_of(model: Any) -> str:

@@ -17,7 +17,7 @@ def edited(
     logits: torch.Tensor,
     row: Sequence[int],
     prompt_length: int,
-    asked: dict[str, Any],
+    parameters: dict[str, Any],
     mask: int,
     ends: Collection[int],
     words: Sequence[Sequence[int]] = (),
@@ -28,14 +28,14 @@ def edited(
     """
     prompt, canvas = row[:prompt_length], row[prompt_length:]
     counts = Counter(token for token in canvas if token != mask)
-    if not asked.get("ignore_eos"):
+    if not parameters.get("ignore_eos"):
         for end in ends:
             counts.pop(end, None)
-    repetition = asked.get("repetition_penalty", 1.0)
-    found = logits.float().clone()
-    for position, own in enumerate(found):
-        if "allowed_token_ids" in asked:
-            for token in set(range(len(own))) - set(asked["allowed_token_ids"]):
+    repetition = parameters.get("repetition_penalty", 1.0)
+    shaped = logits.float().clone()
+    for position, own in enumerate(shaped):
+        if "allowed_token_ids" in parameters:
+            for token in set(range(len(own))) - set(parameters["allowed_token_ids"]):
                 own[token] = -math.inf
         for word in words:
             for place, token in enumerate(word):
@@ -45,33 +45,33 @@ def edited(
                     there[place] = token
                     if there == list(word):
                         own[token] = -math.inf
-        if position < asked.get("min_tokens", 0):
+        if position < parameters.get("min_tokens", 0):
             for token in ends:
                 own[token] = -math.inf
-        for token, bias in asked.get("logit_bias", {}).items():
+        for token, bias in parameters.get("logit_bias", {}).items():
             own[int(token)] += bias
         for token in {*prompt, *counts} - {mask}:
             own[token] = own[token] / repetition if own[token] > 0 else own[token] * repetition
         for token, count in counts.items():
-            own[token] -= asked.get("frequency_penalty", 0.0) * count
-            own[token] -= asked.get("presence_penalty", 0.0)
-    return found
+            own[token] -= parameters.get("frequency_penalty", 0.0) * count
+            own[token] -= parameters.get("presence_penalty", 0.0)
+    return shaped
 
 
-def filtered(probabilities: Sequence[float], asked: dict[str, Any], order: str) -> list[float]:
+def filtered(probabilities: Sequence[float], parameters: dict[str, Any], order: str) -> list[float]:
     """The distribution that is drawn from, of the one at the temperature.
 
     `order` is "top_k top_p" (top_p of what top_k leaves) or "top_p top_k" (of all).
     """
     left = list(probabilities)
     best = max(left)
-    left = [p if p >= asked.get("min_p", 0.0) * best else 0.0 for p in left]
+    left = [p if p >= parameters.get("min_p", 0.0) * best else 0.0 for p in left]
     for name in order.split():
         ranked = sorted(left, reverse=True)
-        if name == "top_k" and asked.get("top_k"):
-            least = ranked[min(asked["top_k"], len(ranked)) - 1]
+        if name == "top_k" and parameters.get("top_k"):
+            least = ranked[min(parameters["top_k"], len(ranked)) - 1]
             left = [p if p >= least else 0.0 for p in left]
-        if name == "top_p" and "top_p" in asked:
-            limit = asked["top_p"] * sum(left)
+        if name == "top_p" and "top_p" in parameters:
+            limit = parameters["top_p"] * sum(left)
             left = [p if sum(q for q in left if q > p) < limit else 0.0 for p in left]
     return [p / sum(left) for p in left]

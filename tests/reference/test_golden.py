@@ -51,8 +51,8 @@ def test_the_settings_are_told_apart(model: Any, settings: list[dict[str, Any]])
     for seed in range(20):
         prompt = random_prompt(PROMPT_LENGTH, seed)
         runs = [
-            golden.reference(model, prompt, **{"seed": 7, "guard_mask_token": True, **asked})
-            for asked in settings
+            golden.reference(model, prompt, **{"seed": 7, "guard_mask_token": True, **parameters})
+            for parameters in settings
         ]
         if len({(*run.ids, run.num_forwards) for run in runs}) == len(settings):
             return
@@ -65,7 +65,9 @@ def test_a_sample_of_the_written_runs(model: Any, monkeypatch: pytest.MonkeyPatc
     assert len(mine) > 50
     monkeypatch.setattr(golden, "STORE", golden.Store(writes=True))
     for key in mine[:: len(mine) // 10]:
-        asked = json.loads(key)
-        del asked["model"]
-        golden.run(model, **asked) if "prompt" in asked else golden.clear_case(model, **asked)
+        parameters = json.loads(key)
+        del parameters["model"]
+        golden.run(model, **parameters) if "prompt" in parameters else golden.clear_case(
+            model, **parameters
+        )
         assert golden.STORE.written[key] == written[key]

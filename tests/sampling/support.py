@@ -71,8 +71,8 @@ def hidden_rows(num_rows: int, seed: int = 1) -> Tensor:
     return torch.randn(num_rows, 16, generator=torch.Generator().manual_seed(seed))
 
 
-def decided(**asked: Any) -> DiffusionParams:
-    return decision.decide(fields.canonical({"seed": 77, **asked}), MODEL, [1])
+def decided(**parameters: Any) -> DiffusionParams:
+    return decision.decide(fields.canonical({"seed": 77, **parameters}), MODEL, [1])
 
 
 def group(
@@ -81,14 +81,14 @@ def group(
     forbid_mask: bool = False,
     unconditional: int | None = None,
     scoring: CandidateScoring = CONFIDENCE,
-    **asked: Any,
+    **parameters: Any,
 ) -> RowGroup:
     """Consecutive rows of one request; its canvas positions are the rows plus 3."""
     assert rows == list(range(rows[0], rows[0] + len(rows))) if rows else True
     first = rows[0] if rows else 0
     index = torch.tensor(rows, dtype=torch.int64)
     return RowGroup(
-        params=decided(**asked),
+        params=decided(**parameters),
         scoring=scoring,
         step=step,
         forbid_mask=forbid_mask,

@@ -31,11 +31,11 @@ MODEL = ServedModel(
 )
 
 
-def draw(logits: Tensor, **asked: Any) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, **parameters: Any) -> tuple[Tensor, Tensor]:
     """Tokens and scores of rows at canvas positions 3, 4, ... in step 2."""
     rows = torch.arange(len(logits))
     part = RowGroup(
-        params=decision.decide(fields.canonical({"seed": 77, **asked}), MODEL, [1]),
+        params=decision.decide(fields.canonical({"seed": 77, **parameters}), MODEL, [1]),
         scoring=CandidateScoring(draw="categorical"),
         step=2,
         forbid_mask=False,
@@ -47,7 +47,7 @@ def draw(logits: Tensor, **asked: Any) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("asked", "kept"),
+    ("parameters", "kept"),
     [
         ({"top_p": 0.45}, [0]),  # the first entry always stays
         ({"top_p": 0.55}, [0, 1]),  # the one that exceeds the sum stays
@@ -62,9 +62,9 @@ def draw(logits: Tensor, **asked: Any) -> tuple[Tensor, Tensor]:
         ({"top_k": 2, "top_p": 0.45}, [0]),
     ],
 )
-def test_what_top_p_and_top_k_keep(asked: dict[str, Any], kept: list[int]) -> None:
+def test_what_top_p_and_top_k_keep(parameters: dict[str, Any], kept: list[int]) -> None:
     p = torch.tensor([[0.5, 0.26, 0.12, 0.12]])
-    tokens, scores = draw(p.log(), **asked)
+    tokens, scores = draw(p.log(), **parameters)
     assert tokens.tolist() == [0]
     assert float(scores[0]) == pytest.approx(0.5 / float(p[0, kept].sum()), rel=1e-5)
 
@@ -99,10 +99,10 @@ BLOCK_MODEL = dataclasses.replace(MODEL, family=SDAR)
 
 
 def of_block(
-    logits: Tensor, scoring: CandidateScoring, served: ServedModel = BLOCK_MODEL, **asked: Any
+    logits: Tensor, scoring: CandidateScoring, served: ServedModel = BLOCK_MODEL, **parameters: Any
 ) -> ops.Sampled:
     """What rows at canvas positions 0, 1, ... are sampled to, in step 2."""
-    params = decision.decide(fields.canonical({"seed": 77, **asked}), served, [1])
+    params = decision.decide(fields.canonical({"seed": 77, **parameters}), served, [1])
     part = RowGroup(
         params=params,
         scoring=scoring,
@@ -127,28 +127,28 @@ def test_tokens_that_edit_keep_their_probability(temperature: float, algorithm: 
     logits[0, 7] = 1000.0  # no other token has a probability that is above 0
     kind = "negative_entropy" if algorithm == "entropy_bounded" else "confidence"
     scoring = CandidateScoring(draw="filtered", score=kind, epsilon=1e-12)  # type: ignore[arg-type]
-    found = of_block(logits, scoring, served, algorithm=algorithm, temperature=temperature)
-    assert not {7, 9} & set(found.token.tolist())
+    actual = of_block(logits, scoring, served, algorithm=algorithm, temperature=temperature)
+    assert not {7, 9} & set(actual.token.tolist())
     p = torch.softmax(logits / (temperature or 1), dim=-1)
     if temperature == 0:
         allowed = logits.clone()
         allowed[:, [7, 9]] = -torch.inf
-        assert found.token.tolist() == allowed.argmax(dim=-1).tolist()
-    chance = p.gather(1, found.token[:, None])[:, 0]
+        assert actual.token.tolist() == allowed.argmax(dim=-1).tolist()
+    chance = p.gather(1, actual.token[:, None])[:, 0]
     entropy = torch.special.entr(p).sum(dim=-1)
-    torch.testing.assert_close(found.score, chance if kind == "confidence" else -entropy)
+    torch.testing.assert_close(actual.score, chance if kind == "confidence" else -entropy)
 
 
 def test_top_k_comes_before_top_p() -> None:
     """top_k 3 leaves 4/9, 3/9 and 2/9, of which top_p 0.75 keeps two; of all it keeps three."""
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().repeat(2000, 1)
     cut: dict[str, Any] = {"temperature": 1.0, "top_k": 3, "top_p": 0.75}
-    found = of_block(logits, CandidateScoring(draw="filtered"), **cut)
-    assert set(found.token.tolist()) == {0, 1}
+    actual = of_block(logits, CandidateScoring(draw="filtered"), **cut)
+    assert set(actual.token.tolist()) == {0, 1}
     share = {0: 4 / 7, 1: 3 / 7}
-    assert found.score.tolist() == pytest.approx([share[t] for t in found.token.tolist()])
+    assert actual.score.tolist() == pytest.approx([share[t] for t in actual.token.tolist()])
     before = of_block(logits, CandidateScoring(draw="filtered", scores_all=True), **cut)
-    assert before.token.tolist() == found.token.tolist()
+    assert before.token.tolist() == actual.token.tolist()
     whole = {0: 0.4, 1: 0.3}
     assert before.score.tolist() == pytest.approx([whole[t] for t in before.token.tolist()])
 
@@ -164,9 +164,9 @@ def test_filters_do_nothing_at_temperature_zero() -> None:
 
 def test_the_greedy_token_beside_a_drawn_one() -> None:
     logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(2))
-    found = of_block(logits, CandidateScoring(draw="filtered", greedy=True), temperature=2.0)
-    assert torch.equal(found.greedy, logits.argmax(dim=1))
-    assert not torch.equal(found.token, found.greedy)
+    actual = of_block(logits, CandidateScoring(draw="filtered", greedy=True), temperature=2.0)
+    assert torch.equal(actual.greedy, logits.argmax(dim=1))
+    assert not torch.equal(actual.token, actual.greedy)
 
 
 @pytest.mark.gpu
@@ -186,10 +186,10 @@ def test_a_gpu_draws_as_a_cpu_does(
 ) -> None:
     logits = 3 * torch.randn(64, 40, generator=torch.Generator().manual_seed(3))
     wanted = of_block(logits, scoring, temperature=temperature, **cut)
-    found = of_block(logits.cuda(), scoring, temperature=temperature, **cut)
-    assert found.token.tolist() == wanted.token.tolist()
+    actual = of_block(logits.cuda(), scoring, temperature=temperature, **cut)
+    assert actual.token.tolist() == wanted.token.tolist()
     torch.testing.assert_close(
-        found.score.float().cpu(), wanted.score.float(), rtol=1e-4, atol=1e-5
+        actual.score.float().cpu(), wanted.score.float(), rtol=1e-4, atol=1e-5
     )
     if scoring.greedy:
-        assert found.greedy.tolist() == wanted.greedy.tolist()
+        assert actual.greedy.tolist() == wanted.greedy.tolist()

@@ -28,12 +28,12 @@ HANG = 120  # seconds, of what takes a few milliseconds
 
 
 def begun(
-    prompt: list[int], encode: Callable[[str], list[int]], **asked: Any
+    prompt: list[int], encode: Callable[[str], list[int]], **parameters: Any
 ) -> tuple[DiffusionParams, np.ndarray[Any, Any]]:
     """The parameters of a request, and its sequence before decoding."""
     served = dataclasses.replace(MODEL, encode=encode)
     infill = {"allow_infill": True} if MASK in prompt else {}
-    given = fields.canonical({"gen_length": 16, **infill, **asked})
+    given = fields.canonical({"gen_length": 16, **infill, **parameters})
     params = decision.decide({**given, "logprobs": NUM_COLUMNS}, served, prompt)
     tokens = np.full(len(prompt) + params.gen_length, MASK, dtype=np.int64)
     tokens[: len(prompt)] = prompt
@@ -49,13 +49,13 @@ def edited(
     rows: list[int],
     logits: torch.Tensor | None = None,
     prompt: list[int] = PROMPT,
-    **asked: Any,
+    **parameters: Any,
 ) -> torch.Tensor:
     """Logits [R, V] of positions `rows` as told: log probabilities of every token, unnormalised.
 
     `canvas` are the tokens on it; `rows` count from its start.
     """
-    params, tokens = begun(prompt, WORDS.__getitem__, **asked)
+    params, tokens = begun(prompt, WORDS.__getitem__, **parameters)
     editor = LogitEditor(params, tokens, len(prompt))
     for place, token in canvas.items():
         tokens[len(prompt) + place] = token
@@ -81,15 +81,15 @@ def letters(word: str) -> list[int]:
     return [3 + ord(letter) - ord("a") for letter in word.replace(" ", "")]
 
 
-def forbidden(found: torch.Tensor) -> list[set[int]]:
-    return [set((row == -torch.inf).nonzero()[:, 0].tolist()) for row in found]
+def forbidden(actual: torch.Tensor) -> list[set[int]]:
+    return [set((row == -torch.inf).nonzero()[:, 0].tolist()) for row in actual]
 
 
 def test_penalties_are_upstreams() -> None:
     logits = 3 * torch.randn(3, NUM_COLUMNS, generator=torch.Generator().manual_seed(2))
     canvas = {0: 5, 1: 6, 2: 6, 5: 4, 9: 6}
     penalties = {"repetition_penalty": 1.7, "presence_penalty": -0.6, "frequency_penalty": 0.9}
-    found = edited(canvas, [3, 4, 7], logits, **penalties)
+    actual = edited(canvas, [3, 4, 7], logits, **penalties)
     wanted = apply_penalties(
         logits.clone(),
         torch.tensor([PROMPT] * 3),
@@ -97,24 +97,24 @@ def test_penalties_are_upstreams() -> None:
         *(torch.full((3,), penalties[f"{name}_penalty"]) for name in ("presence", "frequency")),
         torch.full((3,), penalties["repetition_penalty"]),
     )
-    torch.testing.assert_close(found, torch.log_softmax(wanted, dim=1))
+    torch.testing.assert_close(actual, torch.log_softmax(wanted, dim=1))
 
 
-def counted(found: torch.Tensor, penalty: float = 2.0) -> list[dict[int, int]]:
+def counted(actual: torch.Tensor, penalty: float = 2.0) -> list[dict[int, int]]:
     """How often each token counts, where all logits are equal but for a frequency penalty."""
-    best = found.max(dim=1, keepdim=True).values
-    times = ((best - found) / penalty).round().long()
+    best = actual.max(dim=1, keepdim=True).values
+    times = ((best - actual) / penalty).round().long()
     return [{i: int(n) for i, n in enumerate(row) if n} for row in times]
 
 
 def test_what_counts() -> None:
     canvas = {0: 5, 1: 6, 2: 6, 7: EOS, 8: EOT}
-    asked = {"frequency_penalty": 2.0}
-    assert counted(edited(canvas, [3], **asked)) == [{5: 1, 6: 2}]
-    whole = counted(edited(canvas, [3], **asked, ignore_eos=True))
+    parameters = {"frequency_penalty": 2.0}
+    assert counted(edited(canvas, [3], **parameters)) == [{5: 1, 6: 2}]
+    whole = counted(edited(canvas, [3], **parameters, ignore_eos=True))
     assert whole == [{5: 1, 6: 2, EOS: 1, EOT: 1}]
     # A committed token that may be replaced does not count for its own place.
-    assert counted(edited(canvas, [0, 2, 3, 7], **asked)) == [
+    assert counted(edited(canvas, [0, 2, 3, 7], **parameters)) == [
         {6: 2},
         {5: 1, 6: 1},
         {5: 1, 6: 2},
@@ -135,16 +135,16 @@ def test_a_prompt_of_gaps_alone_counts_nothing() -> None:
 
 
 def test_a_suffix_counts_as_given() -> None:
-    asked = {"suffix_ids": [11, 12], "max_tokens": 8, "gen_length": 16}
-    assert counted(edited({0: 5}, [3], **asked, frequency_penalty=2.0)) == [{5: 1}]
+    parameters = {"suffix_ids": [11, 12], "max_tokens": 8, "gen_length": 16}
+    assert counted(edited({0: 5}, [3], **parameters, frequency_penalty=2.0)) == [{5: 1}]
     logits = torch.ones(1, NUM_COLUMNS)
-    found = edited({0: 5}, [3], logits, **asked, repetition_penalty=2.0)[0]
-    assert [i for i, x in enumerate(found) if x < found.max()] == [3, 4, 5, 11, 12, 30]
+    actual = edited({0: 5}, [3], logits, **parameters, repetition_penalty=2.0)[0]
+    assert [i for i, x in enumerate(actual) if x < actual.max()] == [3, 4, 5, 11, 12, 30]
 
 
 def test_the_end_is_forbidden_where_the_answer_is_too_short() -> None:
-    found = forbidden(edited({}, [0, 4, 5, 9], min_tokens=5))
-    assert found == [{EOS, EOT}, {EOS, EOT}, set(), set()]
+    actual = forbidden(edited({}, [0, 4, 5, 9], min_tokens=5))
+    assert actual == [{EOS, EOT}, {EOS, EOT}, set(), set()]
     kept = forbidden(edited({}, [0], min_tokens=5, ignore_eos=True))
     assert kept == [{EOS, EOT}]
     gap = forbidden(edited({}, [-3, 0], prompt=[3, MASK, 4, 30], min_tokens=5))
@@ -166,24 +166,24 @@ def test_the_end_is_forbidden_where_the_answer_is_too_short() -> None:
     ],
 )
 def test_bad_words(canvas: dict[int, int], words: list[str], wanted: dict[int, set[int]]) -> None:
-    found = edited(canvas, list(wanted), prompt=[3, 4, 30, 6], bad_words=words)
-    assert forbidden(found) == list(wanted.values())
+    actual = edited(canvas, list(wanted), prompt=[3, 4, 30, 6], bad_words=words)
+    assert forbidden(actual) == list(wanted.values())
 
 
 def test_a_gap_sees_the_words_around_it() -> None:
-    found = forbidden(edited({}, [-2], prompt=[3, 6, MASK, 30], bad_words=["bc"]))
-    assert found == [{9}]
+    actual = forbidden(edited({}, [-2], prompt=[3, 6, MASK, 30], bad_words=["bc"]))
+    assert actual == [{9}]
 
 
 def completes(tokens: list[int], word: list[int], at: int, lowest: int) -> set[int]:
     """Tokens that complete a word at a position of a sequence, as a client would say it."""
-    found = set()
+    actual = set()
     for place, token in enumerate(word):
         own = [*tokens[:at], token, *tokens[at + 1 :]]
         first = at - place
         if first >= lowest and own[first : first + len(word)] == word:
-            found.add(token)
-    return found
+            actual.add(token)
+    return actual
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -197,14 +197,14 @@ def test_bad_words_among_few_letters(seed: int) -> None:
     tokens[len(prompt) :] = rng.choice([3, 4, MASK], 32, p=[0.7, 0.2, 0.1])
     tokens[: len(prompt)][tokens[: len(prompt)] == MASK] = rng.choice([3, 4, MASK])
     at = np.sort(rng.choice(len(tokens), 20, replace=False))
-    found = editor.of(tokens, at)
+    actual = editor.of(tokens, at)
     wanted = {
         (row, token)
         for row, position in enumerate(at.tolist())
         for word in words
         for token in completes(tokens.tolist(), letters(word), position, 6 if position >= 6 else 0)
     }
-    assert set(zip(found.rows.tolist(), found.columns.tolist(), strict=True)) == wanted
+    assert set(zip(actual.rows.tolist(), actual.columns.tolist(), strict=True)) == wanted
 
 
 def test_a_word_of_thousands_of_tokens_holds_nothing_up() -> None:
@@ -217,8 +217,8 @@ def test_a_word_of_thousands_of_tokens_holds_nothing_up() -> None:
         tokens[len(PROMPT) : len(PROMPT) + filled] = 3
         assert editor.of(tokens, np.arange(len(PROMPT), len(tokens))).rows.size == 0
     tokens[len(PROMPT) : len(PROMPT) + 1499] = 3
-    found = editor.of(tokens, np.arange(len(PROMPT), len(tokens)))
-    assert (found.rows.tolist(), found.columns.tolist()) == ([1499], [3])
+    actual = editor.of(tokens, np.arange(len(PROMPT), len(tokens)))
+    assert (actual.rows.tolist(), actual.columns.tolist()) == ([1499], [3])
     assert time.monotonic() - started < HANG
 
 
@@ -227,34 +227,39 @@ def test_every_token_may_end_an_answer_that_allows_every_token() -> None:
     size = 100_000
     served = dataclasses.replace(MODEL, vocab_size=size, encode=letters)
     every = [token for token in range(size) if token != MASK]
-    asked = {"allowed_token_ids": every, "min_tokens": 2, "bad_words": ["ab"], "gen_length": 64}
-    given = fields.canonical(asked) | {"stop_token_ids": tuple(every[10:])}
+    parameters = {
+        "allowed_token_ids": every,
+        "min_tokens": 2,
+        "bad_words": ["ab"],
+        "gen_length": 64,
+    }
+    given = fields.canonical(parameters) | {"stop_token_ids": tuple(every[10:])}
     params = decision.decide(given, served, PROMPT)
     tokens = np.array([*PROMPT, 3, *[MASK] * 63])
     started = time.monotonic()
-    found = LogitEditor(params, tokens, len(PROMPT)).of(tokens, np.arange(5, len(tokens)))
+    actual = LogitEditor(params, tokens, len(PROMPT)).of(tokens, np.arange(5, len(tokens)))
     assert time.monotonic() - started < HANG
-    assert (found.rows.tolist(), found.columns.tolist()) == ([0], [4])
-    assert found.ends.size == size - 11 and found.early == slice(0, 1)
+    assert (actual.rows.tolist(), actual.columns.tolist()) == ([0], [4])
+    assert actual.ends.size == size - 11 and actual.early == slice(0, 1)
 
 
 def test_a_bad_word_of_several_tokens_gives_way_to_the_allowed_ones() -> None:
     every = set(range(NUM_COLUMNS))
-    asked = {"bad_words": ["bc", "a"], "allowed_token_ids": [3, 6, 9]}
-    assert forbidden(edited({0: 6}, [1, 2], **asked)) == [every - {6}, every - {6, 9}]
+    parameters = {"bad_words": ["bc", "a"], "allowed_token_ids": [3, 6, 9]}
+    assert forbidden(edited({0: 6}, [1, 2], **parameters)) == [every - {6}, every - {6, 9}]
     few = {"bad_words": ["bc", "a"], "allowed_token_ids": [3, 9]}
     assert forbidden(edited({0: 6}, [1, 2], **few)) == [every - {9}, every - {9}]
 
 
 def test_biases_come_before_penalties_and_what_is_forbidden_stays_so() -> None:
-    asked = {"logit_bias": {"3": 5.0, "7": 4.0, str(EOS): 100}, "repetition_penalty": 2.0}
-    found = edited({}, [0], min_tokens=1, **asked)[0]
-    assert found[EOS] == -torch.inf
-    assert float(found[3] - found[0]) == pytest.approx(2.5)  # in the prompt: 5 / 2
-    assert float(found[7] - found[0]) == pytest.approx(4.0)
+    parameters = {"logit_bias": {"3": 5.0, "7": 4.0, str(EOS): 100}, "repetition_penalty": 2.0}
+    actual = edited({}, [0], min_tokens=1, **parameters)[0]
+    assert actual[EOS] == -torch.inf
+    assert float(actual[3] - actual[0]) == pytest.approx(2.5)  # in the prompt: 5 / 2
+    assert float(actual[7] - actual[0]) == pytest.approx(4.0)
 
 
 def test_narrow_logits_are_edited_in_fp32() -> None:
     logits = torch.full((1, NUM_COLUMNS), 256.0, dtype=torch.bfloat16)
-    found = edited({}, [0], logits, logit_bias={"7": 0.25})[0]
-    assert float(found[7] - found[0]) == pytest.approx(0.25, abs=1e-5)
+    actual = edited({}, [0], logits, logit_bias={"7": 0.25})[0]
+    assert float(actual[7] - actual[0]) == pytest.approx(0.25, abs=1e-5)

@@ -78,12 +78,12 @@ def row_of_logits() -> Tensor:
     return logits
 
 
-def decided(family: Family, **asked: Any) -> DiffusionParams:
+def decided(family: Family, **parameters: Any) -> DiffusionParams:
     ids = dataclasses.replace(MODEL.ids, edit=(33, 34) if family.edit_tokens else ())
     served = dataclasses.replace(MODEL, family=family, ids=ids, encode=WORDS.__getitem__)
     # A canvas whose positions are the draws; only the first ones stand in blocks of their own.
-    asked = {"gen_length": 16, "top_p": 1.0, **asked}
-    return decision.decide(fields.canonical(asked), served, PROMPT)
+    parameters = {"gen_length": 16, "top_p": 1.0, **parameters}
+    return decision.decide(fields.canonical(parameters), served, PROMPT)
 
 
 def canvas(params: DiffusionParams) -> np.ndarray[Any, Any]:
@@ -115,15 +115,15 @@ def order_of(params: DiffusionParams) -> str:
     return "top_p top_k" if params.algorithm == "dream" else "top_k top_p"
 
 
-def distribution(asked: dict[str, Any], params: DiffusionParams, position: int) -> list[float]:
+def distribution(parameters: dict[str, Any], params: DiffusionParams, position: int) -> list[float]:
     row = canvas(params).tolist()
     for place, token in COMMITTED.items():
         row[len(PROMPT) + place] = token
-    words = [WORDS[word] for word in asked.get("bad_words", ())]
+    words = [WORDS[word] for word in parameters.get("bad_words", ())]
     logits = row_of_logits().repeat(16, 1)
-    own = shaping.edited(logits, row, len(PROMPT), asked, MASK, [EOS, EOT], words)[position]
+    own = shaping.edited(logits, row, len(PROMPT), parameters, MASK, [EOS, EOT], words)[position]
     at_temperature = torch.softmax(own.double() / params.temperature, 0).tolist()
-    return shaping.filtered(at_temperature, asked, order_of(params))
+    return shaping.filtered(at_temperature, parameters, order_of(params))
 
 
 def chi_square(counts: list[int], wanted: list[float]) -> tuple[float, int]:
@@ -145,17 +145,17 @@ def limit(degrees: int) -> float:
 @pytest.mark.parametrize("name", FIELDS)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_frequencies_are_those_of_the_distribution(family: Family, name: str) -> None:
-    asked = FIELDS[name]
-    params = decided(family, **HOT, **asked)
+    parameters = FIELDS[name]
+    params = decided(family, **HOT, **parameters)
     rule = make_rule(params, len(PROMPT))
     position = 3  # behind two times token 6, of which one begins a bad word
     own = group(params, rule, position, step=2)
     tokens = sample(GivenLogits(), [(row_of_logits().repeat(NUM_DRAWS, 1), [own])]).tokens
     counts = np.bincount(tokens.long().numpy(), minlength=NUM_COLUMNS).tolist()
-    wanted = distribution(asked, params, position)
+    wanted = distribution(parameters, params, position)
     assert not any(c for c, p in zip(counts, wanted, strict=True) if p == 0)
-    found, degrees = chi_square(counts, wanted)
-    assert found < limit(degrees), (found, degrees)
+    actual, degrees = chi_square(counts, wanted)
+    assert actual < limit(degrees), (actual, degrees)
     plain = distribution({}, params, position)
     assert chi_square(counts, plain)[0] > 2 * limit(NUM_COLUMNS)  # the field acts
 
@@ -189,30 +189,30 @@ def test_scores_are_of_the_distribution_that_the_reference_has(
     family: Family, rule: dict[str, Any], scored: str, dtype: str
 ) -> None:
     """The table of docs/requests.md: of the model's, at the temperature, or of what is left."""
-    asked = {"top_k": 5, "presence_penalty": 0.5}
-    params = decided(family, **HOT, **asked, **rule, confidence_dtype=dtype)
+    parameters = {"top_k": 5, "presence_penalty": 0.5}
+    params = decided(family, **HOT, **parameters, **rule, confidence_dtype=dtype)
     own = group(params, make_rule(params, len(PROMPT)), 3, step=0)
-    found = sample(GivenLogits(), [(row_of_logits().repeat(NUM_DRAWS, 1), [own])])
+    actual = sample(GivenLogits(), [(row_of_logits().repeat(NUM_DRAWS, 1), [own])])
     edits = {"presence_penalty": 0.5}
     cold = dataclasses.replace(params, temperature=1.0)
     wanted = {
         "plain": distribution(edits, cold, 3),
         "at": distribution(edits, params, 3),
-        "left": distribution(asked, params, 3),
+        "left": distribution(parameters, params, 3),
     }[scored.split()[0]]
     if "entropy" in scored:
         entropy = sum(p * math.log(p) for p in wanted if p)
-        assert found.scores.tolist() == pytest.approx([entropy] * NUM_DRAWS, rel=1e-4)
+        assert actual.scores.tolist() == pytest.approx([entropy] * NUM_DRAWS, rel=1e-4)
     else:
-        drawn = [wanted[token] for token in found.tokens.long().tolist()]
-        assert found.scores.tolist() == pytest.approx(drawn, rel=1e-4)
+        drawn = [wanted[token] for token in actual.tokens.long().tolist()]
+        assert actual.scores.tolist() == pytest.approx(drawn, rel=1e-4)
 
 
 @pytest.mark.parametrize("family", [LLADA, SDAR], ids=lambda family: family.name)
 def test_filters_do_nothing_without_temperature(family: Family) -> None:
     tables = []
-    for asked in ({}, {"top_k": 2, "top_p": 0.3, "min_p": 0.5}):
-        params = decided(family, **asked)
+    for parameters in ({}, {"top_k": 2, "top_p": 0.3, "min_p": 0.5}):
+        params = decided(family, **parameters)
         own = group(params, make_rule(params, len(PROMPT)), 3, step=0)
         logits = row_of_logits().repeat(NUM_DRAWS, 1)
         tables.append(sample(GivenLogits(), [(logits, [own])]).table)
@@ -222,8 +222,8 @@ def test_filters_do_nothing_without_temperature(family: Family) -> None:
 def test_min_p_does_nothing_without_temperature_on_dream() -> None:
     """Its reference scores what top_p and top_k leave, also then; it has no min_p."""
     scores = []
-    for asked in ({}, {"min_p": 0.9}, {"top_k": 1}):
-        params = decided(DREAM, alg="maskgit_plus", **asked)
+    for parameters in ({}, {"min_p": 0.9}, {"top_k": 1}):
+        params = decided(DREAM, alg="maskgit_plus", **parameters)
         own = group(params, make_rule(params, len(PROMPT)), 3, step=0)
         logits = row_of_logits().repeat(NUM_DRAWS, 1)
         scores.append(float(sample(GivenLogits(), [(logits, [own])]).scores[0]))

@@ -54,15 +54,15 @@ def dtype_on(device: str) -> torch.dtype:
     return torch.bfloat16 if device == "cuda" else torch.float32
 
 
-def groups_of(asked: list[dict[str, Any]], device: str = "cpu") -> list[RowGroup]:
+def groups_of(parameters: list[dict[str, Any]], device: str = "cpu") -> list[RowGroup]:
     """Requests of four rows each, one after another."""
-    found = []
-    for number, wanted in enumerate(asked):
+    results = []
+    for number, wanted in enumerate(parameters):
         options = {name: value for name, value in wanted.items() if name != "adjust"}
         rows = group(list(range(4 * number, 4 * number + 4)), step=number, **options)
         positions = rows.positions.to(device)
-        found.append(replace(rows, positions=positions, adjust=wanted.get("adjust")))
-    return found
+        results.append(replace(rows, positions=positions, adjust=wanted.get("adjust")))
+    return results
 
 
 def sampled(model: HeadModel, hidden: Tensor, groups: list[RowGroup], *, in_head: bool) -> Tensor:
@@ -76,16 +76,16 @@ def sampled(model: HeadModel, hidden: Tensor, groups: list[RowGroup], *, in_head
 def test_tokens_and_scores_are_those_of_stored_logits(device: str, first: int) -> None:
     """Alone, and beside requests that forbid and exclude other tokens."""
     model, hidden = model_on(device), hidden_rows(NUM_ROWS).to(device, dtype_on(device))
-    for asked in (PLAIN[first : first + 1], (PLAIN[first:] + PLAIN[:first])[:3]):
-        groups = groups_of(asked, device)
+    for parameters in (PLAIN[first : first + 1], (PLAIN[first:] + PLAIN[:first])[:3]):
+        groups = groups_of(parameters, device)
         rows = hidden[: 4 * len(groups)]
         stored = sampled(model, rows, groups, in_head=False)
         assert model.most_rows == len(rows)
-        found = sampled(model, rows, groups, in_head=True)
+        actual = sampled(model, rows, groups, in_head=True)
         assert model.most_rows == 0  # no logits were asked for
-        assert torch.equal(found[0], stored[0]) and torch.equal(found[2], stored[2])
+        assert torch.equal(actual[0], stored[0]) and torch.equal(actual[2], stored[2])
         tolerance = 1e-5 if device == "cpu" else 2**-8
-        torch.testing.assert_close(found[1], stored[1], rtol=tolerance, atol=1e-7)
+        torch.testing.assert_close(actual[1], stored[1], rtol=tolerance, atol=1e-7)
 
 
 def test_the_special_tokens_matter() -> None:
@@ -93,8 +93,8 @@ def test_the_special_tokens_matter() -> None:
     model, hidden = model_on("cpu"), hidden_rows(400)
     index = list(range(400))
     tokens = {
-        name: sample(model, [(hidden, [group(index, **asked)])]).tokens.tolist()
-        for name, asked in (("free", {}), ("masked", PLAIN[1]), ("no eos", PLAIN[2]))
+        name: sample(model, [(hidden, [group(index, **parameters)])]).tokens.tolist()
+        for name, parameters in (("free", {}), ("masked", PLAIN[1]), ("no eos", PLAIN[2]))
     }
     assert MASK in tokens["free"] and MASK not in tokens["masked"]
     assert EOS in tokens["masked"] and EOS not in tokens["no eos"]
@@ -107,9 +107,9 @@ def test_who_wants_more_has_logits(number: int) -> None:
     model, hidden = model_on("cpu"), hidden_rows(NUM_ROWS)
     groups = groups_of([{}, DEMANDING[number]])
     stored = sampled(model, hidden, groups, in_head=False)
-    found = sampled(model, hidden, groups, in_head=True)
+    actual = sampled(model, hidden, groups, in_head=True)
     assert model.most_rows == NUM_ROWS
-    assert torch.equal(found, stored)
+    assert torch.equal(actual, stored)
 
 
 def test_rows_that_are_apart_have_logits() -> None:
@@ -125,7 +125,7 @@ def test_no_rows_and_ties(num_rows: int) -> None:
     """Equal logits go to the lowest token that is not forbidden."""
     model = HeadModel(torch.ones(40, 16))
     wanted = group(list(range(num_rows)), forbid_mask=True)
-    found = sampled(model, torch.ones(num_rows, 16), [wanted], in_head=True)
+    actual = sampled(model, torch.ones(num_rows, 16), [wanted], in_head=True)
     lowest = min(set(range(40)) - {MASK})
-    assert found.shape == (3, num_rows) and (found[0] == lowest).all()
-    torch.testing.assert_close(found[1], torch.full((num_rows,), 1 / 39).double())
+    assert actual.shape == (3, num_rows) and (actual[0] == lowest).all()
+    torch.testing.assert_close(actual[1], torch.full((num_rows,), 1 / 39).double())

@@ -69,9 +69,9 @@ def sampled(
     rows_per_chunk: int = 1000,
 ) -> tuple[Tensor, Tensor]:
     parts = packed_parts(hidden, groups, rows_per_chunk)
-    found = sample(model, parts).table
-    assert (found.shape[0], found.dtype) == (3, torch.float64)
-    return found[0].long(), found[1]
+    actual = sample(model, parts).table
+    assert (actual.shape[0], actual.dtype) == (3, torch.float64)
+    return actual[0].long(), actual[1]
 
 
 def packed_parts(
@@ -105,28 +105,28 @@ def logits_of(model: HeadModel, hidden: Tensor, rows: slice) -> Tensor:
 
 def formula(logits: Tensor, part: RowGroup) -> tuple[Tensor, Tensor]:
     """Tokens and scores of [R, V] logits, step by step as the published loop computes them."""
-    asked = part.params
-    assert asked.seed is not None
+    params = part.params
+    assert params.seed is not None
     positions = part.positions.tolist()
     logits = logits.clone()
-    if asked.logits_eos_inf:
+    if params.logits_eos_inf:
         logits[:, EOS] = -torch.inf
     if part.forbid_mask:
         logits[:, MASK] = -torch.inf
     noised = logits
-    if asked.temperature > 0:
-        u = uniform_matrix(asked.seed, 0, part.step, positions, NUM_COLUMNS)
-        noised = logits.double().exp() / (-u.log()) ** asked.temperature
+    if params.temperature > 0:
+        u = uniform_matrix(params.seed, 0, part.step, positions, NUM_COLUMNS)
+        noised = logits.double().exp() / (-u.log()) ** params.temperature
     tokens = noised.argmax(dim=1)
-    if asked.confidence_eos_eot_inf:
+    if params.confidence_eos_eot_inf:
         logits = logits.clone()
         logits[:, EOT] = -torch.inf
-        if asked.temperature == 0:
+        if params.temperature == 0:
             logits[:, EOS] = -torch.inf
-    if asked.remasking == "random":
-        return tokens, uniform_matrix(asked.seed, 1, part.step, positions, 1)[:, 0]
+    if params.remasking == "random":
+        return tokens, uniform_matrix(params.seed, 1, part.step, positions, 1)[:, 0]
     dtype = {"float64": torch.float64, "float32": torch.float32, "logits": logits.dtype}
-    probabilities = torch.softmax(logits.to(dtype[asked.confidence_dtype]), dim=1)
+    probabilities = torch.softmax(logits.to(dtype[params.confidence_dtype]), dim=1)
     return tokens, probabilities.gather(1, tokens[:, None])[:, 0].double()
 
 
@@ -148,26 +148,26 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def assert_candidates(
-    found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], tolerance: float = 1e-5
+    actual: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], tolerance: float = 1e-5
 ) -> None:
-    assert found[0].dtype == torch.int64
-    assert found[0].tolist() == wanted[0].tolist()
-    torch.testing.assert_close(found[1].double(), wanted[1], rtol=tolerance, atol=1e-12)
+    assert actual[0].dtype == torch.int64
+    assert actual[0].tolist() == wanted[0].tolist()
+    torch.testing.assert_close(actual[1].double(), wanted[1], rtol=tolerance, atol=1e-12)
 
 
 # ---- one request -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("forbid_mask", [False, True])
-@pytest.mark.parametrize("asked", SETTINGS, ids=[str(s) for s in SETTINGS])
-def test_candidates_follow_the_formulas(asked: dict[str, Any], forbid_mask: bool) -> None:
+@pytest.mark.parametrize("parameters", SETTINGS, ids=[str(s) for s in SETTINGS])
+def test_candidates_follow_the_formulas(parameters: dict[str, Any], forbid_mask: bool) -> None:
     model, hidden = head_model(), hidden_rows(64)
-    part = group(list(range(20, 52)), step=5, forbid_mask=forbid_mask, **asked)
+    part = group(list(range(20, 52)), step=5, forbid_mask=forbid_mask, **parameters)
     wanted = formula(logits_of(model, hidden, part.rows), part)
-    found = sampled(model, hidden, [part])
-    assert found[1].dtype == torch.float64
-    assert_candidates(found, wanted)
-    assert not forbid_mask or MASK not in found[0].tolist()
+    actual = sampled(model, hidden, [part])
+    assert actual[1].dtype == torch.float64
+    assert_candidates(actual, wanted)
+    assert not forbid_mask or MASK not in actual[0].tolist()
 
 
 def test_the_special_columns_are_met() -> None:
@@ -216,8 +216,8 @@ def test_confidence_saturates_as_its_dtype_says() -> None:
 def test_guidance() -> None:
     """n + (s + 1)(c - n), in the dtype of the logits; then everything else."""
     model, hidden = head_model(), hidden_rows(40)
-    for asked in ({}, {"temperature": 0.9}, {"confidence_eos_eot_inf": True}):
-        part = group(list(range(20)), unconditional=20, cfg_scale=1.5, **asked)
+    for parameters in ({}, {"temperature": 0.9}, {"confidence_eos_eot_inf": True}):
+        part = group(list(range(20)), unconditional=20, cfg_scale=1.5, **parameters)
         assert part.unconditional_rows is not None
         own = logits_of(model, hidden, part.rows)
         free = logits_of(model, hidden, part.unconditional_rows)
@@ -248,9 +248,9 @@ def mixed_groups() -> list[RowGroup]:
     ]
 
 
-def edited_group(rows: list[int], **asked: Any) -> RowGroup:
+def edited_group(rows: list[int], **parameters: Any) -> RowGroup:
     """Rows of a request whose canvas has two tokens."""
-    part = group(rows, **asked)
+    part = group(rows, **parameters)
     tokens = np.full(201, MASK)
     tokens[[0, 100, 101]] = 1, 7, 9
     editor = LogitEditor(part.params, tokens, 1)
@@ -346,8 +346,8 @@ def test_the_largest_number_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
         return u
 
     monkeypatch.setattr(ops, "philox_uniform", uniform)
-    asked = {"temperature": 1.0, "remasking": "random", "confidence_dtype": "float64"}
-    part = group([0, 1, 2], step=6, **asked)
+    parameters = {"temperature": 1.0, "remasking": "random", "confidence_dtype": "float64"}
+    part = group([0, 1, 2], step=6, **parameters)
     tokens, scores = sampled(head_model(), hidden_rows(3) / 100, [part], 1)
     assert tokens.tolist() == [3, 4, 5]
     assert scores.tolist() == pytest.approx([0.15, 0.2, 0.25])
@@ -375,8 +375,8 @@ def test_draws_of_steps_seeds_and_purposes_differ() -> None:
 
     def tokens(**changes: Any) -> list[int]:
         part = group(list(range(64)), **{"temperature": 1.0, **changes})
-        found: list[int] = chosen(logits, part).token.tolist()
-        return found
+        actual: list[int] = chosen(logits, part).token.tolist()
+        return actual
 
     assert tokens() == tokens()
     assert len({tuple(tokens()), tuple(tokens(step=1)), tuple(tokens(seed=78))}) == 3
@@ -391,16 +391,19 @@ def test_later_draws_are_those_of_the_steps_that_follow() -> None:
         {"temperature": 0.5, "confidence_dtype": "float64", "remasking": "random"},
         {"temperature": 0.8, "forbid_mask": True, "logits_eos_inf": True},
     ]
-    for count, asked in enumerate(settings):
-        groups = [group([0, 1, 2, 3], **asked), group([4, 5, 6, 7], **{**asked, "seed": 5})]
+    for count, parameters in enumerate(settings):
+        groups = [
+            group([0, 1, 2, 3], **parameters),
+            group([4, 5, 6, 7], **{**parameters, "seed": 5}),
+        ]
         later = [dataclasses.replace(groups[0], num_extra_draws=count), groups[1]]
-        found = sample(model, [(hidden, later)]).table
-        assert len(found) == 3 * (1 + count)
+        actual = sample(model, [(hidden, later)]).table
+        assert len(actual) == 3 * (1 + count)
         for number in range(1 + count):
             moved = [dataclasses.replace(g, step=g.step + number) for g in groups]
             wanted = sample(model, [(hidden, moved)]).table
             own = slice(0, 8) if number == 0 else slice(0, 4)
-            assert torch.equal(found[3 * number : 3 * number + 3, own], wanted[:, own])
+            assert torch.equal(actual[3 * number : 3 * number + 3, own], wanted[:, own])
 
 
 def test_a_seed_must_have_been_drawn() -> None:
@@ -466,17 +469,17 @@ def sharded(
 
 
 @pytest.mark.parametrize("boundary", [1, 17, 20, 37, 39])
-@pytest.mark.parametrize("asked", SETTINGS, ids=[str(s) for s in SETTINGS])
+@pytest.mark.parametrize("parameters", SETTINGS, ids=[str(s) for s in SETTINGS])
 def test_two_ranks_choose_as_one(
-    asked: dict[str, Any], boundary: int, monkeypatch: pytest.MonkeyPatch
+    parameters: dict[str, Any], boundary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, hidden = head_model(), hidden_rows(64)
-    part = group(list(range(20, 52)), step=5, forbid_mask=True, **asked)
+    part = group(list(range(20, 52)), step=5, forbid_mask=True, **parameters)
     logits = logits_of(model, hidden, part.rows)
     wanted = formula(logits, part)
-    found = sharded(logits, part, boundary, monkeypatch)
-    assert found[0].tolist() == wanted[0].tolist()
-    torch.testing.assert_close(found[1].double(), wanted[1], rtol=1e-5, atol=1e-12)
+    actual = sharded(logits, part, boundary, monkeypatch)
+    assert actual[0].tolist() == wanted[0].tolist()
+    torch.testing.assert_close(actual[1].double(), wanted[1], rtol=1e-5, atol=1e-12)
 
 
 def test_ties_across_ranks_go_to_the_lowest_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,14 +514,14 @@ def test_log_probabilities_of_tokens_are_exact(
     wanted = torch.log_softmax(logits.double(), dim=-1).gather(1, token_ids).float()
 
     def scored(columns: Tensor, start: int) -> tuple[Tensor, ...]:
-        found = ops.token_logprobs(columns, token_ids, first_column=start, vocab_size=NUM_COLUMNS)
-        return (found,)
+        actual = ops.token_logprobs(columns, token_ids, first_column=start, vocab_size=NUM_COLUMNS)
+        return (actual,)
 
     if boundary == NUM_COLUMNS:
-        (found,) = scored(logits, 0)
+        (actual,) = scored(logits, 0)
     else:
-        (found,) = on_two_ranks(logits, boundary, scored, monkeypatch)
-    assert torch.equal(found.float(), wanted)
+        (actual,) = on_two_ranks(logits, boundary, scored, monkeypatch)
+    assert torch.equal(actual.float(), wanted)
 
 
 @pytest.mark.parametrize("boundary", [1, 17, 39, NUM_COLUMNS])
@@ -628,14 +631,14 @@ def test_two_ranks_score_as_one(
         logits = logits_of(head_model(), hidden_rows(20), part.rows)
         wanted = chosen(logits, part)
         with monkeypatch.context() as ranks:
-            found = sharded(logits, part, boundary, ranks)
-        assert torch.equal(found[0], wanted.token)
-        torch.testing.assert_close(found[1], wanted.score, rtol=1e-5, atol=1e-7)
+            actual = sharded(logits, part, boundary, ranks)
+        assert torch.equal(actual[0], wanted.token)
+        torch.testing.assert_close(actual[1], wanted.score, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("boundary", [20, 39])  # only the last rank has fewer columns
 @pytest.mark.parametrize(
-    "asked",
+    "parameters",
     [
         {"temperature": 0.9, "top_p": 0.8},
         {"temperature": 0.9, "top_k": 5, "min_p": 0.01, "confidence_dtype": "float64"},
@@ -645,11 +648,11 @@ def test_two_ranks_score_as_one(
     ],
 )
 def test_two_ranks_shape_as_one(
-    asked: dict[str, Any], boundary: int, monkeypatch: pytest.MonkeyPatch
+    parameters: dict[str, Any], boundary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = asked.get("logprobs")
-    part = group(list(range(20)), **{k: v for k, v in asked.items() if k != "logprobs"})
-    params = dataclasses.replace(part.params, logprobs=told)
+    report = parameters.get("logprobs")
+    part = group(list(range(20)), **{k: v for k, v in parameters.items() if k != "logprobs"})
+    params = dataclasses.replace(part.params, logprobs=report)
     edits = None
     if params.edits is not None:
         tokens = np.full(101, MASK)
@@ -664,22 +667,22 @@ def test_two_ranks_shape_as_one(
 
     wanted = work(logits, 0)
     with monkeypatch.context() as ranks:
-        found = on_two_ranks(logits, boundary, work, ranks)
-    assert torch.equal(found[0], wanted[0])
-    for own, other in zip(found[1:], wanted[1:], strict=True):
+        actual = on_two_ranks(logits, boundary, work, ranks)
+    assert torch.equal(actual[0], wanted[0])
+    for own, other in zip(actual[1:], wanted[1:], strict=True):
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-7)
 
 
 # ---- Dream's draw ------------------------------------------------------------------------------
 
 
-def dream(rows: list[int], alg: str = "maskgit_plus", **asked: Any) -> RowGroup:
-    return group(rows, scoring=SCORINGS[alg], algorithm="dream", alg=alg, **asked)
+def dream(rows: list[int], alg: str = "maskgit_plus", **parameters: Any) -> RowGroup:
+    return group(rows, scoring=SCORINGS[alg], algorithm="dream", alg=alg, **parameters)
 
 
 def kept(logits: Tensor, top_p: float | None, top_k: int | None) -> list[set[int]]:
     """Tokens that top-p and then top-k leave in each row, one row and one token at a time."""
-    found = []
+    results = []
     for row in logits.double():
         order = sorted(range(row.numel()), key=lambda i: (-float(row[i]), i))
         probabilities = torch.softmax(row, 0)
@@ -692,8 +695,8 @@ def kept(logits: Tensor, top_p: float | None, top_k: int | None) -> list[set[int
         if top_k is not None and len(left) > top_k:
             least = float(row[left[top_k - 1]])
             left = [token for token in left if float(row[token]) >= least]
-        found.append(set(left))
-    return found
+        results.append(set(left))
+    return results
 
 
 @pytest.mark.parametrize(

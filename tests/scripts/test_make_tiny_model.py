@@ -106,8 +106,8 @@ def test_chat_template(model: Path):
     )
     generation = "<|start_header_id|>assistant<|end_header_id|>\n\n"
     for options, end in (({}, ""), ({"add_generation_prompt": True}, generation)):
-        found = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        assert found == expected + end
+        actual = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        assert actual == expected + end
     ids = tokenizer.apply_chat_template(messages, return_dict=False)
     assert ids == tokenizer.encode(expected, add_special_tokens=False)
     assert ids.count(tokenizer.bos_token_id) == 1
@@ -154,9 +154,9 @@ from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings
 m.make(m.Path({str(copy)!r}), "llada", 0, plan={QUICK!r})
 assert not {{"torch", "transformers", "numpy"}} & sys.modules.keys()
 """
-    told = output_of(sys.executable, "-c", code)
-    assert told.count("\n") == 1
-    assert f"{copy} is complete" in told
+    message = output_of(sys.executable, "-c", code)
+    assert message.count("\n") == 1
+    assert f"{copy} is complete" in message
     assert modification_times(copy) == before
     assert {path.name for path in copy.parent.iterdir()} == {".llada-tiny.lock", "llada-tiny"}
 
@@ -212,7 +212,9 @@ def test_bad_model_is_refused_and_the_old_one_stays(copy: Path):
 
 def test_a_bad_model_is_trained_once_more(output: Path, monkeypatch, capsys):
     starts = []
-    monkeypatch.setattr(making, "write_checkpoint", lambda *asked: starts.append(asked[-1]))
+    monkeypatch.setattr(
+        making, "write_checkpoint", lambda *parameters: starts.append(parameters[-1])
+    )
     results = [{"groups": {"facts": {"right": right, "total": 10}}} for right in (9, 10)]
     settings = {"canvas": 32, "steps": 32, "block_length": 32}
     monkeypatch.setattr(making, "verify", lambda *_: [results[len(starts) - 1] | settings])

@@ -79,9 +79,9 @@ class TestMachine:
             log.write_text("")
             done = run_in(home, " ".join(["setup", *words]), **env, **more)
             assert done.returncode == 0, done.stderr
-            found = [line for line in log.read_text().splitlines() if "build_ext" in line]
-            assert ("scripts/setup.sh --all-gpus compiles them" in done.stderr) == (not found)
-            return [line.partition(" setup.py")[0] for line in found]
+            actual = [line for line in log.read_text().splitlines() if "build_ext" in line]
+            assert ("scripts/setup.sh --all-gpus compiles them" in done.stderr) == (not actual)
+            return [line.partition(" setup.py")[0] for line in actual]
 
         assert compiled() == []
         assert compiled("test") == [""]
@@ -218,8 +218,8 @@ class TestPath:
     @pytest.fixture
     def home(self, home: Path, venv: Path) -> Path:
         """A repository that is set up, with this process's packages."""
-        for found in (ROOT / INFO, *(file.parent for file in ROOT.glob("*/__init__.py"))):
-            (home / found.name).symlink_to(found)
+        for actual in (ROOT / INFO, *(file.parent for file in ROOT.glob("*/__init__.py"))):
+            (home / actual.name).symlink_to(actual)
         packages = [path for path in sys.path if path and not Path(path, INFO).exists()]
         (venv / "packages.pth").write_text("\n".join(packages))
         run_in(home, "put_on_path")

@@ -42,10 +42,10 @@ CONVERSATION = [
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Complete checkpoints of hardly trained networks; tests only read them."""
     folder = tmp_path_factory.mktemp("models")
-    found = {family: folder / f"{family}-tiny" for family in FAMILIES}
-    for family, output in found.items():
+    actual = {family: folder / f"{family}-tiny" for family in FAMILIES}
+    for family, output in actual.items():
         make_tiny_model.make(output, family, seed=0, plan=QUICK)
-    return found
+    return actual
 
 
 def test_all_makes_one_of_every_family(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,13 +103,13 @@ def test_templates_may_leave_thinking_out(
     checkpoints: dict[str, Path], family: str, start: str, off: str
 ) -> None:
     tokenizer = load_tokenizer(checkpoints[family])
-    asked = [{"role": "user", "content": "Why?"}]
+    messages = [{"role": "user", "content": "Why?"}]
     text = f"{start}<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
     for options, end in (({}, ""), ({"enable_thinking": False}, off)):
-        found = tokenizer.apply_chat_template(
-            asked, tokenize=False, add_generation_prompt=True, **options
+        actual = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **options
         )
-        assert found == text + end
+        assert actual == text + end
 
 
 @pytest.mark.parametrize(
@@ -215,8 +215,8 @@ def test_a_seeded_block_is_computed_as_behind_its_context() -> None:
         for row, start in enumerate(starts.tolist()):
             rows = torch.cat((clean[row, :start], noised[row, start:]))[None]
             wanted = network.seeded(rows, starts[row : row + 1])[0]
-            found = torch.cat((hidden[row, :start], hidden[row, 20 - first + start :]))
-            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+            actual = torch.cat((hidden[row, :start], hidden[row, 20 - first + start :]))
+            torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
             after = network.seeded(rows[:, :start], torch.tensor([start]))[0]
             torch.testing.assert_close(after, wanted[:start], rtol=1e-4, atol=1e-4)
 
@@ -225,9 +225,9 @@ def test_rows_of_a_block_share_their_experts() -> None:
     network, config = random_network("llada22")
     ids = torch.randint(TOKENS.vocab_size, (2, 70), generator=torch.manual_seed(0))
     with torch.inference_mode():
-        found = network.logits(network.hidden(ids))
+        actual = network.logits(network.hidden(ids))
     reference = reference_of(config)(config, network.state_dict())
-    for row, logits in zip(ids, found, strict=True):
+    for row, logits in zip(ids, actual, strict=True):
         wanted = reference.logits(row[None], network.block_length)[0]
         torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
 
@@ -242,7 +242,7 @@ def test_a_share_of_the_tokens_is_wrong(share: float) -> None:
     canvas = torch.arange(35) >= 3
     assert not (wrong & ~canvas).any()
     if share:
-        assert (batch.asked == canvas).all()
+        assert (batch.predicted == canvas).all()
         assert 0.4 < wrong.sum() / (canvas & ~masked).sum() < 0.6
     else:
-        assert (batch.asked == masked).all() and not wrong.any()
+        assert (batch.predicted == masked).all() and not wrong.any()

@@ -63,15 +63,15 @@ def test_it_and_a_source_tree_say_the_same(wheel: zipfile.ZipFile) -> None:
     namespace: dict[str, str] = {}
     exec((ROOT / "vllm" / "diffusion" / "__init__.py").read_text(), namespace)
     assert namespace["__version__"] == PROJECT["version"]
-    found = []
+    results = []
     for text in (
         wheel.read(f"{tree.name}/entry_points.txt").decode(),
         (tree / "entry_points.txt").read_text(),
     ):
         parser = ConfigParser()
         parser.read_string(text)
-        found.append({name: dict(parser[name]) for name in parser.sections()})
-    assert found[0] == found[1]
+        results.append({name: dict(parser[name]) for name in parser.sections()})
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize(

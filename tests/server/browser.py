@@ -90,12 +90,12 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression; a promise is waited for."""
-        found = self._call(
+        actual = self._call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
-        if "exceptionDetails" in found:
-            raise PageError(f"{script}: {found['exceptionDetails']}")
-        return found["result"].get("value")
+        if "exceptionDetails" in actual:
+            raise PageError(f"{script}: {actual['exceptionDetails']}")
+        return actual["result"].get("value")
 
     def wait_for(self, condition: str, timeout_s: float = 30.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -107,9 +107,9 @@ class Browser:
     def key(self, name: str) -> None:
         """Press and release a key, by its name as in `KeyboardEvent.key`."""
         text = "\r" if name == "Enter" else ""
-        told = {"key": name, "windowsVirtualKeyCode": KEYS[name], "text": text}
+        report = {"key": name, "windowsVirtualKeyCode": KEYS[name], "text": text}
         for kind in ("keyDown", "keyUp"):
-            self._call("Input.dispatchKeyEvent", type=kind, **told)
+            self._call("Input.dispatchKeyEvent", type=kind, **report)
 
     def type(self, text: str) -> None:
         self._call("Input.insertText", text=text)

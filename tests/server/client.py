@@ -31,12 +31,12 @@ ROUTES = (GENERATE, CHAT, COMPLETIONS)
 
 def body_for(route: str, /, **fields: Any) -> dict[str, Any]:
     """A body of `route` that asks QUESTION."""
-    asked: dict[str, Any] = {"prompt": QUESTION}
+    parameters: dict[str, Any] = {"prompt": QUESTION}
     if route in (CHAT, MESSAGES):
-        asked = {"messages": [{"role": "user", "content": QUESTION}]}
+        parameters = {"messages": [{"role": "user", "content": QUESTION}]}
     if route == MESSAGES:
-        asked["max_tokens"] = 32
-    return {"model": MODEL_NAME, **asked, **fields}
+        parameters["max_tokens"] = 32
+    return {"model": MODEL_NAME, **parameters, **fields}
 
 
 class Client:
@@ -56,18 +56,18 @@ class Client:
     def answer(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
         response = self.http.post(route, json=body)
         assert response.status_code == 200, response.text
-        found: dict[str, Any] = response.json()
-        return found
+        content: dict[str, Any] = response.json()
+        return content
 
     def events(self, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         """The events of a streamed answer; its end mark is checked and left out."""
         with self.http.stream("POST", route, json={**body, "stream": True}) as response:
             assert response.status_code == 200, response.read()
             assert response.headers["content-type"].startswith("text/event-stream")
-            found = list(events(response.iter_lines()))
-        assert found[-1] == "[DONE]"
-        assert "[DONE]" not in found[:-1]
-        return [json.loads(data) for data in found[:-1]]
+            actual = list(events(response.iter_lines()))
+        assert actual[-1] == "[DONE]"
+        assert "[DONE]" not in actual[:-1]
+        return [json.loads(data) for data in actual[:-1]]
 
     def metric(self, name: str) -> float:
         """A metric of /metrics, summed over its labels."""
@@ -88,8 +88,8 @@ class Client:
 
     def _wait_for(self, measure: Callable[[], float], wanted: float) -> None:
         deadline = time.monotonic() + PATIENCE_S
-        while (found := measure()) != wanted:
-            assert time.monotonic() < deadline, f"{found:g}; wanted {wanted:g}"
+        while (actual := measure()) != wanted:
+            assert time.monotonic() < deadline, f"{actual:g}; wanted {wanted:g}"
             time.sleep(POLL_S)
 
 

@@ -39,8 +39,8 @@ def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture(scope="session")
 def http(server: ServerProcess) -> Iterator[httpx.Client]:
     """One for all tests: to make one reads the certificates of the system."""
-    with server.client() as found:
-        yield found
+    with server.client() as actual:
+        yield actual
 
 
 @pytest.fixture(scope="session")
@@ -48,9 +48,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """One for all tests."""
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine")
-    found = Browser(tmp_path_factory.mktemp("browser"))
-    yield found
-    found.close()
+    actual = Browser(tmp_path_factory.mktemp("browser"))
+    yield actual
+    actual.close()
 
 
 @pytest.fixture
@@ -71,5 +71,5 @@ def openai(server: ServerProcess, client: Client) -> Iterator[OpenAI]:
         api_key="none",
         max_retries=0,
         http_client=DefaultHttpxClient(trust_env=False),
-    ) as found:
-        yield found
+    ) as actual:
+        yield actual

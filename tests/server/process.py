@@ -17,7 +17,7 @@ import psutil
 
 from benchmarks.server_process import free_port, is_healthy
 from tests.programs import ROOT
-from tests.server.warm import WarmProcess
+from tests.server.fork_server import ForkServer
 
 MODEL = ROOT / "models" / "llada-tiny"
 MODEL_NAME = "llada-tiny"
@@ -76,9 +76,9 @@ class ServerProcess:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
-        self._process: subprocess.Popen[bytes] | WarmProcess
+        self._process: subprocess.Popen[bytes] | ForkServer
         if command[0] == sys.executable:
-            self._process = WarmProcess(command[1:], log, environment(**variables))
+            self._process = ForkServer(command[1:], log, environment(**variables))
             return
         with log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -199,12 +199,12 @@ def healthy(*processes: ServerProcess) -> Iterator[None]:
 
 def named(processes: Iterable[psutil.Process], title: str) -> list[psutil.Process]:
     """Those with a word in their command lines, which upstream sets."""
-    found = []
+    results = []
     for process in processes:
         with contextlib.suppress(psutil.Error):  # it has just ended
             if title in "".join(process.cmdline()):
-                found.append(process)
-    return found
+                results.append(process)
+    return results
 
 
 def still_alive(processes: list[psutil.Process]) -> list[str]:

@@ -31,16 +31,16 @@ ASKED: dict[str, Any] = {"gen_length": 32, "block_length": 8, "steps": 16, "seed
 def canvas_of(route: str, event: dict[str, Any]) -> dict[str, Any] | None:
     """The canvas that an event brings, if it brings one and nothing else."""
     if route == GENERATE:
-        found: dict[str, Any] | None = event.get("canvas")
-        assert (found is not None) == (event["object"] == "text_diffusion.canvas")
-        return found
-    found = event.get("diffusion", {}).get("canvas")
-    if found is not None:
+        actual: dict[str, Any] | None = event.get("canvas")
+        assert (actual is not None) == (event["object"] == "text_diffusion.canvas")
+        return actual
+    actual = event.get("diffusion", {}).get("canvas")
+    if actual is not None:
         (choice,) = event["choices"]
         assert choice["finish_reason"] is None
         assert choice.get("text", "") == ""
         assert choice.get("delta", {}) == {}
-    return found
+    return actual
 
 
 def index_of(event: dict[str, Any]) -> int:
@@ -69,7 +69,7 @@ def check_canvases(canvases: list[dict[str, Any]], length: int) -> None:
 def test_canvases_between_the_chunks(client: Client, route: str) -> None:
     body = body_for(route, **ASKED, ignore_eos=True, temperature=1.0)
     watched = client.events(route, {**body, "stream_canvas": True})
-    canvases = [found for event in watched if (found := canvas_of(route, event))]
+    canvases = [actual for event in watched if (actual := canvas_of(route, event))]
     check_canvases(canvases, 32)
     assert canvases[-1]["step"] == 16
     assert all(canvases[-1]["committed"])
@@ -93,23 +93,23 @@ def test_the_answer_is_the_same(client: Client, route: str) -> None:
         assert rest[-2]["text"] == silent[-2]["text"] == rest[-1]["text"][0]
         return
 
-    def told(chunks: list[dict[str, Any]]) -> tuple[str, list[str], Any]:
+    def streamed(chunks: list[dict[str, Any]]) -> tuple[str, list[str], Any]:
         choices = [choice for chunk in chunks for choice in chunk["choices"]]
         texts = [c["text"] if "text" in c else c["delta"].get("content") or "" for c in choices]
         reasons = [c["finish_reason"] for c in choices if c["finish_reason"]]
         return "".join(texts), reasons, chunks[-1]["usage"]
 
-    assert told(rest) == told(silent)
+    assert streamed(rest) == streamed(silent)
     assert rest[-1]["diffusion"]["num_forwards"] == silent[-1]["diffusion"]["num_forwards"]
 
 
 def test_several_answers_have_a_canvas_each(client: Client) -> None:
     for route in ROUTES:
-        asked = {**ASKED, "n": 2, "temperature": 1.0, "stream_canvas": True}
-        watched = client.events(route, body_for(route, **asked))
+        parameters = {**ASKED, "n": 2, "temperature": 1.0, "stream_canvas": True}
+        watched = client.events(route, body_for(route, **parameters))
         for index in (0, 1):
             own = [e for e in watched if canvas_of(route, e) and index_of(e) == index]
-            canvases = [found for e in own if (found := canvas_of(route, e))]
+            canvases = [actual for e in own if (actual := canvas_of(route, e))]
             check_canvases(canvases, 32)
             assert canvases
 
@@ -136,9 +136,11 @@ def test_openais_client_takes_them(openai: OpenAI) -> None:
     )
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == ANSWER
-    *told, last = [c.model_extra["diffusion"] for c in chunks if "diffusion" in c.model_extra]
-    check_canvases([found["canvas"] for found in told], 32)
-    assert told
+    *chunks_told, last = [
+        c.model_extra["diffusion"] for c in chunks if "diffusion" in c.model_extra
+    ]
+    check_canvases([actual["canvas"] for actual in chunks_told], 32)
+    assert chunks_told
     assert last["num_forwards"] > 0
 
 
@@ -158,9 +160,9 @@ def test_readers_that_stop_reading_hold_up_nobody(client: Client, server: Server
         assert client.ask()["text"] == [ANSWER]
         client.wait_for_metric("vllm:request_success_total", ended + 3)
         for route, response in zip(routes, responses, strict=True):
-            *found, done = events(line.decode().rstrip("\n") for line in response)
+            *actual, done = events(line.decode().rstrip("\n") for line in response)
             assert done == "[DONE]"
-            canvases = [c for data in found if (c := canvas_of(route, json.loads(data)))]
+            canvases = [c for data in actual if (c := canvas_of(route, json.loads(data)))]
             check_canvases(canvases, 512)
             assert canvases[-1]["step"] == 256
             assert all(canvases[-1]["committed"])
@@ -183,6 +185,6 @@ def test_a_reader_that_leaves_ends_the_request(client: Client) -> None:
 
 def test_noise_among_neighbours(client: Client) -> None:
     """A request that is watched answers like one that is not."""
-    asked = {**ASKED, "temperature": 2.0, "ignore_eos": True, "prompt": PUZZLE}
-    *_, watched = client.events(GENERATE, {**asked, "stream_canvas": True})
-    assert watched["token_ids"] == client.generate(**asked)["token_ids"]
+    parameters = {**ASKED, "temperature": 2.0, "ignore_eos": True, "prompt": PUZZLE}
+    *_, watched = client.events(GENERATE, {**parameters, "stream_canvas": True})
+    assert watched["token_ids"] == client.generate(**parameters)["token_ids"]

@@ -32,8 +32,8 @@ class Tensors(WeightSource):
 
     def __init__(self, folder: Path) -> None:
         files = sorted(folder.glob("*.safetensors"))
-        found = {name: weight for file in files for name, weight in load_file(file).items()}
-        self.weights = {name: weight.cuda().bfloat16() for name, weight in found.items()}
+        actual = {name: weight for file in files for name, weight in load_file(file).items()}
+        self.weights = {name: weight.cuda().bfloat16() for name, weight in actual.items()}
 
     def metadata(self) -> list[ParamMeta]:
         return [ParamMeta(n, w.dtype, tuple(w.shape)) for n, w in self.weights.items()]
@@ -47,14 +47,14 @@ def transferred(server: ServerProcess, model_dir: Path, init_info: Any) -> None:
     source = Tensors(model_dir)
     with healthy(server), server.client() as http:
         client = Client(http)
-        asked = {"gen_length": 32, "steps": 8, "ignore_eos": True}
+        parameters = {"gen_length": 32, "steps": 8, "ignore_eos": True}
 
         def check(**body: Any) -> Any:
             response = http.post("/weight_checker", json=body)
             assert response.status_code == 200, response.text
             return response.json()
 
-        before = client.ask(**asked)["token_ids"]
+        before = client.ask(**parameters)["token_ids"]
         own = check(action="checksum")["checksums"]
         trainer = WeightTransferTrainerFactory.trainer_init(
             init_info, client=HTTPVLLMWeightSyncClient(server.url), source=source
@@ -63,11 +63,11 @@ def transferred(server: ServerProcess, model_dir: Path, init_info: Any) -> None:
         source.weights[HEAD] = torch.zeros_like(head)
         trainer.send_weights()
         assert len(check(action="compare", baseline=own)["mismatches"]) == 1
-        assert client.ask(**asked)["token_ids"] != before
+        assert client.ask(**parameters)["token_ids"] != before
         source.weights[HEAD] = head
         trainer.send_weights()
         assert check(action="compare", baseline=own)["match"]
-        assert client.ask(**asked)["token_ids"] == before
+        assert client.ask(**parameters)["token_ids"] == before
         trainer.shutdown()
 
 

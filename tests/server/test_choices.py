@@ -76,11 +76,11 @@ class CountingValidator(Validator):
         return MODEL
 
 
-def output(text: str, finish_reason: str | None, found: dict[str, Any] | None) -> Any:
+def output(text: str, finish_reason: str | None, actual: dict[str, Any] | None) -> Any:
     completion = SimpleNamespace(
         index=0, text=text, token_ids=[], finish_reason=finish_reason, stop_reason=None
     )
-    carried = None if found is None else {"dllm": found}
+    carried = None if actual is None else {"dllm": actual}
     return SimpleNamespace(outputs=[completion], kv_transfer_params=carried)
 
 
@@ -90,7 +90,7 @@ def client(engine: Engine, validator: Validator | None = None) -> Any:
 
 def collect(stream: AsyncGenerator[Any, None]) -> list[Any]:
     async def read() -> list[Any]:
-        return [found async for found in stream]
+        return [actual async for actual in stream]
 
     return asyncio.run(read())
 
@@ -101,8 +101,8 @@ def sampled(**fields: Any) -> SamplingParams:
 
 def test_one_answer_is_upstreams_request() -> None:
     engine, sampling = Engine(), sampled(seed=7, max_tokens=20)
-    found = collect(client(engine).generate(PROMPT, sampling, "r"))
-    assert [f.outputs[0].text for f in found] == ["...", "7"]
+    answer = collect(client(engine).generate(PROMPT, sampling, "r"))
+    assert [f.outputs[0].text for f in answer] == ["...", "7"]
     ((request_id, own),) = engine.asked
     assert (request_id, own.n, own.seed, own.max_tokens) == ("r", 1, 7, 20)
     assert sampling.extra_args is None  # the caller's stays as it was
@@ -112,13 +112,13 @@ def test_one_answer_is_upstreams_request() -> None:
 def test_several_answers_in_turn() -> None:
     engine = Engine()
     sampling = sampled(n=3, seed=2**64 - 2, output_kind=RequestOutputKind.DELTA)
-    found = collect(client(engine).generate(PROMPT, sampling, "r"))
+    answer = collect(client(engine).generate(PROMPT, sampling, "r"))
     assert [(i, s.n, s.seed) for i, s in engine.asked] == [
         ("r-0", 1, 2**64 - 2),
         ("r-1", 1, 2**64 - 1),
         ("r-2", 1, 0),
     ]
-    last = {f.outputs[0].index: f for f in found if f.outputs[0].finish_reason}
+    last = {f.outputs[0].index: f for f in answer if f.outputs[0].finish_reason}
     assert {index: f.outputs[0].text for index, f in last.items()} == {
         0: str(2**64 - 2),
         1: str(2**64 - 1),
@@ -158,23 +158,23 @@ def test_all_answers_share_one_decision(n: int) -> None:
     owned = [own for _, own in engine.asked]
     assert len(owned) == n
     assert len({id(own.extra_args[DECISION]) for own in owned}) == 1
-    found = [decision_of(own, MODEL, [1, 2, 3]) for own in owned]
-    assert [decided.seed for decided in found] == [(2**64 - 1 + i) % 2**64 for i in range(n)]
-    assert {(decided.gen_length, decided.steps) for decided in found} == {(64, 8)}
+    actual = [decision_of(own, MODEL, [1, 2, 3]) for own in owned]
+    assert [decided.seed for decided in actual] == [(2**64 - 1 + i) % 2**64 for i in range(n)]
+    assert {(decided.gen_length, decided.steps) for decided in actual} == {(64, 8)}
 
 
 @pytest.mark.parametrize("body", [{"prompt": [1, 2]}, {"prompt": [[1, 2], [3]], "n": 3}])
 def test_generate_decides_once_a_prompt(body: dict[str, Any]) -> None:
     validator = CountingValidator()
     handler = GenerateHandler(Rendering(), validator, ["m"], None)  # type: ignore[arg-type]
-    asked = GenerateRequest(**body, gen_length=64, steps=8, seed=5, temperature=3.5)
-    choices = asyncio.run(handler.choices(asked, "r"))
+    request = GenerateRequest(**body, gen_length=64, steps=8, seed=5, temperature=3.5)
+    choices = asyncio.run(handler.choices(request, "r"))
     num_prompts, n = len(body["prompt"]) if "n" in body else 1, body.get("n", 1)
     assert validator.num_decided == num_prompts
     assert [c.request_id for c in choices] == [f"r-{i}" for i in range(num_prompts * n)]
-    found = [decision_of(c.sampling, MODEL, []) for c in choices]
-    assert [decided.seed for decided in found] == [5 + i for i in range(n)] * num_prompts
-    assert {(d.gen_length, d.steps, d.temperature) for d in found} == {(64, 8, 3.5)}
+    actual = [decision_of(c.sampling, MODEL, []) for c in choices]
+    assert [decided.seed for decided in actual] == [5 + i for i in range(n)] * num_prompts
+    assert {(d.gen_length, d.steps, d.temperature) for d in actual} == {(64, 8, 3.5)}
 
 
 class Rendering:

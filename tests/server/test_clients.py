@@ -19,8 +19,8 @@ from tests.server.client import (
     body_for,
     events,
 )
+from tests.server.fork_server import ForkServer
 from tests.server.process import MODEL_NAME, ServerProcess, environment
-from tests.server.warm import WarmProcess
 
 NUM_PROMPTS = 4
 BACKENDS = {"openai-chat": CHAT, "openai": COMPLETIONS}
@@ -49,7 +49,7 @@ def test_upstreams_benchmark(
     program = ("-m", "vllm.entrypoints.cli.main", "bench", "serve")
     dataset = ("--dataset-name", "random", "--random-input-len", "16", "--random-output-len", "32")
     running = {
-        backend: WarmProcess(
+        backend: ForkServer(
             [
                 *(*program, "--backend", backend, "--endpoint", route, "--base-url", server.url),
                 *("--model", MODEL_NAME, "--tokenizer", str(model_dir), *dataset),
@@ -64,10 +64,10 @@ def test_upstreams_benchmark(
     for backend, process in running.items():
         status, printed = process.wait(240), (tmp_path / f"{backend}.log").read_text()
         assert status == 0, printed
-        found = json.loads((tmp_path / f"{backend}.json").read_text())
-        assert (found["completed"], found["failed"]) == (NUM_PROMPTS, 0), printed
-        assert found["total_output_tokens"] == NUM_PROMPTS * 32
-        assert found["mean_ttft_ms"] > 0
+        actual = json.loads((tmp_path / f"{backend}.json").read_text())
+        assert (actual["completed"], actual["failed"]) == (NUM_PROMPTS, 0), printed
+        assert actual["total_output_tokens"] == NUM_PROMPTS * 32
+        assert actual["mean_ttft_ms"] > 0
     assert client.ask(QUESTION)["text"] == [ANSWER]
 
 
@@ -76,7 +76,7 @@ def test_anthropics_client(client: Client, server: ServerProcess) -> None:
     from anthropic import Anthropic, BadRequestError
 
     messages: Any = [{"role": "user", "content": QUESTION}]
-    asked: Any = {"model": MODEL_NAME, "messages": messages}
+    parameters: Any = {"model": MODEL_NAME, "messages": messages}
     tool: Any = {
         "name": "add",
         "description": "adds a number",
@@ -87,15 +87,17 @@ def test_anthropics_client(client: Client, server: ServerProcess) -> None:
         },
     }
     with Anthropic(base_url=server.url, api_key="none", max_retries=0) as anthropic:
-        answer = anthropic.messages.create(**asked, max_tokens=32, system="Be brief.")
+        answer = anthropic.messages.create(**parameters, max_tokens=32, system="Be brief.")
         assert answer.content[0].text == ANSWER
         assert answer.to_dict()["diffusion"]["num_forwards"] == 32
-        with anthropic.messages.stream(**asked, max_tokens=32) as stream:
+        with anthropic.messages.stream(**parameters, max_tokens=32) as stream:
             assert "".join(stream.text_stream) == ANSWER
             assert stream.get_final_message().stop_reason == "end_turn"
         called = anthropic.messages.create(
-            **asked, max_tokens=96, tools=[tool], tool_choice={"type": "any"}
+            **parameters, max_tokens=96, tools=[tool], tool_choice={"type": "any"}
         )
         assert (called.content[0].type, called.stop_reason) == ("tool_use", "tool_use")
         with pytest.raises(BadRequestError, match="did you mean algorithm"):
-            anthropic.messages.create(**asked, max_tokens=32, extra_body={"algoritm": "semi_ar"})
+            anthropic.messages.create(
+                **parameters, max_tokens=32, extra_body={"algoritm": "semi_ar"}
+            )

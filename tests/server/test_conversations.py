@@ -277,8 +277,8 @@ def test_a_prompt_is_rendered_as_the_request_has_it(client: Client) -> None:
     body = {"messages": [{"role": "user", "content": PARTS[:2]}], "max_tokens": 64}
     for fields in ({}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}):
         rendered = client.answer(f"{CHAT}/render", {**body, **fields})
-        asked = client.answer(CHAT, {**body, **fields, "return_token_ids": True})
-        assert rendered["token_ids"] == asked["prompt_token_ids"]
+        answer = client.answer(CHAT, {**body, **fields, "return_token_ids": True})
+        assert rendered["token_ids"] == answer["prompt_token_ids"]
         tokenised = client.answer("/tokenize", {"messages": body["messages"], "tools": TOOLS})
     assert (
         tokenised["tokens"]
@@ -334,8 +334,8 @@ def test_null_is_not_given(client: Client, route: str) -> None:
     reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     properties = document["components"]["schemas"][reference.rpartition("/")[2]]["properties"]
     assert len(properties) >= 8
-    asked = body_for(route) if route == COMPLETIONS else with_content(route, QUESTION)
-    client.answer(route, {**dict.fromkeys(properties), **asked})
+    request_body = body_for(route) if route == COMPLETIONS else with_content(route, QUESTION)
+    client.answer(route, {**dict.fromkeys(properties), **request_body})
     for name in sorted(properties.keys() & {"priority", "ignore_eos", "stream", "n", "seed"}):
-        client.answer(route, {**asked, name: None})
+        client.answer(route, {**request_body, name: None})
     assert client.ask()["finish_reason"] == ["stop"]

@@ -44,8 +44,10 @@ def encode(text: str) -> list[int]:
 
 def prompt(content: str) -> list[int]:
     messages = [{"role": "user", "content": content}]
-    found = tokenizer().apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    return list(found)
+    actual = tokenizer().apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    return list(actual)
 
 
 def decision_prompt() -> tuple[list[int], list[int]]:
@@ -66,20 +68,20 @@ def row(tokens: list[int], position: int) -> torch.Tensor:
 
 def probabilities(tokens: list[int], slots: list[int]) -> list[list[float]]:
     """Of the labels of each question among each other."""
-    found = []
+    results = []
     for position, (_, labels) in zip(slots, SHOWN, strict=True):
         values = row(tokens, position)[[encode(label)[0] for label in labels]]
-        found.append(torch.softmax(values, dim=0).tolist())
-    return found
+        results.append(torch.softmax(values, dim=0).tolist())
+    return results
 
 
-def told(answer: dict[str, Any]) -> list[list[float]]:
-    return [list(found["probabilities"].values()) for found in answer["answers"].values()]
+def probabilities_in(answer: dict[str, Any]) -> list[list[float]]:
+    return [list(actual["probabilities"].values()) for actual in answer["answers"].values()]
 
 
-def assert_alike(found: list[list[float]], wanted: list[list[float]]) -> None:
-    assert [len(f) for f in found] == [len(w) for w in wanted]
-    assert [*chain(*found)] == pytest.approx([*chain(*wanted)], **CLOSE)
+def assert_alike(actual: list[list[float]], wanted: list[list[float]]) -> None:
+    assert [len(f) for f in actual] == [len(w) for w in wanted]
+    assert [*chain(*actual)] == pytest.approx([*chain(*wanted)], **CLOSE)
 
 
 def test_all_questions_are_read_in_one_forward(client: Client) -> None:
@@ -87,7 +89,7 @@ def test_all_questions_are_read_in_one_forward(client: Client) -> None:
     answer = decide(client, questions=QUESTIONS)
     assert client.metric("dllm:forwards_total") == before + 1
     tokens, slots = decision_prompt()
-    assert_alike(told(answer), probabilities(tokens, slots))
+    assert_alike(probabilities_in(answer), probabilities(tokens, slots))
     assert answer["usage"] == {"input_tokens": len(tokens), "output_tokens": 0}
     for position, (_, labels), diagnostics in zip(
         slots, SHOWN, answer["diagnostics"].values(), strict=True
@@ -106,7 +108,7 @@ def test_a_lone_question_is_the_first_token_of_a_reply(client: Client) -> None:
     values = row([*tokens, mask_id(), end], len(tokens))
     wanted = torch.softmax(values[[encode(label)[0] for label in "AB"]], dim=0).tolist()
     answer = decide(client, questions={"city": QUESTIONS["city"]})
-    assert_alike(told(answer), [wanted])
+    assert_alike(probabilities_in(answer), [wanted])
     assert (
         decide(client, questions={"city": QUESTIONS["city"]}, passes=2)["answers"]
         == (answer["answers"])
@@ -132,8 +134,8 @@ def test_a_second_pass_sees_the_other_answers(client: Client) -> None:
     tokens, slots = decision_prompt()
     first = probabilities(tokens, slots)
     answered = list(tokens)
-    for position, (_, labels), found in zip(slots, SHOWN, first, strict=True):
-        answered[position] = encode(labels[found.index(max(found))])[0]
+    for position, (_, labels), actual in zip(slots, SHOWN, first, strict=True):
+        answered[position] = encode(labels[actual.index(max(actual))])[0]
     wanted = []
     for number, position in enumerate(slots):
         again = [*answered[:position], mask_id(), *answered[position + 1 :]]
@@ -141,7 +143,7 @@ def test_a_second_pass_sees_the_other_answers(client: Client) -> None:
     answer = in_steps(
         client, lambda: decide(client, questions=QUESTIONS, passes=2), num_steps=2, num_forwards=4
     )
-    assert_alike(told(answer), wanted)
+    assert_alike(probabilities_in(answer), wanted)
     assert answer["usage"]["input_tokens"] == 4 * len(tokens)
 
 
@@ -158,12 +160,12 @@ def test_scores_of_items_are_read_in_one_step(client: Client, apply_softmax: boo
     answer = in_steps(
         client, lambda: client.answer(SCORING, body), num_steps=1, num_forwards=len(items)
     )
-    for item, found in zip(items, answer["data"], strict=True):
+    for item, actual in zip(items, answer["data"], strict=True):
         tokens = tokenizer().encode("What is the capital of France? ")
         tokens = [*tokens, *encode(item)]
         values = row([*tokens, mask_id()], len(tokens))[labels]
         chosen = torch.softmax(values, dim=0) if apply_softmax else values.exp()
-        assert found["score"] == pytest.approx(chosen[0].item(), **CLOSE)
+        assert actual["score"] == pytest.approx(chosen[0].item(), **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +180,8 @@ def test_scores_of_items_are_read_in_one_step(client: Client, apply_softmax: boo
 def test_scores_that_are_refused_or_late(
     client: Client, body: dict[str, Any], status: int, message: str
 ) -> None:
-    asked = {"query": "x" * 2000, "items": ["a", "b"], "label_token_ids": [5], **body}
-    assert message in refusal(client.http.post(SCORING, json=asked), status)["message"]
+    parameters = {"query": "x" * 2000, "items": ["a", "b"], "label_token_ids": [5], **body}
+    assert message in refusal(client.http.post(SCORING, json=parameters), status)["message"]
     client.wait_for_num_requests(0)
 
 
@@ -189,10 +191,10 @@ def test_labels_on_the_routes_that_write(client: Client) -> None:
     values = row([*tokens, mask_id()], len(tokens))
     wanted = pytest.approx(values[labels].tolist(), **CLOSE)
     body = {"prompt": tokens, "gen_length": 1, "logprob_token_ids": labels, "temperature": 0}
-    (told,) = client.generate(**body)["logprobs"][0]
-    assert [other["token_id"] for other in told["top_logprobs"]] == labels
-    assert [other["logprob"] for other in told["top_logprobs"]] == wanted
-    assert told["logprob"] == pytest.approx(values.max().item(), **CLOSE)
+    (logprob,) = client.generate(**body)["logprobs"][0]
+    assert [other["token_id"] for other in logprob["top_logprobs"]] == labels
+    assert [other["logprob"] for other in logprob["top_logprobs"]] == wanted
+    assert logprob["logprob"] == pytest.approx(values.max().item(), **CLOSE)
     ids = {"logprobs": 1, "return_tokens_as_token_ids": True, "model": MODEL_NAME}
     answer = client.answer("/v1/completions", {**body, **ids, "max_tokens": 1})
     (top,) = answer["choices"][0]["logprobs"]["top_logprobs"]
@@ -200,8 +202,8 @@ def test_labels_on_the_routes_that_write(client: Client) -> None:
     chat = {"messages": [{"role": "user", "content": "7"}], "max_tokens": 1, "gen_length": 1}
     del body["prompt"]
     answer = client.answer("/v1/chat/completions", {**body, **chat, **ids, "logprobs": True})
-    (told,) = answer["choices"][0]["logprobs"]["content"]
-    assert len(told["top_logprobs"]) in (3, 4)
+    (logprob,) = answer["choices"][0]["logprobs"]["content"]
+    assert len(logprob["top_logprobs"]) in (3, 4)
 
 
 @pytest.mark.parametrize(
@@ -230,11 +232,11 @@ def test_labels_that_are_refused(client: Client, ids: list[int], message: str) -
     ],
 )
 def test_what_is_refused(client: Client, body: dict[str, Any], message: str) -> None:
-    asked = {"state": STATE, "questions": QUESTIONS, **body}
-    assert message in refusal(client.http.post(ROUTE, json=asked))["message"]
+    parameters = {"state": STATE, "questions": QUESTIONS, **body}
+    assert message in refusal(client.http.post(ROUTE, json=parameters))["message"]
 
 
 def test_a_time_ends_it(client: Client) -> None:
-    asked = {"state": "x" * 3000, "questions": QUESTIONS, "timeout_s": 0.001}
-    assert "timeout" in refusal(client.http.post(ROUTE, json=asked), 504)["message"]
+    parameters = {"state": "x" * 3000, "questions": QUESTIONS, "timeout_s": 0.001}
+    assert "timeout" in refusal(client.http.post(ROUTE, json=parameters), 504)["message"]
     client.wait_for_num_requests(0)

@@ -29,8 +29,8 @@ def test_every_example_is_a_request_that_works(client: Client, route: str) -> No
     document = client.http.get("/openapi.json").json()
     assert document["info"] == {"title": "Mosaic", "version": __version__}
     assert "security" not in document
-    asked = document["paths"][route]["post"]["requestBody"]["content"]["application/json"]
-    offered = {name: example["value"] for name, example in asked["examples"].items()}
+    content = document["paths"][route]["post"]["requestBody"]["content"]["application/json"]
+    offered = {name: example["value"] for name, example in content["examples"].items()}
     assert offered == EXAMPLES[route]
     for name, body in offered.items():
         answer = client.http.post(route, json=body)
@@ -46,8 +46,8 @@ def test_routes_are_grouped_by_purpose(client: Client) -> None:
         operations = [o for path in document["paths"].values() for o in path.values()]
         tags = [tag for operation in operations for tag in operation["tags"]]
         assert tags == sorted(tags, key=["Ask", "Score", "Watch", "vLLM"].index)
-    asked = document["paths"]["/generate"]["post"]
-    assert asked["summary"] == "Denoise one or more canvases, with every diffusion parameter"
+    of_generate = document["paths"]["/generate"]["post"]
+    assert of_generate["summary"] == "Denoise one or more canvases, with every diffusion parameter"
 
 
 def test_what_loads_from_elsewhere_is_gone(client: Client) -> None:
@@ -86,9 +86,9 @@ def send_the_example(browser: Browser, url: str, key: str = "") -> str:
     answer = f"{block}.querySelector('.live-responses-table .response')"
     browser.wait_for(answer)
     assert browser.errors == []
-    assert all(asked.startswith((f"{url}/", "data:")) for asked in browser.requested)
-    found: str = browser.run(f"{answer}.innerText")
-    return found
+    assert all(parameters.startswith((f"{url}/", "data:")) for parameters in browser.requested)
+    actual: str = browser.run(f"{answer}.innerText")
+    return actual
 
 
 def press(browser: Browser, button: str) -> None:

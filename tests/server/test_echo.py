@@ -18,19 +18,19 @@ def ids(text: str) -> list[int]:
 
 
 def echoed(client: Client, **body: Any) -> dict[str, Any]:
-    asked = {"prompt": PROMPTS[0], "echo": True, "logprobs": 1, "temperature": 0, **body}
-    return client.answer(COMPLETIONS, body_for(COMPLETIONS, **asked))
+    parameters = {"prompt": PROMPTS[0], "echo": True, "logprobs": 1, "temperature": 0, **body}
+    return client.answer(COMPLETIONS, body_for(COMPLETIONS, **parameters))
 
 
 def assert_chain(choice: dict[str, Any], prompt: list[int], num_top: int = 1) -> None:
     """The numbers of a prompt are those of the chain, whose rows the alternatives are of, too."""
     chain = likelihood.chain(model(), prompt, mask_id())
-    told = choice["logprobs"]
-    assert told["token_logprobs"][0] is None
-    assert told["top_logprobs"][0] is None
+    report = choice["logprobs"]
+    assert report["token_logprobs"][0] is None
+    assert report["top_logprobs"][0] is None
     values = chain.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
-    assert told["token_logprobs"][1 : len(prompt)] == pytest.approx(values, **CLOSE)
-    for row, token, top in zip(chain, prompt[1:], told["top_logprobs"][1:], strict=False):
+    assert report["token_logprobs"][1 : len(prompt)] == pytest.approx(values, **CLOSE)
+    for row, token, top in zip(chain, prompt[1:], report["top_logprobs"][1:], strict=False):
         best = row.topk(num_top).values.tolist() if num_top else []
         wanted = sorted({*best, row[token].item()})
         assert sorted(top.values())[-len(wanted) :] == pytest.approx(wanted, **CLOSE)
@@ -93,8 +93,8 @@ def test_one_token_has_nothing_before_it(client: Client) -> None:
     ],
 )
 def test_what_is_refused(client: Client, body: dict[str, Any], message: str) -> None:
-    asked = {"prompt": PROMPTS[0], "echo": True, "logprobs": 1, **body}
-    error = refusal(client.http.post(COMPLETIONS, json=body_for(COMPLETIONS, **asked)))
+    parameters = {"prompt": PROMPTS[0], "echo": True, "logprobs": 1, **body}
+    error = refusal(client.http.post(COMPLETIONS, json=body_for(COMPLETIONS, **parameters)))
     assert message in error["message"]
 
 
@@ -107,8 +107,8 @@ def test_offsets_lie_within_a_text_of_characters_of_several_tokens(client: Clien
         "\u65e5",
     ):
         (choice,) = echoed(client, prompt=prompt, max_tokens=0, logprobs=1)["choices"]
-        found = choice["logprobs"]
-        texts, offsets = found["tokens"], found["text_offset"]
+        actual = choice["logprobs"]
+        texts, offsets = actual["tokens"], actual["text_offset"]
         assert choice["text"] == prompt
         assert len("".join(texts)) == len(prompt)
         assert "".join(texts)[1:] == prompt[1:]

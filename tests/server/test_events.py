@@ -13,9 +13,9 @@ from vllm.diffusion.api.events import StreamMerger
 
 def output(step: int | None, text: str = "", choice: int = 0) -> Any:
     """An engine's output: a canvas, or new text, or both."""
-    told = {} if step is None else {"canvas": {"step": step}}
+    report = {} if step is None else {"canvas": {"step": step}}
     completion = SimpleNamespace(index=choice, token_ids=list(text), finish_reason=None)
-    return SimpleNamespace(outputs=[completion], kv_transfer_params={"dllm": told})
+    return SimpleNamespace(outputs=[completion], kv_transfer_params={"dllm": report})
 
 
 def written(choice: int, canvas: dict[str, Any]) -> str:
@@ -37,11 +37,11 @@ class Handler:
 
     async def _chunks(self) -> AsyncGenerator[str, None]:
         try:
-            for found in self._outputs:
+            for actual in self._outputs:
                 await asyncio.sleep(self._pause_s)
                 self.num_heard += 1
-                if self.merger.feed(found):
-                    yield "".join(found.outputs[0].token_ids)
+                if self.merger.feed(actual):
+                    yield "".join(actual.outputs[0].token_ids)
             yield "[DONE]"
         finally:
             self.is_closed = True
@@ -64,18 +64,18 @@ def test_a_slow_reader_sees_the_newest_step() -> None:
     handler = Handler([output(0, "a"), *steps, output(100, "b"), output(101, "c")])
 
     async def read() -> list[str]:
-        found = []
+        actual = []
         async for text in handler.stream():
-            found.append(text)
+            actual.append(text)
             for _ in range(1000):
                 await asyncio.sleep(0)
-        return found
+        return actual
 
-    found = asyncio.run(read())
-    assert [text for text in found if not text.startswith("canvas")] == ["a", "b", "c", "[DONE]"]
-    assert found.index("canvas 0.100") < found.index("b")
-    assert found.index("canvas 0.101") < found.index("c")
-    assert len(found) <= 10
+    actual = asyncio.run(read())
+    assert [text for text in actual if not text.startswith("canvas")] == ["a", "b", "c", "[DONE]"]
+    assert actual.index("canvas 0.100") < actual.index("b")
+    assert actual.index("canvas 0.101") < actual.index("c")
+    assert len(actual) <= 10
 
 
 def test_every_choice_has_its_newest_canvas() -> None:

@@ -18,8 +18,8 @@ import pytest
 
 from tests.programs import ROOT, TIMEOUT_S, output_of, run_python
 from tests.server.client import ANSWER, QUESTION, Client
+from tests.server.fork_server import ForkServer
 from tests.server.process import MODEL_NAME, ServerProcess, environment
-from tests.server.warm import WarmProcess
 from tests.stub_server import Stub
 from vllm.diffusion.request import fields
 
@@ -42,15 +42,15 @@ def run(*command: str | Path, questions: str = "") -> str:
 
 def test_the_openai_client(client: Client, server: ServerProcess) -> None:
     script = ROOT / "docs" / "examples" / "openai_client.py"
-    found = run(sys.executable, script, "--server", server.url)
-    assert found.splitlines() == [ANSWER, "3 plus 4 is 7."]
+    actual = run(sys.executable, script, "--server", server.url)
+    assert actual.splitlines() == [ANSWER, "3 plus 4 is 7."]
 
 
 @pytest.mark.parametrize("option", ["--plain", "--local-leap"])
 def test_chat_with_a_server(client: Client, server: ServerProcess, option: str) -> None:
     arguments = ["--server", server.url, "--plain", *({option} - {"--plain"})]
-    found = run(sys.executable, CHAT, *arguments, questions=f"\n{QUESTION}\n")
-    assert found == f"{ANSWER}\n"
+    actual = run(sys.executable, CHAT, *arguments, questions=f"\n{QUESTION}\n")
+    assert actual == f"{ANSWER}\n"
 
 
 # Runs a program with what is typed, in a process that has imported vllm.
@@ -69,10 +69,10 @@ def test_chat_with_an_engine_of_its_own(model_dir: Path, tmp_path: Path) -> None
     script.write_text(TYPED)
     questions = f"{QUESTION}\nAnd of Japan?\n"
     arguments = [str(CHAT), "--model", str(model_dir), "--local-leap", "--plain"]
-    process = WarmProcess([str(script), questions, *arguments], log, environment())
+    process = ForkServer([str(script), questions, *arguments], log, environment())
     assert process.wait(TIMEOUT_S) == 0, log.read_text()
-    found = (tmp_path / "said").read_text()
-    assert found.splitlines() == [ANSWER, "The capital of Japan is Tokyo."]
+    actual = (tmp_path / "said").read_text()
+    assert actual.splitlines() == [ANSWER, "The capital of Japan is Tokyo."]
 
 
 class Silent(Stub):
@@ -85,8 +85,8 @@ class Silent(Stub):
 
 def test_chat_says_that_an_answer_is_empty() -> None:
     with Silent().serving() as silent:
-        found = run(sys.executable, CHAT, "--server", silent.url, questions=QUESTION)
-    assert found == "empty answer: 32 end tokens\n"
+        actual = run(sys.executable, CHAT, "--server", silent.url, questions=QUESTION)
+    assert actual == "empty answer: 32 end tokens\n"
 
 
 def test_chat_passes_a_refusal_on(client: Client, server: ServerProcess) -> None:
@@ -143,15 +143,15 @@ def curl_lines() -> list[str]:
 @pytest.mark.parametrize("line", curl_lines(), ids=lambda line: line.split()[2].split("8901")[-1])
 def test_a_documented_curl_line(client: Client, server: ServerProcess, line: str) -> None:
     assert DOCUMENTED_URL in line
-    found = run("bash", "-c", line.replace(DOCUMENTED_URL, server.url))
+    actual = run("bash", "-c", line.replace(DOCUMENTED_URL, server.url))
     if '"stream": true' in line:
-        *events, end = [event.removeprefix("data: ") for event in found.split("\n\n") if event]
+        *events, end = [event.removeprefix("data: ") for event in actual.split("\n\n") if event]
         assert end == "[DONE]"
     else:
-        events = [found]
+        events = [actual]
     if "/v1/loglikelihood" in line or "/v1/systemone" in line:
-        found = json.loads(events[0])
-        assert found.get("loglikelihood", 0) < 0 or found["answers"].keys() == {"country", "sure"}
+        actual = json.loads(events[0])
+        assert actual.get("loglikelihood", 0) < 0 or actual["answers"].keys() == {"country", "sure"}
         return
     said = "".join(text_of(json.loads(event)) for event in events)
     if "France" not in line and "3 plus 4" not in line:

@@ -52,7 +52,7 @@ def tokens_of(client: Client, text: str) -> list[int]:
     return list(client.http.post("/tokenize", json=body).json()["tokens"])
 
 
-def asked(client: Client, route: str, **fields: Any) -> dict[str, Any]:
+def answer_of(client: Client, route: str, **fields: Any) -> dict[str, Any]:
     """The answer to QUESTION in the chat template, with one token a step."""
     chat = {"apply_chat_template": True} if route == GENERATE else {}
     answer = client.answer(route, {**body_for(route), **chat, **STEPS, **fields})
@@ -62,22 +62,22 @@ def asked(client: Client, route: str, **fields: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("route", [GENERATE, CHAT])
 def test_each_field_acts(client: Client, route: str) -> None:
-    plain = text_of(asked(client, route))
+    plain = text_of(answer_of(client, route))
     assert plain == ANSWER
-    assert "Paris" not in text_of(asked(client, route, bad_words=["Paris"]))
+    assert "Paris" not in text_of(answer_of(client, route, bad_words=["Paris"]))
     banned = {str(token): -100 for token in tokens_of(client, " Paris")}
-    assert "Paris" not in text_of(asked(client, route, logit_bias=banned))
-    long = asked(client, route, min_tokens=20)
+    assert "Paris" not in text_of(answer_of(client, route, logit_bias=banned))
+    long = answer_of(client, route, min_tokens=20)
     assert long["usage"]["completion_tokens"] >= 20
     allowed = sorted({*tokens_of(client, "yes no"), *tokens_of(client, ANSWER)})
-    some = asked(client, route, allowed_token_ids=allowed, min_tokens=8, ignore_eos=True)
+    some = answer_of(client, route, allowed_token_ids=allowed, min_tokens=8, ignore_eos=True)
     assert set(tokens_of(client, text_of(some))) <= set(allowed)
     for penalty in ({"repetition_penalty": 50.0}, {"presence_penalty": -2, "min_tokens": 24}):
-        assert text_of(asked(client, route, **penalty)) != plain
+        assert text_of(answer_of(client, route, **penalty)) != plain
     hot = {"temperature": 2, "seed": 5}
-    assert text_of(asked(client, route, **hot)) != plain
+    assert text_of(answer_of(client, route, **hot)) != plain
     for filters in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1}):
-        assert text_of(asked(client, route, **hot, **filters)) == plain
+        assert text_of(answer_of(client, route, **hot, **filters)) == plain
 
 
 @pytest.mark.parametrize("route", [*ROUTES, MESSAGES, RESPONSES])
@@ -96,7 +96,7 @@ def test_openais_client(server: ServerProcess) -> None:
     """It has the fields of OpenAI's interface as arguments, and others in `extra_body`."""
     openai = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     known = {"temperature": 0.7, "top_p": 0.9, "presence_penalty": 0.5, "seed": 4}
-    found = openai.chat.completions.create(
+    actual = openai.chat.completions.create(
         model=MODEL_NAME,
         messages=[{"role": "user", "content": QUESTION}],
         frequency_penalty=0.5,
@@ -105,14 +105,14 @@ def test_openais_client(server: ServerProcess) -> None:
         **known,
         extra_body={"top_k": 20, "min_p": 0.02, "repetition_penalty": 1.05, "bad_words": ["Rome"]},
     )
-    assert [len(choice.message.content or "") > 0 for choice in found.choices] == [True, True]
-    told: Any = found
-    assert told.diffusion["ignored"] == []
+    assert [len(choice.message.content or "") > 0 for choice in actual.choices] == [True, True]
+    report: Any = actual
+    assert report.diffusion["ignored"] == []
     whole = openai.completions.create(
         model=MODEL_NAME, prompt=QUESTION, max_tokens=16, frequency_penalty=2.0, logit_bias={"7": 5}
     )
-    told = whole
-    assert told.diffusion["ignored"] == []
+    report = whole
+    assert report.diffusion["ignored"] == []
     streamed = openai.chat.completions.create(
         model=MODEL_NAME,
         messages=[{"role": "user", "content": QUESTION}],
@@ -126,13 +126,13 @@ def test_openais_client(server: ServerProcess) -> None:
 def test_log_probabilities_are_told_after_edits_and_before_filters(client: Client) -> None:
     (paris, *_) = tokens_of(client, " Paris")
     common = {"logprobs": 3, "temperature": 1.0, "seed": 1}
-    plain = asked(client, GENERATE, **common, logprob_token_ids=[paris])
-    filtered = asked(client, GENERATE, **common, top_k=1, logprob_token_ids=[paris])
-    edited = asked(client, GENERATE, **common, logit_bias={str(paris): -100}, top_k=1)
+    plain = answer_of(client, GENERATE, **common, logprob_token_ids=[paris])
+    filtered = answer_of(client, GENERATE, **common, top_k=1, logprob_token_ids=[paris])
+    edited = answer_of(client, GENERATE, **common, logit_bias={str(paris): -100}, top_k=1)
 
-    def told(answer: dict[str, Any]) -> list[float]:
+    def logprobs_in(answer: dict[str, Any]) -> list[float]:
         return [top["logprob"] for token in answer["logprobs"][0] for top in token["top_logprobs"]]
 
-    assert min(told(filtered)) > -200 and min(told(plain)) > -200  # not cut by top_k
+    assert min(logprobs_in(filtered)) > -200 and min(logprobs_in(plain)) > -200  # not cut by top_k
     likely = [top["token_id"] for one in edited["logprobs"][0] for top in one["top_logprobs"]]
     assert paris not in likely

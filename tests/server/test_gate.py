@@ -339,8 +339,8 @@ def test_the_loss_of_an_engine_ends_the_server(monkeypatch: pytest.MonkeyPatch) 
         assert site.engine.stopped == []
         site.engine.shutdown(timeout=60)  # upstream's call behind its server
         assert lifecycle.take_status() == 1
-        told = f"EngineCore_DP0 (process {first.pid}) is gone: the server ends with status 1"
-        assert lines == [told]
+        message = f"EngineCore_DP0 (process {first.pid}) is gone: the server ends with status 1"
+        assert lines == [message]
 
     asyncio.run(run())
 

@@ -19,8 +19,8 @@ def tokenize(client: Client, **body: Any) -> list[int]:
 
 def mask_id(client: Client) -> int:
     """The model's mask token, which the tokenizer knows by name."""
-    (found,) = tokenize(client, prompt="<|mdm_mask|>", add_special_tokens=False)
-    return found
+    (actual,) = tokenize(client, prompt="<|mdm_mask|>", add_special_tokens=False)
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -145,15 +145,15 @@ def test_stop_string(client: Client) -> None:
 
 def test_a_complete_answer_saves_forwards(client: Client) -> None:
     """Blocks behind the one that holds the stop token are not denoised."""
-    asked = {"gen_length": 64, "block_length": 16, "steps": 32}
-    stopped, whole = client.ask(**asked), client.ask(**asked, ignore_eos=True)
+    parameters = {"gen_length": 64, "block_length": 16, "steps": 32}
+    stopped, whole = client.ask(**parameters), client.ask(**parameters, ignore_eos=True)
     assert stopped["text"] == [ANSWER]
     report = stopped["diffusion"]
     assert report["num_forwards"] <= 8
     assert report["num_forwards"] + report["num_forwards_saved"] == report["steps"] == 32
     assert whole["diffusion"]["num_forwards"] == 32
     assert whole["token_ids"][0][: len(stopped["token_ids"][0])] == stopped["token_ids"][0]
-    by_string = client.ask(**asked, stop=["France"])
+    by_string = client.ask(**parameters, stop=["France"])
     assert by_string["diffusion"]["num_forwards_saved"] >= 24
 
 
@@ -161,10 +161,10 @@ def test_logprobs(client: Client) -> None:
     """One entry a token; the probability is the confidence that the token was committed with."""
     answer = client.ask(gen_length=32, threshold=0.9, logprobs=2, n=2)
     assert len(answer["logprobs"]) == 2
-    for token_ids, found in zip(answer["token_ids"], answer["logprobs"], strict=True):
-        assert [entry["token_id"] for entry in found] == token_ids
-        assert "".join(entry["token"] for entry in found) == ANSWER
-        for entry in found:
+    for token_ids, actual in zip(answer["token_ids"], answer["logprobs"], strict=True):
+        assert [entry["token_id"] for entry in actual] == token_ids
+        assert "".join(entry["token"] for entry in actual) == ANSWER
+        for entry in actual:
             first, second = entry["top_logprobs"]
             assert first.items() <= entry.items()  # greedy: the token is the likeliest
             assert 0 >= entry["logprob"] >= second["logprob"]

@@ -52,8 +52,8 @@ def text_of(route: str, answer: dict[str, Any]) -> str:
 def test_every_route_answers_by_schema_and_regex(client: Client) -> None:
     for route in (CHAT, COMPLETIONS, GENERATE):
         for temperature in (0, 1.5):
-            asked = {"gen_length": 96, "steps": 24, "temperature": temperature}
-            body = body_for(route, response_format=FORMAT, **asked)
+            parameters = {"gen_length": 96, "steps": 24, "temperature": temperature}
+            body = body_for(route, response_format=FORMAT, **parameters)
             City.model_validate_json(text_of(route, client.http.post(route, json=body).json()))
         body = body_for(route, gen_length=32, structured_outputs={"regex": "[a-z]{5}"})
         answer = client.http.post(route, json=body).json()
@@ -81,9 +81,9 @@ def test_a_canvas_that_is_too_short_is_refused_with_the_least_length(client: Cli
     body = body_for(CHAT, gen_length=8, response_format=FORMAT)
     error = refusal(client.http.post(CHAT, json=body))
     assert error["param"] == "gen_length"
-    found = re.search(r"has (\d+) tokens; wanted at least as many", error["message"])
-    assert found is not None, error
-    assert int(found[1]) > 8
+    actual = re.search(r"has (\d+) tokens; wanted at least as many", error["message"])
+    assert actual is not None, error
+    assert int(actual[1]) > 8
 
 
 def test_an_answer_that_fills_its_canvas_is_complete(client: Client) -> None:
@@ -105,8 +105,8 @@ def test_an_answer_that_fills_its_canvas_is_complete(client: Client) -> None:
             continue
         assert json.loads(text_of(route, answer)) == {"names": ["", ""]}
         *_, last = client.events(route, body)
-        for told in (answer, last):
-            choices = [told] if route == GENERATE else told["choices"]
+        for message in (answer, last):
+            choices = [message] if route == GENERATE else message["choices"]
             assert [choice["finish_reason"] for choice in choices] in (["stop"], [["stop"]])
     body = body_for(CHAT, gen_length=1, structured_outputs={"regex": "[a-z]+"})
     assert client.answer(CHAT, body)["choices"][0]["finish_reason"] == "length"  # it could go on
@@ -116,9 +116,9 @@ def _least_tokens(client: Client, structured: dict[str, Any]) -> int:
     """Of the shortest answer, as the refusal of a canvas of one token tells."""
     body = body_for(CHAT, gen_length=1, structured_outputs=structured)
     error = refusal(client.http.post(CHAT, json=body))
-    found = re.search(r"has (\d+) tokens", error["message"])
-    assert found is not None, error
-    return int(found[1])
+    actual = re.search(r"has (\d+) tokens", error["message"])
+    assert actual is not None, error
+    return int(actual[1])
 
 
 def test_several_answers_log_probabilities_and_stop_strings(client: Client) -> None:
@@ -172,8 +172,8 @@ def check_call(name: str, arguments: str) -> None:
 
 def test_tools_are_called(client: Client) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "remove"}}):
-        asked = {"gen_length": 96, "steps": 24, "temperature": 1.0}
-        body = body_for(CHAT, tools=TOOLS, tool_choice=choice, **asked)
+        parameters = {"gen_length": 96, "steps": 24, "temperature": 1.0}
+        body = body_for(CHAT, tools=TOOLS, tool_choice=choice, **parameters)
         answer = client.http.post(CHAT, json=body).json()["choices"][0]
         (call,) = answer["message"]["tool_calls"]
         assert (answer["finish_reason"], answer["message"]["content"]) == ("tool_calls", None)
@@ -184,17 +184,17 @@ def test_tools_are_called(client: Client) -> None:
 
 def test_tools_may_be_left_alone(client: Client) -> None:
     """With `auto`, which is the default, an answer may be text."""
-    found = set()
+    actual = set()
     for seed in range(4):
         body = body_for(CHAT, gen_length=64, tools=TOOLS, temperature=1.5, seed=seed)
         answer = client.http.post(CHAT, json=body).json()["choices"][0]
         calls = answer["message"].get("tool_calls")
-        found.add(bool(calls))
+        actual.add(bool(calls))
         for call in calls or []:
             check_call(call["function"]["name"], call["function"]["arguments"])
         if not calls:
             assert not answer["message"]["content"].startswith("<")
-    assert False in found
+    assert False in actual
 
 
 def test_tool_calls_are_streamed(client: Client) -> None:
@@ -322,9 +322,11 @@ def test_the_server_answers_while_large_formats_are_compiled(client: Client) -> 
     """Each is a new one, refused after some seconds, one after the other."""
     patterns = (f"(a?b?c?d?){{{count}}}" for count in itertools.count(900))
     for route in (CHAT, RESPONSES):
-        asked = {"model": MODEL_NAME, "input": QUESTION} if route == RESPONSES else body_for(route)
+        parameters = (
+            {"model": MODEL_NAME, "input": QUESTION} if route == RESPONSES else body_for(route)
+        )
         formats = [{"regex": next(patterns)} for _ in range(9)]
-        bodies = [{**asked, "structured_outputs": wanted} for wanted in formats]
+        bodies = [{**parameters, "structured_outputs": wanted} for wanted in formats]
         with ThreadPoolExecutor(len(bodies)) as pool:
             large = [pool.submit(client.http.post, route, json=body) for body in bodies]
             for _ in range(3):
@@ -341,13 +343,13 @@ def test_the_server_answers_while_large_formats_are_compiled(client: Client) -> 
 def test_tools_are_limited_in_number_and_size(client: Client) -> None:
     tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(60_000)]
     anthropic = [{"name": f"f{i}", "input_schema": {"type": "object"}} for i in range(60_000)]
-    asked = [
+    bodies = [
         (CHAT, body_for(CHAT, tools=tools)),
         (MESSAGES, body_for(MESSAGES, tools=anthropic)),
         (f"{MESSAGES}/count_tokens", body_for(MESSAGES, tools=anthropic)),
         (RESPONSES, {"model": MODEL_NAME, "input": QUESTION, "tools": tools}),
     ]
-    for route, body in asked:
+    for route, body in bodies:
         error = refusal(client.http.post(route, json=body))
         assert error["message"] == "tools: given 'a list of 60000'; wanted at most 1024"
     large = {"name": "f", "parameters": {"enum": list(range(100_000))}}
@@ -369,11 +371,11 @@ def test_the_documents_examples_run(
     text = (ROOT / "docs" / "guided.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 3
-    found = []
+    results = []
     for block in blocks:
         exec(block.replace("http://127.0.0.1:8901", server.url), {"__name__": "example"})
-        found.append(capsys.readouterr().out.rstrip("\n"))
-    city, date, arguments = found
+        results.append(capsys.readouterr().out.rstrip("\n"))
+    city, date, arguments = results
     assert city.startswith("name=")
     assert re.fullmatch(r"[12][0-9]{3}-(0[1-9]|1[0-2])", date)
     assert list(json.loads(arguments)) == ["city"]

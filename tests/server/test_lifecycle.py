@@ -69,7 +69,7 @@ def servers(
     port = free_port()
     (folder / "path").mkdir()
     (folder / "path" / "sitecustomize.py").write_text(SLEEPS_THROUGH_SIGNALS)
-    found = {
+    actual = {
         "script": ServerProcess(
             ["env", "-u", "VLLM_WORKER_MULTIPROC_METHOD", "bash", str(LLADA_SCRIPT)],
             folder / "script.log",
@@ -100,8 +100,8 @@ def servers(
             DLLM_RECEIVE_TIMEOUT_S="2",
         ),
     }
-    with healthy(*found.values()):
-        yield found
+    with healthy(*actual.values()):
+        yield actual
 
 
 def test_the_log_of_a_start_fits_on_a_screen(server: ServerProcess) -> None:
@@ -114,8 +114,8 @@ def test_the_log_of_a_start_fits_on_a_screen(server: ServerProcess) -> None:
     for line in ("activation pool: ", "attention: ", "CUDA graphs: "):
         assert text.count(f"] {line}") == 1, text
     (command,) = re.findall(r"\] or: (curl .*)$", text, re.MULTILINE)
-    asked = output_of("bash", "-c", f"NO_PROXY=127.0.0.1 {command}")
-    assert json.loads(asked)["text"] == [ANSWER]
+    output = output_of("bash", "-c", f"NO_PROXY=127.0.0.1 {command}")
+    assert json.loads(output)["text"] == [ANSWER]
     assert "(llada): prompt and canvas up to 4096 tokens" in text
     named = "without effect on a diffusion language model: --enable-prefix-caching"
     assert text.count(named) == 1
@@ -199,9 +199,9 @@ def test_an_engine_that_stands_still(servers: dict[str, ServerProcess]) -> None:
         try:
             timed = pool.submit(http.post, GENERATE, json={"prompt": PUZZLE, "timeout_s": 0.5})
             wait_for(lambda: http.get("/ready").status_code == 503)
-            found = http.get("/ready").json()
-            assert found["status"] == "unresponsive"
-            assert found["engine_silent_s"] > 2
+            content = http.get("/ready").json()
+            assert content["status"] == "unresponsive"
+            assert content["engine_silent_s"] > 2
             assert http.get("/health").status_code == 200
             assert "the engine has not answered" in refusal(timed.result(), 504)["message"]
         finally:
@@ -279,8 +279,8 @@ def test_vllm_serve_ends_well(servers: dict[str, ServerProcess]) -> None:
         streams = [pool.submit(stream, route) for route in routes]
         Client(http).wait_for_num_requests(len(routes))
         server.terminate()
-        for found in streams:
-            assert "the server is shutting down" in found.result()
+        for actual in streams:
+            assert "the server is shutting down" in actual.result()
         kind = json.loads(streams[-1].result().strip().rpartition("data: ")[2])["error"]["type"]
         assert kind == "overloaded_error"
     assert server.wait() == 0, server.log()
@@ -323,9 +323,9 @@ def test_a_paused_engine_is_not_ready(doomed: httpx.Client) -> None:
 
     def is_told(state: str) -> bool:
         response = doomed.get("/ready")
-        told = response.json() == {"status": state}
-        assert not told or response.status_code == (200 if state == "ready" else 503)
-        return told
+        message = response.json() == {"status": state}
+        assert not message or response.status_code == (200 if state == "ready" else 503)
+        return message
 
     wait_for(lambda: is_told("ready"))
     assert doomed.post("/pause", params={"mode": "keep"}).status_code == 200
@@ -361,8 +361,8 @@ def test_a_dead_engine_ends_everything(
 def last_event(http: httpx.Client, body: dict[str, Any]) -> httpx.Response:
     """A response that holds the last event of a stream before its end mark."""
     with http.stream("POST", GENERATE, json={**body, "stream": True}) as response:
-        found = [line for line in response.iter_lines() if line and "[DONE]" not in line]
-    text = found[-1].removeprefix("data: ") if found else "{}"
+        actual = [line for line in response.iter_lines() if line and "[DONE]" not in line]
+    text = actual[-1].removeprefix("data: ") if actual else "{}"
     return httpx.Response(500 if "error" in text else 200, text=text)
 
 
@@ -403,7 +403,7 @@ def failed_starts(
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("port in use", r"port \d+ of 127\.0\.0\.1 is in use; --port takes another$"),
         ("no model", "model /no/such/model: no such folder"),
@@ -413,10 +413,10 @@ def failed_starts(
     ],
 )
 def test_a_start_that_fails_ends_with_one_line(
-    name: str, told: str, failed_starts: dict[str, str], client: Client
+    name: str, message: str, failed_starts: dict[str, str], client: Client
 ) -> None:
     log = failed_starts[name]
-    assert re.match(f"error: {told}", log.splitlines()[-1]), log
+    assert re.match(f"error: {message}", log.splitlines()[-1]), log
     assert "Traceback" not in log
     assert "EngineCore" not in log or name not in ("no key", "no certificate")  # before a model
     if name == "port in use":

@@ -24,57 +24,57 @@ def pair(context: str = CONTEXT, target: str = TARGET) -> tuple[list[int], list[
 
 
 def ask(client: Client, **body: Any) -> dict[str, Any]:
-    asked = {"context": CONTEXT, "continuation": TARGET, **body}
-    return client.answer(ROUTE, {"model": MODEL_NAME, **asked})
+    parameters = {"context": CONTEXT, "continuation": TARGET, **body}
+    return client.answer(ROUTE, {"model": MODEL_NAME, **parameters})
 
 
 @pytest.mark.parametrize("cfg", [0.0, 1.5])
 def test_a_single_token_is_exact(client: Client, cfg: float) -> None:
     context, target = pair()
-    found = ask(client, context=context, continuation=target[:1], cfg=cfg)
+    actual = ask(client, context=context, continuation=target[:1], cfg=cfg)
     exact = likelihood.expectation(model(), context, target[:1], mask_id(), cfg)
-    assert found["loglikelihood"] == pytest.approx(exact, **CLOSE)
-    assert (found["stderr"], found["forwards"], found["num_tokens"]) == (0.0, 1, 1)
+    assert actual["loglikelihood"] == pytest.approx(exact, **CLOSE)
+    assert (actual["stderr"], actual["forwards"], actual["num_tokens"]) == (0.0, 1, 1)
 
 
 @pytest.mark.parametrize("cfg", [0.0, 0.7])
 def test_the_published_script_gives_the_same_number(client: Client, cfg: float) -> None:
     """The same maskings of the same seed; the target stays visible in the second sequence."""
     settings = {"mc_num": 16, "batch_size": 8, "seed": 5}
-    found = ask(client, cfg=cfg, **settings)
+    actual = ask(client, cfg=cfg, **settings)
     expected = likelihood.estimate(model(), *pair(), mask_id(), cfg=cfg, **settings)
-    assert found["loglikelihood"] == pytest.approx(expected, **CLOSE)
+    assert actual["loglikelihood"] == pytest.approx(expected, **CLOSE)
     again = ask(client, cfg=cfg, **settings)["loglikelihood"]
-    assert again == pytest.approx(found["loglikelihood"], abs=1.5e-5), "the last digit may differ"
-    assert found["seed"] == 5
-    assert found["forwards"] <= 16
+    assert again == pytest.approx(actual["loglikelihood"], abs=1.5e-5), "the last digit may differ"
+    assert actual["seed"] == 5
+    assert actual["forwards"] <= 16
 
 
 def test_an_estimate_is_within_four_errors_of_what_it_estimates(client: Client) -> None:
     context, target = pair(target=" Paris is the")
     exact = likelihood.expectation(model(), context, target, mask_id())
     for seed in range(4):
-        found = ask(client, context=context, continuation=target, seed=seed)
-        assert abs(found["loglikelihood"] - exact) <= 4 * found["stderr"]
-        assert found["forwards"] <= 2 ** len(target) - 1, "samples that are alike share a forward"
+        actual = ask(client, context=context, continuation=target, seed=seed)
+        assert abs(actual["loglikelihood"] - exact) <= 4 * actual["stderr"]
+        assert actual["forwards"] <= 2 ** len(target) - 1, "samples that are alike share a forward"
 
 
 def test_given_masks_are_exact(client: Client) -> None:
     context, target = pair()
     masks = [[0], [2, 1], list(range(len(target)))]
-    found = ask(client, masks=masks)
+    actual = ask(client, masks=masks)
     losses = [likelihood.cross_entropy(model(), context, target, m, mask_id()) for m in masks]
-    assert found["loglikelihood"] == pytest.approx(-sum(losses) / len(losses), **CLOSE)
-    assert found["stderr"] == 0.0
-    assert [len(row) for row in found["logprobs"]] == [1, 2, len(target)]
-    assert "seed" not in found
+    assert actual["loglikelihood"] == pytest.approx(-sum(losses) / len(losses), **CLOSE)
+    assert actual["stderr"] == 0.0
+    assert [len(row) for row in actual["logprobs"]] == [1, 2, len(target)]
+    assert "seed" not in actual
 
 
 def test_text_is_encoded_together_and_spaces_go_to_the_continuation(client: Client) -> None:
     ids = dict(zip(("context", "continuation"), pair(), strict=True))
     spaced = {"context": CONTEXT + " ", "continuation": TARGET[1:]}
-    found = [ask(client, mc_num=8, **asked) for asked in ({}, ids, spaced)]
-    numbers = [answer["loglikelihood"] for answer in found]
+    actual = [ask(client, mc_num=8, **parameters) for parameters in ({}, ids, spaced)]
+    numbers = [answer["loglikelihood"] for answer in actual]
     assert numbers == pytest.approx([numbers[0]] * 3, **CLOSE)
 
 
@@ -82,9 +82,9 @@ def test_text_is_encoded_together_and_spaces_go_to_the_continuation(client: Clie
 @pytest.mark.parametrize("cfg", [0.0, 1.0])
 def test_whether_the_model_would_write_it(client: Client, target: str, cfg: float) -> None:
     context, tokens = pair(target=target)
-    found = ask(client, context=context, continuation=tokens, cfg=cfg, check_greedy=True, mc_num=1)
-    assert found["is_greedy"] is likelihood.is_greedy(model(), context, tokens, mask_id(), cfg)
-    assert found["forwards"] == 1 + len(tokens)
+    actual = ask(client, context=context, continuation=tokens, cfg=cfg, check_greedy=True, mc_num=1)
+    assert actual["is_greedy"] is likelihood.is_greedy(model(), context, tokens, mask_id(), cfg)
+    assert actual["forwards"] == 1 + len(tokens)
 
 
 def test_what_the_model_writes_is_greedy(client: Client) -> None:
@@ -117,16 +117,16 @@ def test_what_the_model_writes_is_greedy(client: Client) -> None:
     ],
 )
 def test_bad_bodies_are_refused(client: Client, body: dict[str, Any], message: str) -> None:
-    asked = {"context": CONTEXT, "continuation": TARGET, **body}
-    error = refusal(client.http.post(ROUTE, json=asked))
+    parameters = {"context": CONTEXT, "continuation": TARGET, **body}
+    error = refusal(client.http.post(ROUTE, json=parameters))
     assert message in error["message"]
     assert error["param"] == message.split(":")[0]
 
 
 def test_a_context_with_masks_is_refused(client: Client) -> None:
     response = client.http.post(ROUTE, json={"context": [mask_id()], "continuation": [1]})
-    told = f"context: given {mask_id()}; it holds the mask token"
-    assert told in refusal(response)["message"]
+    message = f"context: given {mask_id()}; it holds the mask token"
+    assert message in refusal(response)["message"]
 
 
 def test_a_model_that_is_not_served(client: Client) -> None:
@@ -142,8 +142,8 @@ def test_a_time_ends_it_and_nothing_stays_in_the_engine(client: Client) -> None:
 
 
 def test_who_hangs_up_leaves_nothing_in_the_engine(client: Client) -> None:
-    asked = {"context": CONTEXT * 40, "continuation": TARGET * 20, "mc_num": 4096}
-    body = json.dumps(asked).encode()
+    parameters = {"context": CONTEXT * 40, "continuation": TARGET * 20, "mc_num": 4096}
+    body = json.dumps(parameters).encode()
     head = f"POST {ROUTE} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     url = client.http.base_url
     with socket.create_connection((url.host, url.port)) as connection:

@@ -72,9 +72,9 @@ def test_its_requests_for_likelihoods(client: Client, is_tokenized: bool) -> Non
     choices = client.answer(COMPLETIONS, body)["choices"]
     assert [choice["index"] for choice in choices] == [0, 1]
     for choice, (context, target) in zip(choices, pairs, strict=True):
-        told = choice["logprobs"]
-        values = told["token_logprobs"][len(context) : -1]
-        tops = told["top_logprobs"][len(context) : -1]
+        report = choice["logprobs"]
+        values = report["token_logprobs"][len(context) : -1]
+        tops = report["top_logprobs"][len(context) : -1]
         is_greedy = all(v == max(top.values()) for v, top in zip(values, tops, strict=True))
         total, greedy = chain_of(context, target)
         assert math.fsum(values) == pytest.approx(total, **CLOSE)
@@ -101,7 +101,7 @@ def test_a_run_of_it(server: ServerProcess, tmp_path: Path, concurrent: int) -> 
         names = {"name": f"local_{output_type}", "output_type": output_type, "metric": metric}
         task = TASK.format(**names, data=data, text=text, target=target, more=more)
         (tmp_path / f"{output_type}.yaml").write_text(task)
-    found = lm_eval.simple_evaluate(
+    actual = lm_eval.simple_evaluate(
         model="local-completions",
         model_args={
             "model": MODEL_NAME,
@@ -114,20 +114,20 @@ def test_a_run_of_it(server: ServerProcess, tmp_path: Path, concurrent: int) -> 
         task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
         bootstrap_iters=0,
     )
-    samples = found["samples"]
-    assert {len(told) for told in samples.values()} == {len(DOCUMENTS)}
-    for document, told in zip(DOCUMENTS, samples["local_loglikelihood"], strict=True):
-        (answer,) = told["filtered_resps"]
+    samples = actual["samples"]
+    assert {len(message) for message in samples.values()} == {len(DOCUMENTS)}
+    for document, message in zip(DOCUMENTS, samples["local_loglikelihood"], strict=True):
+        (answer,) = message["filtered_resps"]
         total, is_greedy = chain_of(ids(document["question"]), ids(" " + document["answer"]))
         assert answer[0] == pytest.approx(total, **CLOSE)
         assert answer[1] is is_greedy
-    for document, told in zip(DOCUMENTS, samples["local_multiple_choice"], strict=True):
+    for document, message in zip(DOCUMENTS, samples["local_multiple_choice"], strict=True):
         context = ids(document["question"])
         totals = [chain_of(context, ids(" " + choice))[0] for choice in document["choices"]]
-        assert [answer[0] for answer in told["filtered_resps"]] == pytest.approx(totals, **CLOSE)
-    for document, told in zip(DOCUMENTS, samples["local_loglikelihood_rolling"], strict=True):
+        assert [answer[0] for answer in message["filtered_resps"]] == pytest.approx(totals, **CLOSE)
+    for document, message in zip(DOCUMENTS, samples["local_loglikelihood_rolling"], strict=True):
         whole = ids(f"{document['question']} {document['answer']}")
         first = tokenizer().bos_token_id
         first = tokenizer().eos_token_id if first is None else first
-        (answer,) = told["filtered_resps"]
+        (answer,) = message["filtered_resps"]
         assert answer == pytest.approx(chain_of([first], whole)[0], **CLOSE)

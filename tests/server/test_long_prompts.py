@@ -65,8 +65,10 @@ def test_a_long_prompt_passes_the_door(long_client: Client, kind: str) -> None:
     body = {"prompt": prompt, "gen_length": MAX_MODEL_LEN}
     error = refusal(long_client.http.post(GENERATE, json=body))
     assert error["param"] == "gen_length"
-    told = f"a prompt of {num_tokens} tokens and a canvas of {MAX_MODEL_LEN} exceed max_model_len"
-    assert told in error["message"]
+    message = (
+        f"a prompt of {num_tokens} tokens and a canvas of {MAX_MODEL_LEN} exceed max_model_len"
+    )
+    assert message in error["message"]
 
 
 def test_more_positions_than_the_checkpoint_has(long_client: Client) -> None:

@@ -31,9 +31,9 @@ def events(client: Client, body: dict[str, Any]) -> list[dict[str, Any]]:
         assert response.status_code == 200, response.read()
         lines = [line for line in response.iter_lines() if line]
     names = [line.removeprefix("event: ") for line in lines[0::2]]
-    found = [json.loads(line.removeprefix("data: ")) for line in lines[1::2]]
-    assert names == [event["type"] for event in found]
-    return found
+    actual = [json.loads(line.removeprefix("data: ")) for line in lines[1::2]]
+    assert names == [event["type"] for event in actual]
+    return actual
 
 
 def test_a_message_is_answered_with_a_report(client: Client) -> None:
@@ -50,9 +50,9 @@ def test_a_message_is_answered_with_a_report(client: Client) -> None:
 
 
 def test_tools_are_called_without_a_flag_of_the_server(client: Client) -> None:
-    asked = body_for(MESSAGES, max_tokens=96, tools=TOOLS)
+    request_body = body_for(MESSAGES, max_tokens=96, tools=TOOLS)
     for choice in ({"type": "any"}, {"type": "tool", "name": "add"}):
-        body = {**asked, "tool_choice": choice}
+        body = {**request_body, "tool_choice": choice}
         answer = client.answer(MESSAGES, body)
         (call,) = answer["content"]
         assert (call["type"], call["name"], answer["stop_reason"]) == (
@@ -61,11 +61,11 @@ def test_tools_are_called_without_a_flag_of_the_server(client: Client) -> None:
             "tool_use",
         )
         assert list(call["input"]) == ["number"]
-        found = events(client, body)
-        written = [e["delta"].get("partial_json", "") for e in found if "delta" in e]
+        actual = events(client, body)
+        written = [e["delta"].get("partial_json", "") for e in actual if "delta" in e]
         assert list(json.loads("".join(written))) == ["number"]
-        assert found[-2]["delta"]["stop_reason"] == "tool_use"
-    assert client.http.post(MESSAGES, json=asked).status_code == 200  # auto
+        assert actual[-2]["delta"]["stop_reason"] == "tool_use"
+    assert client.http.post(MESSAGES, json=request_body).status_code == 200  # auto
 
 
 def test_what_messages_name_and_refuse(client: Client) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.server.client import ANSWER, PUZZLE, QUESTION
+from tests.server.fork_server import ForkServer
 from tests.server.process import START_S, environment
-from tests.server.warm import WarmProcess
 
 SCRIPT = """
 import json
@@ -25,22 +25,22 @@ def main():
     conversation = [{"role": "user", "content": QUESTION}]
     greedy = SamplingParams(temperature=0.0, max_tokens=32)
 
-    def told(outputs):
+    def texts_and_ids(outputs):
         return [[o.outputs[0].text, list(o.outputs[0].token_ids)] for o in outputs]
 
     def canvas(**fields):
         extra = {"gen_length": 64, "steps": 16, "ignore_eos": True, **fields}
         return SamplingParams(temperature=1.0, seed=3, extra_args=extra)
 
-    found = {"chat": told(llm.chat(conversation, greedy))}
+    results = {"chat": texts_and_ids(llm.chat(conversation, greedy))}
     as_they_stand = SamplingParams(temperature=1.0, max_tokens=100)
-    found["plain"] = told(llm.generate([QUESTION, PUZZLE], as_they_stand))
-    found["extra"] = told(llm.generate([PUZZLE], canvas()))
+    results["plain"] = texts_and_ids(llm.generate([QUESTION, PUZZLE], as_they_stand))
+    results["extra"] = texts_and_ids(llm.generate([PUZZLE], canvas()))
     try:
         llm.generate([PUZZLE], canvas(stepz=8))
     except Exception as error:
-        found["refusal"] = f"{type(error).__name__}: {error}"
-    found["cut"] = []
+        results["refusal"] = f"{type(error).__name__}: {error}"
+    results["cut"] = []
     for prompt, fields in (
         (QUESTION, {"stop": ["\\ud800"]}),
         (QUESTION, {"stop": ["\\ud800"], "n": 2}),
@@ -50,12 +50,12 @@ def main():
         (QUESTION, {"ignore_eos": None, "stop": ["a"]}),
     ):
         try:
-            asked = SamplingParams(temperature=1.0, max_tokens=32, **fields)
-            llm.generate([QUESTION, prompt], [greedy, asked])
-            found["cut"].append("answered")
+            sampled = SamplingParams(temperature=1.0, max_tokens=32, **fields)
+            llm.generate([QUESTION, prompt], [greedy, sampled])
+            results["cut"].append("answered")
         except ValueError as error:
-            found["cut"].append(str(error))
-    found["templates"] = []
+            results["cut"].append(str(error))
+    results["templates"] = []
     for options in (
         {"chat_template": "{% for }"},
         {"chat_template": "{{ nothing.at.all }}"},
@@ -65,11 +65,11 @@ def main():
         try:
             llm.chat(conversation, greedy, **options)
         except ValueError as error:
-            found["templates"].append(str(error))
-    found["held"] = llm.llm_engine.has_unfinished_requests()
+            results["templates"].append(str(error))
+    results["held"] = llm.llm_engine.has_unfinished_requests()
     two = [canvas(), canvas(remasking="random")]
-    found["several"] = told(llm.generate([PUZZLE, QUESTION], two))
-    print("FOUND " + json.dumps(found))
+    results["several"] = texts_and_ids(llm.generate([PUZZLE, QUESTION], two))
+    print("FOUND " + json.dumps(results))
 
 
 if __name__ == "__main__":
@@ -78,14 +78,14 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def found(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the script printed."""
     folder = tmp_path_factory.mktemp("offline")
     script = folder / "offline.py"
     script.write_text(SCRIPT)
     command, log = [str(script), str(model_dir), QUESTION, PUZZLE], folder / "log"
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    status = WarmProcess(command, log, environment(**variables)).wait(START_S)
+    status = ForkServer(command, log, environment(**variables)).wait(START_S)
     printed = log.read_text()
     assert status == 0 and "Traceback" not in printed, printed
     (line,) = [line for line in printed.splitlines() if line.startswith("FOUND ")]
@@ -93,15 +93,15 @@ def found(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return result
 
 
-def test_answers_of_the_script(found: dict[str, Any], client: Any) -> None:
+def test_answers_of_the_script(results: dict[str, Any], client: Any) -> None:
     """Sampling parameters act as they stand; each prompt has its own, as the server answers it."""
-    assert found["chat"][0][0] == ANSWER
-    assert len(found["plain"]) == 2
-    assert all(0 < len(token_ids) <= 100 for _, token_ids in found["plain"])
-    ((_, token_ids),) = found["extra"]
+    assert results["chat"][0][0] == ANSWER
+    assert len(results["plain"]) == 2
+    assert all(0 < len(token_ids) <= 100 for _, token_ids in results["plain"])
+    ((_, token_ids),) = results["extra"]
     assert len(token_ids) == 64
-    first, second = found["several"]
-    assert [first] == found["extra"]
+    first, second = results["several"]
+    assert [first] == results["extra"]
     assert len(second[1]) == 64
     served = client.generate(
         prompt=PUZZLE, gen_length=64, steps=16, ignore_eos=True, temperature=1.0, seed=3
@@ -109,26 +109,26 @@ def test_answers_of_the_script(found: dict[str, Any], client: Any) -> None:
     assert served["token_ids"][0] == token_ids
 
 
-def test_a_refusal_names_the_field_and_the_engine_goes_on(found: dict[str, Any]) -> None:
-    assert "stepz: given 8; unknown parameter" in found["refusal"]
-    assert found["several"]
+def test_a_refusal_names_the_field_and_the_engine_goes_on(results: dict[str, Any]) -> None:
+    assert "stepz: given 8; unknown parameter" in results["refusal"]
+    assert results["several"]
 
 
-def test_a_request_that_cannot_be_sent_leaves_nothing(found: dict[str, Any]) -> None:
+def test_a_request_that_cannot_be_sent_leaves_nothing(results: dict[str, Any]) -> None:
     """Half a character in any text, or a value of no type that the engine's message has."""
-    stops, several, words, extra, prompt, empty = found["cut"]
+    stops, several, words, extra, prompt, empty = results["cut"]
     assert stops == several
     for message, field in ((stops, "stop[0]"), (words, "bad_words[0]"), (prompt, "prompt")):
         assert message.startswith(f"{field}: given '") and "half a character" in message
     assert extra.startswith("extra_args.algorithm: given '")
     assert empty.startswith("ignore_eos: given nothing; ")
-    assert found["held"] is False
+    assert results["held"] is False
 
 
-def test_a_template_that_fails_is_named_in_one_line(found: dict[str, Any]) -> None:
-    syntax, undefined, own, padding = found["templates"]
+def test_a_template_that_fails_is_named_in_one_line(results: dict[str, Any]) -> None:
+    syntax, undefined, own, padding = results["templates"]
     assert syntax.startswith("chat_template: given '{% for }'; wanted ")
     assert undefined.startswith("chat_template: given '{{ nothing.at.all }}'; wanted ")
     assert own.startswith("messages: given [{") and own.endswith("refuses them: never")
     assert padding.startswith("chat_template_kwargs.padding: given 'max_length'; wanted none")
-    assert not any("\n" in message for message in found["templates"])
+    assert not any("\n" in message for message in results["templates"])

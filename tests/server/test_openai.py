@@ -25,11 +25,11 @@ SMALL_BLOCKS = {"vllm_xargs": {"gen_length": 64, "block_length": 8, "ignore_eos"
 
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
 def test_a_stream_is_the_plain_answer(openai: OpenAI, route: str) -> None:
-    asked: dict[str, Any] = {"model": MODEL_NAME, "extra_body": SMALL_BLOCKS}
+    parameters: dict[str, Any] = {"model": MODEL_NAME, "extra_body": SMALL_BLOCKS}
     create: Any = openai.chat.completions.create if route == CHAT else openai.completions.create
-    asked |= {"messages": MESSAGES} if route == CHAT else {"prompt": QUESTION}
-    (plain,) = (answer := create(**asked)).choices
-    chunks = list(create(**asked, stream=True, stream_options={"include_usage": True}))
+    parameters |= {"messages": MESSAGES} if route == CHAT else {"prompt": QUESTION}
+    (plain,) = (answer := create(**parameters)).choices
+    chunks = list(create(**parameters, stream=True, stream_options={"include_usage": True}))
     choices = [choice for chunk in chunks for choice in chunk.choices]
     texts = [c.delta.content if route == CHAT else c.text for c in choices]
     assert len(choices) >= 2
@@ -140,10 +140,10 @@ def test_logprobs_of_chat(client: Client, openai: OpenAI) -> None:
     answer = openai.chat.completions.create(
         model=MODEL_NAME, messages=MESSAGES, logprobs=True, top_logprobs=2
     )
-    found = answer.choices[0].logprobs
-    assert found is not None
-    assert found.content is not None
-    *entries, stop = found.content
+    actual = answer.choices[0].logprobs
+    assert actual is not None
+    assert actual.content is not None
+    *entries, stop = actual.content
     assert stop.token == "<|eot_id|>"
     wanted = client.generate(messages=MESSAGES, logprobs=2)["logprobs"][0]
     assert [e.token for e in entries] == [w["token"] for w in wanted]
@@ -170,8 +170,8 @@ def test_streamed_logprobs_equal_those_of_the_plain_answer(
         }
         assert joined["tokens"] == choice["logprobs"]["tokens"]
         for key in ("token_logprobs", "top_logprobs"):  # batches of other sizes round differently
-            for found, wanted in zip(joined[key], choice["logprobs"][key], strict=True):
-                assert found == pytest.approx(wanted, rel=1e-3)
+            for actual, wanted in zip(joined[key], choice["logprobs"][key], strict=True):
+                assert actual == pytest.approx(wanted, rel=1e-3)
         assert len(choice["logprobs"]["tokens"]) >= 3
 
 
@@ -180,8 +180,8 @@ def test_streamed_logprobs_equal_those_of_the_plain_answer(
 def test_a_streamed_answer_reports_in_its_last_event(
     client: Client, route: str, fields: dict[str, Any]
 ) -> None:
-    asked = {"gen_length": 64, "block_length": 16, "steps": 32, "algorithm": "semi_ar"}
-    *rest, last = client.events(route, body_for(route, **asked, **fields))
+    parameters = {"gen_length": 64, "block_length": 16, "steps": 32, "algorithm": "semi_ar"}
+    *rest, last = client.events(route, body_for(route, **parameters, **fields))
     assert not any("diffusion" in event for event in rest)
     report = last["diffusion"]
     assert (last["choices"] == []) == ("stream_options" in fields)

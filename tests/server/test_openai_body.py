@@ -33,17 +33,17 @@ def chat(kind: Any = ChatCompletionBody, **fields: Any) -> Any:
 
 def test_fields_of_the_top_level_become_extra_arguments() -> None:
     request = chat(num_denoising_steps=8, gen_length=32, seed=7, temperature=1.0, top_k=3)
-    asked = {"steps": 8, "gen_length": 32, "top_k": 3, "dllm_ignored": []}
-    assert request.vllm_xargs == asked
+    parameters = {"steps": 8, "gen_length": 32, "top_k": 3, "dllm_ignored": []}
+    assert request.vllm_xargs == parameters
     sampling = request.to_sampling_params(100, {})
-    assert sampling.extra_args == asked
+    assert sampling.extra_args == parameters
     assert (sampling.seed, sampling.temperature, sampling.top_k) == (7, 1.0, 3)
 
 
 def test_upstreams_own_body_means_the_same() -> None:
     """Other routes of upstream's hand it to our handlers; unknown fields lie in its extras."""
-    asked: dict[str, Any] = {"steps": 8, "gen_length": 32, "vllm_xargs": {"cfg_scale": 1}}
-    assert chat(ChatCompletionRequest, **asked).vllm_xargs == chat(**asked).vllm_xargs
+    parameters: dict[str, Any] = {"steps": 8, "gen_length": 32, "vllm_xargs": {"cfg_scale": 1}}
+    assert chat(ChatCompletionRequest, **parameters).vllm_xargs == chat(**parameters).vllm_xargs
     with pytest.raises(InvalidParameterError, match="did you mean steps"):
         chat(ChatCompletionRequest, stepz=8)
 
@@ -57,12 +57,12 @@ def test_no_client_says_what_is_ignored() -> None:
 @pytest.mark.parametrize("kind", [ChatCompletionBody, ChatCompletionRequest])
 def test_what_is_left_out_is_named(kind: Any) -> None:
     """Fields that do not act, and those that nobody knows; not those that ask for nothing."""
-    asked = {"best_of": 2, "cache_prompt": True, "guided_json": {}, "reasoning_effort": "low"}
+    parameters = {"best_of": 2, "cache_prompt": True, "guided_json": {}, "reasoning_effort": "low"}
     nothing: dict[str, Any] = {"modalities": ["text"], "store": True}
     nothing |= {"min_p": 0.1, "presence_penalty": 1.0, "logit_bias": {"5": 1.0}}  # which act
-    named = chat(kind, **asked, **nothing).vllm_xargs["dllm_ignored"]
-    assert sorted(named) == sorted(asked)
-    request = kind(messages=MESSAGES, **asked)
+    named = chat(kind, **parameters, **nothing).vllm_xargs["dllm_ignored"]
+    assert sorted(named) == sorted(parameters)
+    request = kind(messages=MESSAGES, **parameters)
     prepare(request, model_config(), "{% if enable_thinking %}")  # a template that reads it
     assert "reasoning_effort" not in request.vllm_xargs["dllm_ignored"]
 

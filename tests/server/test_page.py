@@ -54,10 +54,10 @@ def test_files_of_others_are_as_published() -> None:
 
 def test_files_need_no_key_and_are_not_sent_twice(client: Client) -> None:
     for path in OPEN_PATHS | DOCUMENTATION_PATHS - {"/openapi.json"}:
-        found = client.http.get(path)
-        assert found.status_code == 200, path
-        assert "default-src 'none'" in found.headers["content-security-policy"]
-        again = client.http.get(path, headers={"If-None-Match": found.headers["etag"]})
+        answer = client.http.get(path)
+        assert answer.status_code == 200, path
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        again = client.http.get(path, headers={"If-None-Match": answer.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
     assert client.http.get("/page/routes.py").status_code == 404
     assert client.http.get("/").headers["content-type"] == "text/html; charset=utf-8"
@@ -107,8 +107,8 @@ def test_defaults_are_those_that_act() -> None:
     def default(family: Family, algorithm: str, field: str, **server: Any) -> Any:
         offered = page_options(model_of(family, **server), "m", "1")
         fields = offered["algorithms"][algorithm]["fields"]
-        (found,) = [f for f in fields if f["name"] == field]
-        return found.get("default")
+        (actual,) = [f for f in fields if f["name"] == field]
+        return actual.get("default")
 
     assert default(SDAR, "low_confidence_dynamic", "threshold") == 0.85  # the family's
     assert default(LLADA2, "joint_threshold", "threshold") == 0.95  # the algorithm's
@@ -140,16 +140,16 @@ def test_who_runs_and_how_far(client: Client) -> None:
         lines = response.iter_lines()
         for _ in range(5):  # an event and an empty line each
             next(lines)
-        found = client.http.get("/status.json").json()
-        (request,) = found["requests"]
+        content = client.http.get("/status.json").json()
+        (request,) = content["requests"]
         assert (request["id"], request["state"]) == ("watched-0", "running")
         assert (request["canvas_tokens"], request["cache"]) == (1024, "dual")
         assert 1 <= request["committed"] < 1024
         assert request["committed"] == request["forwards"]  # one token a step
-        assert 0 < request["kept_bytes"] <= found["pool_bytes"]["used_pages"]
+        assert 0 < request["kept_bytes"] <= content["pool_bytes"]["used_pages"]
         assert request["seconds"] > 0
         assert request["waits_for"] is None
-        assert (found["row_budget"], found["max_requests"]) == (8192, 128)
+        assert (content["row_budget"], content["max_requests"]) == (8192, 128)
         alone = {"prompt": QUESTION, "gen_length": 8, "force_single_batch": True, "stream": True}
         with client.http.stream(
             "POST", GENERATE, json=alone, headers={"X-Request-Id": "alone"}
@@ -200,9 +200,9 @@ def part(name: str, pane: int = 0) -> str:
     return f"document.querySelectorAll('.pane')[{pane}].querySelector('[data-part={name}]')"
 
 
-def told(page: Browser, name: str, pane: int = 0) -> str:
-    found: str = page.run(f"{part(name, pane)}.textContent")
-    return found
+def text_of(page: Browser, name: str, pane: int = 0) -> str:
+    actual: str = page.run(f"{part(name, pane)}.textContent")
+    return actual
 
 
 def choose(page: Browser, name: str, value: str, pane: int = 0) -> None:
@@ -232,10 +232,10 @@ def ask(page: Browser, question: str) -> None:
 
 
 def answers(page: Browser) -> list[str]:
-    found: list[str] = page.run(
+    actual: list[str] = page.run(
         "[...document.querySelectorAll('.answer .text')].map(a => a.innerText)"
     )
-    return found
+    return actual
 
 
 def press(page: Browser, label: str) -> None:
@@ -245,18 +245,18 @@ def press(page: Browser, label: str) -> None:
 def test_a_question_is_answered_and_every_step_can_be_seen_again(page: Browser) -> None:
     ask(page, QUESTION)
     assert answers(page) == [ANSWER]
-    assert told(page, "committed") == "32/32"
-    assert told(page, "forwards") == "32"
+    assert text_of(page, "committed") == "32/32"
+    assert text_of(page, "forwards") == "32"
     page.run(f"{part('slider')}.focus()")
     page.key("ArrowLeft")  # from the end to the last step
     page.key("ArrowLeft")
-    committed = told(page, "committed")
+    committed = text_of(page, "committed")
     assert committed != "32/32"
     assert committed.endswith("/32")
     page.run("document.querySelector('.scroller canvas').focus()")
     page.key("ArrowRight")
-    found = told(page, "readout")
-    assert re.fullmatch(r'position 1, block 1: "The" \w[\w ]*, confidence 0\.\d+|.* 1\.000', found)
+    actual = text_of(page, "readout")
+    assert re.fullmatch(r'position 1, block 1: "The" \w[\w ]*, confidence 0\.\d+|.* 1\.000', actual)
 
 
 def test_two_settings_on_one_question_and_the_link_to_it(
@@ -267,7 +267,7 @@ def test_two_settings_on_one_question_and_the_link_to_it(
     ask(page, QUESTION)
     page.wait_for("document.querySelectorAll('.text:not(.open)').length === 2")
     assert answers(page) == [ANSWER, ANSWER]
-    forwards = int(told(page, "forwards", 1))
+    forwards = int(text_of(page, "forwards", 1))
     assert forwards < 32
     page.run("document.getElementById('link').click()")
     page.wait_for("location.hash.startsWith('#ask=')")
@@ -279,14 +279,14 @@ def test_two_settings_on_one_question_and_the_link_to_it(
     assert page.run("document.querySelectorAll('select[name=algorithm]')[1].value") == "threshold"
     ask(page, "")
     page.wait_for("document.querySelectorAll('.text:not(.open)').length === 2")
-    assert int(told(page, "forwards", 1)) == forwards
+    assert int(text_of(page, "forwards", 1)) == forwards
 
 
 def test_a_refusal_is_told_and_the_picture_is_a_file(page: Browser) -> None:
     choose(page, "gen_length", "7000")
     begin(page, QUESTION)
     page.wait_for(f"!{part('error')}.hidden")
-    assert "gen_length" in told(page, "error")
+    assert "gen_length" in text_of(page, "error")
     page.errors.clear()  # the browser logs a 400
     choose(page, "gen_length", "32")
     ask(page, QUESTION)
@@ -318,7 +318,7 @@ def test_a_number_that_cannot_be_sent_is_told_at_its_control(
     choose(page, name, value)
     begin(page, QUESTION)
     page.wait_for(f"!{part('error')}.hidden")
-    assert told(page, "error").replace(".0", "") == wanted.replace(".0", "")
+    assert text_of(page, "error").replace(".0", "") == wanted.replace(".0", "")
     assert wanted.replace(".0", "").endswith(
         page.run("document.querySelector('.fault').textContent").replace(".0", "")
     )
@@ -338,14 +338,14 @@ def test_letters_in_a_number_are_told(page: Browser) -> None:
     page.wait_for("document.querySelector('.fault')")
     begin(page, QUESTION)
     page.wait_for(f"!{part('error')}.hidden")
-    assert told(page, "error") == "steps: given no number; wanted a number"
+    assert text_of(page, "error") == "steps: given no number; wanted a number"
 
 
 def test_an_error_of_a_script_leaves_the_page_usable(page: Browser) -> None:
     page.run("window.fetch = () => { throw new RangeError('broken'); }")
     begin(page, QUESTION)
     page.wait_for(f"!{part('error')}.hidden")
-    assert told(page, "error") == "broken"
+    assert text_of(page, "error") == "broken"
     assert page.run("document.getElementById('send').textContent") == "Send"
     page.run("window.AbortController = function () { throw new RangeError('worse'); }")
     begin(page, QUESTION)
@@ -432,7 +432,7 @@ def test_an_answer_that_must_match_is_shown_to_match(page: Browser) -> None:
     choose(page, "language", "")
     begin(page, QUESTION)
     page.wait_for(f"!{part('error')}.hidden")
-    assert told(page, "error") == "one of: wanted one choice a line"
+    assert text_of(page, "error") == "one of: wanted one choice a line"
 
 
 def test_an_answer_that_ends_early_leaves_nothing_grey(page: Browser) -> None:
@@ -452,11 +452,11 @@ def test_an_answer_that_ends_early_leaves_nothing_grey(page: Browser) -> None:
         "return found; })()"
     )
     page.wait_for(f"{masked} === 0")
-    rate, seconds = float(told(page, "rate")), float(told(page, "seconds").removesuffix(" s"))
+    rate, seconds = float(text_of(page, "rate")), float(text_of(page, "seconds").removesuffix(" s"))
     assert 5 < rate * seconds < 9  # seven tokens, of sixteen committed
     page.run("document.querySelector('.scroller canvas').focus()")
     page.key("End")
-    assert "not needed" in told(page, "readout")
+    assert "not needed" in text_of(page, "readout")
     page.run(f"{part('slider')}.focus()")
     page.key("Home")
     page.wait_for(f"{masked} > 1000")  # the empty canvas
@@ -480,7 +480,7 @@ def test_a_short_run_is_played_once_at_a_pace_that_can_be_read(page: Browser) ->
     seen = page.run("seen")[-steps - 1 :]
     assert [value for _, value in seen] == list(range(steps + 1))
     assert seen[-1][0] - seen[0][0] > 200 * steps  # milliseconds
-    assert told(page, "committed") == "32/32"
+    assert text_of(page, "committed") == "32/32"
 
 
 def test_a_phone_shows_the_conversation_first_and_send_at_once(page: Browser) -> None:
@@ -634,12 +634,12 @@ def test_markdown_of_an_answer_is_drawn_and_its_html_shown(
 
 def test_markdown_becomes_elements_and_nothing_else_does(page: Browser) -> None:
     def html(text: str) -> str:
-        found: str = page.run(
+        actual: str = page.run(
             "import('/page/markdown.js').then(({ elementsOf }) => { const box = "
             "document.createElement('div'); document.body.append(box);"
             f"box.append(elementsOf({json.dumps(text)})); return box.innerHTML; }})"
         )
-        return found
+        return actual
 
     assert html("```py\na < b\n```") == '<pre tabindex="0"><code>a &lt; b\n</code></pre>\n'
     assert html("- a\n- b") == "<ul>\n<li>a</li>\n<li>b</li>\n</ul>\n"
@@ -656,9 +656,9 @@ def test_markdown_becomes_elements_and_nothing_else_does(page: Browser) -> None:
         "<style>*{display:none}</style>",
         "<form action=//h><button>x</button></form>",
     ):
-        found = html(evil)
-        assert not re.search(r"<(?!/?(?:p|a|br)\b)", found), found
-        assert not re.search(r"<[^>]*(?:javascript|data):", found, re.I), found
+        actual = html(evil)
+        assert not re.search(r"<(?!/?(?:p|a|br)\b)", actual), actual
+        assert not re.search(r"<[^>]*(?:javascript|data):", actual, re.I), actual
     assert page.run("typeof ran") == "undefined"
 
 
@@ -675,7 +675,7 @@ def test_a_server_that_is_gone_is_named(page: Browser, server: ServerProcess) ->
     page.disconnect()
     begin(page, QUESTION)
     page.wait_for(f"!{part('error')}.hidden")
-    assert told(page, "error") == line
+    assert text_of(page, "error") == line
     assert page.run("document.querySelector('.note').textContent") == line
     page.disconnect(False)
     page.open(f"{server.url}/status")

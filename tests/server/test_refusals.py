@@ -214,9 +214,9 @@ def test_contradictions_of_an_openai_body(client: Client, route: str) -> None:
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
 def test_bookkeeping_is_accepted(client: Client, route: str) -> None:
     """Fields that say nothing about the answer."""
-    told: dict[str, Any] = {"user": "u", "metadata": {"a": "b"}, "store": False, "n": 1}
-    told |= {"service_tier": "auto", "response_format": {"type": "text"}, "logit_bias": {}}
-    assert client.http.post(route, json=body_for(route, **told)).status_code == 200
+    report: dict[str, Any] = {"user": "u", "metadata": {"a": "b"}, "store": False, "n": 1}
+    report |= {"service_tier": "auto", "response_format": {"type": "text"}, "logit_bias": {}}
+    assert client.http.post(route, json=body_for(route, **report)).status_code == 200
 
 
 @pytest.mark.parametrize(("fields", "name", "wanted"), GENERATE_REFUSALS, ids=label)
@@ -348,10 +348,10 @@ def test_a_model_that_is_not_served(client: Client, route: str) -> None:
 
 def test_models_are_listed_and_found(client: Client) -> None:
     (listed,) = client.http.get("/v1/models").json()["data"]
-    found = client.http.get(f"/v1/models/{MODEL_NAME}").json()
-    for card in (listed, found):
+    content = client.http.get(f"/v1/models/{MODEL_NAME}").json()
+    for card in (listed, content):
         del card["created"], card["permission"]
-    assert found == listed
+    assert content == listed
     error = refusal(client.http.get("/v1/models/a/other"), 404)
     assert error["message"] == f"model: given 'a/other'; wanted one of: {MODEL_NAME}"
     assert error["type"] == "NotFoundError"

@@ -87,8 +87,8 @@ def test_invocations_are_as_the_route_of_their_field(
     client: Client, fields: dict[str, Any], route: str
 ) -> None:
     body = {**fields, "gen_length": 32, "seed": 5}
-    found, wanted = client.answer(INVOCATIONS, body), client.answer(route, body)
-    assert found["choices"] == wanted["choices"]
+    answer, wanted = client.answer(INVOCATIONS, body), client.answer(route, body)
+    assert answer["choices"] == wanted["choices"]
     error = refusal(client.http.post(INVOCATIONS, json={**body, "gen_lenght": 32}))
     assert "did you mean gen_length" in error["message"]
     events = client.events(INVOCATIONS, body)

@@ -39,8 +39,8 @@ def ask(client: Client, body: dict[str, Any]) -> Any:
 
 def streamed(client: Client, body: dict[str, Any]) -> list[str]:
     """The lines of a stream's events, which are two each."""
-    asked = {"model": MODEL_NAME, **body, "stream": True}
-    with client.http.stream("POST", RESPONSES, json=asked) as response:
+    parameters = {"model": MODEL_NAME, **body, "stream": True}
+    with client.http.stream("POST", RESPONSES, json=parameters) as response:
         return [line for line in response.iter_lines() if line]
 
 
@@ -49,9 +49,9 @@ def test_odd_bodies_are_refused(client: Client, stream: bool) -> None:
     """With an error in OpenAI's shape, before a stream begins."""
     for fields in [*({"input": value} for value in ODD_INPUTS), *ODD_FIELDS]:
         response = ask(client, {**fields, "stream": stream})
-        told = f"{json.dumps(fields)[:80]}: {response.status_code} {response.text[:200]}"
-        assert 400 <= response.status_code < 500, told
-        assert "\n" not in refusal(response, response.status_code)["message"], told
+        message = f"{json.dumps(fields)[:80]}: {response.status_code} {response.text[:200]}"
+        assert 400 <= response.status_code < 500, message
+        assert "\n" not in refusal(response, response.status_code)["message"], message
 
 
 def test_it_is_answered_and_streamed(client: Client) -> None:
@@ -71,9 +71,9 @@ TOOLS: list[dict[str, Any]] = [{"type": "function", "name": "add", "parameters":
 
 
 def test_functions_are_called(client: Client) -> None:
-    asked = {"input": QUESTION, "tools": TOOLS, "max_output_tokens": 96}
+    parameters = {"input": QUESTION, "tools": TOOLS, "max_output_tokens": 96}
     for choice in ("required", {"type": "function", "name": "add"}):
-        body = {**asked, "tool_choice": choice}
+        body = {**parameters, "tool_choice": choice}
         answer = ask(client, body).json()
         (call,) = answer["output"]
         assert (call["type"], call["name"], answer["status"]) == (
@@ -83,9 +83,9 @@ def test_functions_are_called(client: Client) -> None:
         )
         assert list(json.loads(call["arguments"])) == ["number"]
         assert answer["tool_choice"] == choice and answer["diffusion"]["ignored"] == []
-        found = [json.loads(line[6:]) for line in streamed(client, body) if line[:6] == "data: "]
-        parts = [e["delta"] for e in found if e["type"].endswith("function_call_arguments.delta")]
-        (item,) = found[-1]["response"]["output"]
+        actual = [json.loads(line[6:]) for line in streamed(client, body) if line[:6] == "data: "]
+        parts = [e["delta"] for e in actual if e["type"].endswith("function_call_arguments.delta")]
+        (item,) = actual[-1]["response"]["output"]
         assert "".join(parts) == item["arguments"]
         assert list(json.loads(item["arguments"])) == ["number"]
     called = [
@@ -93,9 +93,11 @@ def test_functions_are_called(client: Client) -> None:
         {**call, "call_id": "c"},
         {"type": "function_call_output", "call_id": "c", "output": "4"},
     ]
-    with_history = ask(client, {**asked, "input": called}).json()["usage"]["input_tokens"]
+    with_history = ask(client, {**parameters, "input": called}).json()["usage"]["input_tokens"]
     assert with_history > answer["usage"]["input_tokens"]
-    unknown = refusal(ask(client, {**asked, "tool_choice": {"type": "function", "name": "nope"}}))
+    unknown = refusal(
+        ask(client, {**parameters, "tool_choice": {"type": "function", "name": "nope"}})
+    )
     assert unknown["message"] == "tool_choice.name: given 'nope'; wanted one of: add"
 
 
@@ -111,11 +113,17 @@ def test_tools_that_do_not_act(client: Client) -> None:
 
 
 def test_diffusion_parameters_stand_at_top_level(client: Client) -> None:
-    asked = {"input": QUESTION, "gen_length": 32, "steps": 8, "cache_prompt": True, "best_of": 2}
-    response = ask(client, asked).json()
+    parameters = {
+        "input": QUESTION,
+        "gen_length": 32,
+        "steps": 8,
+        "cache_prompt": True,
+        "best_of": 2,
+    }
+    response = ask(client, parameters).json()
     assert (response["diffusion"]["num_forwards"], response["kv_transfer_params"]) == (8, None)
     assert sorted(response["diffusion"]["ignored"]) == ["best_of", "cache_prompt"]
-    *_, last = streamed(client, asked)
+    *_, last = streamed(client, parameters)
     completed = json.loads(last.removeprefix("data: "))["response"]
     assert completed["diffusion"]["num_forwards"] == 8
     assert completed["kv_transfer_params"] is None

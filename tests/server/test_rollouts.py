@@ -86,28 +86,34 @@ def write_weights(model_dir: Path, folder: Path, factor: float = 1.0) -> None:
 
 
 def is_paused(client: Client) -> bool:
-    found: bool = client.http.get("/is_paused").json()["is_paused"]
-    return found
+    answer: bool = client.http.get("/is_paused").json()["is_paused"]
+    return answer
 
 
 def test_an_answer_is_as_long_as_its_stop_string_leaves_it(trained: Client) -> None:
     """Also where the step that wrote it had written more behind it, whole and as a stream."""
-    asked = {"prompt": PUZZLE, "gen_length": 32, "steps": 2, "block_length": 32, "ignore_eos": True}
-    stop = trained.generate(**asked)["text"][0][4:7]
-    asked |= {"stop": [stop], "return_trajectory": True}
-    found = trained.generate(**asked)
-    (told,) = found["trajectory"]
-    assert told["finish_reason"] == "stop"
-    assert told["stop_length"] == len(found["token_ids"][0]) < 32
-    asked |= {"model": MODEL_NAME, "max_tokens": asked.pop("gen_length"), "stream": True}
-    streamed = trained.http.post("/v1/completions", json=asked).text
+    parameters = {
+        "prompt": PUZZLE,
+        "gen_length": 32,
+        "steps": 2,
+        "block_length": 32,
+        "ignore_eos": True,
+    }
+    stop = trained.generate(**parameters)["text"][0][4:7]
+    parameters |= {"stop": [stop], "return_trajectory": True}
+    answer = trained.generate(**parameters)
+    (report,) = answer["trajectory"]
+    assert report["finish_reason"] == "stop"
+    assert report["stop_length"] == len(answer["token_ids"][0]) < 32
+    parameters |= {"model": MODEL_NAME, "max_tokens": parameters.pop("gen_length"), "stream": True}
+    streamed = trained.http.post("/v1/completions", json=parameters).text
     (last,) = [line for line in streamed.splitlines() if '"trajectories"' in line]
     (again,) = json.loads(last.removeprefix("data: "))["diffusion"]["trajectories"]
-    assert again["stop_length"] == told["stop_length"]
+    assert again["stop_length"] == report["stop_length"]
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "message"),
     [
         (
             ("/abort_requests", {"ids": ["a"]}, {}),
@@ -119,7 +125,7 @@ def test_an_answer_is_as_long_as_its_stop_string_leaves_it(trained: Client) -> N
         (("/wake_up", None, {"tags": "weight"}), "tags: given 'weight'; wanted one of kv_cache"),
     ],
 )
-def test_a_misspelt_field_does_nothing(trained: Client, call: Any, told: str) -> None:
+def test_a_misspelt_field_does_nothing(trained: Client, call: Any, message: str) -> None:
     """Not what its absence does: end all requests, wait, give no label, wake nothing."""
     route, body, query = call
     operation = trained.http.get("/openapi.json").json()["paths"][route]["post"]
@@ -128,7 +134,7 @@ def test_a_misspelt_field_does_nothing(trained: Client, call: Any, told: str) ->
         running = threads.submit(trained.generate, prompt=PUZZLE, **SLOW)
         trained.wait_for_num_requests(1)
         response = trained.http.post(route, json=body, params=query, timeout=PATIENCE_S)
-        assert told in refusal(response)["message"]
+        assert message in refusal(response)["message"]
         assert running.result(PATIENCE_S)["finish_reason"] == ["length"]
 
 
@@ -146,9 +152,9 @@ def test_a_pause_keeps_requests_and_they_go_on(trained: Client) -> None:
             running.result(0.3)
         assert trained.http.post("/resume").status_code == 200
         for answer in (running, waiting):
-            found = answer.result(PATIENCE_S)
-            assert found["token_ids"] == wanted["token_ids"]
-            assert found["diffusion"]["num_forwards"] == 256
+            actual = answer.result(PATIENCE_S)
+            assert actual["token_ids"] == wanted["token_ids"]
+            assert actual["diffusion"]["num_forwards"] == 256
     assert not is_paused(trained)
 
 
@@ -186,9 +192,9 @@ def test_every_choice_has_its_trajectory(client: Client, route: str, is_stream: 
     body = body_for(route, **SHORT, **DRAWN)
     answer = client.events(route, body)[-1] if is_stream else client.answer(route, body)
     own = answer if route == GENERATE else answer["diffusion"]
-    found = own["trajectory" if route == GENERATE else "trajectories"]
-    assert [trajectory["seed"] for trajectory in found] == [7, 8]
-    for trajectory in found:
+    actual = own["trajectory" if route == GENERATE else "trajectories"]
+    assert [trajectory["seed"] for trajectory in actual] == [7, 8]
+    for trajectory in actual:
         assert sorted(trajectory["commit_steps"]) == [1 + i // 2 for i in range(16)]
         assert all(logprob < 0 for logprob in trajectory["logprobs"])
         assert trajectory["weight_version"] == "default"
@@ -211,8 +217,8 @@ def test_an_update_is_told_checked_and_undone(
     assert other["text"] != answer["text"]
     assert other["trajectory"][0]["weight_version"] == "flat"
     compared = {"action": "compare", "baseline": own}
-    found = post(trained, "/weight_checker", compared)
-    assert not found["match"] and len(found["mismatches"]) == 1
+    actual = post(trained, "/weight_checker", compared)
+    assert not actual["match"] and len(actual["mismatches"]) == 1
     post(trained, "/weight_checker", {"action": "reset"})
     assert len(post(trained, "/weight_checker", compared)["mismatches"]) == len(own)
     update(trained, "own", "own")
@@ -245,8 +251,8 @@ def test_an_update_is_told_checked_and_undone(
 @pytest.mark.parametrize("method", ["__class__", "_hold", "get_model"])
 def test_calls_that_return_no_data_are_refused(trained: Client, method: str) -> None:
     last = {"Connection": "close"}
-    found = trained.http.post("/collective_rpc", json={"method": method}, headers=last)
-    assert f"method: given {method!r}" in found.text
+    actual = trained.http.post("/collective_rpc", json={"method": method}, headers=last)
+    assert f"method: given {method!r}" in actual.text
     assert post(trained, "/collective_rpc", {"method": "weight_generation"})["results"]
     assert trained.ask()["text"] == [ANSWER]
 
@@ -263,8 +269,8 @@ def test_calls_that_return_no_data_are_refused(trained: Client, method: str) -> 
 )
 def test_other_sites_cannot_pause(trained: Client, headers: dict[str, str]) -> None:
     for route in ("/pause", "/sleep", "/abort_requests"):
-        found = trained.http.post(route, headers=headers)
-        assert "--allowed-origins" in refusal(found, 403)["message"]
+        actual = trained.http.post(route, headers=headers)
+        assert "--allowed-origins" in refusal(actual, 403)["message"]
     assert not is_paused(trained)
     own = {"Origin": str(trained.http.base_url).rstrip("/"), "Sec-Fetch-Site": "same-origin"}
     assert trained.http.post("/resume", headers=own).status_code == 200
@@ -291,8 +297,8 @@ def test_replicas_fail_together_in_an_update(
             ):
                 last = {"Connection": "close"}
                 assert http.post(route, json=body, headers=last).status_code == 500
-            found = pool.map(lambda body: http.post(GENERATE, json=body), short)
-            assert [response.status_code for response in found] == [504] * 4
+            actual = pool.map(lambda body: http.post(GENERATE, json=body), short)
+            assert [response.status_code for response in actual] == [504] * 4
         update(client, "whole", "whole")
         assert client.ask(**SHORT)["token_ids"]
 
@@ -323,11 +329,11 @@ def test_all_answers_of_a_request_are_aborted(trained: Client) -> None:
 def test_tokens_go_in_and_come_out_with_their_trajectory(trained: Client) -> None:
     """On upstream's route for clients that tokenise by themselves."""
     extra = {**SHORT, "return_trajectory": True}
-    asked = {"temperature": 0.0, "max_tokens": 16, "extra_args": extra}
-    body = {"token_ids": [5, 6, 7], "sampling_params": asked}
-    found = post(trained, "/inference/v1/generate", body)
-    trajectory = found["kv_transfer_params"]["dllm"]["trajectory"]
-    assert trajectory["token_ids"] == found["choices"][0]["token_ids"]
+    parameters = {"temperature": 0.0, "max_tokens": 16, "extra_args": extra}
+    body = {"token_ids": [5, 6, 7], "sampling_params": parameters}
+    actual = post(trained, "/inference/v1/generate", body)
+    trajectory = actual["kv_transfer_params"]["dllm"]["trajectory"]
+    assert trajectory["token_ids"] == actual["choices"][0]["token_ids"]
 
 
 def test_the_example_trains(
@@ -350,7 +356,7 @@ def test_many_updates_under_load(
     versions = {"even": 1.0, "odd": 0.5}
     for name, factor in versions.items():
         write_weights(model_dir, updates / name, factor)
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     is_over, lock = threading.Event(), threading.Lock()
 
     def ask(number: int) -> None:
@@ -359,7 +365,7 @@ def test_many_updates_under_load(
         while not is_over.is_set():
             answer = trained.generate(**body, cache=("none", "dual", "frozen")[number % 3])
             with lock:
-                found.extend(answer["trajectory"])
+                results.extend(answer["trajectory"])
 
     with ThreadPoolExecutor(4) as threads:
         asking = [threads.submit(ask, number) for number in range(4)]
@@ -376,11 +382,11 @@ def test_many_updates_under_load(
         is_over.set()
         for future in asking:
             future.result(PATIENCE_S)
-    assert len(found) > 8 and None not in found
+    assert len(results) > 8 and None not in results
     assert process.engine().memory_info().rss - before < MAX_DRIFT_BYTES
-    generations = {generation for t in found for generation, _ in t["weight_steps"]}
+    generations = {generation for t in results for generation, _ in t["weight_steps"]}
     assert len(generations) > NUM_UPDATES / 10
-    for trajectory in found:
+    for trajectory in results:
         assert -1 not in trajectory["commit_steps"]
         mixed = len(trajectory["weight_steps"]) > 1
         assert not mixed or trajectory["weight_version"] is None

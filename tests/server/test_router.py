@@ -49,15 +49,15 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def fleet(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    found = Fleet(model_dir, tmp_path_factory.mktemp("fleet"))
-    with healthy(*found.servers, found.router):
-        yield found
+    actual = Fleet(model_dir, tmp_path_factory.mktemp("fleet"))
+    with healthy(*actual.servers, actual.router):
+        yield actual
 
 
 @pytest.fixture
 def http(fleet: Fleet) -> Iterator[httpx.Client]:
-    with fleet.router.client() as found:
-        yield found
+    with fleet.router.client() as actual:
+        yield actual
 
 
 def committed(server: ServerProcess) -> float:

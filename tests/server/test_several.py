@@ -50,9 +50,9 @@ def test_replicas_share_requests_and_end_together(model_dir: Path, tmp_path: Pat
         with ThreadPoolExecutor(4) as pool, server.client() as http:
             assert http.get("/ready").json() == {"status": "ready"}
             assert http.get("/get_world_size").json() == {"world_size": 2}
-            found = http.post("/weight_checker", json={"action": "checksum"}).json()["checksums"]
-            assert len({digest for name, digest in found.items() if "lm_head" in name}) == 1
-            assert {name.split(":")[0] for name in found} == {"dp0", "dp1"}
+            actual = http.post("/weight_checker", json={"action": "checksum"}).json()["checksums"]
+            assert len({digest for name, digest in actual.items() if "lm_head" in name}) == 1
+            assert {name.split(":")[0] for name in actual} == {"dp0", "dp1"}
             committed = {"0": 0.0}
             while min(committed.values()) == 0:  # one may be done before the next one comes
                 assert time.monotonic() < deadline, committed

@@ -66,21 +66,21 @@ def test_what_cannot_act_is_named_on_every_route(
     family, server = served
     if family not in FULL:
         pytest.skip("its rules have blocks of any length")
-    asked = {**CANVAS, "algorithm": "dream", "block_length": 7, "cfg_scale": 0.0}
+    parameters = {**CANVAS, "algorithm": "dream", "block_length": 7, "cfg_scale": 0.0}
     with server.client() as http:
         client = Client(http)
-        plain = client.answer(route, body_for(route, **asked))
+        plain = client.answer(route, body_for(route, **parameters))
         assert plain["diffusion"]["ignored"] == ["block_length"]
-        *_, last = client.events(route, body_for(route, **asked))
+        *_, last = client.events(route, body_for(route, **parameters))
         assert last["diffusion"]["ignored"] == ["block_length"]
-        without = {name: value for name, value in asked.items() if name != "block_length"}
+        without = {name: value for name, value in parameters.items() if name != "block_length"}
         same = client.answer(route, body_for(route, **without))
         assert same["diffusion"]["ignored"] == []
         for key in ("choices", "token_ids"):
             assert plain.get(key) == same.get(key)
         if family == "dream":
-            del asked["algorithm"]
-            assert client.answer(route, body_for(route, **asked))["diffusion"]["ignored"]
+            del parameters["algorithm"]
+            assert client.answer(route, body_for(route, **parameters))["diffusion"]["ignored"]
 
 
 REFUSED = (
@@ -121,7 +121,7 @@ def test_cached_tokens_are_told_on_the_openai_routes(served: tuple[str, ServerPr
         assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 128
         assert second["choices"][0]["text"] == first["choices"][0]["text"]
-        asked = {"model": MODEL_NAME, **body, "stream_options": {"include_usage": True}}
-        chunks = client.events(COMPLETIONS, asked)
+        parameters = {"model": MODEL_NAME, **body, "stream_options": {"include_usage": True}}
+        chunks = client.events(COMPLETIONS, parameters)
         assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 128
         assert "vllm:prefix_cache_hits_total" in http.get("/metrics").text

@@ -58,8 +58,8 @@ def test_events_arrive_while_the_request_runs(client: Client) -> None:
     long = {"gen_length": 2048, "block_length": 4, "steps": 2048, "ignore_eos": True}
     body = {"prompt": "hello", **long}
     with client.http.stream("POST", GENERATE, json={**body, "stream": True}) as response:
-        found = events(response.iter_lines())
-        first = json.loads(next(found))
+        actual = events(response.iter_lines())
+        first = json.loads(next(actual))
         assert 0 < len(first["token_ids"]) < 2048
         client.wait_for_num_requests(1)  # the gauges follow a moment after the events
     client.wait_for_num_requests(0)

@@ -96,8 +96,8 @@ def places(value: Any, path: str = "") -> Iterator[tuple[str, list[Any]]]:
     for key, child in items:
         step = f"[{key}]" if isinstance(key, int) else f".{key}"
         if isinstance(child, str | dict | list):
-            for found, keys in places(child, f"{path}{step}".removeprefix(".")):
-                yield found, [key, *keys]
+            for actual, keys in places(child, f"{path}{step}".removeprefix(".")):
+                yield actual, [key, *keys]
 
 
 def changed(body: dict[str, Any], keys: list[Any], value: Any) -> dict[str, Any]:
@@ -153,11 +153,11 @@ def test_half_a_character_within_json_within_a_text(client: Client) -> None:
     calls[2]["tool_calls"][0]["function"]["arguments"] = json.dumps({"a": LONE})
     response = client.http.post(CHAT, json={**SHARED, "messages": calls})
     assert response.status_code in (200, 400), response.text
-    asked = {**SHARED, "messages": CONVERSATION}
+    parameters = {**SHARED, "messages": CONVERSATION}
     deep, long = "[" * 5000 + "]" * 5000, "9" * 5000
     for schema in (json.dumps({"enum": [LONE]}), f'{{"enum": {deep}}}', f'{{"minimum": {long}}}'):
         nested = {"structured_outputs": {"json": schema}}
-        error = refusal(client.http.post(CHAT, json={**asked, **nested}))
+        error = refusal(client.http.post(CHAT, json={**parameters, **nested}))
         assert error["param"] == "structured_outputs.json"
 
 

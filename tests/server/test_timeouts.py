@@ -40,8 +40,8 @@ def test_a_stream_that_has_begun_ends_with_abort(client: Client, route: str) -> 
 
 def test_a_request_in_time_has_no_error(client: Client) -> None:
     for route in ROUTES:
-        found = client.answer(route, body_for(route, gen_length=32, timeout_s=60))
-        assert "error" not in found["diffusion"]
+        answer = client.answer(route, body_for(route, gen_length=32, timeout_s=60))
+        assert "error" not in answer["diffusion"]
         assert client.events(route, body_for(route, gen_length=32, timeout_s=60))
 
 

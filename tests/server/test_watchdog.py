@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.server.fork_server import ForkServer
 from tests.server.process import POLL_S, START_S, environment, still_alive
-from tests.server.warm import WarmProcess
 from vllm.diffusion.process import watchdog
 
 OFFLINE = """
@@ -33,7 +33,7 @@ def test_an_engine_and_its_workers_end_with_an_offline_program(
     script, log = tmp_path / "offline.py", tmp_path / "log"
     script.write_text(OFFLINE)
     log.touch()
-    program = WarmProcess([str(script), str(model_dir)], log, environment())
+    program = ForkServer([str(script), str(model_dir)], log, environment())
     try:
         deadline = time.monotonic() + START_S
         while "READY" not in log.read_text():

@@ -85,8 +85,8 @@ def configure(vllm_config: VllmConfig) -> None:
     if "temperature" not in model.try_get_generation_config():
         # Upstream's HTTP default would be 1; most model authors use 0.
         family = family_of(vllm_config)
-        usual = 0.0 if family is None else family.defaults.get("temperature", 0.0)
-        model.override_generation_config.setdefault("temperature", usual)
+        default = 0.0 if family is None else family.defaults.get("temperature", 0.0)
+        model.override_generation_config.setdefault("temperature", default)
 
 
 def _unused_defaults(model: ModelConfig) -> tuple[str, ...]:
@@ -200,7 +200,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
     vocab_size = config.architecture.num_embeddings
     encode = None if model.skip_tokenizer_init else partial(_encode, model)
     settings, is_on_gpu = settings_of(vllm_config), vllm_config.device_config.device_type == "cuda"
-    usual = {"num_speculative_states": DEFAULT_NUM_DRAFTS} if is_on_gpu else {}
+    defaults = {"num_speculative_states": DEFAULT_NUM_DRAFTS} if is_on_gpu else {}
     return ServedModel(
         family=family,
         ids=ids,
@@ -209,7 +209,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         dtype=str(model.dtype).removeprefix("torch."),
         unused_defaults=_unused_defaults(model),
         default_max_tokens=generation.get("max_new_tokens"),
-        defaults=usual | check_settings(server_settings(vllm_config.additional_config), family),
+        defaults=defaults | check_settings(server_settings(vllm_config.additional_config), family),
         default_steps=envs.default_steps(),
         block_length=getattr(config, "block_length", None),
         block_unit=max(config.architecture.scoring.window, 1),
@@ -356,18 +356,19 @@ def settings_of(vllm_config: VllmConfig) -> Settings:
     return Settings.of(server_settings(vllm_config.additional_config))
 
 
-def _check_number(name: str, value: Any, least: float, most: float, also: str = "") -> None:
+def _check_number(name: str, value: Any, minimum: float, maximum: float, also: str = "") -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not least <= value <= most:
+    if not is_number or not minimum <= value <= maximum:
         raise ServerConfigError(
-            f"dllm settings: {name}: given {value!r}; wanted {also}a number from {least} to {most}"
+            f"dllm settings: {name}: given {value!r}; "
+            f"wanted {also}a number from {minimum} to {maximum}"
         )
 
 
-def _check_count(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+def _check_count(name: str, value: Any, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise ServerConfigError(
-            f"dllm settings: {name}: given {value!r}; wanted a whole number from {least} on"
+            f"dllm settings: {name}: given {value!r}; wanted a whole number from {minimum} on"
         )
 
 
@@ -378,8 +379,8 @@ def check_settings(settings: Mapping[str, Any], family: Family | None) -> dict[s
         ServerConfigError: as `Settings.of` and `server_defaults`.
     """
     Settings.of(settings)
-    rest = {name: value for name, value in settings.items() if name not in _OF_THE_ENGINE}
-    return server_defaults(rest, family)
+    remaining = {name: value for name, value in settings.items() if name not in _OF_THE_ENGINE}
+    return server_defaults(remaining, family)
 
 
 def _special_ids(model: ModelConfig, generation: dict[str, Any], family: Family) -> SpecialIds:
@@ -413,9 +414,7 @@ def _mask_id(config: Any, tokenizer: Any, named: int | None) -> int:
         ("the tokenizer's mask_token", getattr(tokenizer, "mask_token_id", None)),
         ("the tokenizer's mask token", named),
     )
-    place, mask = next(
-        (candidate for candidate in places if candidate[1] is not None), (None, None)
-    )
+    place, mask = next((pair for pair in places if pair[1] is not None), (None, None))
     if mask is None:
         wanted = "wanted the id of the mask token, there or as the tokenizer's mask_token"
         raise ModelConfigError("mask_token_id", None, wanted)

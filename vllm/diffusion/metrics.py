@@ -52,139 +52,139 @@ class Metric:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        own = self.facts if self.label is None else (self.label,)
-        return ("model_name", "engine", *own) if self.per_engine else ("model_name", *own)
+        names = self.facts if self.label is None else (self.label,)
+        return ("model_name", "engine", *names) if self.per_engine else ("model_name", *names)
 
 
 STEP_BATCH_SIZE = Metric(
     "dllm:step_batch_size",
     "histogram",
-    "Requests that shared a denoise step.",
+    "Requests that share a denoising step.",
     _POWERS_OF_2,
 )
 STEP_ROWS = Metric(
     "dllm:step_rows",
     "histogram",
-    "Rows that a denoise step computed; guidance counts a sequence twice.",
+    "Rows that a denoising step computes; guidance counts a sequence twice.",
     _ROWS,
 )
 STEP_TIME = Metric(
     "dllm:step_time_seconds",
     "histogram",
-    "Seconds from the start of a denoise step, or from the end of the one before it where they "
-    "overlap, until its results are known.",
+    "Duration of a denoising step in seconds, until its results are on the host. It starts at the "
+    "step's launch, or at the end of the previous step if both overlap.",
     _SECONDS,
 )
 DENOISE_STEPS = Metric(
-    "dllm:denoise_steps", "counter", "Denoise steps of the engine; requests share them."
+    "dllm:denoise_steps", "counter", "Denoising steps of the engine; requests share them."
 )
 FORWARDS = Metric(
-    "dllm:forwards", "counter", "Forwards of requests: a step counts once for each of its requests."
+    "dllm:forwards",
+    "counter",
+    "Forward passes, counted once per request: a step counts once for each of its requests.",
 )
 FORWARDS_SAVED = Metric(
     "dllm:forwards_saved",
     "counter",
-    "Forwards that answered requests did without, as they could not have changed the answer.",
+    "Forward passes that finished requests did not need, because these could not have changed the "
+    "answer.",
 )
 REQUEST_STEPS = Metric(
     "dllm:request_steps",
     "counter",
-    "Steps of requests; guesses that come true let a forward serve several.",
+    "Denoising steps of requests; with accepted draft states one forward pass does several steps.",
 )
-DRAFT_STATES = Metric(
-    "dllm:draft_states", "counter", "States of answers that were guessed and evaluated."
-)
+DRAFT_STATES = Metric("dllm:draft_states", "counter", "Draft states that forward passes evaluated.")
 ACCEPTED_STATES = Metric(
-    "dllm:accepted_states", "counter", "Guessed states that came true: each saved a forward."
+    "dllm:accepted_states", "counter", "Accepted draft states; each saved a forward pass."
 )
-COMMITTED_TOKENS = Metric(
-    "dllm:committed_tokens", "counter", "Canvas positions that were committed."
-)
+COMMITTED_TOKENS = Metric("dllm:committed_tokens", "counter", "Committed canvas positions.")
 TOKENS_PER_FORWARD = Metric(
     "dllm:tokens_per_forward",
     "histogram",
-    "Canvas positions committed per forward, of each request that has ended.",
+    "Committed canvas positions per forward pass, for each finished request.",
     (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0),
 )
 STEPS_PER_FORWARD = Metric(
     "dllm:steps_per_forward",
     "histogram",
-    "Steps per forward, of each request that has ended and for which states were guessed.",
+    "Steps per forward pass, for each finished request with draft states.",
     (1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 16.0),
 )
 QUEUE_TIME = Metric(
     "dllm:queue_time_seconds",
     "histogram",
-    "Seconds from the arrival of a request until it is admitted.",
+    "Seconds from the arrival of a request to its admission.",
     _LONG_SECONDS,
 )
 TIME_TO_FIRST_COMMIT = Metric(
     "dllm:time_to_first_committed_token_seconds",
     "histogram",
-    "Seconds from the arrival of a request until a token of its canvas is committed, wherever "
-    "that is; the first token of the answer may be final later.",
+    "Seconds from the arrival of a request to its first committed token, at any position. The "
+    "first token of the text may come later.",
     _LONG_SECONDS,
 )
 POOL_BUDGET = Metric(
     "dllm:activation_pool_budget_bytes",
     "gauge",
-    "Bytes that a step's activations, and keys and values kept between steps, may take on a rank.",
+    "Memory budget of a rank in bytes, for activations and for keys and values cached between "
+    "steps.",
 )
 POOL_IN_USE = Metric(
     "dllm:activation_pool_in_use_bytes",
     "gauge",
-    "Bytes in use between two steps: keys and values that requests keep.",
+    "Bytes in use between two steps, which are the cached keys and values of requests.",
 )
 HOST_IN_USE = Metric(
     "dllm:host_cache_in_use_bytes",
     "gauge",
-    "Bytes of host memory for kept keys and values that the pool has no room for, on a rank.",
+    "Bytes of host memory of a rank for cached keys and values that do not fit into the pool.",
 )
 POOL_PEAK = Metric(
     "dllm:activation_pool_peak_bytes",
     "gauge",
-    "The most bytes in use at any time of any step since the engine started.",
+    "Highest number of bytes in use in any step since the engine started.",
 )
 PLANNER_TIME = Metric(
     "dllm:planner_time_seconds",
     "histogram",
-    "Seconds that planning a denoise step took.",
+    "Seconds to plan a denoising step.",
     _MICROSECONDS,
 )
 REQUESTS_REFUSED = Metric(
     "dllm:requests_refused",
     "counter",
-    "Requests that were not served; `reason` is the field at fault, `other` for one that does not "
-    "exist, `api_key`, `body_size` or `draining`, `memory` for steps that never fit into it, or "
-    "`engine` for a failure.",
+    "Refused requests. `reason` is the wrong field (`other` for an unknown field), `api_key`, "
+    "`body_size`, `draining`, `memory` for steps that never fit into it, or `engine` for a "
+    "failure.",
     label="reason",
     per_engine=False,
 )
 REQUESTS_ABORTED = Metric(
     "dllm:requests_aborted",
     "counter",
-    "Requests that were ended before their answer, because the client went away.",
+    "Requests that ended before their answer was complete, because the client disconnected.",
     per_engine=False,
 )
 REQUESTS_TIMED_OUT = Metric(
     "dllm:requests_timed_out",
     "counter",
-    "Requests that were not complete when their `timeout_s` was over.",
+    "Requests that were not complete after their `timeout_s`.",
 )
 REQUESTS_WAITING = Metric(
     "dllm:requests_waiting",
     "gauge",
-    "Requests that wait, by what they wait for: `rows` of a step (`--max-num-batched-tokens`), "
+    "Waiting requests, by what they wait for: `rows` of a step (`--max-num-batched-tokens`), "
     "`memory`, fewer `requests` (`--max-num-seqs`), the end of `others` (`force_single_batch`), a "
-    "`prompt` that another request computes, the rest of their `call`, or their `order` behind "
-    "earlier ones.",
+    "`prompt` that another request computes, the other requests of their `call`, or their `order` "
+    "after earlier requests.",
     label="waits_for",
 )
 BUILD_INFO = Metric(
     "dllm:build_info",
     "gauge",
-    "1; the labels say what the engine runs on: `kernels`, `portable kernels` or the PyTorch "
-    "`reference` of each native room, the activation pool in virtual memory (`vmm`) or from "
+    "Always 1; the labels show what the engine uses: `kernels`, `portable kernels` or the PyTorch "
+    "`reference` of each native package, the activation pool in virtual memory (`vmm`) or from "
     "PyTorch (`torch`), the backends of attention, and whether CUDA graphs are `on`.",
     per_engine=False,
     facts=("flash_sample", "fused_ops", "gather_gemm", "activation_pool", "attention", "graphs"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.diffusion.api.schema import MAX_CHOICES
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import InvalidParameterError
-from vllm.diffusion.guided.guides import STRUCTURED, asked_spec
+from vllm.diffusion.guided.guides import STRUCTURED, requested_spec
 from vllm.diffusion.request.decision import refuse_unsupported
 from vllm.diffusion.request.fields import SPELLINGS, near_miss
 
@@ -71,7 +71,7 @@ def check_body(body: Any) -> None:
     if not isinstance(body, dict):
         return
     refuse_fields(body)
-    asked_spec(body.get("response_format"), body.get(STRUCTURED))
+    requested_spec(body.get("response_format"), body.get(STRUCTURED))
     for name in sorted(body.keys() - SPELLINGS.keys()):
         if isinstance(body[name], int) and not -(2**63) <= body[name] < 2**63:
             raise InvalidParameterError(name, body[name], "wanted a number of 64 bits")
@@ -212,7 +212,7 @@ def _num_inputs(given: Any) -> int:
     return len(given) if is_several else 1
 
 
-def check_text_lengths(body: Mapping[str, Any], most: int) -> None:
+def check_text_lengths(body: Mapping[str, Any], max_length: int) -> None:
     """Refuse a body with a longer text than the model can read, before anything is done with it.
 
     A conversation counts as one text, because a template makes one of it.
@@ -229,8 +229,8 @@ def check_text_lengths(body: Mapping[str, Any], most: int) -> None:
         parts = value if is_batch else [value]
         lengths = [[0, *map(len, _texts_in(part))] for part in parts]
         length = max(map(sum if field in ("messages", "input") else max, lengths))
-        if length > most:
-            wanted = f"wanted at most {most} in a text; the model's longest prompt has fewer"
+        if length > max_length:
+            wanted = f"wanted at most {max_length} in a text; the model's longest prompt has fewer"
             raise InvalidParameterError(field, f"{length} characters", wanted)
 
 
@@ -253,9 +253,9 @@ def check_text_length(field: str, text: str, tokenizer: Any, max_tokens: int) ->
     Raises:
         InvalidParameterError: naming the field, and its number of characters.
     """
-    most = max_tokens * tokenizer.max_chars_per_token
-    if len(text) > most:
-        wanted = f"wanted at most {most}, as many as {max_tokens} tokens can have"
+    max_length = max_tokens * tokenizer.max_chars_per_token
+    if len(text) > max_length:
+        wanted = f"wanted at most {max_length}, as many as {max_tokens} tokens can have"
         raise InvalidParameterError(field, f"{len(text)} characters", wanted)
 
 

@@ -91,10 +91,10 @@ class ChoicesClient:
         decided = decided.with_answers(sampling.n)
 
         def run(index: int, own_id: str) -> AsyncGenerator[RequestOutput, None]:
-            own = copy(sampling)
-            own.n = 1
-            attach(own, decided, index)
-            return stream_outputs(self._engine, engine_input, own, own_id, **options)
+            params = copy(sampling)
+            params.n = 1
+            attach(params, decided, index)
+            return stream_outputs(self._engine, engine_input, params, own_id, **options)
 
         if sampling.n == 1:
             return run(0, request_id)

@@ -41,7 +41,7 @@ from vllm.diffusion.api.report import (
 from vllm.diffusion.api.schema import check_logprobs
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
-from vllm.diffusion.guided.guides import STRUCTURED, asked_spec
+from vllm.diffusion.guided.guides import STRUCTURED, requested_spec
 from vllm.diffusion.request.decision import IGNORED, attach
 from vllm.diffusion.request.fields import SPELLINGS, canonical
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
@@ -255,14 +255,14 @@ def _request_values(body: GenerateBody) -> dict[str, Any]:
         InvalidParameterError: naming the field.
     """
     check_body(body)
-    own = GenerateBody.model_fields
-    given = {k: v for k, v in body.model_dump(exclude_unset=True).items() if k not in own}
-    ignored = left_out(body.model_dump(exclude_unset=True), own.keys() | SPELLINGS.keys())
-    request = canonical(given, also_known=own)
+    known_fields = GenerateBody.model_fields
+    given = {k: v for k, v in body.model_dump(exclude_unset=True).items() if k not in known_fields}
+    ignored = left_out(body.model_dump(exclude_unset=True), known_fields.keys() | SPELLINGS.keys())
+    request = canonical(given, also_known=known_fields)
     if request.get("stream_canvas") and not body.stream:
         raise InvalidParameterError("stream_canvas", True, "wanted false, or stream: true")
     stop_token_ids = tuple(body.stop_token_ids or ())
-    spec = asked_spec(body.response_format, body.structured_outputs)
+    spec = requested_spec(body.response_format, body.structured_outputs)
     structured = {} if spec is None else {STRUCTURED: spec}
     own_fields = {"stop_token_ids": stop_token_ids, "logprobs": body.logprobs}
     more = {"logprob_token_ids": body.logprob_token_ids, IGNORED: ignored}
@@ -297,23 +297,21 @@ def _logprobs(completion: Any, decided: DiffusionParams) -> list[TokenLogprob]:
     """Return the log probabilities of the answer's tokens, without the one that ended it."""
     return [
         TokenLogprob(
-            **_alternative(token, alternatives[token]).model_dump(),
-            top_logprobs=_top(alternatives, decided),
+            **_alternative(token, by_token[token]).model_dump(),
+            top_logprobs=_top(by_token, decided),
         )
-        for token, alternatives in zip(
+        for token, by_token in zip(
             _answer_ids(completion, decided), completion.logprobs, strict=False
         )
     ]
 
 
-def _top(alternatives: dict[int, Any], decided: DiffusionParams) -> list[AlternativeToken]:
+def _top(by_token: dict[int, Any], decided: DiffusionParams) -> list[AlternativeToken]:
     """Return the named tokens, else the most likely ones, with their log probabilities."""
     tokens = decided.logprob_token_ids
     if not tokens:
-        tokens = tuple(
-            sorted(alternatives, key=lambda token: alternatives[token].rank)[: decided.logprobs]
-        )
-    return [_alternative(token, alternatives[token]) for token in tokens]
+        tokens = tuple(sorted(by_token, key=lambda token: by_token[token].rank)[: decided.logprobs])
+    return [_alternative(token, by_token[token]) for token in tokens]
 
 
 def _alternative(token: int, logprob: Any) -> AlternativeToken:

@@ -52,9 +52,9 @@ def with_diffusion_fields(
     """
     fields = described(FIELDS)
     for spelling in keep:
-        own = copy(base.model_fields[spelling])
-        own.description = own.description or fields[spelling][1].description
-        fields[spelling] = (own.annotation, own)
+        field_info = copy(base.model_fields[spelling])
+        field_info.description = field_info.description or fields[spelling][1].description
+        fields[spelling] = (field_info.annotation, field_info)
     return body_class(base, name, doc, read, **fields)
 
 
@@ -98,10 +98,10 @@ def check_logprobs(name: str, given: int | None, model_config: Any) -> None:
     Raises:
         InvalidParameterError: naming the field.
     """
-    most = model_config.max_logprobs
-    most = model_config.get_vocab_size() if most < 0 else most
-    if given is not None and not 0 <= given <= most:
-        raise InvalidParameterError(name, given, f"wanted 0 to {most}")
+    limit = model_config.max_logprobs
+    limit = model_config.get_vocab_size() if limit < 0 else limit
+    if given is not None and not 0 <= given <= limit:
+        raise InvalidParameterError(name, given, f"wanted 0 to {limit}")
 
 
 def _described(field: Parameter) -> Any:

@@ -23,12 +23,12 @@ from vllm.diffusion.core.surrogates import refuse_lone_surrogates
 from vllm.diffusion.engine.planning import demand_of, make_planner
 from vllm.diffusion.memory import Admission, Rates
 from vllm.diffusion.request.decision import (
-    asked_by,
-    asked_format,
     attach,
     check_score,
     decide,
     is_decided,
+    request_values_of,
+    requested_format,
 )
 from vllm.diffusion.request.likelihood import SCORE, SCORED_AS
 from vllm.exceptions import VLLMValidationError
@@ -168,7 +168,7 @@ class Validator:
             RequestRefused: the format is none, or cannot be compiled.
         """
         try:
-            spec = asked_format(sampling)
+            spec = requested_format(sampling)
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
         await self.compile(spec)
@@ -214,10 +214,11 @@ class Validator:
     ) -> DiffusionParams:
         """Decide the parameters of a likelihood request.
 
-        Requests of one length differ only in what is read: all else is decided once.
+        Requests of one length differ only in the scored positions: the rest is decided once.
 
         Args:
-            score: values for `scoring.likelihood_request`; the decision may hold another request's.
+            score: values for `request.likelihood.likelihood_request`; the decision may have the
+                scores of another request.
             prompt: the sequence.
             terms: further values that it may give.
         """
@@ -238,7 +239,7 @@ class Validator:
         """Decide the parameters that a `SamplingParams` asks for."""
         try:
             refuse_lone_surrogates(_texts_of(sampling))
-            request = asked_by(sampling)
+            request = request_values_of(sampling)
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
         return self.decide(request, prompt_token_ids)

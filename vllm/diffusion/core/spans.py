@@ -157,8 +157,8 @@ def lay_out(runs: Iterable[Span], pages: PageTable) -> tuple[AttentionLayout[Any
     The results hold arrays of the host.
     """
     layouts, start = [], 0
-    for in_pages, own in groupby(runs, attrgetter("in_pages")):
-        layouts.append(AttentionLayout.packed(own, pages if in_pages else None, start))
+    for in_pages, group in groupby(runs, attrgetter("in_pages")):
+        layouts.append(AttentionLayout.packed(group, pages if in_pages else None, start))
         start = layouts[-1].rows.stop
     return tuple(layouts)
 

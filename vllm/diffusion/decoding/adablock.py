@@ -38,7 +38,7 @@ class AdaBlock(Threshold):
         if self._end is not None and not masked[self._start : self._end].any():
             self._start, self._end = self._end, None
         if self._start >= len(masked):
-            return self.take_what_is_left(masked)
+            return self.fill_remaining(masked)
         return self._target(masked)
 
     def _target(self, masked: Mask) -> ForwardTarget:

@@ -145,7 +145,7 @@ class DecodingRule(ABC):
                 block, so behind the answer there may be further masked positions.
         """
 
-    def settled(self, tokens: Array) -> int:
+    def num_settled(self, tokens: Array) -> int:
         """Return the number of positions, from 0, whose tokens never change again.
 
         May be called after a commit or before any. Nothing behind these positions is given to the
@@ -181,13 +181,13 @@ class DecodingRule(ABC):
         """
         return None
 
-    def go_on(self, tokens: Array, left: Array, changes: bool) -> ForwardTarget | None:
+    def go_on(self, tokens: Array, left: Array, has_changes: bool) -> ForwardTarget | None:
         """Advance the rule after a choice made by `BatchedChoice` has been committed.
 
         Args:
             tokens: [T] int64, the sequence after the commit; read only.
             left: [L] int64, ascending: eligible positions that are still masked.
-            changes: whether other than mask tokens were committed.
+            has_changes: whether other than mask tokens were committed.
 
         Returns:
             what `prepare` would say, where tokens are settled up to its rows and nothing is to be
@@ -210,7 +210,7 @@ class DecodingRule(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} does not adjust logits")
 
-    def take_what_is_left(self, masked: Mask) -> ForwardTarget | None:
+    def fill_remaining(self, masked: Mask) -> ForwardTarget | None:
         """Begin a last forward that fills all of `masked` [T] bool, the mask token forbidden."""
         if not masked.any():
             return None
@@ -253,7 +253,7 @@ class BlockwiseRule(DecodingRule):
             if self.block_wants_forward(masked[self.block_start : self.block_end]):
                 return self._work_in_block(masked)
             self.block += 1
-        return self.take_what_is_left(masked)
+        return self.fill_remaining(masked)
 
     def _work_in_block(self, masked: Mask) -> ForwardTarget:
         start, end, length = self.block_start, self.block_end, len(masked)

@@ -67,7 +67,7 @@ class GridRule(DecodingRule):
         """Return the target of a forward of the active block with masked positions `masked` [K]."""
         return ForwardTarget(masked, self._rows)
 
-    def settled(self, tokens: Array) -> int:
+    def num_settled(self, tokens: Array) -> int:
         front = self.front(tokens)
         return front.num_filled if front.is_over else front.start
 
@@ -75,10 +75,10 @@ class GridRule(DecodingRule):
         self._front = None
         return super().select(candidates)
 
-    def go_on(self, tokens: Array, left: Array, changes: bool) -> ForwardTarget | None:
+    def go_on(self, tokens: Array, left: Array, has_changes: bool) -> ForwardTarget | None:
         self._front = None
         self.step += 1
-        self.forbid_mask = not changes
+        self.forbid_mask = not has_changes
         if not left.size:
             self._first_block = self.start + self.params.block_length
             return self.prepare(tokens)

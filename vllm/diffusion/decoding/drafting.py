@@ -55,12 +55,12 @@ class DraftState(NamedTuple):
 
     def is_of(self, tokens: Array, rule: DecodingRule, target: ForwardTarget) -> bool:
         """Whether a sequence whose next forward is for `target` is in this state."""
-        own = self.target
+        expected = self.target
         return (
             self.rule.forbid_mask == rule.forbid_mask
             and target.fill is None
-            and own.rows == target.rows
-            and np.array_equal(own.eligible, target.eligible)
+            and expected.rows == target.rows
+            and np.array_equal(expected.eligible, target.eligible)
             and np.array_equal(self.tokens, tokens)
         )
 
@@ -87,14 +87,14 @@ class Drafter:
         self._crosses_blocks = crosses_blocks
 
     def draft(
-        self, certain: DraftState, source: CandidateSource, most: int, chance: Chance
+        self, certain: DraftState, source: CandidateSource, max_drafts: int, chance: Chance
     ) -> list[DraftState]:
-        """Return at most `most` drafts, the likeliest first; each is another state."""
+        """Return at most `max_drafts` drafts, the likeliest first; each is another state."""
         drafts, seen = list[DraftState](), set[tuple[int, bytes]]()
         ranked = _DraftQueue[DraftState](self._counts, chance)
         ranked.expect_children(certain, 0, 1.0)
-        while ranked and len(drafts) < most:
-            own_chance, parent, count = ranked.take()
+        while ranked and len(drafts) < max_drafts:
+            draft_chance, parent, count = ranked.take()
             child = self._child(parent, source, count)
             if child is None:
                 continue
@@ -102,17 +102,17 @@ class Drafter:
             if name not in seen:
                 seen.add(name)
                 drafts.append(child)
-                ranked.expect_children(child, child.depth, own_chance)
+                ranked.expect_children(child, child.depth, draft_chance)
         return drafts
 
-    def chances(self, most: int, chance: Chance) -> list[float]:
+    def chances(self, max_drafts: int, chance: Chance) -> list[float]:
         """Return the chances of the drafts that `draft` would try, in its order."""
         ranked, chances = _DraftQueue[int](self._counts, chance), list[float]()
         ranked.expect_children(0, 0, 1.0)
-        while len(chances) < most:
-            own_chance, depth, _ = ranked.take()
-            chances.append(own_chance)
-            ranked.expect_children(depth + 1, depth + 1, own_chance)
+        while len(chances) < max_drafts:
+            draft_chance, depth, _ = ranked.take()
+            chances.append(draft_chance)
+            ranked.expect_children(depth + 1, depth + 1, draft_chance)
         return chances
 
     def _child(
@@ -163,8 +163,8 @@ class _DraftQueue(Generic[T]):
         """Add what may follow a state of this depth and chance."""
         for count in self._counts:
             self._number += 1  # equal chances in order
-            own = chance * self._chance(count, depth + 1)
-            heappush(self._queue, (-own, self._number, parent, count))
+            child_chance = chance * self._chance(count, depth + 1)
+            heappush(self._queue, (-child_chance, self._number, parent, count))
 
     def take(self) -> tuple[float, T, int | None]:
         """Remove the likeliest: return its chance, its parent and its count."""

@@ -73,7 +73,7 @@ class Dream(DecodingRule):
         masked = tokens == self.params.mask_id
         eligible = masked.nonzero()[0]
         if self._step == self.params.steps or eligible.size == 0:
-            return self.take_what_is_left(masked)
+            return self.fill_remaining(masked)
         if self.params.alg != "origin":
             counts = _commits(eligible.size, self._shares[self._step :])
             self._step += int(counts.nonzero()[0][0])  # the last step commits all

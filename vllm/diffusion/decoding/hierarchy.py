@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm.diffusion.decoding.until_filled import UntilFilledRule, and_the_best
+from vllm.diffusion.decoding.until_filled import UntilFilledRule, with_best
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Candidates, Mask
@@ -27,4 +27,4 @@ class Hierarchy(UntilFilledRule):
         starts_run[0] = True
         best = np.maximum.reduceat(scores, starts_run.nonzero()[0])[starts_run.cumsum() - 1]
         is_best_of_run = (scores == best) & (scores > self.params.low_threshold)
-        return and_the_best(is_best_of_run | (scores > self.params.threshold), scores)
+        return with_best(is_best_of_run | (scores > self.params.threshold), scores)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from vllm.diffusion.core.scoring import CandidateScoring
 from vllm.diffusion.decoding.base import Array, Candidates, ForwardTarget
 from vllm.diffusion.decoding.block_grid import GridRule
-from vllm.diffusion.decoding.until_filled import and_the_best
+from vllm.diffusion.decoding.until_filled import with_best
 
 
 class HierarchyBlock(GridRule):
@@ -36,7 +36,7 @@ class HierarchyBlock(GridRule):
 
     def choose(self, candidates: Candidates) -> Array:
         scores = candidates.scores
-        chosen = and_the_best(scores > self.params.threshold, scores).nonzero()[0]
+        chosen = with_best(scores > self.params.threshold, scores).nonzero()[0]
         self.forbid_mask_unless_changed(candidates, chosen)
         return chosen
 

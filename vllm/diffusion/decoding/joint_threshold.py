@@ -42,7 +42,7 @@ class JointThreshold(GridRule):
         self._most_forwards = (params.block_length + 1) * (params.max_post_steps + 1)
 
     def prepare(self, tokens: Array) -> ForwardTarget | None:
-        start = self.settled(tokens)
+        start = self.num_settled(tokens)
         if start >= min(self.prompt_length + self.params.gen_length, len(tokens)):
             return None
         if not self._is_active:
@@ -54,7 +54,7 @@ class JointThreshold(GridRule):
         may_change = (self._before == self.params.mask_id) | (positions >= self.prompt_length)
         return ForwardTarget(positions[may_change], (start, end))
 
-    def settled(self, tokens: Array) -> int:
+    def num_settled(self, tokens: Array) -> int:
         if self._has_decided:
             self._has_decided = False
             self._is_active = not self._ends_with(tokens[self.start :][: len(self._before)])

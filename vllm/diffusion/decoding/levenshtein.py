@@ -64,7 +64,7 @@ class Levenshtein(GridRule):
         self._parts: list[tuple[torch.Tensor, ...]] = []  # of parts of the forward's rows
 
     def prepare(self, tokens: Array) -> ForwardTarget | None:
-        start = self.settled(tokens)
+        start = self.num_settled(tokens)
         if start >= min(self._end, len(tokens)):
             return None
         first, end = max(start, self.prompt_length), start + self.params.block_length
@@ -75,7 +75,7 @@ class Levenshtein(GridRule):
             self._num_first, self._seen = int(np.count_nonzero(self._is_first)), set()
         return ForwardTarget(np.arange(first, end), (start, end))
 
-    def settled(self, tokens: Array) -> int:
+    def num_settled(self, tokens: Array) -> int:
         return self.start if self._is_active else self.front(tokens).start
 
     def adjust_logits(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -134,8 +134,10 @@ class Levenshtein(GridRule):
         """Return the masked positions that are filled, [R] bool."""
         if self.step >= self._num_steps:
             return is_masked
-        quota, rest = divmod(self._num_first, self._num_steps)
-        needed = quota + (self.step < rest) + int(np.count_nonzero(is_masked & ~self._is_first))
+        quota, remainder = divmod(self._num_first, self._num_steps)
+        needed = (
+            quota + (self.step < remainder) + int(np.count_nonzero(is_masked & ~self._is_first))
+        )
         filled = is_masked & (scores > self.params.threshold)
         if np.count_nonzero(filled) >= needed:
             return filled

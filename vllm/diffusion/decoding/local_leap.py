@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm.diffusion.decoding.base import Candidates, ForwardTarget
-from vllm.diffusion.decoding.until_filled import UntilFilledRule, and_the_best
+from vllm.diffusion.decoding.until_filled import UntilFilledRule, with_best
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array, Mask
@@ -49,4 +49,4 @@ class LocalLeap(UntilFilledRule):
         is_near = (distances <= self.params.radius).any(axis=1)
         is_sure = scores >= self.params.threshold
         is_nearly_sure = scores >= self.params.relaxed_threshold
-        return and_the_best(np.where(is_near, is_nearly_sure, is_sure), scores)
+        return with_best(np.where(is_near, is_nearly_sure, is_sure), scores)

@@ -14,7 +14,7 @@ import numpy as np
 
 from vllm.diffusion.decoding.base import Candidates, ForwardTarget
 from vllm.diffusion.decoding.pipelined import PipelinedRule
-from vllm.diffusion.decoding.until_filled import and_the_best
+from vllm.diffusion.decoding.until_filled import with_best
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -151,7 +151,7 @@ class MultiBlock(PipelinedRule):
     def accept(self, scores: Array) -> Mask:
         if self._is_dream:
             return -scores < self.params.threshold
-        return and_the_best(-scores <= self.params.threshold, scores)
+        return with_best(-scores <= self.params.threshold, scores)
 
     def index_to_force(self, candidates: Candidates, accepted: Mask) -> int | None:
         self._forced = super().index_to_force(candidates, accepted)

@@ -74,10 +74,10 @@ class PipelinedRule(DecodingRule):
             return None
         self.step += 1
         if self.step == self.params.steps:
-            return self.take_what_is_left(masked)
+            return self.fill_remaining(masked)
         target = self.plan(tokens, masked)
         if target.eligible.size == 0 and target.fill is None:
-            return self.take_what_is_left(masked)  # mask tokens of the prompt out of reach
+            return self.fill_remaining(masked)  # mask tokens of the prompt out of reach
         unfinished = (b for b in self.blocks if b.is_full and b.num_masked > 0)
         self._first_full = next(unfinished, None)
         return target

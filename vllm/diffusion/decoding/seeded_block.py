@@ -111,12 +111,12 @@ class SeededQuota(Quota):
             return super().pick
         return None if self._think_end == self.start else ScorePick(1)
 
-    def go_on(self, tokens: Array, left: Array, changes: bool) -> ForwardTarget | None:
+    def go_on(self, tokens: Array, left: Array, has_changes: bool) -> ForwardTarget | None:
         if self._is_seed:
             self._front = None
             target = self.prepare(tokens) if self._think_end is None else None
         else:
-            target = super().go_on(tokens, left, changes)
+            target = super().go_on(tokens, left, has_changes)
         return None if self._is_seed else target  # so that the block before it is delivered
 
     def choose(self, candidates: Candidates) -> Array:

@@ -14,7 +14,7 @@ import numpy as np
 
 from vllm.diffusion.decoding.base import Array, Candidates, Commit, DecodingRule, ForwardTarget
 from vllm.diffusion.decoding.seeded_block import ThinkingBudget
-from vllm.diffusion.decoding.until_filled import and_the_best
+from vllm.diffusion.decoding.until_filled import with_best
 
 if TYPE_CHECKING:
     from vllm.diffusion.request.params import DiffusionParams
@@ -65,12 +65,12 @@ class SelfSpeculation(DecodingRule):
         masked = (tokens[self._next : self._end] == self._mask).nonzero()[0]
         self._next = self._next + int(masked[0]) if masked.size else self._end
 
-    def settled(self, tokens: Array) -> int:
+    def num_settled(self, tokens: Array) -> int:
         return self._next
 
     def choose(self, candidates: Candidates) -> Array:
         scores = candidates.scores
-        chosen: Array = and_the_best(scores > self._threshold, scores).nonzero()[0]
+        chosen: Array = with_best(scores > self._threshold, scores).nonzero()[0]
         return chosen
 
     def decide(self, candidates: Candidates) -> Commit:

@@ -14,7 +14,7 @@ import numpy as np
 
 from vllm.diffusion.core.scoring import CandidateScoring
 from vllm.diffusion.decoding.base import Candidates, most_certain_first
-from vllm.diffusion.decoding.until_filled import UntilFilledRule, and_the_best
+from vllm.diffusion.decoding.until_filled import UntilFilledRule, with_best
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array, Mask
@@ -25,7 +25,7 @@ class Threshold(UntilFilledRule):
 
     def accept(self, candidates: Candidates) -> Mask:
         scores = candidates.scores
-        return and_the_best(scores >= self.params.threshold, scores)
+        return with_best(scores >= self.params.threshold, scores)
 
 
 class EntropyThreshold(UntilFilledRule):
@@ -35,7 +35,7 @@ class EntropyThreshold(UntilFilledRule):
 
     def accept(self, candidates: Candidates) -> Mask:
         scores = candidates.scores
-        return and_the_best(-scores < self.params.threshold, scores)
+        return with_best(-scores < self.params.threshold, scores)
 
 
 class Factor(UntilFilledRule):

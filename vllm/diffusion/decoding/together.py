@@ -21,7 +21,7 @@ class BatchedCommit(NamedTuple):
     Attributes:
         positions, tokens: [K] int64, as in `Commit`.
         left: [L] int64, ascending: eligible positions that are masked after it.
-        changes: whether other than mask tokens are committed.
+        has_changes: whether other than mask tokens are committed.
         eligible: [R] int64, the candidates' positions, where log probabilities are wanted.
         logprobs: [rows, R] float64, as in `Candidates`.
     """
@@ -29,7 +29,7 @@ class BatchedCommit(NamedTuple):
     positions: Array
     tokens: Array
     left: Array
-    changes: bool
+    has_changes: bool
     eligible: Array | None = None
     logprobs: Array | None = None
 
@@ -79,20 +79,17 @@ class BatchedChoice:
         is_left = np.ones(scores.size, dtype=np.bool_)
         is_left[filled] = False
 
-        positions, chosen_tokens, left = (
-            self._positions[chosen],
-            tokens[chosen],
-            self._positions[is_left],
-        )
+        positions, left = self._positions[chosen], self._positions[is_left]
+        chosen_tokens = tokens[chosen]
         ends, left_ends = num_chosen.cumsum().tolist(), (counts - num_filled).cumsum().tolist()
         choices: list[BatchedCommit | None] = []
         start = left_start = 0
         for has_pick, end, left_end, num in zip(
             self._has_pick, ends, left_ends, num_filled.tolist(), strict=True
         ):
-            own = slice(start, end)
+            part = slice(start, end)
             choice = BatchedCommit(
-                positions[own], chosen_tokens[own], left[left_start:left_end], num > 0
+                positions[part], chosen_tokens[part], left[left_start:left_end], num > 0
             )
             choices.append(choice if has_pick else None)
             start, left_start = end, left_end

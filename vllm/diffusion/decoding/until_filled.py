@@ -50,7 +50,7 @@ class UntilFilledRule(BlockwiseRule):
         """Return the candidates to commit, [R] bool."""
 
 
-def and_the_best(accepted: Mask, scores: Array) -> Mask:
+def with_best(accepted: Mask, scores: Array) -> Mask:
     """Return `accepted` [R] bool with the most certain candidate added."""
     accepted = accepted.copy()
     accepted[most_certain_first(scores)[0]] = True

@@ -153,9 +153,9 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     but wait their turn. `long` names those of which no step is launched as a whole any more, and
     `next_slice` the one of them that continues in this step. `finished_req_ids` names those whose
     canvas is no longer needed; `scheduled_at` is `time.monotonic()`. `new_pages` holds, by request,
-    pages that the scheduler hands out; workers take them in before the step. With `drains` nothing
-    new is launched, only a step under way is collected. `generation` is that of the weights that
-    the scheduler knows of: a worker with newer ones takes no step before it knows, too.
+    pages that the scheduler hands out; workers assign them before the step. With `should_drain`
+    nothing new is launched, only a step in flight is collected. `generation` is that of the weights
+    that the scheduler has acknowledged: a worker with newer weights takes no step before that.
     """
 
     admitted: list[NewCanvas] = field(default_factory=list)
@@ -163,7 +163,7 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     scheduled_at: float = 0.0
     next_slice: StepSlice | None = None
     long: list[str] = field(default_factory=list)
-    drains: bool = False
+    should_drain: bool = False
     generation: int = 0
 
 

@@ -167,7 +167,7 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
         num_ranks=num_ranks,
         row_unit=max(architecture.scoring.window, 1),
         scales_queries=architecture.growth_within(model.max_model_len) is not None,
-        head=(*head.quantisation_buffers(stages.normed(model.dtype, width)), *head.project),
+        head=(*head.quant_buffers(stages.normed(model.dtype, width)), *head.project),
     )
 
 

@@ -123,16 +123,16 @@ class _Nfa:
         return self._repeat(node, start) if isinstance(node, Repeat) else self._sum(node, start)
 
     def _repeat(self, node: Repeat, start: int) -> int:
-        for _ in range(node.least):
+        for _ in range(node.minimum):
             start = self.add(node.node, start)
         end = self.new()
-        if node.most is None:
+        if node.maximum is None:
             loop = self.new()
             self.free[start].append(loop)
             self.free[loop].append(end)
             self.free[self.add(node.node, loop)].append(loop)
             return end
-        for _ in range(node.most - node.least):
+        for _ in range(node.maximum - node.minimum):
             self.free[start].append(end)
             start = self.add(node.node, start)
         self.free[start].append(end)
@@ -164,7 +164,7 @@ def _byte_classes(masks: set[int]) -> tuple[Array, dict[int, tuple[int, ...]]]:
     for key, kind in kinds.items():
         for index in key:
             classes[ordered[index]].append(kind)
-    return numbers, {mask: tuple(own) for mask, own in classes.items()}
+    return numbers, {mask: tuple(numbers_of_mask) for mask, numbers_of_mask in classes.items()}
 
 
 def _determine(nfa: _Nfa, end: int, allowance: Allowance) -> tuple[Array, Array, Array]:
@@ -301,7 +301,9 @@ def _groups(table: Array, accepting: Array, allowance: Allowance) -> Array:
         allowance.spend(len(looked_at) * (2 + table.shape[1] // 16) + 40)
         parts = _parts(group, table, looked_at)
         changed = [
-            part for number, own in parts.items() for part in _moved(group, sizes, number, own)
+            part
+            for number, members in parts.items()
+            for part in _moved(group, sizes, number, members)
         ]
         for part in changed:
             group[part] = len(sizes)
@@ -318,7 +320,7 @@ def _parts(group: Array, table: Array, looked_at: Array) -> dict[int, list[list[
     numbers, targets = group[looked_at].tolist(), group[table[looked_at]]
     for state, number, row in zip(looked_at.tolist(), numbers, targets, strict=True):
         parts.setdefault(number, {}).setdefault(row.tobytes(), []).append(state)
-    return {number: list(own.values()) for number, own in parts.items()}
+    return {number: list(members.values()) for number, members in parts.items()}
 
 
 def _moved(group: Array, sizes: list[int], number: int, parts: list[list[int]]) -> list[list[int]]:

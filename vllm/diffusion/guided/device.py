@@ -112,26 +112,26 @@ class DeviceStep:
 
         Rows of other requests are skipped.
         """
-        most = max(_MAX_SEGMENT_BYTES // (_BYTES_OF_SEGMENT * self._most_segments), 1)
-        for start in range(0, len(logits), most):
-            self._read(logits[start : start + most], first_column + start)
+        max_rows = max(_MAX_SEGMENT_BYTES // (_BYTES_OF_SEGMENT * self._most_segments), 1)
+        for start in range(0, len(logits), max_rows):
+            self._read(logits[start : start + max_rows], first_column + start)
 
     def _read(self, logits: torch.Tensor, first_column: int) -> None:
-        num, most = len(logits), self._most_segments
-        weights = torch.empty(3, num, most, dtype=torch.float32, device=self._device)
-        tokens = torch.empty(num, most, dtype=torch.int32, device=self._device)
+        num, num_segments = len(logits), self._most_segments
+        weights = torch.empty(3, num, num_segments, dtype=torch.float32, device=self._device)
+        tokens = torch.empty(num, num_segments, dtype=torch.int32, device=self._device)
         segments = max(_TILE // self._width, 1)
         given = (self._row_at, len(self._row_at), self._places, self._numbers)
-        kernel.read_kernel[(num, -(-most // segments))](
+        kernel.read_kernel[(num, -(-num_segments // segments))](
             *(logits, logits.stride(0), first_column, *given, self._scales, self._table),
-            *(*weights, tokens, most),
+            *(*weights, tokens, num_segments),
             PURPOSE=TOKEN,
             SEGMENTS=segments,
             WIDTH=self._width,
             **self._drawn,
         )
         kernel.class_kernel[(num, self._most_classes // _CLASSES)](
-            *(first_column, *given, self._table, *weights, tokens, most),
+            *(first_column, *given, self._table, *weights, tokens, num_segments),
             *(self._weights, self._logprobs, self._tokens, self._most_classes),
             PURPOSE=TOKEN,
             CLASSES=_CLASSES,
@@ -191,12 +191,12 @@ def _numbers(joints: Sequence[Any], tables: DeviceTables) -> tuple[ops.Array, in
     """Make the kernels' parameters of requests [J, 32], and count the values they keep."""
     numbers = np.zeros((len(joints), _FIELDS), dtype=np.int64)
     num_positions = num_values = 0
-    for own, joint in zip(numbers, joints, strict=True):
+    for fields, joint in zip(numbers, joints, strict=True):
         language, window = joint.language, joint.window
         tokens, classes, sets, members, *edges, room = tables.offsets[id(language)]
         count = len(window.kinds)
         excluded = (*joint.excluded, -1, -1)[:2]
-        own[:25] = (
+        fields[:25] = (
             *(sets, members, language.num_sets, joint.temperature > 0),
             *(*edges, room, language.num_states, language.edge_sets.shape[1]),
             *(num_positions, count, num_values, window.start, window.left),

@@ -131,7 +131,7 @@ def spec_of_format(given: Any) -> Spec | None:
     )
 
 
-def asked_spec(response_format: Any, structured_outputs: Any) -> Spec | None:
+def requested_spec(response_format: Any, structured_outputs: Any) -> Spec | None:
     """Read the two fields, of which at most one may ask for a format.
 
     Raises:

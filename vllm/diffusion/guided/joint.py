@@ -43,7 +43,7 @@ class Joint:
         excluded: at most two token ids whose probability counts as zero.
         num_logprobs: number of most likely tokens that the request wants besides log probabilities;
             None for neither.
-        beside: all joint choices of the step, including this one.
+        peers: all joint choices of the step, including this one.
         end: end (last + 1) of its columns among all sample rows of the step.
         num_seen: number of rows read so far.
         on_device: state of the step's choices on a device; None on the host.
@@ -90,8 +90,10 @@ class Joint:
         if self.temperature > 0:
             columns = range(num_uniform(self.language))
             uniform = ops.philox_uniform(self.seed, TOKEN, self.step, positions, columns).numpy()
-        own = logits.float().numpy()
-        choice = read(self.language, own, uniform, self.temperature, is_tempered=self.is_tempered)
+        row_logits = logits.float().numpy()
+        choice = read(
+            self.language, row_logits, uniform, self.temperature, is_tempered=self.is_tempered
+        )
         self._read.append(choice)
 
     def device_step(self, logits: torch.Tensor) -> DeviceStep:
@@ -140,11 +142,11 @@ def read_all(logits: torch.Tensor, readers: Sequence[tuple[Joint, slice, torch.T
     lead, rows, _ = readers[0]
     if logits.is_cuda or _IS_INTERPRETED:
         lead.device_step(logits).read(logits, lead.first_column - rows.start)
-        for joint, own, _ in readers:
-            joint.num_seen += own.stop - own.start
+        for joint, joint_rows, _ in readers:
+            joint.num_seen += joint_rows.stop - joint_rows.start
         return
-    for joint, own, positions in readers:
-        joint.read(logits[own], positions)
+    for joint, joint_rows, positions in readers:
+        joint.read(logits[joint_rows], positions)
 
 
 def choose_all(samples: Samples[torch.Tensor], joints: Sequence[Joint]) -> None:
@@ -162,15 +164,15 @@ def choose_all(samples: Samples[torch.Tensor], joints: Sequence[Joint]) -> None:
         tokens, logprobs = (torch.from_numpy(np.concatenate(x)) for x in zip(*choices, strict=True))
     start = 0
     for joint in joints:
-        own: Samples[torch.Tensor] = Samples(
+        joint_samples: Samples[torch.Tensor] = Samples(
             samples.table[:, joint.end - joint.num_rows : joint.end]
         )
         rows = slice(start, start + joint.num_rows)
         start = rows.stop
         if step is None:
-            _put(own, tokens[rows], logprobs[rows], joint)
+            _put(joint_samples, tokens[rows], logprobs[rows], joint)
         if joint.num_logprobs is not None:
-            _put_logprobs(own, logprobs[rows], joint.num_logprobs)
+            _put_logprobs(joint_samples, logprobs[rows], joint.num_logprobs)
 
 
 def _put(

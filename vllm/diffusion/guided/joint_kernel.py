@@ -58,10 +58,10 @@ def _gumbel(step, position, column, seed_low, seed_high, PURPOSE: tl.constexpr):
 
 
 @triton.jit
-def _place_of(own, position):
+def _place_of(fields, position):
     """Return step, canvas position and seed of a position, the keys of its random numbers."""
-    at = tl.load(own + 17) + position - tl.load(own + 9)
-    return tl.load(own + 16), at, tl.load(own + 14), tl.load(own + 15)
+    at = tl.load(fields + 17) + position - tl.load(fields + 9)
+    return tl.load(fields + 16), at, tl.load(fields + 14), tl.load(fields + 15)
 
 
 @triton.jit(do_not_specialize=["first_column", "num_columns"])
@@ -92,12 +92,12 @@ def read_kernel(
     if row < 0:
         return
     position, request = tl.load(places + 3 * row), tl.load(places + 3 * row + 2)
-    own = numbers + request * FIELDS
-    is_drawn = tl.load(own + 3) > 0
+    fields = numbers + request * FIELDS
+    is_drawn = tl.load(fields + 3) > 0
     segments = tl.program_id(1) * SEGMENTS + tl.arange(0, SEGMENTS)
-    is_segment = segments < tl.load(own + 21)
+    is_segment = segments < tl.load(fields + 21)
     lanes = tl.arange(0, WIDTH)
-    start = tl.multiple_of(tl.load(own + 22), 16)
+    start = tl.multiple_of(tl.load(fields + 22), 16)
     columns = tl.load(
         tables + start + segments[:, None] * WIDTH + lanes[None, :],
         mask=is_segment[:, None],
@@ -115,7 +115,7 @@ def read_kernel(
     weight = tl.max(scaled, axis=1)
     taken = tl.argmax(scaled, axis=1)
     if DRAWN:
-        step, at, seed_low, seed_high = _place_of(own, position)
+        step, at, seed_low, seed_high = _place_of(fields, position)
         u, _ = _uniform(step, at, segments, seed_low, seed_high, PURPOSE)
         shares = tl.where(is_token, tl.exp(scaled - weight[:, None]), 0.0)
         total = tl.sum(shares, axis=1)
@@ -177,19 +177,19 @@ def class_kernel(
     if row < 0:
         return
     position, request = tl.load(places + 3 * row), tl.load(places + 3 * row + 2)
-    own = numbers + request * FIELDS
-    is_drawn = tl.load(own + 3) > 0
-    num_segments = tl.load(own + 21)
+    fields = numbers + request * FIELDS
+    is_drawn = tl.load(fields + 3) > 0
+    num_segments = tl.load(fields + 21)
     offset = line.to(tl.int64) * most_segments
     best_of_row, weight_of_row = _sum_of(weights + offset, num_segments, BLOCK)
     base = tl.where(is_drawn, weight_of_row, best_of_row)
     _, score_of_row = _sum_of(sums + offset, num_segments, BLOCK)
     classes = tl.program_id(1) * CLASSES + tl.arange(0, CLASSES)
-    is_class = classes < tl.load(own + 24)
-    starts = tables + tl.load(own + 23)
+    is_class = classes < tl.load(fields + 24)
+    starts = tables + tl.load(fields + 23)
     first = tl.load(starts + classes, mask=is_class, other=0)
     count = tl.load(starts + classes + 1, mask=is_class, other=0) - first
-    step, at, seed_low, seed_high = _place_of(own, position)
+    step, at, seed_low, seed_high = _place_of(fields, position)
     best = tl.full([CLASSES], 2 * NEVER, tl.float32)
     taken = first
     top = tl.full([CLASSES], NEVER, tl.float32)
@@ -236,9 +236,9 @@ def set_kernel(
 ):
     """Compute the weight of each set at a position."""
     position = tl.program_id(0)
-    own = numbers + tl.load(request_of + position) * FIELDS
-    starts, members = tl.load(own), tl.load(own + 1)
-    num_sets = tl.load(own + 2)
+    fields = numbers + tl.load(request_of + position) * FIELDS
+    starts, members = tl.load(fields), tl.load(fields + 1)
+    num_sets = tl.load(fields + 2)
     row, standing = tl.load(row_of + position), tl.load(class_at + position)
     sets = tl.program_id(1) * SETS + tl.arange(0, SETS)
     is_set = sets < num_sets
@@ -261,7 +261,7 @@ def set_kernel(
         top = next_top
     weight = top
     if DRAWN:
-        is_drawn = (tl.load(own + 3) > 0) & (total > 0)
+        is_drawn = (tl.load(fields + 3) > 0) & (total > 0)
         weight = tl.where(is_drawn, top + tl.log(tl.maximum(total, 1e-37)), top)
     known = tl.where(there > 0, 0.0, NEVER)
     weight = tl.where(row >= 0, weight, tl.where(row == -1, known, 0.0))
@@ -289,13 +289,13 @@ def choose_kernel(
 ):
     """Choose for one request: backward over positions the states' values, forward the choices."""
     request = tl.program_id(0)
-    own = numbers + request * FIELDS
-    num_sets = tl.load(own + 2)
-    is_drawn = tl.load(own + 3) > 0
-    edge_sets, edge_targets = tl.load(own + 4), tl.load(own + 5)
-    room, num_states, width = tl.load(own + 6), tl.load(own + 7), tl.load(own + 8)
-    first, count = tl.load(own + 9), tl.load(own + 10)
-    to, start, left = tl.load(own + 11), tl.load(own + 12), tl.load(own + 13)
+    fields = numbers + request * FIELDS
+    num_sets = tl.load(fields + 2)
+    is_drawn = tl.load(fields + 3) > 0
+    edge_sets, edge_targets = tl.load(fields + 4), tl.load(fields + 5)
+    room, num_states, width = tl.load(fields + 6), tl.load(fields + 7), tl.load(fields + 8)
+    first, count = tl.load(fields + 9), tl.load(fields + 10)
+    to, start, left = tl.load(fields + 11), tl.load(fields + 12), tl.load(fields + 13)
     for begin in range(0, num_states, STATES):
         states = begin + tl.arange(0, STATES)
         is_state = states < num_states
@@ -335,8 +335,8 @@ def choose_kernel(
             total_weight = tl.maximum(tl.where(is_late, NEVER, total_weight), NEVER)
             tl.store(values + here + states, total_weight, mask=is_state)
         tl.debug_barrier()
-    seed_low, seed_high = tl.load(own + 14), tl.load(own + 15)
-    step, position = tl.load(own + 16), tl.load(own + 17)
+    seed_low, seed_high = tl.load(fields + 14), tl.load(fields + 15)
+    step, position = tl.load(fields + 16), tl.load(fields + 17)
     edges = tl.arange(0, WIDEST)
     state = start
     for index in range(count):
@@ -384,12 +384,12 @@ def token_kernel(
     """Write the token of a row's set, and its score; the lowest one of equals."""
     row = tl.program_id(0)
     position, column = tl.load(places + 3 * row), tl.load(places + 3 * row + 1)
-    own = numbers + tl.load(places + 3 * row + 2) * FIELDS
-    starts, members = tl.load(own), tl.load(own + 1)
+    fields = numbers + tl.load(places + 3 * row + 2) * FIELDS
+    starts, members = tl.load(fields), tl.load(fields + 1)
     taken = tl.load(chosen + position)
     first = tl.load(tables + starts + taken)
     count = tl.load(tables + starts + taken + 1) - first
-    step, at, seed_low, seed_high = _place_of(own, position)
+    step, at, seed_low, seed_high = _place_of(fields, position)
     best = tl.full([MEMBERS], 2 * NEVER, tl.float32)
     token = tl.full([MEMBERS], 0x7FFFFFFF, tl.int32)
     logprob = tl.full([MEMBERS], NEVER, tl.float32)
@@ -400,9 +400,9 @@ def token_kernel(
         place = row.to(tl.int64) * most_classes + member
         key = tl.load(class_weights + place, mask=mask, other=2 * NEVER)
         if DRAWN:
-            noise_at = 2 * tl.load(own + 21) + member
+            noise_at = 2 * tl.load(fields + 21) + member
             noise = _gumbel(step, at, noise_at, seed_low, seed_high, PURPOSE)
-            key = tl.where(mask & (tl.load(own + 3) > 0), key + noise, key)
+            key = tl.where(mask & (tl.load(fields + 3) > 0), key + noise, key)
         new = tl.load(class_tokens + place, mask=mask, other=0x7FFFFFFF)
         is_better = (key > best) | ((key == best) & (new < token))
         best = tl.where(is_better, key, best)
@@ -416,6 +416,6 @@ def token_kernel(
     tl.store(logprobs + row, score)
     tl.store(sampled + column, lowest.to(tl.float64))
     tl.store(sampled + 2 * stride + column, lowest.to(tl.float64))
-    is_excluded = (lowest == tl.load(own + 19)) | (lowest == tl.load(own + 20))
+    is_excluded = (lowest == tl.load(fields + 19)) | (lowest == tl.load(fields + 20))
     probability = tl.where(is_excluded, 0.0, tl.exp(score))
-    tl.store(sampled + stride + column, probability, mask=tl.load(own + 18) > 0)
+    tl.store(sampled + stride + column, probability, mask=tl.load(fields + 18) > 0)

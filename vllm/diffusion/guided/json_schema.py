@@ -160,7 +160,7 @@ class _Compiler:
     # ---- keywords that say all of a value ----
 
     def _whole(self, schema: dict[str, Any], keyword: str, place: str) -> Node:
-        given, own = schema[keyword], f"{place}/{keyword}"
+        given, path = schema[keyword], f"{place}/{keyword}"
         if keyword in ("const", "enum"):
             return self._listed(schema, keyword, place)
         others = schema.keys() - ANNOTATIONS - {keyword}
@@ -175,7 +175,7 @@ class _Compiler:
         if keyword == "oneOf" and not self._are_apart(given):
             why = "more than one could hold; wanted schemas of different types or with a property "
             raise SchemaError(place, keyword, why + "whose constants tell them apart, or anyOf")
-        return either([self.value(part, f"{own}/{i}") for i, part in enumerate(given)])
+        return either([self.value(part, f"{path}/{i}") for i, part in enumerate(given)])
 
     def _referred(self, pointer: Any, place: str) -> Node:
         target = self._target(pointer, place)
@@ -223,18 +223,18 @@ class _Compiler:
         """Whether no value can match two of these schemas."""
         known = [self._signs(option) for option in options]
         return all(
-            self._tells_apart(one, other) for i, one in enumerate(known) for other in known[:i]
+            self._can_distinguish(one, other) for i, one in enumerate(known) for other in known[:i]
         )
 
-    def _tells_apart(self, one: _Signs, other: _Signs) -> bool:
+    def _can_distinguish(self, one: _Signs, other: _Signs) -> bool:
         self._allowance.spend(4)
         if not one.types & other.types:
             return True
         is_object = one.types == other.types == {"object"}
         for name in one.constants.keys() & other.constants.keys():
-            own, others = one.constants[name], other.constants[name]
-            self._allowance.spend(1 + min(len(own), len(others)) // 8)
-            if (is_object or name == "") and own.isdisjoint(others):
+            constants, others = one.constants[name], other.constants[name]
+            self._allowance.spend(1 + min(len(constants), len(others)) // 8)
+            if (is_object or name == "") and constants.isdisjoint(others):
                 return True
         return False
 
@@ -245,7 +245,7 @@ class _Compiler:
                 break
             schema = self._target(schema["$ref"], self._place)
         if not isinstance(schema, dict) or any(key in schema for key in ("anyOf", "oneOf")):
-            return _Signs(_told_apart(TYPES), {})
+            return _Signs(_value_types(TYPES), {})
         if "const" in schema or "enum" in schema:
             values = _constants(schema)
             return _Signs({type_of(value) for value in values}, {"": set(map(key_of, values))})
@@ -257,7 +257,7 @@ class _Compiler:
             for name, member in members.items()
             if name in names and isinstance(member, dict) and {"const", "enum"} & member.keys()
         }
-        return _Signs(_told_apart(types_of(schema, self._place)), constants)
+        return _Signs(_value_types(types_of(schema, self._place)), constants)
 
     # ---- values of one type ----
 
@@ -270,19 +270,22 @@ class _Compiler:
         first = schema.get("prefixItems", [])
         if not isinstance(first, list):
             raise SchemaError(place, "prefixItems", "wanted a list of schemas")
-        least, most = count_of(schema, "minItems", place, 0), count_of(schema, "maxItems", place)
+        minimum, maximum = (
+            count_of(schema, "minItems", place, 0),
+            count_of(schema, "maxItems", place),
+        )
         items = schema.get("items", True)
         if items is False:
-            most = len(first) if most is None else min(most, len(first))
-        if schema.get("uniqueItems") not in (None, False) and (most is None or most > 1):
+            maximum = len(first) if maximum is None else min(maximum, len(first))
+        if schema.get("uniqueItems") not in (None, False) and (maximum is None or maximum > 1):
             raise SchemaError(place, "uniqueItems", "not supported; wanted false")
-        if most is not None and least > most:
+        if maximum is not None and minimum > maximum:
             return Either()
-        parts = [self.value(s, f"{place}/prefixItems/{i}") for i, s in enumerate(first[:most])]
-        has_more = most is None or most > len(first)
+        parts = [self.value(s, f"{place}/prefixItems/{i}") for i, s in enumerate(first[:maximum])]
+        has_more = maximum is None or maximum > len(first)
         more = self.value(items, f"{place}/items") if has_more else Either()
         origin = _origin(schema, place, "maxItems", "minItems")
-        return then("[", _elements(parts, more, least, most, origin), "]")
+        return then("[", _elements(parts, more, minimum, maximum, origin), "]")
 
     def _object(self, schema: dict[str, Any], place: str) -> Node:
         members, required = schema.get("properties", {}), schema.get("required", [])
@@ -290,8 +293,8 @@ class _Compiler:
             raise SchemaError(place, "properties", "wanted an object")
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise SchemaError(place, "required", "wanted a list of names")
-        least = count_of(schema, "minProperties", place, 0)
-        most = count_of(schema, "maxProperties", place)
+        minimum = count_of(schema, "minProperties", place, 0)
+        maximum = count_of(schema, "maxProperties", place)
         additional = schema.get("additionalProperties", True)
         if not isinstance(additional, (bool, dict)):
             raise SchemaError(place, "additionalProperties", "wanted a schema")
@@ -299,11 +302,11 @@ class _Compiler:
         members = {**members, **{name: additional for name in required if name not in members}}
         is_open = not members and additional is not False
         count = None if is_open else len(members)
-        if least > len(names):
+        if minimum > len(names):
             raise SchemaError(
                 place, "minProperties", f"wanted at most the required: {len(required)}"
             )
-        if most is not None and (count is None or count > most):
+        if maximum is not None and (count is None or count > maximum):
             why = "wanted at least the number of properties, and additionalProperties: false"
             raise SchemaError(place, "maxProperties", why)
         if is_open:
@@ -355,13 +358,15 @@ def _origin(schema: dict[str, Any], place: str, *keywords: str) -> str:
     return ""
 
 
-def _elements(parts: list[Node], more: Node, least: int, most: int | None, origin: str) -> Node:
+def _elements(
+    parts: list[Node], more: Node, minimum: int, maximum: int | None, origin: str
+) -> Node:
     """Elements of an array with commas: those of `parts`, then any number of `more`.
 
     `origin` says where the numbers come from.
     """
-    rest = None if most is None else max(most - len(parts), 0)
-    start = max(least - len(parts), 0)
+    rest = None if maximum is None else max(maximum - len(parts), 0)
+    start = max(minimum - len(parts), 0)
     if not parts:
         if rest == 0:
             return Then()
@@ -371,7 +376,7 @@ def _elements(parts: list[Node], more: Node, least: int, most: int | None, origi
     node: Node = repeat(then(", ", more), start, rest, origin) if rest != 0 else Then()
     for index in range(len(parts) - 1, -1, -1):
         node = then(", " if index else "", parts[index], node)
-        node = node if index < least else maybe(node)
+        node = node if index < minimum else maybe(node)
     return node
 
 
@@ -408,11 +413,11 @@ def _string(schema: dict[str, Any], place: str) -> Node:
             return _quoted(regex(schema["pattern"], in_json, searches=True, origin=origin))
         except UnsupportedPatternError as error:
             raise SchemaError(place, "pattern", str(error)) from None
-    least, most = count_of(schema, "minLength", place, 0), count_of(schema, "maxLength", place)
-    if most is not None and least > most:
+    minimum, maximum = count_of(schema, "minLength", place, 0), count_of(schema, "maxLength", place)
+    if maximum is not None and minimum > maximum:
         return Either()
     return _quoted(
-        repeat(_character(), least, most, _origin(schema, place, "maxLength", "minLength"))
+        repeat(_character(), minimum, maximum, _origin(schema, place, "maxLength", "minLength"))
     )
 
 
@@ -438,13 +443,13 @@ def _number(schema: dict[str, Any], place: str, *, is_whole: bool) -> Node:
     keyword = "multipleOf" if factor is not None else "minimum"
     try:
         if is_whole or factor is not None:
-            least = None if low is None else _above(low, above)
-            most = None if high is None else -_above(high.copy_negate(), below)
+            minimum = None if low is None else _above(low, above)
+            maximum = None if high is None else -_above(high.copy_negate(), below)
             bits = WHOLE_FORMATS.get(schema.get("format", ""))
             if bits is not None:
-                least = max(-(2**bits), -(2**bits) if least is None else least)
-                most = min(2**bits - 1, 2**bits - 1 if most is None else most)
-            return integers(least, most, None if factor is None else int(factor))
+                minimum = max(-(2**bits), -(2**bits) if minimum is None else minimum)
+                maximum = min(2**bits - 1, 2**bits - 1 if maximum is None else maximum)
+            return integers(minimum, maximum, None if factor is None else int(factor))
         return numbers(low, high, above=above, below=below)
     except UnsupportedBoundsError as error:
         raise SchemaError(place, keyword, str(error)) from None
@@ -461,8 +466,8 @@ def _tighter(
 
 def _above(bound: Decimal, is_out: bool) -> int:
     """Return the least whole number that a lower bound allows."""
-    least = math.ceil(bound)
-    return least + 1 if is_out and least == bound else least
+    minimum = math.ceil(bound)
+    return minimum + 1 if is_out and minimum == bound else minimum
 
 
 def _constants(schema: Mapping[str, Any]) -> list[Any]:
@@ -471,6 +476,6 @@ def _constants(schema: Mapping[str, Any]) -> list[Any]:
     return schema["enum"] if isinstance(schema["enum"], list) else []
 
 
-def _told_apart(types: Iterable[str]) -> set[str]:
+def _value_types(types: Iterable[str]) -> set[str]:
     """Return types of which a value has one only."""
     return {"number" if kind == "integer" else kind for kind in types}

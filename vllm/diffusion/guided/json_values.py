@@ -304,8 +304,8 @@ def _bound_test(keyword: str, bound: Any) -> Test:
     return tests[keyword]
 
 
-def _length_tests(schema: dict[str, Any], least: str, most: str, place: str) -> Iterable[Test]:
-    low, high = count_of(schema, least, place), count_of(schema, most, place)
+def _length_tests(schema: dict[str, Any], minimum: str, maximum: str, place: str) -> Iterable[Test]:
+    low, high = count_of(schema, minimum, place), count_of(schema, maximum, place)
     if low is not None:
         yield lambda value: len(value) >= low
     if high is not None:

@@ -124,12 +124,12 @@ class Language:
     @cached_property
     def segments(self) -> Segments:
         """Order in which rows of logits are read."""
-        own = np.where(self.class_of_token < 0, self.num_classes, self.class_of_token)
-        order = np.argsort(own, kind="stable")
-        sizes = np.bincount(own, minlength=self.num_classes + 1)
-        width = min(max(1 << (len(own) // 1024).bit_length(), _MIN_WIDTH), _MAX_WIDTH)
+        classes = np.where(self.class_of_token < 0, self.num_classes, self.class_of_token)
+        order = np.argsort(classes, kind="stable")
+        sizes = np.bincount(classes, minlength=self.num_classes + 1)
+        width = min(max(1 << (len(classes) // 1024).bit_length(), _MIN_WIDTH), _MAX_WIDTH)
         starts = np.cumsum([0, *(-(-sizes // width))])
-        behind = np.arange(len(own)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        behind = np.arange(len(classes)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         tokens = np.full((starts[-1], width), -1, dtype=np.int32)
         tokens[np.repeat(starts[:-1], sizes) + behind // width, behind % width] = order
         return Segments(tokens, starts.astype(np.int32))
@@ -236,16 +236,16 @@ def _walk(
         distinct, place = np.unique(keys, return_inverse=True)
         numbers = [np.zeros(0, dtype=np.int64)]
         for part in _in_parts(len(distinct), num_states + 1):
-            own = distinct[part]
-            steps = table[vectors.rows(own // num_kinds), (own % num_kinds)[:, None]]
+            part_keys = distinct[part]
+            steps = table[vectors.rows(part_keys // num_kinds), (part_keys % num_kinds)[:, None]]
             numbers.append(vectors.number(steps))
         nodes[alive] = np.concatenate(numbers)[place]
         class_of_token[level.end_tokens] = nodes[level.end_nodes]
-    used, own = np.unique(class_of_token, return_inverse=True)
+    used, inverse = np.unique(class_of_token, return_inverse=True)
     names = used[used > 0]
     if not len(names):
         raise EmptyLanguageError("no tokens of the model spell it")
-    class_of_token = own - np.count_nonzero(used <= 0)
+    class_of_token = inverse - np.count_nonzero(used <= 0)
     return np.maximum(class_of_token, DEAD), vectors.rows(names)[:, :-1].T
 
 
@@ -347,8 +347,8 @@ def _by_size(class_of_token: Array, targets: Array, allowance: Allowance) -> tup
     keys = np.zeros(num_classes, dtype=np.uint64)
     for part in _in_parts(num_states, num_classes):
         allowance.spend(targets[part].size // _CELLS_OF_WORK)
-        own = targets[part].astype(np.uint64) * weights[part, None]
-        keys += own.sum(axis=0, dtype=np.uint64)
+        weighted = targets[part].astype(np.uint64) * weights[part, None]
+        keys += weighted.sum(axis=0, dtype=np.uint64)
     _, first, merged = np.unique(keys, return_index=True, return_inverse=True)
     targets = targets[:, first]
     leads = (targets < num_states).any(axis=0)
@@ -400,8 +400,8 @@ class _EdgesOfStates:
         self.keys.append(keys)
         for key, place in zip(*np.unique(keys, return_index=True), strict=True):
             if int(key) not in self.members:
-                own = classes[starts[place] : starts[place] + sizes[place]]
-                self.members[int(key)] = own.copy()
+                members = classes[starts[place] : starts[place] + sizes[place]]
+                self.members[int(key)] = members.copy()
 
 
 def _with_edges(

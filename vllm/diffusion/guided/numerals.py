@@ -26,30 +26,30 @@ class UnsupportedBoundsError(ValueError):
     """Bounds cannot be enforced; the message says why."""
 
 
-def integers(least: int | None, most: int | None, factor: int | None) -> Node:
-    """Whole numbers from `least` to `most` that `factor` divides; None for no restriction."""
+def integers(minimum: int | None, maximum: int | None, factor: int | None) -> Node:
+    """Whole numbers from `minimum` to `maximum` that `factor` divides; None for no restriction."""
     if factor is not None and factor != 1:
-        return _multiples(least, most, factor)
-    if least is None and most is None:
+        return _multiples(minimum, maximum, factor)
+    if minimum is None and maximum is None:
         return INTEGER
-    if any(len(str(abs(bound or 0))) > MAX_WHOLE_DIGITS for bound in (least, most)):
+    if any(len(str(abs(bound or 0))) > MAX_WHOLE_DIGITS for bound in (minimum, maximum)):
         raise UnsupportedBoundsError(f"wanted bounds of at most {MAX_WHOLE_DIGITS} digits")
-    return _between(least, most, 0)
+    return _between(minimum, maximum, 0)
 
 
-def numbers(least: Decimal | None, most: Decimal | None, *, above: bool, below: bool) -> Node:
+def numbers(minimum: Decimal | None, maximum: Decimal | None, *, above: bool, below: bool) -> Node:
     """Make the expression of decimals between bounds.
 
     Args:
         least, most: the bounds; None where there is none.
-        above: whether `least` itself is excluded.
-        below: whether `most` itself is excluded.
+        above: whether `minimum` itself is excluded.
+        below: whether `maximum` itself is excluded.
     """
-    if least is None and most is None:
+    if minimum is None and maximum is None:
         return NUMBER
-    places = max(_places(least), _places(most))
-    low = None if least is None else int(least.scaleb(places)) + above
-    high = None if most is None else int(most.scaleb(places)) - below
+    places = max(_places(minimum), _places(maximum))
+    low = None if minimum is None else int(minimum.scaleb(places)) + above
+    high = None if maximum is None else int(maximum.scaleb(places)) - below
     for bound in (low, high):
         if bound is not None and len(str(abs(bound))) > MAX_BOUND_DIGITS:
             raise UnsupportedBoundsError(f"wanted bounds of at most {MAX_BOUND_DIGITS} digits")
@@ -66,19 +66,19 @@ def numbers(least: Decimal | None, most: Decimal | None, *, above: bool, below: 
     return either(options)
 
 
-def _multiples(least: int | None, most: int | None, factor: int) -> Node:
+def _multiples(minimum: int | None, maximum: int | None, factor: int) -> Node:
     if not 1 <= factor <= MAX_MULTIPLES:
         raise UnsupportedBoundsError(f"wanted a whole number from 1 to {MAX_MULTIPLES}")
-    if least is not None and most is not None:
-        first, last = -(-least // factor), most // factor
+    if minimum is not None and maximum is not None:
+        first, last = -(-minimum // factor), maximum // factor
         if last - first >= MAX_MULTIPLES:
             raise UnsupportedBoundsError(
                 f"{last - first + 1} multiples lie within the bounds; "
                 f"wanted at most {MAX_MULTIPLES}"
             )
         return either(str(factor * number) for number in range(first, last + 1))
-    if most is None and (least is None or least <= 0):
-        sign = maybe(text("-")) if least is None else Then()
+    if maximum is None and (minimum is None or minimum <= 0):
+        sign = maybe(text("-")) if minimum is None else Then()
         return then(sign, Multiple(factor))
     raise UnsupportedBoundsError("wanted both bounds beside it, none, or minimum: 0")
 
@@ -88,26 +88,26 @@ def _places(bound: Decimal | None) -> int:
     return 0 if bound is None else max(-int(bound.normalize().as_tuple().exponent), 0)
 
 
-def _between(least: int | None, most: int | None, places: int) -> Node:
+def _between(minimum: int | None, maximum: int | None, places: int) -> Node:
     """Whole numbers of both signs, with the last `places` digits behind a point."""
     options: list[Node] = []
-    if most is None or most >= max(least or 0, 0):
-        options.append(_digits(max(least or 0, 0), most, places))
-    below = None if least is None else -least
-    above = 1 if most is None else max(-most, 1)
+    if maximum is None or maximum >= max(minimum or 0, 0):
+        options.append(_digits(max(minimum or 0, 0), maximum, places))
+    below = None if minimum is None else -minimum
+    above = 1 if maximum is None else max(-maximum, 1)
     if below is None or below >= above:
         options.append(then("-", _digits(above, below, places)))
     return either(options) if options else Either()
 
 
-def _digits(least: int, most: int | None, places: int) -> Node:
+def _digits(minimum: int, maximum: int | None, places: int) -> Node:
     """Non-negative numbers, with the last `places` digits behind a point; None is without bound."""
-    if most is None:
-        most = 10 ** max(OPEN_DIGITS + places, len(str(least))) - 1
+    if maximum is None:
+        maximum = 10 ** max(OPEN_DIGITS + places, len(str(minimum))) - 1
     options, shortest = [], places + 1
-    for length in range(max(len(str(least)), shortest), max(len(str(most)), shortest) + 1):
-        first = max(least, 10 ** (length - 1) if length > shortest else 0)
-        last = min(most, 10**length - 1)
+    for length in range(max(len(str(minimum)), shortest), max(len(str(maximum)), shortest) + 1):
+        first = max(minimum, 10 ** (length - 1) if length > shortest else 0)
+        last = min(maximum, 10**length - 1)
         if first <= last:
             low, high = (str(bound).zfill(length) for bound in (first, last))
             options.append(_of_equal_length(low, high, length - places))
@@ -120,18 +120,18 @@ def _of_equal_length(low: str, high: str, before: int) -> Node:
         return Then()
     point = text("." if before == 0 else "")
     first, last, rest = int(low[0]), int(high[0]), len(low) - 1
-    least, most = "0" * rest, "9" * rest
+    minimum, maximum = "0" * rest, "9" * rest
     if first == last:
         inner = _of_equal_length(low[1:], high[1:], before - 1)
         return then(point, low[0], inner)
     options = []
-    if low[1:] != least:
-        options.append(then(low[0], _of_equal_length(low[1:], most, before - 1)))
+    if low[1:] != minimum:
+        options.append(then(low[0], _of_equal_length(low[1:], maximum, before - 1)))
         first += 1
-    if high[1:] != most:
-        options.append(then(high[0], _of_equal_length(least, high[1:], before - 1)))
+    if high[1:] != maximum:
+        options.append(then(high[0], _of_equal_length(minimum, high[1:], before - 1)))
         last -= 1
     if first <= last:
         digits = Byte(((1 << (last - first + 1)) - 1) << (ord("0") + first))
-        options.append(then(digits, _of_equal_length(least, most, before - 1)))
+        options.append(then(digits, _of_equal_length(minimum, maximum, before - 1)))
     return then(point, either(options))

@@ -94,15 +94,15 @@ def read(
     logits = np.maximum(logits, _NEVER)
     missing = np.full((len(logits), 1), _NEVER)
     scaled = np.maximum(logits / temperature, _NEVER) if temperature > 0 else logits
-    own = np.append(scaled, missing, axis=1)[:, segments.tokens]
+    by_segment = np.append(scaled, missing, axis=1)[:, segments.tokens]
     join: Any = np.maximum if uniform is None else np.logaddexp
     if uniform is None:
-        weights, taken = own.max(axis=2), own.argmax(axis=2)
+        weights, taken = by_segment.max(axis=2), by_segment.argmax(axis=2)
         keys, noise = weights, np.zeros((1, num_classes))
     else:
-        within, *others = np.split(uniform, [own.shape[1], 2 * own.shape[1]], axis=1)
+        within, *others = np.split(uniform, [by_segment.shape[1], 2 * by_segment.shape[1]], axis=1)
         of_segment, noise = (-np.log(-np.log(u)) for u in others)
-        weights, taken = _drawn(own, segments.tokens >= 0, within)
+        weights, taken = _drawn(by_segment, segments.tokens >= 0, within)
         keys = weights + of_segment
     base = join.reduce(weights, axis=1, keepdims=True)
     starts, end = segments.starts[:-2], segments.starts[-2]
@@ -120,10 +120,10 @@ def read(
     return CandidateRows(weights, weights + noise, tokens, logprobs)
 
 
-def _drawn(own: Array, is_token: Array, uniform: Array) -> tuple[Array, Array]:
+def _drawn(log_weights: Array, is_token: Array, uniform: Array) -> tuple[Array, Array]:
     """Draw a token within each segment [R, G, W]; return log-sum-exp [R, G], and its place."""
-    top = own.max(axis=2)
-    shares = np.where(is_token, np.exp(own - top[..., None]), 0.0).cumsum(axis=2)
+    top = log_weights.max(axis=2)
+    shares = np.where(is_token, np.exp(log_weights - top[..., None]), 0.0).cumsum(axis=2)
     total = shares[..., -1]
     taken = (shares <= (uniform * total)[..., None]).sum(axis=2)
     return top + np.log(total), np.minimum(taken, is_token.sum(axis=1) - 1)

@@ -118,11 +118,15 @@ class _Expressions:
         if op is ops.SUBPATTERN and not value[1] and not value[2]:
             return self._sequence(value[3])
         if op in (ops.MAX_REPEAT, ops.MIN_REPEAT):
-            least, most, inner = value
-            most = None if most is ops.MAXREPEAT else most
-            times = str(least) if least == most else f"{least},{'' if most is None else most}"
+            minimum, maximum, inner = value
+            maximum = None if maximum is ops.MAXREPEAT else maximum
+            times = (
+                str(minimum)
+                if minimum == maximum
+                else f"{minimum},{'' if maximum is None else maximum}"
+            )
             origin = f"{self._origin}repetition {{{times}}}"
-            return repeat(self._sequence(inner), least, most, origin)
+            return repeat(self._sequence(inner), minimum, maximum, origin)
         name = value if op is ops.AT else op
         raise UnsupportedPatternError(f"{str(name).lower()} is not supported there")
 

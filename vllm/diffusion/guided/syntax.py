@@ -41,14 +41,14 @@ class Either:
 
 @dataclass(frozen=True)
 class Repeat:
-    """`least` to `most` repetitions of a node; None is without bound.
+    """`minimum` to `maximum` repetitions of a node; None is without bound.
 
     `origin` says which part of a format asks for so many; "" where none does.
     """
 
     node: Node
-    least: int = 0
-    most: int | None = None
+    minimum: int = 0
+    maximum: int | None = None
     origin: str = ""
 
 
@@ -78,18 +78,18 @@ def either(options: Iterable[Node | str]) -> Node:
     return nodes[0] if len(nodes) == 1 else Either(nodes)
 
 
-def repeat(node: Node, least: int, most: int | None, origin: str = "") -> Node:
+def repeat(node: Node, minimum: int, maximum: int | None, origin: str = "") -> Node:
     """Make the expression of repetitions; repetitions of repetitions become one where they can.
 
     `(x{0,m}){a,b}` is `x{0,mb}` and `(x{1,m}){a,b}` is `x{a,mb}`, as no number is left out.
     """
     while isinstance(node, Then) and len(node.parts) == 1:
         node = node.parts[0]
-    if not isinstance(node, Repeat) or node.least > 1:
-        return Repeat(node, least, most, origin)
-    is_open = None in (most, node.most) and 0 not in (most, node.most)
-    times = None if is_open else (most or 0) * (node.most or 0)
-    return Repeat(node.node, least * node.least, times, origin)
+    if not isinstance(node, Repeat) or node.minimum > 1:
+        return Repeat(node, minimum, maximum, origin)
+    is_open = None in (maximum, node.maximum) and 0 not in (maximum, node.maximum)
+    times = None if is_open else (maximum or 0) * (node.maximum or 0)
+    return Repeat(node.node, minimum * node.minimum, times, origin)
 
 
 def maybe(node: Node) -> Node:
@@ -142,19 +142,19 @@ def _sequences(low: bytes, high: bytes) -> list[Node]:
     """Expressions of the byte sequences from `low` to `high`, which are equally long."""
     if len(low) == 1:
         return [Byte(_byte_mask(low[0], high[0]))]
-    least, most = b"\x80" * (len(low) - 1), b"\xbf" * (len(low) - 1)
+    minimum, maximum = b"\x80" * (len(low) - 1), b"\xbf" * (len(low) - 1)
     if low[0] == high[0]:
         return [Then((_one(low[0]), rest)) for rest in _sequences(low[1:], high[1:])]
     options: list[Node] = []
     first, last = low[0], high[0]
-    if low[1:] != least:
-        options += [Then((_one(first), rest)) for rest in _sequences(low[1:], most)]
+    if low[1:] != minimum:
+        options += [Then((_one(first), rest)) for rest in _sequences(low[1:], maximum)]
         first += 1
-    if high[1:] != most:
-        options += [Then((_one(last), rest)) for rest in _sequences(least, high[1:])]
+    if high[1:] != maximum:
+        options += [Then((_one(last), rest)) for rest in _sequences(minimum, high[1:])]
         last -= 1
     if first <= last:
-        whole = _sequences(least, most)
+        whole = _sequences(minimum, maximum)
         options += [Then((Byte(_byte_mask(first, last)), rest)) for rest in whole]
     return options
 
@@ -182,7 +182,7 @@ def _count_parts(node: Then | Either | Repeat | Multiple, known: dict[int, int])
     if isinstance(node, Multiple):
         return node.factor + 1
     if isinstance(node, Repeat):
-        times = node.least + 1 if node.most is None else max(node.most, 1)
+        times = node.minimum + 1 if node.maximum is None else max(node.maximum, 1)
         return times * (count_nodes(node.node, known) + 1)
     inner: Sequence[Node] = node.parts if isinstance(node, Then) else node.options
     return 1 + sum(count_nodes(part, known) for part in inner)

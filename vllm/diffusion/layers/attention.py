@@ -159,8 +159,8 @@ class SelfAttention:
             if exchange is None:
                 heads = _attend_all(q, sources, buffers)
             else:
-                theirs = exchange.to_heads(q, buffers)
-                heads = exchange.to_rows(_attend_all(theirs, sources, buffers), q, buffers)
+                exchanged = exchange.to_heads(q, buffers)
+                heads = exchange.to_rows(_attend_all(exchanged, sources, buffers), q, buffers)
             if self.drafting is not None and num_adapter_rows > 0:
                 self.drafting.add_to(x[-num_adapter_rows:], heads[-num_adapter_rows:].flatten(1))
             self._add(x if updated is None else updated, heads, group, buffers)

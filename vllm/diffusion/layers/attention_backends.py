@@ -52,7 +52,7 @@ class Backend(enum.Enum):
     TILED = "our CUDA kernel for Hopper, one launch for all sequences, for as many as fill the card"
 
 
-# What the choice among them goes by; docs/performance.md, section Attention, has the measurements.
+# What the choice among them goes by; docs/measurements/kernels.md has the measurements.
 
 # Queries of a sequence from which cuDNN and FlashAttention 3 are ahead of all others.
 _MANY_QUERIES = 512

@@ -196,9 +196,9 @@ class Fp8Attention:
                 out = attended.take(buffers, num_rows)
                 attend(q8, *keys_values, layout, out, scales=known.scales)
             else:
-                theirs = exchange.to_heads(as_bytes(q8), buffers).view(q8.dtype)
-                part = attended._replace(shape=theirs.shape[1:]).take(buffers, len(theirs))
-                attend(theirs, *keys_values, layout, part, scales=known.scales)
+                exchanged = exchange.to_heads(as_bytes(q8), buffers).view(q8.dtype)
+                part = attended._replace(shape=exchanged.shape[1:]).take(buffers, len(exchanged))
+                attend(exchanged, *keys_values, layout, part, scales=known.scales)
                 out = exchange.to_rows(as_bytes(part), as_bytes(q8), buffers).view(q8.dtype)
             if num_rows:
                 self._add(x if updated is None else updated, out, q, known, group, buffers)

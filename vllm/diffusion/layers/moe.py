@@ -55,10 +55,10 @@ class ExpertsMLP:
             return
         with buffers.scope("feed-forward"):
             listed = beside_experts(x.dtype, x.shape[1], has_shared=self.shared is not None)
-            out, *rest = (buffer.take(buffers, len(x)) for buffer in listed)
+            out, *others = (buffer.take(buffers, len(x)) for buffer in listed)
             normed, addend = self.norm(x, out=out), None
             if self.shared is not None:
-                (addend,) = rest
+                (addend,) = others
                 self.shared.project(normed, addend, buffers)
             for buffer in self._temporaries(x):
                 buffer.expect(buffers, len(x))

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.positions import QueryGrowth, Yarn
 
 
-def yarn_frequencies(usual: Tensor, theta: float, yarn: Yarn | None) -> Tensor:
-    """Return what YaRN makes of the `usual` frequencies [rd / 2] fp32; these without it.
+def yarn_frequencies(plain: Tensor, theta: float, yarn: Yarn | None) -> Tensor:
+    """Return what YaRN makes of the `plain` frequencies [rd / 2] fp32; these without it.
 
     Args:
         usual: as `inverse_frequencies` returns them.
@@ -23,8 +23,8 @@ def yarn_frequencies(usual: Tensor, theta: float, yarn: Yarn | None) -> Tensor:
         yarn: the numbers of the checkpoint.
     """
     if yarn is None:
-        return usual
-    num_pairs = usual.numel()
+        return plain
+    num_pairs = plain.numel()
 
     def pair(num_turns: float) -> float:
         """Pair of channels that turns so often within the original length."""
@@ -36,7 +36,7 @@ def yarn_frequencies(usual: Tensor, theta: float, yarn: Yarn | None) -> Tensor:
     high = min(math.ceil(pair(yarn.beta_slow)), 2 * num_pairs - 1)
     pairs = torch.arange(num_pairs, dtype=torch.float32)
     slowed = ((pairs - low) / max(high - low, 1e-3)).clamp(0, 1)
-    return usual / yarn.factor * slowed + usual * (1 - slowed)
+    return plain / yarn.factor * slowed + plain * (1 - slowed)
 
 
 def write_factors(positions: Tensor, growth: QueryGrowth, out: Tensor) -> None:

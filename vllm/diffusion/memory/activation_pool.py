@@ -102,7 +102,7 @@ class ActivationPool:
         self._frame: list[_Scope] | None = None  # scopes of the step that is not run at once
         self._end = 0  # of what is taken
         self._peak = 0  # of the bytes in use since it was last reset
-        self._looks_often = False  # at PyTorch's memory, with every scope
+        self._samples_often = False  # at PyTorch's memory, with every scope
         self._others = 0  # `other_bytes`, when last seen
         self._kept: dict[str, int] = {}
 
@@ -160,12 +160,12 @@ class ActivationPool:
         num_bytes = math.prod(shape) * dtype.itemsize
         self.check_room(name, num_bytes)
         kept = self._keep(name, num_bytes).view(dtype).view(shape)
-        self._look_elsewhere()
+        self._update_other_bytes()
         return kept
 
     def check_room(self, name: str, num_bytes: int) -> None:
         """Raise PoolExhaustedError if the budget has no room to keep so many bytes more."""
-        self._look_elsewhere()
+        self._update_other_bytes()
         self._check_room(name, self._end + num_bytes)
 
     def _grow(self, end: int) -> None:
@@ -182,7 +182,7 @@ class ActivationPool:
         if end + self._others > self.budget_bytes:
             raise PoolExhaustedError(name, end + self._others, self.budget_bytes)
 
-    def _look_elsewhere(self) -> None:
+    def _update_other_bytes(self) -> None:
         """Update the bytes in use besides the buffers. Too slow to do with every buffer."""
         self._others = self.other_bytes
         self._grow(self._end)
@@ -194,13 +194,13 @@ class ActivationPool:
         return self
 
     def __enter__(self) -> None:
-        if self._looks_often or len(self._scopes) == 1:
-            self._look_elsewhere()
+        if self._samples_often or len(self._scopes) == 1:
+            self._update_other_bytes()
         self._scopes.append((self._end, {}))
 
     def __exit__(self, *_: object) -> None:
-        if self._looks_often or len(self._scopes) == 2:
-            self._look_elsewhere()
+        if self._samples_often or len(self._scopes) == 2:
+            self._update_other_bytes()
         self._end = self._scopes.pop()[0]
 
     def begin_frame(self) -> None:
@@ -252,15 +252,15 @@ class ActivationPool:
 
     # ---- bytes in use ----
 
-    def reset_peak(self, *, looks_often: bool = False) -> None:
+    def reset_peak(self, *, samples_often: bool = False) -> None:
         """Let the peak start again from the bytes in use now.
 
         Args:
-            looks_often: from now on count PyTorch's memory whenever a scope begins or ends, not
+            samples_often: from now on count PyTorch's memory whenever a scope begins or ends, not
                 only the outermost one. That takes the host a moment, too long for small steps.
         """
-        self._looks_often, self._peak = looks_often, 0
-        self._look_elsewhere()
+        self._samples_often, self._peak = samples_often, 0
+        self._update_other_bytes()
 
     @property
     def peak_bytes(self) -> int:

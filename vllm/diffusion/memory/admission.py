@@ -77,8 +77,8 @@ class Admission:
         """Whether pages of all but the least of these requests can move beside those of all."""
         if any(demand.host_layers for demand in keeping):
             return False
-        least = min(keeping, key=lambda demand: demand.cached_positions)
-        kept_bytes, least_bytes = self.kept_bytes(keeping), self.kept_bytes([least])
+        smallest = min(keeping, key=lambda demand: demand.cached_positions)
+        kept_bytes, least_bytes = self.kept_bytes(keeping), self.kept_bytes([smallest])
         layers = self._shape.num_layers
         twice = (kept_bytes - least_bytes) * part_layers(layers) // layers
         return kept_bytes + twice <= self.budget_bytes
@@ -138,8 +138,8 @@ class Admission:
         if not positions:
             return
         layer_bytes = positions * self._shape.key_value_bytes
-        most = min(num_layers, self.planner.host_bytes // layer_bytes)
-        for host_layers in range(1, most + 1):
+        max_layers = min(num_layers, self.planner.host_bytes // layer_bytes)
+        for host_layers in range(1, max_layers + 1):
             if device_layers(num_layers, host_layers) < num_layers:
                 yield replace(demand, host_layers=host_layers)
 

@@ -80,18 +80,18 @@ class Costs:
         self._query_weights = shape.num_heads * width
         self._key_value_weights = 2 * shape.num_kv_heads * width
 
-    def attend_chunk(self, rows: int, most: int, groups: int) -> int:
-        """Rows of a chunk, up to `most`, with which attention of all rows takes fewest waves.
+    def attend_chunk(self, rows: int, max_rows: int, groups: int) -> int:
+        """Rows of a chunk, up to `max_rows`, with which attention of all rows takes fewest waves.
 
         All tiles take equally long, so what counts is how few multiprocessors are idle. Of equally
         good chunks the longest is taken; either all have one size, or the longest that a number of
         waves holds.
         """
         heads, units = self._shape.num_heads // groups, self._rates.multiprocessors
-        even = even_chunk(rows, most)
+        even = even_chunk(rows, max_rows)
         last = self._waves(even, heads)
         tiles = (waves * units // heads for waves in range(max(last - heads, 1), last + 1))
-        held = {QUERY_TILE * min(count, most // QUERY_TILE) for count in tiles} - {0}
+        held = {QUERY_TILE * min(count, max_rows // QUERY_TILE) for count in tiles} - {0}
 
         def total(chunk: int) -> tuple[int, int]:
             whole, rest = divmod(rows, chunk)
@@ -116,16 +116,16 @@ class Costs:
             layers * keys_values,
             updated * attend,
             updated * feed_forward,
-            self._read(step, layout, StageRows(step.sample_rows, sizes.read)),
+            self._logits(step, layout, StageRows(step.sample_rows, sizes.logits)),
         )
 
     def longest_chunks(self, step: StepShape, layout: Residency, sizes: ChunkRows) -> StageSeconds:
         """Return the seconds of each stage's longest chunk, for one group of heads of one layer."""
         groups = layout.head_groups
-        *works, read = (StageRows(rows, rows) for rows in sizes)
+        *works, logits = (StageRows(rows, rows) for rows in sizes)
         keys_values, attend, feed_forward = self._layer(step, layout, *works)
-        read_s = self._read(step, layout, read)
-        return StageSeconds(keys_values / groups, attend / groups, feed_forward, read_s)
+        logits_s = self._logits(step, layout, logits)
+        return StageSeconds(keys_values / groups, attend / groups, feed_forward, logits_s)
 
     def _layer(
         self,
@@ -181,14 +181,14 @@ class Costs:
 
     def _queries(self, work: StageRows, groups: int) -> int:
         """Number of queries of one head in the tiles of all chunks and heads, with idle ones."""
-        whole, rest = divmod(work.rows, work.chunk)
+        whole, remainder = divmod(work.rows, work.chunk)
         heads, wave = self._shape.num_heads // groups, QUERY_TILE * self._rates.multiprocessors
 
         def computed(rows: int) -> int:
             few = 2 * rows * heads  # which share their keys
             return min(self._waves(rows, heads) * wave, few)
 
-        return whole * computed(work.chunk) + computed(rest)
+        return whole * computed(work.chunk) + computed(remainder)
 
     def _feed_forward(self, work: StageRows) -> float:
         """Return the seconds of the slowest MLP of the model, for all rows."""
@@ -208,7 +208,7 @@ class Costs:
         )
         return max(seconds, mixed)
 
-    def _read(self, step: StepShape, layout: Residency, work: StageRows) -> float:
+    def _logits(self, step: StepShape, layout: Residency, work: StageRows) -> float:
         """Return the seconds of the sample rows: the output head, and the rest of the last layer.
 
         In a streamed step the last layer is already over.
@@ -264,11 +264,11 @@ def _together(one: float, other: float) -> float:
     return math.hypot(one, other)
 
 
-def even_chunk(num_rows: int, most: int) -> int:
+def even_chunk(num_rows: int, max_rows: int) -> int:
     """Rows of a chunk: rows are cut into the fewest equal chunks, in whole tiles if they fit."""
-    if most >= num_rows:
+    if max_rows >= num_rows:
         return max(num_rows, 1)
-    most = max(most, 1)
-    most -= most % TILE_ROWS if most > TILE_ROWS else 0
-    even = -(-num_rows // -(-num_rows // most))
-    return min(-(-even // TILE_ROWS) * TILE_ROWS, most)
+    max_rows = max(max_rows, 1)
+    max_rows -= max_rows % TILE_ROWS if max_rows > TILE_ROWS else 0
+    even = -(-num_rows // -(-num_rows // max_rows))
+    return min(-(-even // TILE_ROWS) * TILE_ROWS, max_rows)

@@ -75,19 +75,19 @@ class Footprint:
         if layout.shards == 1:
             return phases
         heads = self._heads(shape.num_kv_heads // layout.head_groups)
-        own = stages.keys_values(*heads, is_own=True)
+        kv_buffers = stages.keys_values(*heads, is_own=True)
         exchanged = stages.exchanged(*heads)
-        return *((*own, *phase) for phase in phases), (*visiting, *own, *exchanged)
+        return *((*kv_buffers, *phase) for phase in phases), (*visiting, *kv_buffers, *exchanged)
 
     def _fp8_keys_values(self, layout: Residency, visiting: Listed, normed: Buffer) -> Phases:
         """Buffers of the keys-values stage, and of the survey before it, with fp8 attention."""
         shape, groups = self.shape, layout.head_groups
         heads, queries = (self._heads(n // groups) for n in (shape.num_kv_heads, shape.num_heads))
-        own, copies = stages.keys_values(*heads, is_own=True), fp8_stages.keys_values(*heads[1:])
+        wide, copies = stages.keys_values(*heads, is_own=True), fp8_stages.keys_values(*heads[1:])
         rows = fp8_stages.surveyed(shape.dtype, shape.hidden_size), *self._rotary(layout)
         phases: list[Listed] = []
         for products in shape.products:
-            made = *own, *products.rows(normed), *products.project
+            made = *wide, *products.rows(normed), *products.project
             phases += [(*visiting, *made), (*rows, self._querying(queries, products)[0], *made)]
         if layout.shards == 1:
             return tuple(phases)
@@ -128,8 +128,7 @@ class Footprint:
         if is_packed:
             attending.append(collected)
         made = [
-            (*products.quantisation_buffers(attending[0]), *products.add_to)
-            for products in shape.products
+            (*products.quant_buffers(attending[0]), *products.add_to) for products in shape.products
         ]
         phases = tuple((*attending, *phase) for phase in made)
         if has_queries:
@@ -153,7 +152,7 @@ class Footprint:
             (*visiting, *phase) for phases in (*dense, self._experts()) for phase in phases
         )
 
-    def read(self, layout: Residency, *, is_packed: bool) -> Phases:
+    def logits(self, layout: Residency, *, is_packed: bool) -> Phases:
         """Buffers of sample rows after the body: the rest of the last layer, then logits.
 
         In a streamed layout the last layer is over by then.
@@ -193,11 +192,11 @@ class Footprint:
     def _stores(self, layout: Residency) -> Listed:
         return stages.residual(self.shape.dtype, self.shape.hidden_size, layout.head_groups)
 
-    def _visiting(self, layout: Residency, most: int) -> Listed:
-        """Buffers of chunks of at most `most` stores, where rows come from the host."""
+    def _visiting(self, layout: Residency, max_stores: int) -> Listed:
+        """Buffers of chunks of at most `max_stores` stores, where rows come from the host."""
         if not layout.host_residual:
             return ()
-        stores = self._stores(layout)[:most]
+        stores = self._stores(layout)[:max_stores]
         return tuple(chunk for store in stores for chunk in stages.visiting(store))
 
     def _mlp(self, products: LinearBuffers, is_long: bool) -> Phases:
@@ -209,9 +208,7 @@ class Footprint:
         gating = products.gated_limit if is_long else products.gated
         out = products.rows(activated)
         adding = (
-            out
-            if len(shape.products) == 1
-            else (activated, *products.quantisation_buffers(activated))
+            out if len(shape.products) == 1 else (activated, *products.quant_buffers(activated))
         )
         return (*out, *products.rows(normed), *gating), (*adding, *products.add_to)
 
@@ -231,8 +228,7 @@ class Footprint:
         if experts.shared_width:
             activated, normed = stages.gating(dtype, width, experts.shared_width)
             phases += [
-                (*p.rows(activated), *p.quantisation_buffers(normed), *p.gated)
-                for p in shape.products
+                (*p.rows(activated), *p.quant_buffers(normed), *p.gated) for p in shape.products
             ]
         beside = stages.beside_experts(dtype, width, has_shared=experts.shared_width > 0)
         return tuple((*beside, *phase) for phase in phases)
@@ -306,6 +302,6 @@ class RowBytes(NamedTuple):
                 StageBytes.of(footprint.keys_values(layout), is_split),
                 StageBytes.of(footprint.attend(layout, is_packed=is_packed), is_split),
                 StageBytes.of_feed_forward(footprint, layout, is_split),
-                StageBytes.of(footprint.read(layout, is_packed=is_packed), is_split),
+                StageBytes.of(footprint.logits(layout, is_packed=is_packed), is_split),
             ),
         )

@@ -119,7 +119,7 @@ class PageAllocator:
         return kept
 
     def allocate_drafts(
-        self, owner: str, own: Sequence[range], names: Sequence[str], *, grows: bool = True
+        self, owner: str, written: Sequence[range], names: Sequence[str], *, can_grow: bool = True
     ) -> list[KeptSequence]:
         """Give drafts the pages of a request, with pages of their own at some positions.
 
@@ -127,10 +127,10 @@ class PageAllocator:
 
         Args:
             owner: the request.
-            own: positions that drafts write.
+            written: positions that drafts write.
             names: names of the drafts, by which `release` finds their pages.
-            grows: whether the store may grow for it. Else free pages are used, which all ranks have
-                alike, and nothing is raised.
+            can_grow: whether the store may grow for drafts. If not, free pages are used, which are
+                the same on all ranks, and nothing is raised.
 
         Returns:
             the sequences of the first names; fewer if more would take a part of the pool that steps
@@ -141,11 +141,11 @@ class PageAllocator:
         """
         kept, store = self._sequences[owner], self.store
         is_shared = np.ones(len(kept.pages) * PAGE_SIZE, dtype=bool)
-        for positions in own:
+        for positions in written:
             is_shared[positions.start : positions.stop] = False
         pages_each = int(np.count_nonzero(~is_shared.reshape(-1, PAGE_SIZE).all(axis=1)))
         room = len(store.free)
-        if grows and not self._is_fixed:
+        if can_grow and not self._is_fixed:
             max_pages = int(MAX_SHARE_WITH_DRAFTS * self._pool.budget_bytes) // store.page_bytes
             room = max(room, max_pages - store.num_pages + room)
         names = names[: room // pages_each]
@@ -160,22 +160,22 @@ class PageAllocator:
         kept = self._sequences[owner].pages
         for name in names:
             pages = self._sequences[name].pages
-            own = pages != kept
-            self.store.copy(kept[own].tolist(), pages[own].tolist())
+            is_own = pages != kept
+            self.store.copy(kept[is_own].tolist(), pages[is_own].tolist())
 
     def _share(
         self, names: Sequence[str], owner: str, length: int, is_shared: Array
     ) -> list[KeptSequence]:
         """Give each of `names` the pages of the owner that hold shared positions alone."""
         by_page = is_shared.reshape(-1, PAGE_SIZE)
-        own = np.flatnonzero(~by_page.all(axis=1))
-        copied = own[by_page[own].any(axis=1)]
-        self._provide(len(own) * len(names))  # pages of the owner may move
+        own_pages = np.flatnonzero(~by_page.all(axis=1))
+        copied = own_pages[by_page[own_pages].any(axis=1)]
+        self._provide(len(own_pages) * len(names))  # pages of the owner may move
         shares = []
         for name in names:
             pages = self._sequences[owner].pages[: len(by_page)].copy()
             sources = pages[copied]
-            pages[own] = [self.store.free.pop() for _ in own]
+            pages[own_pages] = [self.store.free.pop() for _ in own_pages]
             self.store.copy(sources.tolist(), pages[copied].tolist())
             shares.append(self._hold(name, length, pages))
         self.update_table()

@@ -191,9 +191,9 @@ class PageStore:
 
     def _begin(self) -> None:
         """Make the buffers of the layers on the device, without pages."""
-        layers, most = self._device_layers, part_layers(self._num_layers)
+        layers, max_layers = self._device_layers, part_layers(self._num_layers)
         self._rows: list[torch.Tensor] = []  # by layer
-        sizes = [min(most, layers - first) for first in range(0, layers, most)]
+        sizes = [min(max_layers, layers - first) for first in range(0, layers, max_layers)]
         self._parts = [self._part(number, size, 0) for number, size in enumerate(sizes)]
 
     def _resized(self, number: int, part: torch.Tensor, count: int) -> torch.Tensor:

@@ -44,7 +44,7 @@ class PerStage(NamedTuple, Generic[T]):
     keys_values: T
     attend: T
     feed_forward: T
-    read: T
+    logits: T
 
     @classmethod
     def equal(cls, value: T) -> PerStage[T]:
@@ -89,7 +89,7 @@ class Plan:
 
     def resized(self, num_rows: int) -> Plan:
         """Return this plan with whole stages of `num_rows` rows."""
-        return replace(self, rows=ChunkRows.equal(num_rows)._replace(read=self.rows.read))
+        return replace(self, rows=ChunkRows.equal(num_rows)._replace(logits=self.rows.logits))
 
     def __str__(self) -> str:
         """Describe the plan on one line."""

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 MAX_KNOWN_PLANS = 4_096
 # Steps share a plan if these sizes round up to equal multiples of a unit: sample rows,
-READ_UNITS = 16  # of a unit of 1 / READ_UNITS of the step's rows,
-MIN_READ_UNIT = 32  # but at least this;
+SAMPLE_UNITS = 16  # of a unit of 1 / SAMPLE_UNITS of the step's rows,
+MIN_SAMPLE_UNIT = 32  # but at least this;
 KEYS_UNIT = 256  # keys of the longest sequence, and kept keys;
 SEQUENCES_UNIT = 16  # sequences, if there are several.
 RESERVED_PART = 8  # at most 1 / RESERVED_PART of the budget is left to short steps
@@ -150,7 +150,7 @@ class Planner:
 def _rounded_up(step: StepShape) -> StepShape:
     """Return the largest of the steps that share one plan with this one."""
     is_alone = step.num_sequences == 1
-    unit = max(step.rows // READ_UNITS, MIN_READ_UNIT)
+    unit = max(step.rows // SAMPLE_UNITS, MIN_SAMPLE_UNIT)
     return step._replace(
         sample_rows=min(_in_whole(unit, step.sample_rows), step.rows),
         longest=_in_whole(KEYS_UNIT, step.longest),

@@ -90,7 +90,7 @@ def _rates_here(device: torch.device) -> tuple[Rates, str]:
         promised = promised_rates(device)
         try:
             measured, has_company = measured_rates(device, promised), _has_company(device)
-            likely = believed(measured, promised)
+            likely = plausible_rates(measured, promised)
             rates = likely if has_company else measured
             if likely == measured and not has_company:
                 _remember(path, rates)
@@ -124,7 +124,7 @@ def promised_rates(device: torch.device) -> Rates:
     )
 
 
-def believed(measured: Rates, promised: Rates) -> Rates:
+def plausible_rates(measured: Rates, promised: Rates) -> Rates:
     """Return measured rates, with promised ones in place of those that are far too low.
 
     No property promises the speed of the link to the host.

@@ -43,7 +43,7 @@ class PlanCandidate:
         layout: the way to keep them.
         step: the step.
         row_bytes: bytes of a row in this layout.
-        most_read: rows that may have logits at a time.
+        max_logits_rows: rows that may have logits at a time.
         longest: most rows of a chunk of every stage, however much memory there is.
         attend_chunk: function of the rows that attend and the most rows of a chunk that returns the
             rows of a chunk.
@@ -55,7 +55,7 @@ class PlanCandidate:
         layout: Residency,
         step: StepShape,
         row_bytes: RowBytes,
-        most_read: int,
+        max_logits_rows: int,
         longest: ChunkRows,
         attend_chunk: Callable[[int, int], int],
         unit: int = 1,
@@ -65,15 +65,15 @@ class PlanCandidate:
         self._resident = row_bytes.resident * step.rows + row_bytes.results * step.sample_rows
         self._resident += row_bytes.collected * step.kept_keys + row_bytes.split + ROUNDING_BYTES
         if step.rows <= WHOLE_STEP_ROWS:  # what attention has returned lies beside the logits
-            beside = step.rows * self._stages.attend.temporaries // self._stages.read.buffers
-            most_read = max(most_read - beside, min(most_read, TILE_ROWS))
-        most_read = min(step.sample_rows, most_read, longest.read)
-        self._longest, self._attend_chunk = longest._replace(read=most_read), attend_chunk
+            beside = step.rows * self._stages.attend.temporaries // self._stages.logits.buffers
+            max_logits_rows = max(max_logits_rows - beside, min(max_logits_rows, TILE_ROWS))
+        max_logits_rows = min(step.sample_rows, max_logits_rows, longest.logits)
+        self._longest, self._attend_chunk = longest._replace(logits=max_logits_rows), attend_chunk
 
     def bytes_with(self, chunk_rows: int) -> int:
         """Bytes of the step with chunks of at most `chunk_rows` rows, or the smallest allowed."""
-        most = max(chunk_rows, MIN_CHUNK_ROWS, self._unit)
-        return max(self.peaks(ChunkRows(*(min(rows, most) for rows in self._longest))))
+        max_rows = max(chunk_rows, MIN_CHUNK_ROWS, self._unit)
+        return max(self.peaks(ChunkRows(*(min(rows, max_rows) for rows in self._longest))))
 
     @property
     def attend_parts(self) -> tuple[int, ...]:
@@ -110,17 +110,17 @@ class PlanCandidate:
         if feed_forward < rows:
             feed_forward = max(feed_forward // self._unit, 1) * self._unit
         fitting = of_row.keys_values.rows_in(buffers, temporaries)
-        most_read = max(min(longest.read, attend, feed_forward), 1)
+        max_logits_rows = max(min(longest.logits, attend, feed_forward), 1)
         return ChunkRows(
             even_chunk(rows, min(fitting, longest.keys_values)),
             attend,
             feed_forward,
-            even_chunk(most_read, of_row.read.rows_in(buffers, temporaries)),
+            even_chunk(max_logits_rows, of_row.logits.rows_in(buffers, temporaries)),
         )
 
     def peaks(self, sizes: ChunkRows) -> list[int]:
         """Bytes in use during each stage, with what is resident."""
-        rows = ChunkRows.equal(self.step.rows)._replace(read=self.step.sample_rows)
+        rows = ChunkRows.equal(self.step.rows)._replace(logits=self.step.sample_rows)
         stages = list(zip(map(min, sizes, rows), self._stages, strict=True))
         stays = self._resident + max(count * stage.temporaries for count, stage in stages)
         return [stays + stage.buffers_in(count) for count, stage in stages]
@@ -142,7 +142,9 @@ class PlanSearch:
     ) -> None:
         self._budget_bytes = budget_bytes
         self._costs = Costs(shape, rates)
-        self._most_read = max(LOGITS_CHUNK_BYTES // (shape.num_columns * shape.element_bytes), 1)
+        self._max_logits_rows = max(
+            LOGITS_CHUNK_BYTES // (shape.num_columns * shape.element_bytes), 1
+        )
         self._shards, self._min_rows, self._unit = shards, min_rows, shape.row_unit
         # Ways to run with chunks, from the one that computes least to the one that takes least:
         # by how many ranks divide the rows.
@@ -214,8 +216,8 @@ class PlanSearch:
         row_bytes = self._bytes_of_row(layout, step.num_sequences > 1)
         longest = self._longest_chunks(layout, step, longest_chunk_s)
         attend_chunk = partial(self._costs.attend_chunk, groups=layout.head_groups)
-        read = self._most_read
-        return PlanCandidate(layout, step, row_bytes, read, longest, attend_chunk, self._unit)
+        max_rows = self._max_logits_rows
+        return PlanCandidate(layout, step, row_bytes, max_rows, longest, attend_chunk, self._unit)
 
     def _longest_chunks(self, layout: Residency, step: StepShape, seconds: float) -> ChunkRows:
         """Return the most rows of a chunk of every stage that take at most `seconds`."""
@@ -225,11 +227,11 @@ class PlanSearch:
         def seconds_of(rows: int) -> StageSeconds:
             return self._costs.longest_chunks(step, layout, ChunkRows.equal(rows))
 
-        least = min(max(MIN_CHUNK_ROWS, self._unit), step.rows)
-        counts = range(least + 1, step.rows + 1)
+        min_rows = min(max(MIN_CHUNK_ROWS, self._unit), step.rows)
+        counts = range(min_rows + 1, step.rows + 1)
         return ChunkRows(
             *(
-                least + bisect_right(counts, seconds, key=lambda rows: seconds_of(rows)[stage])
+                min_rows + bisect_right(counts, seconds, key=lambda rows: seconds_of(rows)[stage])
                 for stage in range(len(ChunkRows._fields))
             )
         )

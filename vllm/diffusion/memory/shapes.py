@@ -64,7 +64,7 @@ class LinearBuffers(NamedTuple):
         """Buffers for rows in the products' dtype: fp8 with a scale each where they quantise."""
         return buffer.quantised if self.quantises else (buffer,)
 
-    def quantisation_buffers(self, buffer: Buffer) -> Listed:
+    def quant_buffers(self, buffer: Buffer) -> Listed:
         """Buffers for quantising rows that arrive in the model dtype; none for plain weights."""
         made = stages.quantised_rows(buffer.dtype, *buffer.shape)
         return made.quantised if self.quantises else ()
@@ -122,8 +122,8 @@ class ModelShape:
     @property
     def most_gated_rows(self) -> int | None:
         """Rows above which a chunk never stores gate and up together; None for no limit."""
-        most = [products.most_gated_rows for products in self.products]
-        return None if None in most else max(filter(None, most), default=0)
+        rows = [products.most_gated_rows for products in self.products]
+        return None if None in rows else max(filter(None, rows), default=0)
 
     @property
     def weight_bytes(self) -> float:

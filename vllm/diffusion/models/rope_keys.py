@@ -71,14 +71,14 @@ def description(values: Mapping[str, Any], key: str) -> dict[str, Any]:
     nested = {name: value for name, value in rope.items() if isinstance(value, dict)}
     if not nested:
         return {name: value for name, value in rope.items() if value is not None}
-    own = nested.get(OUR_LAYERS)
+    our_rope = nested.get(OUR_LAYERS)
     shared = {name: rope[name] for name in rope.keys() - nested.keys()}
-    is_like = own is not None and all(
-        value is None or own.get(name, value) == value for name, value in shared.items()
+    is_like = our_rope is not None and all(
+        value is None or our_rope.get(name, value) == value for name, value in shared.items()
     )
-    if own is None or not is_like:
+    if our_rope is None or not is_like:
         refuse(values, key, f'one description, or one of "{OUR_LAYERS}", is supported')
-    return {name: value for name, value in {**shared, **own}.items() if value is not None}
+    return {name: value for name, value in {**shared, **our_rope}.items() if value is not None}
 
 
 def kind_of(described: Mapping[str, Any]) -> Any:

@@ -82,8 +82,8 @@ class StandardConfig(DiffusionConfig):
 
     @classmethod
     def known_keys(cls) -> frozenset[str]:
-        own = (*cls.DEFAULTS, *cls.ONLY, *cls.SIZES, *cls.HARMLESS)
-        return frozenset((*own, cls.block_length_key))
+        family_keys = (*cls.DEFAULTS, *cls.ONLY, *cls.SIZES, *cls.HARMLESS)
+        return frozenset((*family_keys, cls.block_length_key))
 
     def read_rope(self, values: dict[str, Any]) -> None:
         """Check how rotary embeddings are described, and set what stands there in `values`."""

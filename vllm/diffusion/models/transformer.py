@@ -115,10 +115,10 @@ def destinations_of(architecture: Architecture, model: Transformer) -> dict[str,
         names.get(name, name): Destination(name, shape) for name, shape in shapes.items()
     }
     for index, layer in enumerate(cast("Sequence[DiffusionLayer]", model.layers)):
-        ours, theirs = f"model.layers.{index}", architecture.layer_names[index]
+        ours, stored = f"model.layers.{index}", architecture.layer_names[index]
         for path, destination in layer.destinations(ours).items():
             name = path.removeprefix(f"{ours}.")
-            destinations[f"{theirs}.{names.get(name, name)}"] = destination
+            destinations[f"{stored}.{names.get(name, name)}"] = destination
     return destinations
 
 

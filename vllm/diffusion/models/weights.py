@@ -43,12 +43,12 @@ def quantised_sizes(model: nn.Module, dtype: torch.dtype) -> tuple[int, int, int
     """
     count = num_bytes = num_weights = 0
     for module in model.modules():
-        own = {*module.parameters(recurse=False), *module.buffers(recurse=False)}
-        sizes = [number for p in own if (number := getattr(p, "num_weights", 0))]
+        tensors = {*module.parameters(recurse=False), *module.buffers(recurse=False)}
+        sizes = [number for p in tensors if (number := getattr(p, "num_weights", 0))]
         if sizes:
             count += len(sizes)
             num_weights += sum(sizes)
-            num_bytes += sum(p.nbytes for p in own if p is not getattr(module, "bias", None))
+            num_bytes += sum(p.nbytes for p in tensors if p is not getattr(module, "bias", None))
     return count, num_bytes, num_weights * dtype.itemsize
 
 
@@ -68,13 +68,13 @@ ROTARY_BUFFERS = frozenset(("inv_freq", "original_inv_freq", "cos_cached", "sin_
 
 def module_names(architecture: Architecture) -> WeightsMapper:
     """Map the checkpoint's names of modules, with or without a layer's, to the model's."""
-    names = {theirs: ours for ours, theirs in architecture.module_names.items()}
-    whole = {theirs: ours for theirs, ours in names.items() if "." in theirs}
+    names = {stored: ours for ours, stored in architecture.module_names.items()}
+    whole = {stored: ours for stored, ours in names.items() if "." in stored}
     layers = {name: f"model.layers.{i}" for i, name in enumerate(architecture.layer_names)}
     return WeightsMapper(
         orig_to_new_regex={
-            re.compile(rf"(?<!\w){re.escape(theirs)}(?!\w)"): ours
-            for theirs, ours in (whole | layers | names).items()
+            re.compile(rf"(?<!\w){re.escape(stored)}(?!\w)"): ours
+            for stored, ours in (whole | layers | names).items()
         }
     )
 

@@ -45,31 +45,31 @@ class BlockMethod(StreamedMethod[BlockScheme]):
         values = torch.empty(num_rows, depth, dtype=torch.float8_e4m3fn)
         scales = torch.ones(num_rows // height, depth // width)
 
-        def check(own: Tensor, part: Tensor) -> None:
-            if own.shape != part.shape:
+        def check(stored: Tensor, part: Tensor) -> None:
+            if stored.shape != part.shape:
                 raise ServerConfigError(
                     f"quantization: given a part {list(part.shape)} of a matrix for "
-                    f"{list(own.shape)}; wanted whole blocks of {[height, width]}"
+                    f"{list(stored.shape)}; wanted whole blocks of {[height, width]}"
                 )
 
         # The layer's tensors, wherever they lie when a part comes.
         def put_scales(rows: slice, part: Tensor) -> None:
-            own = getattr(layer, name).data[rows]
-            check(own, part)
-            own.copy_(part)
+            stored = getattr(layer, name).data[rows]
+            check(stored, part)
+            stored.copy_(part)
             if name in layer._parameters and "weight_scale" in layer._buffers:  # once loaded
                 of_rows = layer.get_buffer("weight_scale")
                 first, last = rows.start * height, rows.stop * height
-                of_rows[first:last] = own.repeat_interleave(height, 0)
+                of_rows[first:last] = stored.repeat_interleave(height, 0)
 
         def put_values(rows: slice, part: Tensor) -> None:
-            own: Tensor = layer.get_parameter("weight").data[rows]
-            check(own, part)
-            if part.dtype != own.dtype:  # a plain one, from a trainer
+            stored: Tensor = layer.get_parameter("weight").data[rows]
+            check(stored, part)
+            if part.dtype != stored.dtype:  # a plain one, from a trainer
                 blocks = slice(rows.start // height, rows.stop // height)
-                part, own_scales = quantise_blocks(part.to(own.device), (height, width))
+                part, own_scales = quantise_blocks(part.to(stored.device), (height, width))
                 put_scales(blocks, own_scales)
-            own.copy_(part)
+            stored.copy_(part)
 
         weight = StreamedParameter(
             data=values, loader=matrix.loader, take_part=put_values, num_weights=values.numel()

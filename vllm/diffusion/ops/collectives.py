@@ -194,8 +194,8 @@ class CardCollectives(Collectives):
 
     def _pieces(self, x: Tensor) -> Iterator[slice]:
         """Yield ranges of rows that fit into a buffer."""
-        most = max(self._buffer_bytes // (x.shape[1] * x.element_size()), 1)
-        return (slice(start, start + most) for start in range(0, len(x), most))
+        max_rows = max(self._buffer_bytes // (x.shape[1] * x.element_size()), 1)
+        return (slice(start, start + max_rows) for start in range(0, len(x), max_rows))
 
     def _part(self, like: Tensor) -> Tensor:
         return self._buffer(like.nbytes).view(like.dtype).view(like.shape)

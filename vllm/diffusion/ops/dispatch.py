@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choice of the kernel that an op runs, by its rows, its shape and the card. Nothing else chooses.
 
-All numbers were measured on an H200; docs/performance.md lists them ("Which kernel runs").
+All numbers were measured on an H200; docs/measurements/kernels.md lists them ("Which kernel runs").
 """
 
 from __future__ import annotations
@@ -229,7 +229,13 @@ def packed_tiling(
 
 @functools.lru_cache(maxsize=1024)
 def slice_columns(
-    num_rows: int, num_columns: int, depth: int, most: int, tiling: Tiling, *, card: DeviceInfo
+    num_rows: int,
+    num_columns: int,
+    depth: int,
+    max_columns: int,
+    tiling: Tiling,
+    *,
+    card: DeviceInfo,
 ) -> int:
     """Columns of a slice when a product is computed slice by slice.
 
@@ -253,7 +259,7 @@ def slice_columns(
         )
         return turns * tile_us + (whole + (rest > 0)) * _SLICE_START_US
 
-    counts = range(max(most // tiling.columns, 1), 0, -1)
+    counts = range(max(max_columns // tiling.columns, 1), 0, -1)
     return min(counts, key=microseconds) * tiling.columns
 
 

@@ -84,12 +84,12 @@ class Fp8Method(StreamedMethod[Fp8Scheme]):
             )
         scales = torch.ones(num_rows, dtype=torch.float32)
 
-        own: Any = layer  # its tensors, wherever they lie when a part comes
+        tensors: Any = layer  # its tensors, wherever they lie when a part comes
 
         def put_values(rows: slice, part: Tensor) -> None:
-            stored = own.weight.data[rows]
+            stored = tensors.weight.data[rows]
             if self._scheme.is_online:
-                quantise_weight(part, stored, own.weight_scale[rows])
+                quantise_weight(part, stored, tensors.weight_scale[rows])
             elif part.dtype in _WIDE:
                 raise CheckpointError(
                     f"given {part.dtype} for a matrix that the checkpoint has in fp8; wanted fp8 "
@@ -99,7 +99,7 @@ class Fp8Method(StreamedMethod[Fp8Scheme]):
                 stored.copy_(part)
 
         def put_scales(rows: slice, part: Tensor) -> None:
-            stored = own.weight_scale.data[rows]
+            stored = tensors.weight_scale.data[rows]
             stored.copy_(part.flatten().expand(rows.stop - rows.start))
 
         weight = StreamedParameter(

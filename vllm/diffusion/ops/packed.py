@@ -141,12 +141,12 @@ def _rounded(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Of six candidates, two are symmetric around 8, and a third spans least to largest; the others
     are these with a tenth smaller scale, which clips the ends and resolves the middle better.
     """
-    least, largest = groups.amin(dim=2), groups.amax(dim=2)
-    magnitude = torch.maximum(-least, largest)
-    signed = torch.where(largest >= -least, largest, least)
-    span = (largest.clamp(min=0) - least.clamp(max=0)) / 15
+    low, largest = groups.amin(dim=2), groups.amax(dim=2)
+    magnitude = torch.maximum(-low, largest)
+    signed = torch.where(largest >= -low, largest, low)
+    span = (largest.clamp(min=0) - low.clamp(max=0)) / 15
     middle = torch.full_like(span, 8.0)
-    spanned_zero = (-least.clamp(max=0) / _not_zero(span)).round().clamp(0, 15)
+    spanned_zero = (-low.clamp(max=0) / _not_zero(span)).round().clamp(0, 15)
     best: tuple[Tensor, ...] = ()
     whole = ((magnitude / 7, middle), (signed / -8, middle), (span, spanned_zero))
     for scales, zeros in (*whole, *((0.9 * scales, zeros) for scales, zeros in whole)):
@@ -179,8 +179,10 @@ class PackedMethod(StreamedMethod[PackedScheme]):
         packed = empty_packed(num_rows, depth, self._scheme)
 
         def take(rows: slice, part: Tensor) -> None:  # wherever the layer's tensors lie then
-            own: Any = layer
-            stored = Packed(own.weight.data, own.weight_scale, own.weight_zero, own.table)
+            tensors: Any = layer
+            stored = Packed(
+                tensors.weight.data, tensors.weight_scale, tensors.weight_zero, tensors.table
+            )
             quantise_packed(part, stored.rows(rows))
 
         weight = StreamedParameter(

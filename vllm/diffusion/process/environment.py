@@ -40,7 +40,7 @@ def allow_our_plugins() -> None:
     os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*(named or others), *ours]))
 
 
-def let_threads_sleep_soon() -> None:
+def limit_thread_spinning() -> None:
     """Limit how long OpenMP's threads spin while they wait, unless the user has said how they wait.
 
     Threads that spin for milliseconds, as is the default, starve the other processes of a server on

@@ -155,7 +155,7 @@ def drop_irrelevant_lines() -> None:
 
 def _add_filter(name: str, wanted: logging.Filter) -> None:
     logger = logging.getLogger(name)
-    is_there = any(type(own) is type(wanted) for own in logger.filters)
+    is_there = any(type(present) is type(wanted) for present in logger.filters)
     if not is_there and not init_logger("vllm").isEnabledFor(logging.DEBUG):
         logger.addFilter(wanted)
 
@@ -180,7 +180,7 @@ class BrokenPipeStream:
 
 
 @contextmanager
-def losing_what_cannot_be_written() -> Iterator[None]:
+def drop_unwritable_output() -> Iterator[None]:
     """Drop progress bars that stderr cannot take: unlike loggers, they fail on a full disk."""
     with redirect_stderr(cast("IO[str]", BrokenPipeStream(sys.stderr))):
         yield

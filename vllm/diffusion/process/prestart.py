@@ -105,7 +105,7 @@ def begin() -> None:
     process.start()
     to_read.close()
     _waiting.append(_Waiting(process, to_write, _read_early()))
-    Finalize(None, _end_what_waits, exitpriority=100)  # before this process waits for its end
+    Finalize(None, _end_waiting_process, exitpriority=100)  # before this process waits for its end
 
 
 def use_waiting_process() -> None:
@@ -132,7 +132,7 @@ def _take() -> _Waiting | None:
     return None
 
 
-def _end_what_waits() -> None:
+def _end_waiting_process() -> None:
     """End a waiting process that no engine has used."""
     while _waiting:
         _waiting.pop().process.terminate()

@@ -375,8 +375,8 @@ def algorithms_for(family: Family) -> dict[str, Algorithm]:
     table = algorithms_of(is_block_causal=family.is_block_causal)
     is_shifted = family.logit_shift > 0
     if family.has_causal_context:
-        own = {name: a for name, a in table.items() if a.causal_rule is not None}
-        return {name: dataclasses.replace(a, speculates=None) for name, a in own.items()}
+        causal = {name: a for name, a in table.items() if a.causal_rule is not None}
+        return {name: dataclasses.replace(a, speculates=None) for name, a in causal.items()}
     return {
         name: algorithm
         for name, algorithm in table.items()
@@ -437,7 +437,7 @@ def _of_algorithms(spec: Field) -> Field:
 
 
 def _named(name: str, defaults: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {algorithm: own[name] for algorithm, own in defaults.items() if name in own}
+    return {algorithm: default[name] for algorithm, default in defaults.items() if name in default}
 
 
 PARAMETERS: tuple[Field, ...] = tuple(

@@ -135,14 +135,14 @@ def decision_of(
     """
     attached = (sampling.extra_args or {}).get(DECISION)
     if attached is None:
-        return decide(asked_by(sampling), model, prompt_token_ids)
+        return decide(request_values_of(sampling), model, prompt_token_ids)
     decided = attached
     if not isinstance(decided, DiffusionParams):  # it has crossed processes
         decided = msgspec.convert(attached, DiffusionParams)
     return decided if sampling.seed is None else decided.with_seed(sampling.seed)
 
 
-def asked_by(sampling: Any) -> dict[str, Any]:
+def request_values_of(sampling: Any) -> dict[str, Any]:
     """Return the values of a vLLM `SamplingParams` under canonical names; unset ones are left out.
 
     `extra_args` holds the diffusion parameters and overrides the fields of `SamplingParams`.
@@ -154,7 +154,7 @@ def asked_by(sampling: Any) -> dict[str, Any]:
     refuse_unsupported({name: getattr(sampling, name, None) for name in UNSUPPORTED})
     extra = {k: v for k, v in (sampling.extra_args or {}).items() if k not in RESERVED_EXTRA_ARGS}
     ignored = _ignored_elsewhere(extra.pop(IGNORED, []))
-    spec = asked_format(sampling)
+    spec = requested_format(sampling)
     extra = {k: v for k, v in extra.items() if k not in (STRUCTURED, SPEC)}
     score = extra.pop(SCORE, None)
     others = sorted(extra.keys() - BESIDE_A_SCORE)
@@ -182,7 +182,7 @@ def asked_by(sampling: Any) -> dict[str, Any]:
     return given
 
 
-def asked_format(sampling: Any) -> Spec | None:
+def requested_format(sampling: Any) -> Spec | None:
     """Return the format that a `SamplingParams` asks for.
 
     Raises:
@@ -223,10 +223,10 @@ def decide(
     """Decide every parameter of a request.
 
     Args:
-        fields: values under canonical names, as `canonical` or `asked_by` return them. The latter
-            adds `stop_token_ids`, `logprobs`, `structured_outputs` (a `Spec`), `IGNORED` (names of
-            fields that were left out), and `upstream_max_tokens`, a limit that upstream may have
-            filled in itself.
+        fields: values under canonical names, as `canonical` or `request_values_of` return them.
+            The latter adds `stop_token_ids`, `logprobs`, `structured_outputs` (a `Spec`), `IGNORED`
+            (names of fields that were left out), and `upstream_max_tokens`, a limit that upstream
+            may have filled in itself.
         model: the served model.
         prompt_token_ids: the prompt.
 
@@ -325,7 +325,7 @@ def _scored(
     if spec is not None:
         raise InvalidParameterError(SCORE, score, f"wanted it without {STRUCTURED}")
     wanted = likelihood_request(score, num_prompt, model.vocab_size)
-    return dataclasses.replace(params, **_only_read(wanted, model), score=wanted)
+    return dataclasses.replace(params, **_score_values(wanted, model), score=wanted)
 
 
 def _values(
@@ -390,7 +390,7 @@ def _logprob_token_ids(given: Any, model: ServedModel) -> tuple[int, ...]:
     return ids
 
 
-def _only_read(score: ScoreRequest, model: ServedModel) -> dict[str, Any]:
+def _score_values(score: ScoreRequest, model: ServedModel) -> dict[str, Any]:
     """Return the other parameters of a likelihood request."""
     if 0 in score.positions and model.family.has_causal_context:
         raise InvalidParameterError(
@@ -527,12 +527,12 @@ def _algorithm(request: Mapping[str, Any], model: ServedModel, spec: Spec | None
             wanted = f"wanted {in_words(keeps_places)} beside {field}, as it moves tokens"
             raise InvalidParameterError("algorithm", algorithm, wanted)
         return allowed[algorithm]
-    usual = allowed[model.defaults.get("algorithm", model.family.default_algorithm)]
-    if needs_places and usual.name not in keeps_places:
-        usual = next(iter(keeps_places.values()))
-    if "threshold" in request and "threshold" not in usual.parameters and "threshold" in allowed:
+    default = allowed[model.defaults.get("algorithm", model.family.default_algorithm)]
+    if needs_places and default.name not in keeps_places:
+        default = next(iter(keeps_places.values()))
+    if "threshold" in request and "threshold" not in default.parameters and "threshold" in allowed:
         return allowed["threshold"]
-    return usual
+    return default
 
 
 def _is_used(name: str, algorithm: Algorithm, model: ServedModel) -> bool:
@@ -650,8 +650,8 @@ def _cache(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel)
     chosen = cache_asked or model.defaults.get("cache")
     if chosen is None and _value("cache_delay_iter", request, algorithm, model) < NEVER:
         chosen = "delayed"
-    usual = "exact" if model.family.is_block_causal else "none"
-    cache = str(chosen) if chosen in algorithm.caches else usual
+    default = "exact" if model.family.is_block_causal else "none"
+    cache = str(chosen) if chosen in algorithm.caches else default
     is_explicit = cache_asked is not None or request.get("cache_delay_iter", NEVER) < NEVER
     is_alone = cache not in GUIDED_CACHES
     if is_alone and request.get("cfg_scale", 0) > 0 and is_explicit:

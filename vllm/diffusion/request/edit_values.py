@@ -91,11 +91,11 @@ def _bad_words(
         return ()
     if model.encode is None:
         raise InvalidParameterError("bad_words", list(words), "wanted a server with a tokenizer")
-    most, num_letters = f"wanted at most {MAX_BAD_WORDS} words", sum(map(len, words))
+    limit, num_letters = f"wanted at most {MAX_BAD_WORDS} words", sum(map(len, words))
     if len(words) > MAX_BAD_WORDS:
-        raise InvalidParameterError("bad_words", list(words), f"{most}, got {len(words)}")
+        raise InvalidParameterError("bad_words", list(words), f"{limit}, got {len(words)}")
     if num_letters > MAX_BAD_LETTERS:
-        wanted = f"{most} of {MAX_BAD_LETTERS} letters together, got {num_letters}"
+        wanted = f"{limit} of {MAX_BAD_LETTERS} letters together, got {num_letters}"
         raise InvalidParameterError("bad_words", list(words), wanted)
     sequences = _spelled(tuple(words), model.encode)
     _check_ids("bad_words", [token for ids in sequences for token in ids], model.vocab_size)

@@ -250,15 +250,15 @@ def why_not_served(
 ) -> str | None:
     """Say why the server script of a family (`SERVED_AS`) refuses a checkpoint; else None."""
     family = family_of(architectures, model_type, config)
-    own = None if family is None else family.served_as
-    if own == name:
+    served_as = None if family is None else family.served_as
+    if served_as == name:
         return None
     marks = () if family is None else family.marks
     given = f"architectures: given {_with_marks(', '.join(architectures or ()) or 'none', marks)}"
     wanted_here = [family for family in FAMILIES if family.served_as == name]
     names = sorted({_with_marks(arch, f.marks) for f in wanted_here for arch in f.architectures})
     wanted = f"{given}; {_script(name)} wants {' or '.join(names)}"
-    return wanted if own is None else f"{wanted}; {_script(own)} serves this one"
+    return wanted if served_as is None else f"{wanted}; {_script(served_as)} serves this one"
 
 
 def _script(name: str) -> str:

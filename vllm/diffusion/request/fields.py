@@ -392,8 +392,8 @@ def checked(
         field = spellings.get(spelling)
         if field is None:
             raise unknown(spelling, value, {*spellings, *also_known})
-        own = check(field, spelling, value)
-        if result.setdefault(field.name, own) != own:
+        checked_value = check(field, spelling, value)
+        if result.setdefault(field.name, checked_value) != checked_value:
             raise InvalidParameterError(
                 spelling,
                 value,

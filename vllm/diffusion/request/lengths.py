@@ -133,7 +133,7 @@ def _canvas(
     room = model.max_model_len - prompt_length
     canvas: int | None = request.get("gen_length")
     block_length: int | None = request.get("block_length")
-    max_tokens = _asked_max_tokens(request, upstream_max_tokens, room, model)
+    max_tokens = _requested_max_tokens(request, upstream_max_tokens, room, model)
     if canvas is None:
         if max_tokens is None and model.default_max_tokens is not None:
             max_tokens = min(model.default_max_tokens, max(room, 1))
@@ -167,7 +167,7 @@ def _check_room(
         )
 
 
-def _asked_max_tokens(
+def _requested_max_tokens(
     request: Mapping[str, Any], upstreams: int | None, room: int, model: ServedModel
 ) -> int | None:
     """Return the requested length of the longest answer; None if there is no limit.
@@ -197,10 +197,10 @@ def _grid_lengths(
     """
     room = model.max_model_len - prompt_length
     canvas = request.get("gen_length")
-    max_tokens = _asked_max_tokens(request, upstream_max_tokens, room, model)
+    max_tokens = _requested_max_tokens(request, upstream_max_tokens, room, model)
     if canvas is None:
-        usual = room if model.default_max_tokens is None else min(model.default_max_tokens, room)
-        canvas = max(usual, 1) if max_tokens is None else max_tokens
+        default = room if model.default_max_tokens is None else min(model.default_max_tokens, room)
+        canvas = max(default, 1) if max_tokens is None else max_tokens
     _check_room(request, canvas, max_tokens, model, prompt_length)
     block_length = 1 if algorithm.blocks == "none" else _grid_block(request, model)
     lengths = Lengths(canvas, canvas if max_tokens is None else max_tokens, block_length, None)
@@ -229,8 +229,9 @@ def _grid_block(request: Mapping[str, Any], model: ServedModel) -> int:
 
 def _first_given(name: str, request: Mapping[str, Any], model: ServedModel) -> int | None:
     """Return a length of the request, else of the server, the checkpoint or its family."""
-    own = {"block_length": model.block_length}.get(name)
-    values = (request.get(name), model.defaults.get(name), own, model.family.defaults.get(name))
+    of_model = {"block_length": model.block_length}.get(name)
+    defaults = model.defaults.get(name), of_model, model.family.defaults.get(name)
+    values = request.get(name), *defaults
     return next((value for value in values if value is not None), None)
 
 
@@ -246,9 +247,9 @@ def _steps_per_block(request: Mapping[str, Any], model: ServedModel, num_blocks:
                 f"it contradicts steps: {request['steps']} in {num_blocks} blocks are {steps} each",
             )
     steps_asked: int | None = per_block or steps or model.defaults.get("steps_per_block")
-    usual = model.defaults.get("steps", model.default_steps)
-    if steps_asked is None and usual is not None:
-        steps_asked = _quota_steps(None, num_blocks, usual) // num_blocks
+    default_steps = model.defaults.get("steps", model.default_steps)
+    if steps_asked is None and default_steps is not None:
+        steps_asked = _quota_steps(None, num_blocks, default_steps) // num_blocks
     return steps_asked or model.family.defaults.get("steps_per_block")
 
 
@@ -273,7 +274,7 @@ def _canvas_for(max_tokens: int, room: int, block_length: int | None) -> int:
     return rounded
 
 
-def _block_length(given: int | None, usual: int, canvas: int, steps: int | None) -> int:
+def _block_length(given: int | None, default_length: int, canvas: int, steps: int | None) -> int:
     if given is not None:
         if canvas % given:
             raise InvalidParameterError(
@@ -282,15 +283,15 @@ def _block_length(given: int | None, usual: int, canvas: int, steps: int | None)
                 f"wanted a divisor of the canvas, {canvas}: {_near_divisors(canvas, given)}",
             )
         return given
-    if canvas % usual == 0 and (steps is None or steps % (canvas // usual) == 0):
-        return usual
+    if canvas % default_length == 0 and (steps is None or steps % (canvas // default_length) == 0):
+        return default_length
     return canvas
 
 
-def _quota_steps(given: int | None, num_blocks: int, usual: int) -> int:
+def _quota_steps(given: int | None, num_blocks: int, default_steps: int) -> int:
     """Return a multiple of the number of blocks."""
     if given is None:
-        nearest = (2 * usual + num_blocks) // (2 * num_blocks)
+        nearest = (2 * default_steps + num_blocks) // (2 * num_blocks)
         return max(1, nearest) * num_blocks
     if given % num_blocks:
         below = given // num_blocks * num_blocks

@@ -129,13 +129,13 @@ def likelihood_request(given: Any, prompt_length: int, vocab_size: int) -> Score
 
 def _options(given: Mapping[str, Any], prompt_length: int, vocab_size: int) -> dict[str, Any]:
     """Return the optional keys that are given, checked."""
-    most = {"num_top": vocab_size, "cfg_scale": math.inf, "context_length": prompt_length}
+    maxima = {"num_top": vocab_size, "cfg_scale": math.inf, "context_length": prompt_length}
     options = {name: given[name] for name in _OPTIONAL if name in given}
     for name, value in options.items():
         kinds = _OPTIONAL[name]
-        if type(value) not in kinds or not 0 <= value <= most[name] or value == math.inf:
+        if type(value) not in kinds or not 0 <= value <= maxima[name] or value == math.inf:
             kind = "a finite number" if float in kinds else "a whole number"
-            limit = "" if most[name] == math.inf else f" to {most[name]}"
+            limit = "" if maxima[name] == math.inf else f" to {maxima[name]}"
             raise InvalidParameterError(f"{SCORE}.{name}", value, f"wanted {kind} from 0{limit}")
     return options
 

@@ -56,8 +56,8 @@ class Field:
 
     def default_for(self, algorithm: str, *, is_shifted: bool) -> Any:
         """Return the value in a request that gives none."""
-        own = self.defaults.get(algorithm, self.default)
-        return self.shifted_defaults.get(algorithm, own) if is_shifted else own
+        default = self.defaults.get(algorithm, self.default)
+        return self.shifted_defaults.get(algorithm, default) if is_shifted else default
 
     def users(self, *, is_block_causal: bool) -> tuple[str, ...]:
         """Return the algorithms of a kind of family that use it, if not all do."""

@@ -88,25 +88,27 @@ def _local(edits: RowEdits, columns: range) -> _Columns[Array]:
     )
 
 
-def _change(logits: torch.Tensor, edits: Edits, early: slice, own: _Columns[torch.Tensor]) -> None:
+def _change(
+    logits: torch.Tensor, edits: Edits, early: slice, columns: _Columns[torch.Tensor]
+) -> None:
     """Change the logits [R, C] fp32 of one request."""
-    if own.biased.numel():
-        logits.index_add_(1, own.biased, own.bias.expand(len(logits), -1))
-    if own.counted.numel():
-        edited, counts = logits.index_select(1, own.counted), own.counts
-        repeated = own.in_prompt | (counts > 0)
+    if columns.biased.numel():
+        logits.index_add_(1, columns.biased, columns.bias.expand(len(logits), -1))
+    if columns.counted.numel():
+        edited, counts = logits.index_select(1, columns.counted), columns.counts
+        repeated = columns.in_prompt | (counts > 0)
         penalty = edits.repetition_penalty
         penalised = torch.where(edited > 0, edited / penalty, edited * penalty)
         edited = torch.where(repeated, penalised, edited)
         edited = edited - edits.frequency_penalty * counts
         edited = edited - edits.presence_penalty * (counts > 0)
-        logits.index_copy_(1, own.counted, edited)
+        logits.index_copy_(1, columns.counted, edited)
     if edits.allowed_token_ids:
-        kept = logits.index_select(1, own.allowed)
-        logits.fill_(-torch.inf).index_copy_(1, own.allowed, kept)
-    if own.never.numel():
-        logits.index_fill_(1, own.never, -torch.inf)
-    if own.ends.numel():
-        logits[early].index_fill_(1, own.ends, -torch.inf)
-    if own.rows.numel():
-        logits.index_put_((own.rows, own.columns), logits.new_full((), -torch.inf))
+        kept = logits.index_select(1, columns.allowed)
+        logits.fill_(-torch.inf).index_copy_(1, columns.allowed, kept)
+    if columns.never.numel():
+        logits.index_fill_(1, columns.never, -torch.inf)
+    if columns.ends.numel():
+        logits[early].index_fill_(1, columns.ends, -torch.inf)
+    if columns.rows.numel():
+        logits.index_put_((columns.rows, columns.columns), logits.new_full((), -torch.inf))

@@ -54,9 +54,9 @@ class RowEdits(NamedTuple):
 
     def piece(self, rows: slice) -> RowEdits:
         """Return the changes of some of the rows, which count from the first of them."""
-        own = (self.rows >= rows.start) & (self.rows < rows.stop)
+        is_within = (self.rows >= rows.start) & (self.rows < rows.stop)
         counts = self.counts if len(self.counts) == 1 else self.counts[rows]
-        own_rows, columns = self.rows[own] - rows.start, self.columns[own]
+        own_rows, columns = self.rows[is_within] - rows.start, self.columns[is_within]
         first, last = self.early.start - rows.start, self.early.stop - rows.start
         early = slice(max(first, 0), max(last, 0))
         return self._replace(counts=counts, early=early, rows=own_rows, columns=columns)
@@ -103,7 +103,7 @@ class LogitEditor:
         early = slice(int(first), int(last))
         rows, columns = self._completed(tokens, positions)
         if self._allowed.size and rows.size:
-            rows, columns = self._left_some(early, rows, columns)
+            rows, columns = self._without_blocked_rows(early, rows, columns)
         return RowEdits(
             edits,
             self._allowed,
@@ -127,10 +127,11 @@ class LogitEditor:
         counted = np.union1d(self._prompt, unique)
         counts = np.zeros((1, counted.size), dtype=np.float32)
         counts[0, np.searchsorted(counted, unique)] = times
-        own = tokens[positions]
-        if (own != self._mask_id).any():  # a token does not count where it may be replaced
-            is_counted = np.atleast_1d(self._open[positions] & ~np.isin(own, self._ends))
-            counts = counts - ((counted == own[:, None]) & is_counted[:, None])
+        answer_tokens = tokens[positions]
+        # a token does not count where it may be replaced
+        if (answer_tokens != self._mask_id).any():
+            is_counted = np.atleast_1d(self._open[positions] & ~np.isin(answer_tokens, self._ends))
+            counts = counts - ((counted == answer_tokens[:, None]) & is_counted[:, None])
         return counted, np.isin(counted, self._prompt), counts
 
     def _completed(self, tokens: Array, positions: Array) -> tuple[Array, Array]:
@@ -166,7 +167,9 @@ class LogitEditor:
         on_canvas = _union(starts[starts >= self._start], length)
         return every[every < self._start], on_canvas
 
-    def _left_some(self, early: slice, rows: Array, columns: Array) -> tuple[Array, Array]:
+    def _without_blocked_rows(
+        self, early: slice, rows: Array, columns: Array
+    ) -> tuple[Array, Array]:
         """Return what completes bad words, without rows where no allowed token would be left."""
         allowed = np.setdiff1d(self._allowed, self._never)
         is_early = (rows >= early.start) & (rows < early.stop)

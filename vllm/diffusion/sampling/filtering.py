@@ -54,8 +54,8 @@ def numbers_of(
     filters: Iterable[ops.Filters | None],
 ) -> dict[str, tuple[list[Any], type[np.generic]]]:
     """Return the numbers of several requests' filters by name, each with its dtype."""
-    own = list(filters)
-    return {name: ([getattr(f, name) for f in own], dtype) for name, dtype in _NUMBERS.items()}
+    numbers = list(filters)
+    return {name: ([getattr(f, name) for f in numbers], dtype) for name, dtype in _NUMBERS.items()}
 
 
 def with_numbers(kind: ops.Filters, parameters: Mapping[str, Any]) -> ops.Filters:

@@ -129,8 +129,8 @@ class RowGroup:
     def confidence_dtype(self, logits: torch.Tensor) -> torch.dtype:
         """Dtype in which scores are computed; edited logits are fp32."""
         dtypes = {"float32": torch.float32, "float64": torch.float64}
-        own = logits.dtype if self.edits is None else torch.float32
-        return dtypes.get(self.params.confidence_dtype, own)
+        dtype = logits.dtype if self.edits is None else torch.float32
+        return dtypes.get(self.params.confidence_dtype, dtype)
 
     def at_step_offset(self, count: int) -> RowGroup:
         """Return the group as it would be sampled `count` steps later."""
@@ -140,8 +140,8 @@ class RowGroup:
         """Return the group of some of its rows, counted from its first one."""
         token_ids = None if self.token_ids is None else self.token_ids[rows]
         joints = []
-        for joint, own in self.joints:
-            start, stop = max(own.start, rows.start), min(own.stop, rows.stop)
+        for joint, joint_rows in self.joints:
+            start, stop = max(joint_rows.start, rows.start), min(joint_rows.stop, rows.stop)
             if start < stop:
                 joints.append((joint, slice(start - rows.start, stop - rows.start)))
         return replace(
@@ -153,6 +153,6 @@ class RowGroup:
         )
 
 
-def pieces_of(num_rows: int, most: int) -> list[slice]:
-    """Cut rows into ranges of at most `most`; at least one range."""
-    return [slice(start, start + most) for start in range(0, max(num_rows, 1), most)]
+def pieces_of(num_rows: int, max_rows: int) -> list[slice]:
+    """Cut rows into ranges of at most `max_rows`; at least one range."""
+    return [slice(start, start + max_rows) for start in range(0, max(num_rows, 1), max_rows)]

@@ -76,18 +76,18 @@ def _runs(
     run: list[RowGroup] = []
     key: LaunchKey | None = None
     for group in groups:
-        own = None if group.is_alone else launch_key(group, logits)
+        new = None if group.is_alone else launch_key(group, logits)
         if run:
             last = run[-1]
             is_guided = group.unconditional_rows is not None or last.unconditional_rows is not None
-            is_other = own is None or own != key or (group.edits is None) != (last.edits is None)
+            is_other = new is None or new != key or (group.edits is None) != (last.edits is None)
             is_other |= group.params.return_trajectory != last.params.return_trajectory
             is_long = group.edits is not None and group.rows.stop - run[0].rows.start > most_edited
             if is_other or is_guided or is_long or last.rows.stop != group.rows.start:
                 yield run, key
                 run = []
         run.append(group)
-        key = own
+        key = new
     if run:
         yield run, key
 
@@ -105,51 +105,51 @@ def _sample_run(
 ) -> Samples[torch.Tensor]:
     """Sample a run of groups whose rows are among those of `logits`; result as of `sample`."""
     lead = run[0]
-    own = logits[lead.rows.start : run[-1].rows.stop]
+    run_logits = logits[lead.rows.start : run[-1].rows.stop]
     if lead.unconditional_rows is not None:
         free = logits[lead.unconditional_rows]
-        own.sub_(free).mul_(lead.params.cfg_scale + 1).add_(free)
+        run_logits.sub_(free).mul_(lead.params.cfg_scale + 1).add_(free)
     if lead.edits is None:
-        return _sample_rows(own, run, key, model)
-    parts = edited(own, run, _rows_at_a_time(model, BYTES_OF_EDITS), model.vocab_start)
+        return _sample_rows(run_logits, run, key, model)
+    parts = edited(run_logits, run, _rows_at_a_time(model, BYTES_OF_EDITS), model.vocab_start)
     return Samples.joined([_sample_rows(rows, part, key, model) for rows, part in parts])
 
 
 def _sample_rows(
-    own: torch.Tensor,
+    logits: torch.Tensor,
     run: list[RowGroup],
     key: LaunchKey | None,
     model: LogitsModel,
 ) -> Samples[torch.Tensor]:
-    """Sample the rows `own` of a run of groups, whose logits may be overwritten.
+    """Sample a run of groups from its rows of logits, which may be overwritten.
 
     Three rows follow for each extra draw, of the group that has most.
     """
     lead = run[0]
     readers = [group for group in run if group.joints and group.adjust is None]
     if readers:
-        read_jointly(ops.gather_columns(own, model.vocab_size), readers, lead.rows.start)
+        read_jointly(ops.gather_columns(logits, model.vocab_size), readers, lead.rows.start)
     if not any(group.num_extra_draws for group in run):
-        return _draw(own, run, key, model)
+        return _draw(logits, run, key, model)
     counts = range(max(group.num_extra_draws for group in run) + 1)
-    draws = [_draw(own, [group.at_step_offset(n) for group in run], key, model) for n in counts]
+    draws = [_draw(logits, [group.at_step_offset(n) for group in run], key, model) for n in counts]
     return Samples(torch.cat([draw.table for draw in draws]))
 
 
 def _draw(
-    own: torch.Tensor,
+    logits: torch.Tensor,
     run: list[RowGroup],
     key: LaunchKey | None,
     model: LogitsModel,
 ) -> Samples[torch.Tensor]:
-    """Sample the rows `own` of a run of groups once."""
+    """Sample a run of groups from its rows of logits once."""
     lead = run[0]
     if key is not None:
-        samples = sample_fused(own, run, key, model.vocab_start, model.vocab_size)
+        samples = sample_fused(logits, run, key, model.vocab_start, model.vocab_size)
         if not lead.params.return_trajectory:
             return Samples.of(samples)
-        traced = candidate_logprobs(own, run, samples, model.vocab_start, model.vocab_size)
+        traced = candidate_logprobs(logits, run, samples, model.vocab_start, model.vocab_size)
         return Samples.of(samples, [traced])
     # The others make copies of their logits: of a few rows at a time.
-    pieces = pieces_of(len(own), _rows_at_a_time(model, BYTES_OF_COPIES))
-    return Samples.joined([sample_alone(own[rows], lead.piece(rows), model) for rows in pieces])
+    pieces = pieces_of(len(logits), _rows_at_a_time(model, BYTES_OF_COPIES))
+    return Samples.joined([sample_alone(logits[rows], lead.piece(rows), model) for rows in pieces])

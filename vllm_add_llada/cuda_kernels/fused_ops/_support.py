@@ -70,15 +70,18 @@ def capability_of(device: int) -> tuple[int, int]:
     Raises:
         ValueError: it names none, or a higher one.
     """
-    given, own = os.environ.get("VLLM_DLLM_KERNELS", ""), torch.cuda.get_device_capability(device)
+    given, capability = (
+        os.environ.get("VLLM_DLLM_KERNELS", ""),
+        torch.cuda.get_device_capability(device),
+    )
     if not given:
-        return own
+        return capability
     major, _, minor = given.partition(".")
     named = (int(major), int(minor or 0)) if major.isdigit() and minor.isdigit() else None
-    if named is None or not (8, 0) <= named <= own:
+    if named is None or not (8, 0) <= named <= capability:
         raise ValueError(
             f"VLLM_DLLM_KERNELS: given {given!r}; wanted a compute capability from 8.0 to the "
-            f"card's, {own[0]}.{own[1]}"
+            f"card's, {capability[0]}.{capability[1]}"
         )
     return named
 

@@ -86,14 +86,18 @@ _OTHERS = Group("vLLM", "Further routes of vLLM, as it serves them.", {})
 
 def arrange(document: dict[str, Any]) -> None:
     """Order the routes of an OpenAPI document by group, and name them by what they do."""
-    rest: dict[str, Any] = document["paths"]
+    remaining: dict[str, Any] = document["paths"]
     document["tags"], document["paths"] = [], {}
     for group in (*GROUPS, _OTHERS):
-        names = list(rest) if group is _OTHERS else [path for path in group.routes if path in rest]
+        names = (
+            list(remaining)
+            if group is _OTHERS
+            else [path for path in group.routes if path in remaining]
+        )
         if names:
             document["tags"].append({"name": group.name, "description": group.description})
         for path in names:
-            document["paths"][path] = operations = rest.pop(path)
+            document["paths"][path] = operations = remaining.pop(path)
             for operation in operations.values():
                 operation["tags"] = [group.name]
                 operation["summary"] = group.routes.get(path, operation["summary"])

@@ -54,7 +54,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter(
         "mc_num",
         int,
-        "samples of the estimate; one is exact for a continuation of one token",
+        "number of samples of the estimate; one is exact for a continuation of one token",
         default=128,
         minimum=1,
         maximum=MAX_SAMPLES,
@@ -62,16 +62,17 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter(
         "batch_size",
         int,
-        "samples whose numbers of masks are spread evenly; divides mc_num",
+        "samples whose numbers of masks are evenly distributed; must divide mc_num",
         default_text=f"the largest divisor of mc_num up to {DEFAULT_BATCH_SIZE}",
         minimum=1,
         maximum=MAX_SAMPLES,
     ),
-    Parameter("seed", int, "of the maskings", default=1234),
+    Parameter("seed", int, "seed of the masks", default=1234),
     Parameter(
         "cfg",
         float,
-        "classifier-free guidance; above 0 a second sequence is run, whose context is masked",
+        "classifier-free guidance; above 0 every pass also computes a second sequence with a "
+        "masked context",
         default=0.0,
         minimum=0,
         aliases=("cfg_scale",),
@@ -79,8 +80,8 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter(
         "check_greedy",
         bool,
-        "find out whether the continuation is what the model would write itself, one token a "
-        "forward; costs as many forwards as it has tokens, one after the other",
+        "also check whether greedy decoding reproduces the continuation; takes one forward pass "
+        "per token, one after the other",
         default=False,
         aliases=("is_check_greedy", "is_greedy"),
     ),
@@ -99,13 +100,13 @@ class LikelihoodBody(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    model: str | None = Field(None, description="a served model's name")
-    context: Any = Field("", description="text or token ids; never masked, but for guidance")
-    continuation: Any = Field(..., description="text or token ids, as the context is")
+    model: str | None = Field(None, description="name of the served model")
+    context: Any = Field("", description="text or token ids; never masked, except for guidance")
+    continuation: Any = Field(..., description="text or token ids, the same kind as the context")
     masks: Any = Field(
         None,
-        description="in place of mc_num: for every sample the positions of the continuation that "
-        "are masked, from 0",
+        description="instead of mc_num: for every sample the masked positions of the continuation, "
+        "from 0",
     )
 
 
@@ -331,8 +332,8 @@ def _maskings(
                 raise InvalidParameterError(name, values[name], "wanted it left out beside masks")
         return None, _given_maskings(masks, length)
     mc_num, seed = values.get("mc_num", 128), values.get("seed", 1234) % 2**SEED_BITS
-    usual = next(n for n in range(min(mc_num, DEFAULT_BATCH_SIZE), 0, -1) if mc_num % n == 0)
-    batch_size = values.get("batch_size", usual)
+    default = next(n for n in range(min(mc_num, DEFAULT_BATCH_SIZE), 0, -1) if mc_num % n == 0)
+    batch_size = values.get("batch_size", default)
     if mc_num % batch_size:
         raise InvalidParameterError("batch_size", batch_size, f"wanted a divisor of {mc_num}")
     if length == 1:  # every sample masks it

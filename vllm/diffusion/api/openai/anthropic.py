@@ -48,8 +48,8 @@ _STATUS_TYPES = {
 
 def error_type(status: int) -> str:
     """Return Anthropic's type of an error with this status."""
-    usual = "invalid_request_error" if status < 500 else "api_error"
-    return _STATUS_TYPES.get(status, usual)
+    default = "invalid_request_error" if status < 500 else "api_error"
+    return _STATUS_TYPES.get(status, default)
 
 
 class _Open(AnthropicMessagesRequest):
@@ -135,8 +135,8 @@ class DiffusionServingMessages(DiffusionServingChat, AnthropicServingMessages):
 
     def messages_full_converter(self, generator: Any) -> MessagesAnswer:
         response = super().messages_full_converter(generator)
-        own = {**vars(response), "id": _own_id(response.id)}
-        return MessagesAnswer(**own, diffusion=DiffusionReport(**generator.diffusion))
+        values = {**vars(response), "id": _own_id(response.id)}
+        return MessagesAnswer(**values, diffusion=DiffusionReport(**generator.diffusion))
 
     async def message_stream_converter(
         self, generator: AsyncGenerator[str, None]

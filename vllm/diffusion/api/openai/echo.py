@@ -76,11 +76,11 @@ class EchoClient:
         block_length, mask_id = self._validator.block_length, self._validator.mask_id
         queries = queries_of(prompt, mask_id, sampling.prompt_logprobs or 0, block_length)
         self._score_client.check(queries, self._terms)
-        own = copy(sampling)
-        own.prompt_logprobs = None
+        params = copy(sampling)
+        params.prompt_logprobs = None
         answer = None
         if self._writes:
-            answer = self._inner.generate(engine_input, own, request_id, **options)
+            answer = self._inner.generate(engine_input, params, request_id, **options)
         return self._run(prompt, queries, answer, request_id, options)
 
     async def _run(
@@ -144,8 +144,10 @@ def prompt_logprobs(
         ids = [token, *scores.top_tokens[0]]
         values = [scores.logprobs[0][0], *scores.top_logprobs[0]]
         row: dict[int, Logprob] = {}
-        for rank, (own, value, alone) in enumerate(zip(ids, values, texts.of(ids), strict=True)):
-            row[own] = Logprob(value, rank or None, text if own == token else alone)
+        for rank, (token_id, value, alone) in enumerate(
+            zip(ids, values, texts.of(ids), strict=True)
+        ):
+            row[token_id] = Logprob(value, rank or None, text if token_id == token else alone)
         rows.append(row)
     return rows
 

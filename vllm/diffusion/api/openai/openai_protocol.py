@@ -17,12 +17,12 @@ from vllm.diffusion.api.bodies import (
     refuse_fields,
 )
 from vllm.diffusion.api.conversations import read_chat
-from vllm.diffusion.api.openai.tool_calls import asked_tools
+from vllm.diffusion.api.openai.tool_calls import requested_tools
 from vllm.diffusion.api.report import DiffusionReport
 from vllm.diffusion.api.schema import MAX_CHOICES, check_logprobs, with_diffusion_fields
 from vllm.diffusion.api.tool_prompts import reads_tools
 from vllm.diffusion.core.errors import InvalidParameterError
-from vllm.diffusion.guided.guides import SPEC, asked_spec, packed, spec_of_tools
+from vllm.diffusion.guided.guides import SPEC, packed, requested_spec, spec_of_tools
 from vllm.diffusion.request.decision import IGNORED, RESERVED_EXTRA_ARGS
 from vllm.diffusion.request.fields import BY_NAME, SPELLINGS, canonical
 from vllm.diffusion.request.params import SEED_BITS
@@ -135,8 +135,8 @@ def prepare(
         request.suffix = None  # upstream refuses it
     if extra.get("stream_canvas") and not request.stream:
         raise InvalidParameterError("stream_canvas", True, "wanted false, or stream: true")
-    spec = asked_spec(plain(request.response_format), plain(request.structured_outputs))
-    tools = asked_tools(request) if isinstance(request, ChatCompletionRequest) else None
+    spec = requested_spec(plain(request.response_format), plain(request.structured_outputs))
+    tools = requested_tools(request) if isinstance(request, ChatCompletionRequest) else None
     if tools is not None:
         if spec is not None:
             raise InvalidParameterError("tools", list(tools.parameters), f"not beside {spec.field}")
@@ -207,12 +207,12 @@ def _given(request: Any) -> dict[str, Any]:
     """Return the diffusion parameters of a body under canonical names."""
     given = {name: getattr(request, name) for name in SPELLINGS if name in request.model_fields_set}
     for name in ("max_completion_tokens", "max_output_tokens"):
-        most = getattr(request, name, None)
-        if most is not None:
-            if given.get("max_tokens") not in (None, most):
+        value = getattr(request, name, None)
+        if value is not None:
+            if given.get("max_tokens") not in (None, value):
                 contradicts = f"it contradicts max_tokens: {given['max_tokens']!r}"
-                raise InvalidParameterError(name, most, contradicts)
-            given["max_tokens"] = most
+                raise InvalidParameterError(name, value, contradicts)
+            given["max_tokens"] = value
     if isinstance(request, CompletionRequest) and reads_prompt(request):
         _shortest_canvas(given)
     return canonical(given)

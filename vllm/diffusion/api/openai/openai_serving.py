@@ -104,11 +104,11 @@ class Diffusion:
 
     def template_of(self, request: Any) -> str:
         """Return the chat template of a request, as far as it is known here."""
-        own = getattr(self.renderer.tokenizer, "chat_template", None)
+        of_tokenizer = getattr(self.renderer.tokenizer, "chat_template", None)
         given = getattr(request, "chat_template", None)
-        return str(given or getattr(self, "chat_template", None) or own or "")
+        return str(given or getattr(self, "chat_template", None) or of_tokenizer or "")
 
-    async def begun(self, request: Any, answer: Any) -> Any:
+    async def wait_until_begun(self, request: Any, answer: Any) -> Any:
         """Return the answer; if it is a stream with a timeout, once it has begun.
 
         Raises:
@@ -126,7 +126,7 @@ class DiffusionServingChat(Diffusion, OpenAIServingChat):
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
         await self.prepare(request)
         answer = await super().create_chat_completion(request, raw_request)
-        return await self.begun(request, answer)
+        return await self.wait_until_begun(request, answer)
 
     async def chat_completion_stream_generator(
         self,
@@ -188,7 +188,7 @@ class DiffusionServingCompletion(Diffusion, OpenAIServingCompletion):
         answer = await super(DiffusionServingCompletion, handler).create_completion(
             request, raw_request
         )
-        return await self.begun(request, answer)
+        return await self.wait_until_begun(request, answer)
 
     async def completion_stream_generator(
         self,

@@ -64,7 +64,7 @@ class DiffusionServingResponses(Diffusion, OpenAIServingResponses):
             request.vllm_xargs = extra_args(request, self.template_of(request))
             refuse_canvas(request.vllm_xargs.get("stream_canvas"))
             spec = spec_of(plain(request.extract_structured_outputs()))
-            tools = _asked_tools(request)
+            tools = _requested_tools(request)
             if tools is not None:
                 if spec is not None:
                     wanted = "wanted none beside a format of the answer"
@@ -139,7 +139,7 @@ class DiffusionServingResponses(Diffusion, OpenAIServingResponses):
             )
 
 
-def _asked_tools(request: Any) -> Tools | None:
+def _requested_tools(request: Any) -> Tools | None:
     """Return the tools that the answer may call; those that are no functions are named as ignored.
 
     Raises:

@@ -33,7 +33,7 @@ _HEAD = re.compile(re.escape(CALL_START) + r'"([\w-]+)", "arguments": ')
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
-def asked_tools(request: Any) -> Tools | None:
+def requested_tools(request: Any) -> Tools | None:
     """Return the tools that the answer of a body may call; None if it may call none.
 
     Raises:
@@ -63,7 +63,7 @@ def offered(
         may_answer: whether the answer may be text instead.
 
     Raises:
-        InvalidParameterError: as `asked_tools`.
+        InvalidParameterError: as `requested_tools`.
     """
     names: dict[str, Any] = {}
     for name, parameters in functions:

@@ -88,8 +88,8 @@ def _default(name: str, algorithm: Algorithm, model: ServedModel) -> Any:
     if name == "block_length":
         return model.defaults.get(name) or model.block_length or DEFAULT_BLOCK
     if name == "cache":
-        usual = model.defaults.get(name)
-        return usual if usual in algorithm.caches else algorithm.caches[0]
+        default = model.defaults.get(name)
+        return default if default in algorithm.caches else algorithm.caches[0]
     if name == "steps":
         return model.defaults.get(name) or model.default_steps
     return default_of(name, algorithm, model)

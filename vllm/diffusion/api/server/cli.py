@@ -55,12 +55,12 @@ class ServerParser(FlexibleArgumentParser):
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        options, rest = super().parse_known_args(args, namespace)
-        flag = next((word.partition("=")[0] for word in rest if word.startswith("-")), None)
+        options, unknown = super().parse_known_args(args, namespace)
+        flag = next((word.partition("=")[0] for word in unknown if word.startswith("-")), None)
         if flag is not None:
             near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.7)
             self.error(f"{flag}: unknown; {f'did you mean {near[0]}?' if near else SEE_HELP}")
-        return options, rest
+        return options, unknown
 
     def error(self, message: str) -> NoReturn:
         sys.stderr.write(f"error: {' '.join(message.removeprefix('argument ').split())}\n")

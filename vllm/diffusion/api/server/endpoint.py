@@ -70,7 +70,7 @@ from vllm.diffusion.api.server import (
 from vllm.diffusion.api.server.body_reading import BodyReading, max_text_length
 from vllm.diffusion.api.server.body_validation import stop_at_first_fault
 from vllm.diffusion.api.server.lifecycle import Lifecycle
-from vllm.diffusion.api.server.welcome import log_welcome, warn_of_arguments_without_effect
+from vllm.diffusion.api.server.welcome import log_welcome, warn_about_unused_arguments
 from vllm.diffusion.api.validator import RequestRefused, is_installed, validator_of
 from vllm.diffusion.config import served_model, settings_of
 from vllm.diffusion.core.errors import InvalidParameterError
@@ -350,7 +350,7 @@ class DiffusionEndpoint:
             state.diffusion_likelihood = None
             return
         served = served_model(engine_client.vllm_config)
-        warn_of_arguments_without_effect(args, has_prefixes=served.family.is_block_causal)
+        warn_about_unused_arguments(args, has_prefixes=served.family.is_block_causal)
         build_info, *_ = await engine_client.collective_rpc("build_info")  # ranks are alike
         metrics.install(engine_client, build_info)
         state.diffusion_lifecycle = Lifecycle(

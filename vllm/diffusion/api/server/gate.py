@@ -111,9 +111,9 @@ class Gate:
         Upstream's middleware, further in, knows the first way alone.
         """
         headers = MutableHeaders(scope=scope)
-        own = headers.get("x-api-key")
-        if own is not None and "authorization" not in headers:
-            headers["Authorization"] = f"Bearer {own}"
+        api_key = headers.get("x-api-key")
+        if api_key is not None and "authorization" not in headers:
+            headers["Authorization"] = f"Bearer {api_key}"
         return bool(keys.verify_token(headers))
 
     def _refusal(self, scope: Scope) -> Refusal | None:

@@ -87,7 +87,7 @@ class Lifecycle:
         self._engine.shutdown = self._shut_down
         self._call_all, self._engine.collective_rpc = engine.collective_rpc, self._call_workers
         self._tell_requests = self._engine.output_processor.propagate_error
-        self._engine.output_processor.propagate_error = self._tell_of_an_error
+        self._engine.output_processor.propagate_error = self._end_requests_with
         self._is_lost = False
         self._losing: asyncio.Task[None] | None = None
         self._cut = threading.Timer(_END_S, os._exit, [1])
@@ -154,7 +154,7 @@ class Lifecycle:
         except Exception as error:
             if method in _UPDATING:
                 with suppress(Exception):  # of an engine that is gone, too
-                    if any(await self._call_all("carried_out")):
+                    if any(await self._call_all("has_succeeded")):
                         await self._call_all("fail_with_others", args=(str(error),))
                     elif method == "update_weights":  # no replica has changed a weight
                         await self._call_all("cancel_update")
@@ -197,7 +197,7 @@ class Lifecycle:
         if self._is_draining or self._is_lost:
             return
         self._is_lost = True
-        self._tell_of_an_error(EngineDeadError())
+        self._end_requests_with(EngineDeadError())
         if multiprocessing.parent_process() is None:  # else upstream's first process says it
             logger.error("%s (process %d) is gone: the server ends with status 1", title, pid)
         if upstream_envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH:
@@ -212,7 +212,7 @@ class Lifecycle:
         await self._is_idle_within(_FLUSH_S)
         self._end()
 
-    def _tell_of_an_error(self, error: Exception) -> None:
+    def _end_requests_with(self, error: Exception) -> None:
         """End open requests; of a dead engine they hear what is to be done."""
         if isinstance(error, EngineDeadError):
             error = GracefulHTTPError(LOST, HTTPStatus.SERVICE_UNAVAILABLE)

@@ -75,7 +75,7 @@ async def _refused_by_upstream(raw_request: Request, error: Exception) -> Respon
     assert isinstance(error, VLLMValidationError)
     field, text = error.parameter, " ".join(str(error.args[0]).split())
     if field is not None:
-        text = _in_our_words(field, text)
+        text = _reworded(field, text)
     if field is not None and error.value is not None:
         return await _refused(
             raw_request, RequestRefused(InvalidParameterError(field, error.value, text))
@@ -84,7 +84,7 @@ async def _refused_by_upstream(raw_request: Request, error: Exception) -> Respon
     return answer(raw_request, create_error_response(message, param=field))
 
 
-def _in_our_words(field: str, text: str) -> str:
+def _reworded(field: str, text: str) -> str:
     """Rewrite the forms of upstream's messages that repeat the field and the given value."""
     name = re.escape(field)
     text = re.sub(rf"^{name} must be (.*), got .*$", r"wanted \1", text)
@@ -167,8 +167,8 @@ def refusal_of(errors: Sequence[Mapping[str, Any]]) -> InvalidParameterError:
         names = ", ".join(dict.fromkeys(map(_path, alike)))
         return InvalidParameterError(names, None, "wanted a value")
     deepest = max(alike, key=lambda error: len(_names(error)))
-    own = [error for error in alike if _names(error) == _names(deepest)]
-    wanted = " or ".join(dict.fromkeys(map(_wanted, own)))
+    of_deepest = [error for error in alike if _names(error) == _names(deepest)]
+    wanted = " or ".join(dict.fromkeys(map(_wanted, of_deepest)))
     given = None if deepest["type"] == "missing" else deepest.get("input")
     return InvalidParameterError(_path(deepest) or "body", given, f"wanted {wanted}")
 

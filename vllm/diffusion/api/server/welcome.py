@@ -40,7 +40,7 @@ OF_PREFIXES = frozenset(
 )
 
 
-def warn_of_arguments_without_effect(args: Namespace, *, has_prefixes: bool = False) -> None:
+def warn_about_unused_arguments(args: Namespace, *, has_prefixes: bool = False) -> None:
     """Log one line with the arguments without effect that were set.
 
     Args:

@@ -126,10 +126,10 @@ class Paging(AdmissionGate):
 
     def weights_changed(self, items: Sequence[RequestState], generation: int) -> None:
         self._generation = generation
-        own = [item for item in items if item.is_paged]
-        if not self.reset(own):
+        paged = [item for item in items if item.is_paged]
+        if not self.reset(paged):
             logger.warning("kept keys and values of other weights stay until they are evicted")
-        for item in own:
+        for item in paged:
             self._hash(item)
             if item.request.prefill_stats is not None:  # what it found is of no use any more
                 item.request.prefill_stats.set(item.request.num_prompt_tokens, 0, 0)

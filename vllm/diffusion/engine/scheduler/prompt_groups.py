@@ -78,14 +78,14 @@ class PromptGroups(AdmissionGate):
         key = Prompt(token_ids, replace(item.params, seed=None))
         group = self._group_of[item] = self._groups.setdefault(key, _PromptGroup(key))
         group.num_known += 1
-        _let_compute(item)
+        _make_prompt_owner(item)
         return True
 
     def prepare(self, item: RequestState) -> None:
         """Set a waiting request's demand by whose prompt it would read if it started now."""
         group = self._group_of[item]
         if not group.members or not group.num_places:
-            _let_compute(item)
+            _make_prompt_owner(item)
             return
         item.prompt_of = group.first.req_id
         if item.params.cache == "frozen":
@@ -134,7 +134,7 @@ class PromptGroups(AdmissionGate):
             group.first.demand = item.demand
 
 
-def _let_compute(item: RequestState) -> None:
+def _make_prompt_owner(item: RequestState) -> None:
     """Let a request compute its prompt, and reserve room for those that will read it."""
     item.prompt_of = None
     if item.params.cache == "frozen":

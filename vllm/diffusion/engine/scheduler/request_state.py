@@ -175,7 +175,7 @@ class RequestState:
 
     @property
     def num_accepted(self) -> int:
-        """Guessed states that came true."""
+        """Drafts that were accepted."""
         return self.num_steps - self.num_forwards
 
     @property

@@ -33,7 +33,7 @@ from vllm.diffusion.engine.scheduler.observer import Observer
 from vllm.diffusion.engine.scheduler.paging import Paging
 from vllm.diffusion.engine.scheduler.prompt_groups import PromptGroups
 from vllm.diffusion.engine.scheduler.request_state import RequestState
-from vllm.diffusion.engine.scheduler.turns import by_priority, take_turns, to_the_end
+from vllm.diffusion.engine.scheduler.turns import by_priority, move_to_end, take_turns
 from vllm.diffusion.engine.scheduler.upstream_interface import CanvasSchedulerInterface
 from vllm.diffusion.engine.scheduler.waiting import WaitingLine
 from vllm.diffusion.memory import Admission
@@ -61,7 +61,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
     Attributes:
         last_usage: memory of the last step; None before the first.
         paging: pages of exact keys and values; None for families that have none.
-        slicing: sharing of steps with long requests; None where no step is cut.
+        long_steps: sharing of steps with long requests; None where no step is cut.
     """
 
     def __init__(
@@ -199,20 +199,18 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             scheduled_at=time.monotonic(),
             next_slice=next_slice,
             long=long,
-            drains=self._pause_state == PauseState.PAUSED_ALL,
+            should_drain=self._pause_state == PauseState.PAUSED_ALL,
             generation=self._generation,
         )
 
     def _start_waiting(self) -> list[NewCanvas]:
         """Start the waiting requests that fit; return what the workers need of them."""
-        admission, long_steps = self._admission, self.long_steps
+        admission, policy = self._admission, self.long_steps
         if admission is None:
             return []
 
         def is_long(item: RequestState) -> bool:
-            return long_steps is not None and long_steps.is_long(
-                item, item.demand.steady_rows, admission
-            )
+            return policy is not None and policy.is_long(item, item.demand.steady_rows, admission)
 
         admitted = []
         for item, error in self._waiting.admit(self._running.values(), admission, is_long):
@@ -223,8 +221,8 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             self._running[item.req_id] = item
             item.labels = self.labels
             admitted.append(item.start())
-            if long_steps is not None:
-                long_steps.started(item, admission)
+            if policy is not None:
+                policy.started(item, admission)
             if self._observer is not None:
                 self._observer.started(item.request)
         return admitted
@@ -238,13 +236,13 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         turns = by_priority(self._running, _priority)
         is_paused = self._pause_state == PauseState.PAUSED_ALL
         next_step = self._launched_step if is_paused else self._next_step
-        admission, long_steps = self._admission, self.long_steps
-        if admission is None or long_steps is None or long_steps.is_idle:
+        admission, policy = self._admission, self.long_steps
+        if admission is None or policy is None or policy.is_idle:
             return next_step(turns), None, []
-        long = long_steps.long(turns, admission)
+        long = policy.long(turns, admission)
         if is_paused:
             return next_step(turns), None, long
-        return (*long_steps.share(long, turns, launched, admission, next_step), long)
+        return (*policy.share(long, turns, launched, admission, next_step), long)
 
     def _next_step(self, turns: Mapping[str, RequestState]) -> dict[str, int]:
         """Return the rows of those of `turns` that take part in the next step as a whole.
@@ -283,7 +281,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             item = self._running.get(req_id)
             if item is not None:  # else it was aborted while the step ran
                 self._outbox.put(item.request, *self._advance(item, result, done.usage))
-        to_the_end(self._running, done.results)
+        move_to_end(self._running, done.results)
         has_news = not self._outbox.is_empty or not (self._running or len(self._waiting))
         return self._outbox.take(self.make_stats(only_if_due=not has_news))
 
@@ -291,7 +289,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         """Update the memory budget and the speed estimate of long steps from a worker's report."""
         now = time.monotonic()
         passed_s, self._heard_at = now - self._heard_at, now
-        usage, long_steps = done.usage, self.long_steps
+        usage, policy = done.usage, self.long_steps
         if usage is not None:
             self.last_usage = usage
             budget_bytes = usage.budget_bytes - self._paged_bytes
@@ -299,8 +297,8 @@ class DiffusionScheduler(CanvasSchedulerInterface):
                 planner = make_planner(self._vllm_config, budget_bytes, usage.rates)
                 self._admission = Admission(planner)
         is_reported = done.paused is not None or done.slice_timing is not None
-        if long_steps is not None and (is_reported or not long_steps.is_idle):
-            long_steps.learn(done, passed_s, self._running.values(), self._admission)
+        if policy is not None and (is_reported or not policy.is_idle):
+            policy.learn(done, passed_s, self._running.values(), self._admission)
 
     def _invalidate(self, done: DiffusionRunnerOutput) -> None:
         """Invalidate all cached results after a weight update."""

@@ -48,7 +48,7 @@ def take_turns(
 
     They are taken in order as long as their rows fit; one that does not fit waits, and smaller ones
     behind it may go. The first always goes, alone if its rows are beyond the budget. Whoever took
-    part goes to the end of the order (`to_the_end`), so nobody waits for more steps than there are
+    part goes to the end of the order (`move_to_end`), so nobody waits for more steps than there are
     requests before it. Where a forward may be computed in parts, the part that fits is taken.
 
     Args:
@@ -77,7 +77,7 @@ def by_priority(turns: Mapping[str, T], priority: Callable[[T], int]) -> Mapping
     return dict(sorted(turns.items(), key=lambda turn: priority(turn[1])))
 
 
-def to_the_end(turns: dict[str, T], req_ids: Iterable[str]) -> None:
+def move_to_end(turns: dict[str, T], req_ids: Iterable[str]) -> None:
     """Move the requests `req_ids` behind all others, in their order."""
     for req_id in req_ids:
         if req_id in turns:

@@ -46,7 +46,7 @@ class Agreement:
     """Outcome of a call, agreed between all ranks; a single rank has nobody to ask.
 
     Args:
-        meets: groups in which ranks of the same steps wait for each other; none for one rank.
+        barriers: groups in which ranks of the same steps wait for each other; none for one rank.
         board: counters shared by all ranks, if they are on one host. Without it an error ends the
             engine, as other ranks wait for this one.
     """

@@ -172,9 +172,7 @@ class StepBatch:
     def sample_rows(self) -> int:
         """Number of rows whose logits are computed: two for a position that is guided."""
         requests = zip(self.targets, self.canvases, strict=True)
-        return sum(
-            [target.eligible.size * canvas.window.num_sequences for target, canvas in requests]
-        )
+        return sum([target.eligible.size * item.window.num_sequences for target, item in requests])
 
     @property
     def reads_kept(self) -> bool:
@@ -199,8 +197,8 @@ class StepBatch:
         A chunk is made of ranges of rows of the batch, in their order.
         """
         layouts = tuple([self.layouts(*chunk) for chunk in attend_chunks])
-        own = self.token_ids[rows], self.positions[rows]
-        return StepInputs(*own, self.slot_mapping, layouts, self.num_adapter_rows)
+        tokens_and_positions = self.token_ids[rows], self.positions[rows]
+        return StepInputs(*tokens_and_positions, self.slot_mapping, layouts, self.num_adapter_rows)
 
     def layouts(self, *chunk: slice) -> tuple[AttentionLayout[Array], ...]:
         """Return which keys a chunk of rows reads; arguments are as for `inputs`."""
@@ -234,15 +232,15 @@ def build_batch(
     """
     # What keeps nothing comes first, what reads keys that this step does not compute last.
     forwards = sorted([(canvas, *canvas.next_forward()) for canvas in canvases], key=_kind)
-    own, targets, windows = zip(*forwards, strict=True)
+    items, targets, windows = zip(*forwards, strict=True)
     rows = [
         tokens[window.first : window.stop]
-        for canvas, window in zip(own, windows, strict=True)
+        for canvas, window in zip(items, windows, strict=True)
         for tokens in canvas.sequences
     ]
-    is_alike = before is not None and before.pages is pages and before.canvases == own
+    is_alike = before is not None and before.pages is pages and before.canvases == items
     if before is None or not is_alike or before.windows != windows:
-        before = _pack(own, windows, pages)
+        before = _pack(items, windows, pages)
     return StepBatch(np.concatenate(rows), targets, before, logit_shift)
 
 
@@ -253,14 +251,12 @@ def _kind(forward: tuple[BatchItem, ForwardTarget, Window]) -> int:
     return (canvas.window.cache is not None) + reads_kept + (target.is_draft and reads_kept)
 
 
-def _pack(
-    canvases: tuple[BatchItem, ...], windows: tuple[Window, ...], pages: PageTable
-) -> Packing:
+def _pack(items: tuple[BatchItem, ...], windows: tuple[Window, ...], pages: PageTable) -> Packing:
     """Lay out the rows of these requests one after the other, in this order, without padding."""
     slots, kept_starts, numbers = [_NO_SLOTS], [], list[int]()
-    for canvas, window in zip(canvases, windows, strict=True):
-        cache, first, stop = canvas.window.cache, window.first, window.stop
-        for kept_start in canvas.window.kept_starts:
+    for item, window in zip(items, windows, strict=True):
+        cache, first, stop = item.window.cache, window.first, window.stop
+        for kept_start in item.window.kept_starts:
             for part in window.parts:
                 numbers += part
                 kept_starts.append(_NOT_KEPT if cache is None else cache.start + kept_start)
@@ -274,7 +270,7 @@ def _pack(
     offsets = ends - counts - firsts
     first_kept = np.where(kept == _NOT_KEPT, offsets, kept)
     return Packing(
-        canvases,
+        items,
         windows,
         pages,
         positions=np.arange(ends[-1]) - np.repeat(offsets, counts),

@@ -250,14 +250,14 @@ class Canvas:
                 guest.watch(candidates, is_mask_forbidden=self.rule.forbid_mask)
             written = candidates.positions
             self._write(candidates)
-            target = self.rule.go_on(self.tokens, candidates.left, candidates.changes)
+            target = self.rule.go_on(self.tokens, candidates.left, candidates.has_changes)
             if target is not None:
                 self._is_for(target)
         elif self._is_for_rule:
             commit = self._chosen(candidates)
             written = commit.positions[self.tokens[commit.positions] != commit.tokens]
             self._write(commit)
-        num_settled = self.rule.settled(self.tokens) if target is None else target.rows[0]
+        num_settled = self.rule.num_settled(self.tokens) if target is None else target.rows[0]
         forward, self._is_for_rule = self.window.end(), True
         self._num_committed = None
         if num_settled < self._next_news:

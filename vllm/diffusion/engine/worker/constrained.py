@@ -148,12 +148,12 @@ class Constraint(CanvasGuest):
         taken = np.isin(candidates.positions, commit.positions)
         is_mended = False
         for stretch in self._stretches:
-            own = stretch.within(candidates.positions)
-            if not (own & standing).any():
+            within = stretch.within(candidates.positions)
+            if not (within & standing).any():
                 continue
-            window = self._window(stretch, mixed, candidates.positions[own], are_open=False)
+            window = self._window(stretch, mixed, candidates.positions[within], are_open=False)
             if not can_be_completed(self._language, window):
-                taken |= own & standing
+                taken |= within & standing
                 is_mended = True
         if not is_mended:
             return commit
@@ -167,22 +167,22 @@ class Constraint(CanvasGuest):
         It reaches from the first position that may change to the last one that is filled or may be.
         """
         start = stretch.rows.start
-        own, eligible = tokens[start : stretch.rows.stop], eligible - start
-        filled = own != self._params.mask_id
+        tokens_within, eligible = tokens[start : stretch.rows.stop], eligible - start
+        filled = tokens_within != self._params.mask_id
         holes = (~filled).nonzero()[0]
         first = int(min(eligible[0], holes[0] if holes.size else eligible[0]))
         end = int(max(eligible[-1], filled.nonzero()[0][-1] if filled.any() else 0)) + 1
-        self._pass(stretch, own, first)
-        own = own[first:end]
+        self._pass(stretch, tokens_within, first)
+        tokens_within = tokens_within[first:end]
         kinds = np.full(end - first, FREE, dtype=np.int32)
-        kinds[filled[first:end]] = self._language.class_of_token[own[filled[first:end]]]
+        kinds[filled[first:end]] = self._language.class_of_token[tokens_within[filled[first:end]]]
         if are_open:
             kinds[eligible - first] = OPEN
         on_canvas = start - self._prompt_length + first
         return OpenWindow(on_canvas, stretch.state, kinds, stretch.limit - end)
 
-    def _pass(self, stretch: _Stretch, own: Array, first: int) -> None:
+    def _pass(self, stretch: _Stretch, tokens_within: Array, first: int) -> None:
         """Advance to the state before position `first`, up to which nothing changes any more."""
-        for token in own[stretch.num_passed : first].tolist():
+        for token in tokens_within[stretch.num_passed : first].tolist():
             stretch.state = self._language.advance(stretch.state, token)
         stretch.num_passed = max(stretch.num_passed, first)

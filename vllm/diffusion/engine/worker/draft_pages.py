@@ -28,11 +28,11 @@ class DraftPages:
 
     Args:
         pages: the pages of all requests.
-        grows: whether the page store may grow for drafts.
+        can_grow: whether the page store may grow for drafts.
     """
 
-    def __init__(self, pages: PageAllocator, *, grows: bool) -> None:
-        self._pages, self._grows = pages, grows
+    def __init__(self, pages: PageAllocator, *, can_grow: bool) -> None:
+        self._pages, self._can_grow = pages, can_grow
         self._held: dict[str, _RequestPages] = {}  # by request
 
     def of(self, canvas: Canvas, first: int, stop: int, count: int) -> list[KeptSequence]:
@@ -53,12 +53,12 @@ class DraftPages:
             held.window = first, stop
             self._pages.refresh_drafts(canvas.req_id, names[:num_held])
         if num_held < count:
-            own = [range(start + first, start + stop) for start in canvas.window.kept_starts]
+            written = [range(start + first, start + stop) for start in canvas.window.kept_starts]
             room = MAX_DRAFTS_WITH_PAGES - sum(len(held.sequences) for held in self._held.values())
             with suppress(*OUT_OF_MEMORY):
                 more = names[num_held:][: max(room, 0)]
                 held.sequences += self._pages.allocate_drafts(
-                    canvas.req_id, own, more, grows=self._grows
+                    canvas.req_id, written, more, can_grow=self._can_grow
                 )
         return held.sequences[:count]
 

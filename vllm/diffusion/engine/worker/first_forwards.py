@@ -54,12 +54,12 @@ class FirstForwards:
 
     def note(self, batch: StepBatch, part: SamplePart[Array], hidden: Tensor) -> None:
         """Keep, of a part's `hidden` states [r, D], those that other requests will need."""
-        for number, own, unconditional in part.pieces:
+        for number, piece_rows, unconditional in part.pieces:
             canvas = batch.canvases[number]
             if not is_shared(canvas) or batch.targets[number].eligible.size > MAX_SHARED_ROWS:
                 continue
-            num_rows = own.stop - own.start
-            rows = slice(own.start, (unconditional or own).stop)
+            num_rows = piece_rows.stop - piece_rows.start
+            rows = slice(piece_rows.start, (unconditional or piece_rows).stop)
             second = None if unconditional is None else slice(num_rows, 2 * num_rows)
             alone = part._replace(
                 rows=part.rows[rows],
@@ -102,7 +102,7 @@ class FirstForwards:
             sample_rows = hidden.wait().to(forward.caches.device, non_blocking=True)
             with forward.pool.temporaries(), forward.pool.scope("step"):
                 samples.append(forward.sampled(rows, part, positions, sample_rows))
-        return forward.agreed(rows.choose_jointly(Samples.joined(samples)))
+        return forward.broadcast_samples(rows.choose_jointly(Samples.joined(samples)))
 
     def requests_to_copy(self, req_ids: Iterable[str]) -> list[str]:
         """Return the requests whose keys and values others may copy with the next message."""

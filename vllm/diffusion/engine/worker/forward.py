@@ -92,7 +92,7 @@ class ForwardPass:
             plan: plan of the step.
             body: the layers' results, where a graph has computed them.
         """
-        batch, parts = rows.batch, tuple(rows.parts(plan.rows.read))  # while the graph runs
+        batch, parts = rows.batch, tuple(rows.parts(plan.rows.logits))  # while the graph runs
         pool, model, caches = self.pool, self.model, self.caches
         with pool.scope("step"):
             stages.INPUTS.expect(pool, batch.num_rows)
@@ -110,14 +110,14 @@ class ForwardPass:
             sampled = []
             with closing(run_last_layer(model, body, samples, pool, caches)) as hidden:
                 for part, on_device in zip(parts, samples, strict=True):
-                    yield plan.chunk_seconds.read
+                    yield plan.chunk_seconds.logits
                     sample_rows = next(hidden)
                     if self.note_first is not None:
                         self.note_first(batch, part, sample_rows)
                     sampled.append(self.sampled(rows, part, on_device.positions, sample_rows))
             if batch.slot_mapping.size:
                 caches.end_step()
-            return self.agreed(rows.choose_jointly(Samples.joined(sampled)))
+            return self.broadcast_samples(rows.choose_jointly(Samples.joined(sampled)))
 
     def sampled(
         self, rows: SampleRows, part: SamplePart[Array], positions: Tensor, hidden: Tensor
@@ -125,7 +125,7 @@ class ForwardPass:
         """Sample a part, given its `positions` [r] and `hidden` states [r, D] on the device."""
         return sample(self.model, [(hidden, rows.row_groups(part, positions))], self.pool)
 
-    def agreed(self, samples: Samples[Tensor]) -> Tensor:
+    def broadcast_samples(self, samples: Samples[Tensor]) -> Tensor:
         """Return the table of rank 0's samples, of a step that all ranks have computed.
 
         So all of them commit the same tokens.
@@ -175,8 +175,8 @@ def run_body(
     seconds, first_adapter_row = plan.chunk_seconds, num_rows - inputs.num_adapter_rows
 
     def tables(rows: slice) -> Rotary:
-        own = inputs.positions[rows]
-        return model.rotary(own, scratch) if rotary is None else rotary.rows(rows)
+        row_positions = inputs.positions[rows]
+        return model.rotary(row_positions, scratch) if rotary is None else rotary.rows(rows)
 
     def keys_values(index: int, product: Tensor) -> Chunked[None]:
         layer = model.layers[index]
@@ -221,7 +221,7 @@ def run_last_layer(
     """
     index = len(model.layers) - 1
     layer = model.layers[index]
-    for rows, _, layouts, _, num_adapter_rows in parts:
+    for rows, _, layouts, _, num_adapted in parts:
         with scratch.scope("sample rows"):
             listed, _ = stages.read_rows(model.dtype, model.hidden_size)
             x = listed.take(scratch, rows.numel())
@@ -234,9 +234,7 @@ def run_last_layer(
             else:
                 rotary = body.rotary.select(rows, scratch)
             sources = sources_of(layouts, *body.keys_values, index, caches)
-            layer.attention.attend(
-                x, rotary, sources, None, scratch, num_adapter_rows=num_adapter_rows
-            )
+            layer.attention.attend(x, rotary, sources, None, scratch, num_adapter_rows=num_adapted)
             layer.mlp_stage.feed_forward(x, scratch)
             yield x
 

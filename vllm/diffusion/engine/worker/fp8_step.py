@@ -48,8 +48,8 @@ class Fp8Forward(StreamedForward):
         super().__init__(*arguments)
         division: RowPartition = arguments[3]
         rows = self.model.layers[0].fp8_attention.surveyed_rows(division.num_rows)
-        own = division.local
-        mine = rows[(rows >= own.start) & (rows < own.stop)] - own.start
+        local_rows = division.local
+        mine = rows[(rows >= local_rows.start) & (rows < local_rows.stop)] - local_rows.start
         longest = max(chunk.local.stop - chunk.local.start for chunk in self.cuts.keys_values)
         pieces = [mine[i : i + longest] for i in range(0, len(mine), max(longest, 1))]
         on_device = ops.to_device(tuple(pieces), self.inputs.positions.device)
@@ -67,8 +67,8 @@ class Fp8Forward(StreamedForward):
                 self.x.select(rows, host_rows, x)
                 rotary = model.rotary(self.inputs.positions[rows], pool)
                 surveys.append(attention.survey(group, x, rotary, pool))
-        own = attention.merged(torch.stack(surveys), group)
-        merged = attention.merged(self.peers.gather(own), group)
+        local_survey = attention.merged(torch.stack(surveys), group)
+        merged = attention.merged(self.peers.gather(local_survey), group)
         self._known = attention.scales_from(merged, group)
 
     def project(

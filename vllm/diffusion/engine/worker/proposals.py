@@ -110,10 +110,10 @@ class Proposals(CanvasGuest):
     def fill(self, start: int, token: int, end: int | None) -> None:
         """Record that the rule has set positions from `start` on to `token`, which is certain."""
         before = self._prompt_length
-        own = slice(start - before, None if end is None else end - before)
-        self._tokens[own] = token
-        self._logprobs[own] = 0.0
-        self._ranks[own] = 1
+        filled = slice(start - before, None if end is None else end - before)
+        self._tokens[filled] = token
+        self._logprobs[filled] = 0.0
+        self._ranks[filled] = 1
 
     def look(self, tokens: NDArray[np.int64], step: int) -> None:
         """Keep the whole canvas after forward number `step`, where the request asks to see it."""

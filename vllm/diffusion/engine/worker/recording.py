@@ -229,8 +229,8 @@ class Recorder(CanvasGuest):
         never = np.iinfo(np.int32).max
         bounds = self._blocks.bounds
         starts, stops = bounds[:-1], bounds[1:]
-        own = slice(start, start + stops[-1])
-        steps, seen = self._steps[own], self._first_eligible[own]
+        recorded = slice(start, start + stops[-1])
+        steps, seen = self._steps[recorded], self._first_eligible[recorded]
         # Of a block the first step that had candidates there, or that committed.
         first, committed = (
             np.minimum.reduceat(np.where(numbers > 0, numbers, never), starts)

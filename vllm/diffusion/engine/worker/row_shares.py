@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
 
     Attributes:
         rows: rows of a share of full length, counted from its first one.
-        own: the part of these that this rank's share has.
+        local: the part of these that this rank's share has.
         places: per rank, its rows of the chunk, counted in the step.
         exchange: exchange of their heads between ranks; None where one rank has all.
     """
@@ -84,8 +84,8 @@ class RowPartition:
             if held.size:
                 start = int(held.min()) // unit * unit
                 stop = (int(held.max()) // unit + 1) * unit
-                own = slice(max(start, chunk.rows.start), min(stop, chunk.rows.stop))
-                narrow.append(self._chunk(own))
+                local = slice(max(start, chunk.rows.start), min(stop, chunk.rows.stop))
+                narrow.append(self._chunk(local))
         return narrow
 
     def _chunk(self, rows: slice) -> Chunk:
@@ -95,10 +95,10 @@ class RowPartition:
             slice(*(min(share.start + row, share.stop) for row in (rows.start, rows.stop)))
             for share in self.shares
         ]
-        own = places[self.peers.rank]
+        local = places[self.peers.rank]
         counts = [place.stop - place.start for place in places]
         exchange = HeadExchange(self.peers, counts) if self.peers.size > 1 else None
-        return Chunk(rows, slice(own.start - first, own.stop - first), places, exchange)
+        return Chunk(rows, slice(local.start - first, local.stop - first), places, exchange)
 
     def in_share(self, rows: Array) -> Array:
         """Offset [R] of each row of the step in the share that holds it."""
@@ -181,11 +181,11 @@ def rounds_of(parts: Sequence[SamplePart[Array]], division: RowPartition) -> lis
     for first in range(0, len(parts), size):
         taken = parts[first : first + size]
         given = [division.in_share(p.rows[division.on_rank(p.rows) == rank]) for p in taken]
-        own = taken[rank] if rank < len(taken) else None
-        owners = division.on_rank(_NO_ROWS if own is None else own.rows)
+        part = taken[rank] if rank < len(taken) else None
+        owners = division.on_rank(_NO_ROWS if part is None else part.rows)
         sent = [rows.size for rows in given] + [0] * (size - len(taken))
         received = np.bincount(owners, minlength=size).tolist()
-        rounds.append(LogitsExchange(own, np.concatenate(given), sent, received))
+        rounds.append(LogitsExchange(part, np.concatenate(given), sent, received))
     return rounds
 
 

@@ -77,10 +77,10 @@ def step_behind(
             continue  # looked at already
         all_rows = sum([forwards[req_id].rows for req_id in alike])
         rows = min(row_budget, max(limits.rows, 0 if are_windows else -(-all_rows // 2)))
-        most = max(limits.requests, -(-len(alike) // 2))
-        all_fit = all_rows <= rows and len(alike) <= most
+        max_requests = max(limits.requests, -(-len(alike) // 2))
+        all_fit = all_rows <= rows and len(alike) <= max_requests
         if not all_fit or set(alike).isdisjoint(under_way):
-            taken = list(islice(filter(waiting.__contains__, alike), most))
+            taken = list(islice(filter(waiting.__contains__, alike), max_requests))
             units = {r: unit for r in taken if (unit := waiting[r].unit) is not None}
             return take_turns({r: waiting[r].rows for r in taken}, rows, units)
     return {}

@@ -136,7 +136,7 @@ class DiffusionModelRunner:
         batch, plan, planner_us = self._planned(packed)
         if len(packed) > len(canvases) and not serves_drafts(batch, plan, self.graphs):
             batch, plan, planner_us = self._planned(canvases)
-        self.pool.reset_peak(looks_often=not plan.is_whole(batch.num_rows))
+        self.pool.reset_peak(samples_often=not plan.is_whole(batch.num_rows))
         rows = SampleRows(batch)
         body = None if self.graphs is None else self.graphs.run(batch, plan)
         self._account.make_room(batch.num_rows, plan)
@@ -183,18 +183,16 @@ class DiffusionModelRunner:
             if self._log is not None and step_logger.isEnabledFor(logging.INFO):
                 self._log.step(step.started, ended, step.batch, self.usage, step.memory.plan)
 
-    def launch_slice(self, step_slice: StepSlice) -> Step | None:
+    def launch_slice(self, part: StepSlice) -> Step | None:
         """Launch the next slice of a request's step; return the step if it was the last one."""
         if self.long_steps is None:
             self.long_steps = LongStepRunner(
                 self._chunks, self._account, self.pool, self.caches, self.device
             )
-        if not self.long_steps.is_of(self.canvases[step_slice.req_id]):
+        if not self.long_steps.is_of(self.canvases[part.req_id]):
             self.long_steps.drop()
-            self.long_steps.begin(
-                *self._planned([self.canvases[step_slice.req_id]], step_slice.seconds)
-            )
-        return self.long_steps.run(step_slice)
+            self.long_steps.begin(*self._planned([self.canvases[part.req_id]], part.seconds))
+        return self.long_steps.run(part)
 
     def drop_paused_step(self) -> bool:
         """Give back the memory of a paused step, which will begin anew; whether there was one."""
@@ -253,8 +251,8 @@ class DiffusionModelRunner:
             if self._speculation is None:
                 times = step_times_of(self.graphs, self.planner, weighs=self._weighs_guesses)
                 # Graphs would be captured anew, and another rank might not have the memory.
-                grows = self.graphs is None and self.agreement is None
-                self._speculation = Speculation(self.canvases, self.pages, times, grows=grows)
+                can_grow = self.graphs is None and self.agreement is None
+                self._speculation = Speculation(self.canvases, self.pages, times, can_grow=can_grow)
             self._speculation.start(canvas)
 
     @torch.inference_mode()
@@ -328,16 +326,12 @@ class DiffusionModelRunner:
         return StepUsage(self.budget_bytes, self.planner.rates, *kept)
 
 
-def _commit(canvas: Canvas, candidates: Candidates | BatchedCommit) -> Exception | None:
+def _commit(canvas: Canvas, result: Candidates | BatchedCommit) -> Exception | None:
     """Commit what a step found for a request; return the error that ends it alone, if any."""
-    if (
-        isinstance(candidates, Candidates)
-        and candidates.scores.size
-        and np.isnan(candidates.scores).all()
-    ):
+    if isinstance(result, Candidates) and result.scores.size and np.isnan(result.scores).all():
         return BrokenLogitsError()
     try:
-        canvas.commit(candidates)
+        canvas.commit(result)
     except Exception as error:
         logger.exception("decoding of request %s failed", canvas.req_id)
         return error

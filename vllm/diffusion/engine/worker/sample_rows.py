@@ -128,7 +128,7 @@ class SampleRows:
 
     def choose_jointly(self, samples: Samples[torch.Tensor]) -> Samples[torch.Tensor]:
         """Replace, in place, the candidates of requests that choose several tokens together."""
-        joints = [joint for own in self.joints for joint in own]
+        joints = [joint for own_joints in self.joints for joint in own_joints]
         if joints:
             choose_all(samples, joints)
         return samples
@@ -159,13 +159,13 @@ class SampleRows:
             choices = together.decide(tokens, scores)
         if np.isnan(scores).any():  # which the requests of these rows are to see
             choices = [
-                None if np.isnan(scores[own]).any() else choice
-                for choice, (_, own, *_) in zip(choices, awaited, strict=True)
+                None if np.isnan(scores[columns]).any() else choice
+                for choice, (_, columns, *_) in zip(choices, awaited, strict=True)
             ]
         return [
             _with_logprobs(choice, eligible, logprobs)
-            or Candidates(eligible, tokens[own], certain, greedy[own], draws, logprobs)
-            for choice, (eligible, own, certain, draws, logprobs) in zip(
+            or Candidates(eligible, tokens[columns], certain, greedy[columns], draws, logprobs)
+            for choice, (eligible, columns, certain, draws, logprobs) in zip(
                 choices, awaited, strict=True
             )
         ]
@@ -217,9 +217,9 @@ class _PartBuilder:
         self._pieces.append((number, places[0], places[1] if len(places) > 1 else None))
 
     def finish(self) -> SamplePart[Array]:
-        own, sequences, prompt_lengths, shifts = zip(*self._rows, strict=True)
-        counts = [positions.size for positions in own]
-        positions = np.concatenate(own)
+        row_positions, sequences, prompt_lengths, shifts = zip(*self._rows, strict=True)
+        counts = [positions.size for positions in row_positions]
+        positions = np.concatenate(row_positions)
         shift = shifts[0] if len(set(shifts)) == 1 else np.repeat(shifts, counts)
         read = np.maximum(positions - shift, 0)
         first_rows = [sequence.q_start - sequence.first for sequence in sequences]
@@ -239,7 +239,9 @@ class _PartBuilder:
         if not self._batch.num_adapter_rows:
             return 0
         first = self._batch.num_rows - self._batch.num_adapter_rows
-        return sum(own.size for own, sequence, *_ in self._rows if sequence.q_start >= first)
+        return sum(
+            positions.size for positions, sequence, *_ in self._rows if sequence.q_start >= first
+        )
 
 
 def _runs(sequence: Span, positions: Array) -> list[Span]:

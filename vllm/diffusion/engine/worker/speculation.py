@@ -96,7 +96,7 @@ class Speculation:
         canvases: all running requests.
         pages: pages of kept keys and values.
         times: times of steps, of windows or not; None drafts as many states as requests ask for.
-        grows: whether the page store may grow for drafts.
+        can_grow: whether the page store may grow for drafts.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class Speculation:
         pages: PageAllocator,
         times: Callable[[bool], StepTimes] | None = None,
         *,
-        grows: bool = True,
+        can_grow: bool = True,
     ) -> None:
-        self._canvases, self._pages = canvases, DraftPages(pages, grows=grows)
+        self._canvases, self._pages = canvases, DraftPages(pages, can_grow=can_grow)
         self._times = None if times is None else cache(times)
         self._rates = AcceptanceRates()
         self._drafting: dict[str, _RequestDrafting] = {}  # by request

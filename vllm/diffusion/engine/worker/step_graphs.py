@@ -43,9 +43,9 @@ ROW_BUCKETS = (
     *range(1536, 2048, 256),
     *range(2048, 4096 + 1, 512),
 )
-# Of models without experts. Beyond, layers take longer than launching them, and a graph's attention
-# costs a long sequence more (docs/performance.md). Those with experts are over sooner, and would be
-# read in vain if windows came in shares.
+# For models without experts. Beyond this, layers take longer than their launch, and the attention
+# of a graph is slower for long sequences (docs/measurements/steps.md). Layers with experts finish
+# sooner, and experts would be read in vain if windows came in shares.
 MAX_WHOLE_ROWS = 1536
 MAX_WHOLE_ROWS_FP8 = 3072
 MAX_WINDOW_ROWS = 1024
@@ -136,9 +136,9 @@ def fill(inputs: StepInputs[Array], batch: StepBatch, before: Packing | None = N
         _fill(layout.firsts, packing.firsts, 0)
 
 
-def _fill(array: Array, values: Array, rest: int) -> None:
+def _fill(array: Array, values: Array, padding: int) -> None:
     array[: values.size] = values
-    array[values.size :] = rest
+    array[values.size :] = padding
 
 
 @dataclass
@@ -330,11 +330,11 @@ class Buckets:
         if not is_cached and batch.num_whole < batch.num_rows:
             return None
         for rows in self.windows if is_cached else self.whole:
-            most = min(rows // self.rows_per_sequence, MAX_SEQUENCES)
+            max_sequences = min(rows // self.rows_per_sequence, MAX_SEQUENCES)
             if num_sequences == 1:
-                most = 1
-            if rows >= batch.num_rows and most >= num_sequences:
-                return Bucket(rows, most, is_cached)
+                max_sequences = 1
+            if rows >= batch.num_rows and max_sequences >= num_sequences:
+                return Bucket(rows, max_sequences, is_cached)
         return None
 
 
@@ -343,7 +343,7 @@ def buckets_of(config: DiffusionConfig, *, is_fp8: bool = False) -> Buckets:
     rows_per_sequence = 4 if config.family.is_block_causal else 16
     if config.architecture.expert_layers:
         return Buckets(ROW_BUCKETS, ROW_BUCKETS, rows_per_sequence)
-    most = MAX_WHOLE_ROWS_FP8 if is_fp8 else MAX_WHOLE_ROWS
-    whole = tuple(rows for rows in ROW_BUCKETS if rows <= most)
+    max_rows = MAX_WHOLE_ROWS_FP8 if is_fp8 else MAX_WHOLE_ROWS
+    whole = tuple(rows for rows in ROW_BUCKETS if rows <= max_rows)
     windows = tuple(rows for rows in ROW_BUCKETS if rows <= MAX_WINDOW_ROWS)
     return Buckets(whole, windows, rows_per_sequence)

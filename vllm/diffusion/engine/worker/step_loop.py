@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 
 from vllm.diffusion.engine.messages import DiffusionRunnerOutput, StepResult
-from vllm.diffusion.engine.scheduler.turns import to_the_end
+from vllm.diffusion.engine.scheduler.turns import move_to_end
 from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY
 from vllm.diffusion.engine.worker.reuse import ALL_ROWS
 from vllm.diffusion.engine.worker.run_ahead import next_behind
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-MAX_STEPS_IN_FLIGHT = 2  # steps: one that computes, and one that follows it without a pause
+MAX_IN_FLIGHT = 2  # steps: one that computes, and one that follows it without a pause
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -106,7 +106,7 @@ class StepLoop:
             for req_id, rows in message.num_scheduled_tokens.items()
             if req_id not in results and (step_slice is None or req_id != step_slice.req_id)
         }
-        if stepping and message.drains:
+        if stepping and message.should_drain:
             results |= self._drain()
         elif stepping and self.runs_ahead:
             results |= self._ahead(stepping, message.long)
@@ -238,8 +238,7 @@ class StepLoop:
     def _launch_behind(self, apart: Collection[str]) -> None:
         """Launch the step that follows those under way, if that can be done without waiting."""
         under_way = {req_id for launched in self._under_way for req_id in launched.req_ids}
-        is_full = len(self._under_way) == MAX_STEPS_IN_FLIGHT
-        if is_full or under_way.issuperset(self._runner.canvases):
+        if len(self._under_way) == MAX_IN_FLIGHT or under_way.issuperset(self._runner.canvases):
             return
         taken = next_behind(self._runner, under_way, apart, self.limits)
         if taken:
@@ -315,7 +314,7 @@ class StepLoop:
                 failures = failures | dict.fromkeys(step.req_ids, failure)
         canvases = self._runner.canvases
         outcomes |= {r: reason for r, reason in failures.items() if r in canvases}
-        to_the_end(canvases, outcomes)
+        move_to_end(canvases, outcomes)
         return outcomes
 
     def _tried(

@@ -68,7 +68,7 @@ def run_streamed(
     ranks = forward.ranks if plan.layout.shards > 1 else Ranks()
     division, peers = RowPartition(ranks, batch.num_rows), ranks.sequence
     even = -(-batch.shape.sample_rows // peers.size)
-    parts = list(rows.parts(max(min(plan.rows.read, even), 1)))
+    parts = list(rows.parts(max(min(plan.rows.logits, even), 1)))
     is_joint = any(rows.joints)
     if is_joint:
         parts = to_first(parts, peers.size)
@@ -89,7 +89,7 @@ def run_streamed(
         yield from streamed.run()
         sampled = []
         for taken, (held, positions) in zip(rounds, samples, strict=True):
-            yield plan.chunk_seconds.read
+            yield plan.chunk_seconds.logits
             with pool.scope("sample rows"):
                 hidden = streamed.hidden(taken, held)
                 if taken.part is None or taken.part is EMPTY_PART:
@@ -99,12 +99,12 @@ def run_streamed(
                 sampled.append(forward.sampled(rows, taken.part, positions, hidden))
         if batch.slot_mapping.size:
             caches.end_step()
-        own = Samples.joined(sampled)
+        joined = Samples.joined(sampled)
         if is_joint and peers.rank == 0:
-            own = rows.choose_jointly(own)
+            joined = rows.choose_jointly(joined)
         if plan.layout.shards == 1 or not parts:
-            return forward.agreed(own)
-        return gathered(own.table.to(caches.device), parts, peers)
+            return forward.broadcast_samples(joined)
+        return gathered(joined.table.to(caches.device), parts, peers)
 
 
 class StreamedForward:
@@ -178,11 +178,11 @@ class StreamedForward:
 
         `given` are the rows that this rank has of all parts, on the device.
         """
-        own, others = read_rows(self.model.dtype, self.model.hidden_size)
+        local_hidden, others = read_rows(self.model.dtype, self.model.hidden_size)
         if self.peers.size == 1:
-            return self._select(own, given, taken.given)
+            return self._select(local_hidden, given, taken.given)
         sent = self._select(others, given, taken.given)
-        hidden = own.take(self.pool, sum(taken.received))
+        hidden = local_hidden.take(self.pool, sum(taken.received))
         self.peers.exchange(hidden, sent, taken.received, taken.sent)
         return hidden
 
@@ -270,10 +270,10 @@ class StreamedForward:
         pool = self.pool
         visiting = self._visit_both([c.local for c in work], is_first=group.index == 0)
         with pool.scope("attend"), closing(visiting) as visits:
-            for chunk, own, (x, updated) in zip(work, layouts, visits, strict=True):
+            for chunk, layout, (x, updated) in zip(work, layouts, visits, strict=True):
                 yield self._seconds.attend
                 with pool.scope("attend"):
-                    self.attend(index, group, chunk, own, x, updated)
+                    self.attend(index, group, chunk, layout, x, updated)
 
     def attend(
         self,

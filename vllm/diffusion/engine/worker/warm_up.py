@@ -117,7 +117,7 @@ def _steps(
         kept: _sizes(buckets.windows, row_budget),
     }
     for rows in sorted(set().union(*sizes.values()), reverse=True):
-        for cache in [cache for cache, own in sizes.items() if rows in own]:
+        for cache in [cache for cache, sizes_of_cache in sizes.items() if rows in sizes_of_cache]:
             below = max((size for size in sizes[cache] if size < rows), default=0)
             room = rows if cache == "none" else min(rows, positions)
             longest = min(room, model.max_model_len)

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _UPDATE = "an update of the weights is under way"
-_RESTING, _DISCARDED = "kv_cache", "discarded"
+_KV_CACHE, _DISCARDED = "kv_cache", "discarded"
 
 
 Call = TypeVar("Call", bound="Callable[..., None]")
@@ -78,13 +78,13 @@ def _by_all_ranks(what: str | None = None) -> Callable[[Call], Call]:
             except Exception as error:
                 failure = error
             is_refused = isinstance(failure, RefusedCallError)
-            failure = self.agreed(failure)
+            failure = self.agree_on_failure(failure)
             if what is not None:
                 self._did_last = failure is None
             if failure is None:
                 return
             if what is not None and not is_refused:
-                self.give_up(what, failure)
+                self.fail_update(what, failure)
             if self.rank == self.parallel_config.world_size - 1:
                 raise failure
 
@@ -185,10 +185,10 @@ class WeightWorker(WorkerBase):
             transfer.parse_update_info(own_info)
         except (CheckpointError, TypeError, ValueError) as error:
             refusal = error
-        refusal = self.agreed(refusal)
+        refusal = self.agree_on_failure(refusal)
         if refusal is not None:
             if not self._has_loaded:
-                self.give_up("the update was refused", refusal)
+                self.fail_update("the update was refused", refusal)
                 self._may_cancel = True
             raise RefusedUpdateError(str(refusal))
         self._has_loaded = True
@@ -243,7 +243,7 @@ class WeightWorker(WorkerBase):
         self._may_cancel = False
         if self._did_last or self._is_updating:
             self._did_last = False
-            self.give_up("an update failed on another replica", RuntimeError(reason))
+            self.fail_update("an update failed on another replica", RuntimeError(reason))
 
     @_by_all_ranks()
     def reset_weights(self) -> None:
@@ -279,7 +279,7 @@ class WeightWorker(WorkerBase):
         for who in ("update", _DISCARDED):
             self._hold(who, None)
 
-    def carried_out(self) -> bool:
+    def has_succeeded(self) -> bool:
         """Return whether the last call of an update succeeded here."""
         return self._did_last
 
@@ -306,7 +306,7 @@ class WeightWorker(WorkerBase):
             )
         return self._transfer
 
-    def agreed(self, failure: Exception | None) -> Exception | None:
+    def agree_on_failure(self, failure: Exception | None) -> Exception | None:
         """Return the failure of any rank, on all of them; None if there is none."""
         if (agreement := self.model_runner.agreement) is not None:
             with suppress(Exception):  # this rank's: here the others hear of it in any case
@@ -315,7 +315,7 @@ class WeightWorker(WorkerBase):
         others = [text for text in failures if text is not None]
         return RuntimeError(others[0]) if failure is None and others else failure
 
-    def give_up(self, what: str, failure: Exception) -> None:
+    def fail_update(self, what: str, failure: Exception) -> None:
         """End an update that has failed; no step is taken before another one has ended."""
         self._is_updating = False
         if self._transfer is not None:
@@ -340,7 +340,7 @@ class WeightWorker(WorkerBase):
         Level 1 keeps the contents of the weights on the host; level 2 does not, so that an update
         must bring all of them before the next step.
         """
-        self._rest()
+        self._release_kv_cache()
         if "weights" in self._reasons:
             return
         self.weights.suspend(keeps=level < 2)
@@ -355,22 +355,22 @@ class WeightWorker(WorkerBase):
         if "weights" in self._reasons and (tags is None or "weights" in tags):
             self.weights.resume()
             self._hold("weights", None)
-        if _RESTING in self._reasons and (tags is None or _RESTING in tags):
+        if _KV_CACHE in self._reasons and (tags is None or _KV_CACHE in tags):
             self.loop.pause_steps().add(restore_kv_cache(self.model_runner, self._fixed_pages))
-            self._hold(_RESTING, None)
+            self._hold(_KV_CACHE, None)
 
     @_by_all_ranks()
     def discard(self, tags: tuple[str, ...]) -> None:
         """Give back keys and values, and the pool's memory."""
-        if _RESTING in tags:
-            self._rest()
+        if _KV_CACHE in tags:
+            self._release_kv_cache()
 
-    def _rest(self) -> None:
-        if _RESTING in self._reasons:
+    def _release_kv_cache(self) -> None:
+        if _KV_CACHE in self._reasons:
             return
         self.loop.pause_steps()
         self._fixed_pages = release_kv_cache(self.model_runner)
-        self._hold(_RESTING, "the memory of keys and values is lent")
+        self._hold(_KV_CACHE, "the memory of keys and values is lent")
 
     # ---- checks ----
 

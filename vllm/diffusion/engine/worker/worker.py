@@ -84,7 +84,7 @@ class DiffusionWorker(WeightWorker):
         )
         self.ranks.connect(self.device)
 
-    @log_filter.losing_what_cannot_be_written()
+    @log_filter.drop_unwritable_output()
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
             self.load_config.load_format = "dummy"
@@ -192,7 +192,7 @@ class DiffusionWorker(WeightWorker):
     def reset_encoder_cache(self) -> None:
         pass
 
-    @log_filter.losing_what_cannot_be_written()
+    @log_filter.drop_unwritable_output()
     def compile_or_warm_up_model(self) -> CompilationTimes:
         start = time.perf_counter()
         graphs = self.model_runner.graphs

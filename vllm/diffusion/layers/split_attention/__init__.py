@@ -70,8 +70,8 @@ def choose_splits(num_programs: int, max_keys: int, config: SplitConfig, device_
         device_size: multiprocessors of the GPU.
     """
     wanted = config.programs * device_size // max(1, num_programs)
-    most = -(-max_keys // (_MIN_STEPS * config.keys))
-    return max(1, min(wanted, most, MAX_SPLITS))
+    max_splits = -(-max_keys // (_MIN_STEPS * config.keys))
+    return max(1, min(wanted, max_splits, MAX_SPLITS))
 
 
 def can_split(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:

@@ -91,11 +91,11 @@ def part_kernel(
     number = program // (KV_HEADS * num_splits)
     split, kv_head = program // KV_HEADS % num_splits, program % KV_HEADS
     sequence, tile = _find_tile(number, query_ends, num_sequences, GROUP, ROWS)
-    own = tl.minimum(sequence, num_sequences - 1)
-    first_row = tl.load(query_ends + own, cache_modifier=".cg")
-    num_queries = tl.load(query_ends + own + 1, cache_modifier=".cg") - first_row
-    first_key = tl.load(key_starts + own, cache_modifier=".cg")
-    num_keys = tl.load(key_counts + own, cache_modifier=".cg")
+    known_sequence = tl.minimum(sequence, num_sequences - 1)
+    first_row = tl.load(query_ends + known_sequence, cache_modifier=".cg")
+    num_queries = tl.load(query_ends + known_sequence + 1, cache_modifier=".cg") - first_row
+    first_key = tl.load(key_starts + known_sequence, cache_modifier=".cg")
+    num_keys = tl.load(key_counts + known_sequence, cache_modifier=".cg")
     # The query heads of a key/value head are rows beside each other, so keys are read for all.
     packed = tile * ROWS + tl.arange(0, ROWS)
     query = packed // GROUP
@@ -108,9 +108,9 @@ def part_kernel(
     end = tl.minimum(start + share, num_keys)
     read_by_all = end  # keys up to here
     if HAS_BLOCKS:  # rows of a tile read as far as their blocks go, the tile as far as its last row
-        block_length = tl.load(block_lengths + own, cache_modifier=".cg")
+        block_length = tl.load(block_lengths + known_sequence, cache_modifier=".cg")
         length = tl.where(block_length > 0, block_length, num_keys)
-        first = tl.load(firsts + own, cache_modifier=".cg")
+        first = tl.load(firsts + known_sequence, cache_modifier=".cg")
         block = (first + query) // tl.maximum(length, 1)
         row_end = tl.minimum((block + 1) * length, num_keys)
         read_by_all = tl.minimum(end, tl.min(tl.where(is_row, row_end, num_keys)))

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python programs forked from a process that has imported vllm: half a minute less for a server.
 
-`python -m tests.server.warm FD` is that process: it accepts connections on a listening socket, each
-of which sends a program as a line of JSON; it forks, and the child runs the program as `python ...`
-would. It tells the child's pid on that connection, and later how it ended. `WarmProcess` is the
-other side. The processes of pytest-xdist share one (`share`), which imports when first needed.
+`python -m tests.server.fork_server FD` is that process. It accepts connections on a listening
+socket. Each connection sends a program as a line of JSON; the process forks, and the child runs the
+program as `python ...` would. It sends the child's pid on that connection, and later how it ended.
+`ForkServer` is the other side. The processes of pytest-xdist share one (`share`), which imports
+vLLM when first needed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ NEEDED = (
 )
 
 
-class WarmProcess:
+class ForkServer:
     """A program, with what `subprocess.Popen` has of it, in a session of its own.
 
     Args:
@@ -53,11 +54,11 @@ class WarmProcess:
     """
 
     def __init__(self, arguments: Sequence[str], log: Path, variables: Mapping[str, str]) -> None:
-        told = {"arguments": [*arguments], "log": str(log), "variables": {**variables}}
+        report = {"arguments": [*arguments], "log": str(log), "variables": {**variables}}
         self.args = [*arguments]
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(os.environ.get(ADDRESS) or _parent()[0])
-        self._connection.sendall(json.dumps(told).encode() + b"\n")
+        self._connection.sendall(json.dumps(report).encode() + b"\n")
         self.pid = self._number()
         self.returncode: int | None = None
 
@@ -104,7 +105,7 @@ def _parent() -> tuple[str, subprocess.Popen[bytes]]:
         listener.bind(address)
         listener.listen()
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.server.warm", str(listener.fileno())],
+            [sys.executable, "-m", "tests.server.fork_server", str(listener.fileno())],
             stdin=subprocess.PIPE,
             pass_fds=(listener.fileno(),),
             cwd=ROOT,
@@ -123,12 +124,12 @@ def forked(listener: socket.socket) -> dict[str, Any] | None:
         if readable:
             connection, _ = listener.accept()
             with connection.makefile("rb") as lines:
-                told: dict[str, Any] = json.loads(lines.readline())
+                message: dict[str, Any] = json.loads(lines.readline())
             added = import_what_is_needed()
             if not (pid := os.fork()):
                 for other in (listener, connection, *children.values()):
                     other.close()
-                return {**told, "added": added}
+                return {**message, "added": added}
             children[pid] = connection
             tell(connection, pid)
         tell_who_ended(children)
