@@ -79,7 +79,6 @@ def verify(directory: Path, family: Family, plan: Plan) -> list[dict[str, Any]]:
     Returns one dict a setting: canvas, steps, block_length, and groups: by name right, total and
     `wrong`, the wrong answers as [question, given text] pairs.
     """
-    torch.set_num_threads(1)  # more threads cost more than they save on a few rows
     verifier = Verifier(directory, family)
     kinds = kinds_but(plan.training.left_out)
     results = []
