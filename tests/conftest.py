@@ -18,6 +18,7 @@ import json
 import os
 import threading
 from collections import Counter, defaultdict
+from contextlib import ExitStack
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -197,15 +198,19 @@ def num_gpus(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def quick_starts() -> Iterator[None]:
-    """For engines that a test starts through other code, as those of tests.engine.harness."""
+    """Start engines that a test starts through other code as fast as those of the harness.
+
+    Each start collects garbage several times, which takes a second each in a process with so many
+    modules. On a GPU a collection also frees memory.
+    """
     from tests.engine.harness import freeze_imports, small_pool
 
     freeze_imports()
-    with (
-        mock.patch.object(gc, "freeze"),
-        mock.patch.object(gc, "unfreeze"),
-        mock.patch.dict(os.environ, small_pool()),
-    ):
+    collections = ("freeze", "unfreeze") if count_gpus() else ("freeze", "unfreeze", "collect")
+    with ExitStack() as stack:
+        for name in collections:
+            stack.enter_context(mock.patch.object(gc, name))
+        stack.enter_context(mock.patch.dict(os.environ, small_pool()))
         yield
 
 
