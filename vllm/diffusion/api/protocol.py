@@ -101,7 +101,7 @@ def set_priority(body: Any, headers: Mapping[str, str]) -> None:
 
 
 def check_body(body: GenerateBody) -> None:
-    """Check a body as far as possible without the model.
+    """Refuse a body that is invalid for every model.
 
     Raises:
         InvalidParameterError: naming the field.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantisation schemes: how --quantization or config.json says that weights are stored.
+"""Quantisation schemes: how weights are stored, as given by --quantization or config.json.
 
 A layer's method implements a scheme. Checkpoints without a scheme here are left to upstream's
 methods. Nothing here imports torch.

@@ -23,7 +23,7 @@ NUMBER = regex(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]{1,2})?")
 
 
 class UnsupportedBoundsError(ValueError):
-    """Bounds cannot be enforced; the message says why."""
+    """Bounds cannot be enforced; the message has the reason."""
 
 
 def integers(minimum: int | None, maximum: int | None, factor: int | None) -> Node:

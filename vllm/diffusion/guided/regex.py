@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Regular expressions in the syntax of Python's `re`, restricted to what is regular."""
+"""Regular expressions in the syntax of Python's `re`, without the syntax that is not regular."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     )
 }
 
-# What block-causal families keep is final.
+# Block-causal families keep only final keys and values.
 _KEPT_BLOCKS = ("exact", "none")
 
 BLOCK_ALGORITHMS: dict[str, Algorithm] = {

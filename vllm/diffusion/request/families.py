@@ -27,7 +27,7 @@ class Family:
         default_algorithm: decoding algorithm of a request that names none.
         defaults: defaults of request parameters that differ from the algorithm's. A threshold
             applies only to the default algorithm.
-        caps_steps: whether a block has at most as many steps as the answer has tokens (LLaDA2.0).
+        caps_steps: whether the answer's length limits the steps of a block (LLaDA2.0).
         scores_after_filters: in block-causal families, whether a candidate's confidence is its
             probability among the tokens that top_k and top_p keep, or else among all tokens.
         counts_masks: in block-causal families, whether a quota is a share of the masked positions

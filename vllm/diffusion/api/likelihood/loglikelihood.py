@@ -180,7 +180,7 @@ class _ScoringTask:
 
 
 class LikelihoodHandler:
-    """Handler of `/v1/loglikelihood`; the arguments are those of `GenerateHandler`."""
+    """Handler of `/v1/loglikelihood`; for arguments see `GenerateHandler`."""
 
     def __init__(
         self, engine: EngineClient, validator: Validator, model_names: Sequence[str]

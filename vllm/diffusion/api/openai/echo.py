@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.api.validator import Validator
     from vllm.sampling_params import SamplingParams
 
-# Each token of the prompt takes a forward pass with as many rows as the prompt has tokens.
+# Each token of the prompt takes a forward pass over all rows of the prompt.
 MAX_PROMPT_TOKENS = 2048
 PromptLogprobs = list[dict[int, Logprob] | None]
 

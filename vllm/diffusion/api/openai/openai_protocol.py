@@ -127,7 +127,7 @@ def prepare(
         defaults: upstream's default sampling parameters, as read when the server started.
 
     Raises:
-        InvalidParameterError: naming the field, the given and the wanted value.
+        InvalidParameterError: naming the field, the given and the expected value.
     """
     if request.n is not None and not 1 <= request.n <= MAX_CHOICES:
         raise InvalidParameterError("n", request.n, f"wanted 1 to {MAX_CHOICES}")

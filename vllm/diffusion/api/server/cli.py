@@ -71,8 +71,8 @@ class ServerParser(FlexibleArgumentParser):
 def errors_in_one_line(args: Namespace) -> Iterator[None]:
     """Exit with a one-line message on errors that the user can fix while a server runs.
 
-    A failing engine has already logged its errors. The exit status of the server tells a
-    supervisor to start another server.
+    A failing engine has already logged its errors. The exit status of the
+    server signals a supervisor to start another server.
     """
     try:
         yield
