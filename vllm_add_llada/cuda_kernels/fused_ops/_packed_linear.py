@@ -185,6 +185,6 @@ def _check(
             f"{list(values.shape)} bytes and out {out.dtype} {list(out.shape)}"
         )
     if (zeros is None) != bool(look_up) or (is_gated and bias is not None):
-        raise ValueError(f"{op}: wanted either zeros or what to look up, and no bias with SILU_MUL")
+        raise ValueError(f"{op}: wanted either zeros or look_up, and no bias with SILU_MUL")
     if bias is not None:
         check_vector(op, "bias", bias, (x.dtype,), (num_columns,), x.device)
