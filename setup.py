@@ -58,7 +58,7 @@ PACKAGES = ("vllm", "flash_sample", "gather_gemm", "vllm_add_llada", "vmm_alloca
 KEPT = frozenset({".css", ".html", ".js", ".py", ".svg", ".txt", ".typed"})
 
 
-COST = "PyTorch serves in their place: on a GPU slower and in more memory, on a CPU no difference"
+COST = "PyTorch operations replace them: on a GPU slower, with more memory; on a CPU no difference"
 
 
 class BuildError(Exception):
@@ -253,7 +253,7 @@ def build(outputs: dict[Room, Path], archs: str) -> None:
     jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
     targets = ", ".join(re.findall(r"code=(sm_\w+)", flags_of[".cu"]))
     for room in outputs:
-        print(f"{room.name}: {len(room.sources())} sources for {targets}, as far as they changed")
+        print(f"{room.name}: {len(room.sources())} sources for {targets}, compiled if changed")
     sys.stdout.flush()
     status = {"NINJA_STATUS": "[%f/%t, %e s] "}
     command = [ninja, "-f", str(file), "-j", jobs]
