@@ -25,6 +25,8 @@ Environment:
 * ``CUDA_HOME`` names the toolkit; otherwise ``nvcc`` is looked up on ``PATH`` and in
   ``/usr/local/cuda/bin``.
 * ``MAX_JOBS`` (default: the number of processors) limits the compilers that run at the same time.
+
+If ``ccache`` is installed, it caches the compiled objects, also for other clones.
 """
 
 import logging
@@ -130,7 +132,7 @@ def include_flags(room: Room) -> list[str]:
         raise BuildError(
             f"{room.name}: pybind11 not found: python -m pip install -r requirements/build.txt"
         ) from None
-    return [f"-I{python_include}", f"-I{pybind11.get_include()}"]
+    return [f"-I{python_include}", f"-I{relative(pybind11.get_include())}"]
 
 
 def archs_of_cards() -> str:
@@ -194,7 +196,7 @@ def find_ninja(room: Room) -> str:
 
 RULES = """
 rule compile
-  command = $nvcc $flags -MD -MF $out.d -c $in -o $out
+  command = $launcher $nvcc $flags -MD -MF $out.d -c $in -o $out
   depfile = $out.d
   deps = gcc
   description = $name
@@ -208,9 +210,14 @@ rule place
 """
 
 
+def relative(path: str | Path) -> Path:
+    """Return a path relative to the root, where ninja runs, so that it is equal in all clones."""
+    return Path(path).relative_to(ROOT) if Path(path).is_relative_to(ROOT) else Path(path)
+
+
 def escaped(path: Path) -> str:
     """Return a path as ninja's build statements require it."""
-    return re.sub(r"([$ :])", r"$\1", str(path))
+    return re.sub(r"([$ :])", r"$\1", str(relative(path)))
 
 
 def quoted(words: list[str]) -> str:
@@ -239,12 +246,15 @@ def build(outputs: dict[Room, Path], archs: str) -> None:
     """Write ``build.ninja`` for these packages and run it; ``archs`` are the default targets."""
     first = next(iter(outputs))
     nvcc, ninja = find_nvcc(first), find_ninja(first)
-    flags = ["-O3", "-std=c++17", f"-I{ROOT}", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall"]
+    flags = ["-O3", "-std=c++17", "-I.", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall"]
     flags_of = {
         ".cu": quoted([*flags, *arch_flags(nvcc, archs)]),
         ".cpp": quoted([*flags, *include_flags(first)]),
     }
-    lines = [f"builddir = {escaped(FOLDER)}", f"nvcc = {quoted([nvcc])}", RULES]
+    ccache = shutil.which("ccache")
+    launcher = [] if ccache is None else [ccache]
+    lines = [f"builddir = {escaped(FOLDER)}", f"nvcc = {quoted([nvcc])}"]
+    lines += [f"launcher = {quoted(launcher)}", RULES]
     for room, output in outputs.items():
         lines += statements(room, output, flags_of)
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -255,9 +265,10 @@ def build(outputs: dict[Room, Path], archs: str) -> None:
     for room in outputs:
         print(f"{room.name}: {len(room.sources())} sources for {targets}, compiled if changed")
     sys.stdout.flush()
-    status = {"NINJA_STATUS": "[%f/%t, %e s] "}
+    # Without this setting ccache hashes the folder, and clones share no objects.
+    variables = {"NINJA_STATUS": "[%f/%t, %e s] ", "CCACHE_NOHASHDIR": "1", **os.environ}
     command = [ninja, "-f", str(file), "-j", jobs]
-    if subprocess.run(command, env={**status, **os.environ}, check=False).returncode != 0:
+    if subprocess.run(command, env=variables, cwd=ROOT, check=False).returncode != 0:
         raise BuildError(f"{file}: the build failed, see the compiler's words above")
 
 

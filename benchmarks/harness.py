@@ -186,7 +186,7 @@ def steps_per_forward(reports: Sequence[Mapping[str, Any]]) -> float:
     return sum(r["num_steps"] for r in reports) / sum(r["num_forwards"] for r in reports)
 
 
-# --- printing --------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------
 
 
 class Table:

@@ -354,7 +354,7 @@ def one_line(message: object) -> str:
     return " ".join(str(message).split())
 
 
-# --- printing --------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------
 
 
 def markdown(rows: Sequence[Row], refused: Sequence[Refused]) -> str:

@@ -450,7 +450,7 @@ def window_row(
     return replace(plain, touched_experts=touched, context=case.context)
 
 
-# --- printing --------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------
 
 
 def served_line(timed: windows.Round, floor: float | None) -> str:

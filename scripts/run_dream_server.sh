@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Serve a Dream checkpoint over HTTP. Run it with --help for its variables.
+# Serve a Dream checkpoint over HTTP. --help lists its variables.
 
 # shellcheck source=scripts/serve.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/serve.sh"

@@ -101,17 +101,17 @@ wishes = st.dictionaries(
 def test_a_step_behind_another_is_of_one_kind_and_of_nobody_under_way(
     parameters: dict[str, NextForward], data: st.DataObject
 ) -> None:
-    under_way = data.draw(st.sets(st.sampled_from(sorted(parameters))))
-    taken = step_behind(under_way, parameters, FULL_BUDGET, SHARES)
-    assert under_way.isdisjoint(taken)
+    in_flight = data.draw(st.sets(st.sampled_from(sorted(parameters))))
+    taken = step_behind(in_flight, parameters, FULL_BUDGET, SHARES)
+    assert in_flight.isdisjoint(taken)
     assert all(parameters[req_id].rows == rows for req_id, rows in taken.items())
     fit_a_graph = sum(wish.rows for wish in parameters.values() if wish.keeps) <= GRAPH_ROWS
     kinds = {name: (w.keeps, w.is_window and not fit_a_graph) for name, w in parameters.items()}
     assert len({kinds[req_id] for req_id in taken}) <= 1
     if not taken:  # then who waits would fit into one step with some of those under way
-        for kind in {kinds[req_id] for req_id in parameters if req_id not in under_way}:
+        for kind in {kinds[req_id] for req_id in parameters if req_id not in in_flight}:
             alike = {req_id for req_id in parameters if kinds[req_id] == kind}
-            assert alike & under_way
+            assert alike & in_flight
             assert sum(parameters[req_id].rows for req_id in alike) <= GRAPH_ROWS
     elif all(kinds[req_id][1] for req_id in taken):
         assert sum(taken.values()) <= GRAPH_ROWS

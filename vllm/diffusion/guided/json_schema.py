@@ -114,7 +114,7 @@ def from_schema(schema: Any, place: str = "", allowance: Allowance | None = None
 
 
 class _Signs(NamedTuple):
-    """What tells the values of a schema from those of another.
+    """Properties that distinguish the values of a schema from the values of another schema.
 
     Attributes:
         types: types of its values; "number" for whole numbers, too.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 MAX_MULTIPLES = 1000  # multiples that are written out; also the largest factor
 MAX_WHOLE_DIGITS = 27  # of bounds of whole numbers: `Decimal` has one more
-MAX_BOUND_DIGITS = 12  # so that three more behind the point are still told apart by a double
+MAX_BOUND_DIGITS = 12  # so that a double distinguishes three more digits after the point
 OPEN_DIGITS = 15  # before the point, where a bound is missing on that side
 
 INTEGER = regex("-?(0|[1-9][0-9]*)")

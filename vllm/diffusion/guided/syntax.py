@@ -13,7 +13,7 @@ LAST_CODE_POINT = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
 _LAST_OF_LENGTH = (0x7F, 0x7FF, 0xFFFF, LAST_CODE_POINT)
 
-_LARGEST_COUNT = 10**12  # of parts; more are not told apart
+_LARGEST_COUNT = 10**12  # parts; larger counts are treated as equal
 
 Range: TypeAlias = tuple[int, int]  # code points or bytes, both ends included
 

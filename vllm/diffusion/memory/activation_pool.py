@@ -190,7 +190,7 @@ class ActivationPool:
     # ---- scopes ----
 
     def scope(self, stage: str = "") -> AbstractContextManager[None]:
-        """Context whose buffers are given back at its end; `stage` tells readers what it is for."""
+        """Context whose buffers are given back at its end; `stage` names its purpose."""
         return self
 
     def __enter__(self) -> None:

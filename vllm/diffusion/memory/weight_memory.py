@@ -7,7 +7,7 @@ awake                     | tensors of weights |      backed by memory
 asleep                    |     not backed     |      their contents: on the host, or nowhere
 ```
 
-The tensors stay, so what holds them or their addresses (layers, CUDA graphs) need not be told.
+The tensors stay, so objects that hold them or their addresses (layers, CUDA graphs) stay valid.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 LLaDA2's layers, in which rows choose their experts by blocks: the rows of a window of `block_size`
 positions choose among the `expert_capacity` experts that any of them scores highest. Architecture
-and model type are those of LLaDA2.0; an `expert_capacity` tells them apart. Two tokens, whose ids
+and model type are those of LLaDA2.0; `expert_capacity` distinguishes them. Two tokens, whose ids
 stand in config.json alone, delete and insert.
 """
 

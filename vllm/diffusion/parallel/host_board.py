@@ -19,7 +19,7 @@ from vllm.diffusion.core.errors import RankError, RankMemoryError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# What ranks tell each other of what all of them did, or the kind of what else they tell.
+# Codes that ranks exchange: the outcome of what all of them did, or the kind of another word.
 WELL, NO_MEMORY, FAILED, NUMBER = range(4)
 
 _MAX_RANKS = 8

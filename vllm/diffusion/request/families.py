@@ -22,9 +22,9 @@ class Family:
         name: short name, as users write it.
         architectures: values of `architectures` in config.json that load as this family.
         model_types: values of `model_type` in config.json that the family's releases carry; they
-            tell families of the same architecture apart.
+            distinguish families of the same architecture.
         marks: keys of config.json that are set in the family's checkpoints alone, where
-            architecture and model type do not tell them apart.
+            architecture and model type do not distinguish them.
         config_class: "module:Class" of its configuration.
         default_algorithm: decoding algorithm of a request that names none.
         defaults: defaults of request parameters, where the family's differ from the algorithm's. A

@@ -141,7 +141,7 @@ def prepare(
         if spec is not None:
             raise InvalidParameterError("tools", list(tools.parameters), f"not beside {spec.field}")
         spec = spec_of_tools(tools)
-        request.tool_choice = "none"  # upstream parses no calls, but tells the template of tools
+        request.tool_choice = "none"  # upstream parses no calls, but passes tools to the template
     elif getattr(request, "tools", None) and not reads_tools(template):
         request.tools = None
     request.response_format = request.structured_outputs = None  # upstream has its own grammars

@@ -196,7 +196,7 @@ def one_line(error: Exception, args: Namespace) -> str:
     """Describe an error that prevented the start, in one line."""
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return f"port {args.port} of {args.host} is in use; --port takes another"
-    if isinstance(error, ValidationError):  # upstream's settings: the first fault tells most
+    if isinstance(error, ValidationError):  # upstream's settings: report the first fault
         fault = error.errors()[0]
         message = " ".join(str(fault["msg"]).removeprefix("Value error, ").split())
         if fault["type"] == "value_error" or not fault["loc"]:

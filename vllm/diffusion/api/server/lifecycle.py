@@ -65,7 +65,7 @@ class Lifecycle:
     Args:
         engine: the engine's client; its `shutdown` drains from now on, and an update of the weights
             that fails on one replica stops the others, too.
-        end: tells the HTTP server to end.
+        end: stops the HTTP server.
         engines: processes of engines on this host, title by process id.
     """
 
@@ -163,7 +163,7 @@ class Lifecycle:
     def _shut_down(self, timeout: float | None = None) -> None:
         """Drain and stop; upstream calls it in a thread on a signal, and again at the very end."""
         if self._engine.errored and not (self._is_draining or self._is_lost):
-            self._is_lost = True  # on another host, or by an error that it has told
+            self._is_lost = True  # on another host, or by an error that it has logged
             logger.error("an engine is gone: the server ends with status 1")
         drains = not self._is_draining and not self._is_on_loop()
         self._is_draining = True

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.scheduler.request_state import RequestState
     from vllm.v1.request import Request
 
-STATISTICS_S = 0.1  # between two messages that tell of nothing but statistics
+STATISTICS_S = 0.1  # seconds between two messages that carry statistics alone
 ANSWERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 

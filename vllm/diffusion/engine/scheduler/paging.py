@@ -134,7 +134,7 @@ class Paging(AdmissionGate):
             if item.request.prefill_stats is not None:  # what it found is of no use any more
                 item.request.prefill_stats.set(item.request.num_prompt_tokens, 0, 0)
 
-    def provide(self, running: Iterable[RequestState], under_way: Collection[str]) -> None:
+    def provide(self, running: Iterable[RequestState], in_flight: Collection[str]) -> None:
         """Reserve pages for every next forward, and beyond, as a worker launches one step ahead.
 
         The oldest requests come first. Where there are too few pages, they take those of the newest
@@ -142,12 +142,12 @@ class Paging(AdmissionGate):
 
         Args:
             running: the requests that run.
-            under_way: requests of the step that the worker has launched.
+            in_flight: requests of the step that the worker has launched.
         """
         paged = sorted((item for item in running if item.is_paged), key=lambda item: item.started)
         for item in paged:
             while not self._give(item, item.next_end):
-                able = (o for o in reversed(paged) if o.num_pages and o.req_id not in under_way)
+                able = (o for o in reversed(paged) if o.num_pages and o.req_id not in in_flight)
                 last = next(able, item)
                 if last.started <= item.started:
                     break

@@ -166,7 +166,7 @@ class Canvas:
     @property
     def has_made_one_forward(self) -> bool:
         """Whether the first forward is over and no other one is under way."""
-        return self.num_forwards == 1 and not self.window.is_under_way
+        return self.num_forwards == 1 and not self.window.is_in_flight
 
     @property
     def keeps_approximately(self) -> bool:
@@ -302,7 +302,7 @@ class Canvas:
         self._next_news = 0
         if not self.keeps_approximately or self.params.cache == "frozen" or self.is_complete:
             return
-        with suppress(Exception):  # its rule fails, which is told when the forward is launched
+        with suppress(Exception):  # the launch of the forward reports an error of its rule
             self._is_for(self.begin()._replace(rows=(0, self.length)))
 
     @property

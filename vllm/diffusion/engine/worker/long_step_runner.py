@@ -114,7 +114,7 @@ class LongStepRunner:
         self._host = HostBuffers(is_pinned=device.type == "cuda")
         self._paused: _SlicedStep | None = None
         self._device = device
-        self._under_way: deque[tuple[float, _Stopwatch]] = deque()  # predicted seconds of slices
+        self._in_flight: deque[tuple[float, _Stopwatch]] = deque()  # predicted seconds of slices
 
     @property
     def paused(self) -> PausedStep | None:
@@ -163,9 +163,9 @@ class LongStepRunner:
         watch = _Stopwatch(self._device)
         done_s, sampled = self._advance(paused, step_slice.seconds)
         watch.stop()
-        if self._under_way:
-            self._under_way[-1][1].wait()
-        self._under_way.append((done_s, watch))
+        if self._in_flight:
+            self._in_flight[-1][1].wait()
+        self._in_flight.append((done_s, watch))
         paused.peak_bytes = max(paused.peak_bytes, self._pool.peak_bytes)
         if sampled is None:
             return None
@@ -193,8 +193,8 @@ class LongStepRunner:
     def pop_timing(self) -> SliceTiming | None:
         """Sum the slices that have ended since the last call; None if there are none."""
         over = []
-        while self._under_way and self._under_way[0][1].has_ended:
-            over.append(self._under_way.popleft())
+        while self._in_flight and self._in_flight[0][1].has_ended:
+            over.append(self._in_flight.popleft())
         if not over:
             return None
         taken_s = sum(watch.taken_s for _, watch in over)

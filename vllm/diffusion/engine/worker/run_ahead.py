@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def next_behind(
     runner: DiffusionModelRunner,
-    under_way: Collection[str],
+    in_flight: Collection[str],
     apart: Collection[str],
     limits: StepLimits,
 ) -> dict[str, int]:
@@ -27,7 +27,7 @@ def next_behind(
 
     Args:
         runner: owner of the requests.
-        under_way: requests whose step has been launched.
+        in_flight: requests whose step has been launched.
         apart: requests that are kept apart.
         limits: limits above which a step takes only some requests.
     """
@@ -37,12 +37,12 @@ def next_behind(
         for req_id, canvas in canvases.items()
         if req_id not in apart and not canvas.is_complete
     }
-    taken = step_behind(under_way, sizes, runner.planner.row_budget, limits)
+    taken = step_behind(in_flight, sizes, runner.planner.row_budget, limits)
     return taken if taken and runner.runs_whole(sum(taken.values())) else {}
 
 
 def step_behind(
-    under_way: Collection[str],
+    in_flight: Collection[str],
     forwards: Mapping[str, NextForward],
     row_budget: int,
     limits: StepLimits,
@@ -56,13 +56,13 @@ def step_behind(
     together.
 
     Args:
-        under_way: requests whose step has been launched.
+        in_flight: requests whose step has been launched.
         forwards: next forwards of all requests, in the order of their turns; of those under way,
             the launched ones.
         row_budget: rows that several requests may share in one step.
         limits: limits above which a step takes a share.
     """
-    waiting = {r: forward for r, forward in forwards.items() if forward.rows and r not in under_way}
+    waiting = {r: forward for r, forward in forwards.items() if forward.rows and r not in in_flight}
     if not waiting:
         return {}
     kept_rows = sum([forward.rows for forward in forwards.values() if forward.keeps])
@@ -79,7 +79,7 @@ def step_behind(
         rows = min(row_budget, max(limits.rows, 0 if are_windows else -(-all_rows // 2)))
         max_requests = max(limits.requests, -(-len(alike) // 2))
         all_fit = all_rows <= rows and len(alike) <= max_requests
-        if not all_fit or set(alike).isdisjoint(under_way):
+        if not all_fit or set(alike).isdisjoint(in_flight):
             taken = list(islice(filter(waiting.__contains__, alike), max_requests))
             units = {r: unit for r in taken if (unit := waiting[r].unit) is not None}
             return take_turns({r: waiting[r].rows for r in taken}, rows, units)

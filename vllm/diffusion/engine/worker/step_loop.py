@@ -78,7 +78,7 @@ class StepLoop:
     ) -> None:
         self._runner, self._agreement = runner, agreement
         self.runs_ahead, self.limits = runs_ahead, limits
-        self._under_way: list[LaunchResult] = []  # in the order in which they were launched
+        self._in_flight: list[LaunchResult] = []  # in the order in which they were launched
         self._restarted: str | None = None  # whose long step has run out of memory once
         self._num_rows = 0  # of the steps collected for this message
         self.step_pause: StepPause | None = None
@@ -127,7 +127,7 @@ class StepLoop:
             results=results,
             usage=runner.usage if req_ids else runner.idle_usage,
             num_rows=self._num_rows,
-            launched=[s.req_ids for s in self._under_way],
+            launched=[s.req_ids for s in self._in_flight],
             paused=None if runner.long_steps is None else runner.long_steps.paused,
             slice_timing=None if runner.long_steps is None else runner.long_steps.pop_timing(),
             generation=runner.generation,
@@ -136,8 +136,8 @@ class StepLoop:
     def pause_steps(self) -> StepPause:
         """Collect the steps in flight, and take no other step until the pause ends."""
         pause = self.step_pause = self.step_pause or StepPause(self._runner, self._results)
-        while self._under_way:
-            pause.add(self._collect(self._under_way.pop(0)))
+        while self._in_flight:
+            pause.add(self._collect(self._in_flight.pop(0)))
         self._runner.report_collected()
         self._runner.drop_paused_step()
         return pause
@@ -148,7 +148,7 @@ class StepLoop:
             self._runner.remove(req_id)
         if req_ids:
             running = self._runner.canvases.keys()
-            self._under_way = [s for s in self._under_way if not running.isdisjoint(s.req_ids)]
+            self._in_flight = [s for s in self._in_flight if not running.isdisjoint(s.req_ids)]
 
     def _start_all(self, admitted: Sequence[NewCanvas]) -> dict[str, StepResult]:
         """Take in requests.
@@ -192,10 +192,10 @@ class StepLoop:
             rows: requests that take part, with their rows, if no step is under way.
             apart: requests that are kept apart.
         """
-        if not self._under_way:
-            self._under_way.append(self._launch(rows))
+        if not self._in_flight:
+            self._in_flight.append(self._launch(rows))
         self._launch_behind(apart)
-        outcomes = self._collect(self._under_way.pop(0))
+        outcomes = self._collect(self._in_flight.pop(0))
         failed = [req_id for req_id, error in outcomes.items() if error]
         self._launch_behind({*apart, *failed, *self._runner.requests_to_copy(outcomes)})
         return self._results(outcomes)
@@ -203,7 +203,7 @@ class StepLoop:
     @torch.inference_mode()
     def _drain(self) -> dict[str, StepResult]:
         """Collect the first step under way, if there is one, and launch none."""
-        return self._results(self._collect(self._under_way.pop(0))) if self._under_way else {}
+        return self._results(self._collect(self._in_flight.pop(0))) if self._in_flight else {}
 
     @torch.inference_mode()
     def _slice(self, step_slice: StepSlice) -> dict[str, StepResult]:
@@ -237,12 +237,12 @@ class StepLoop:
 
     def _launch_behind(self, apart: Collection[str]) -> None:
         """Launch the step that follows those under way, if that can be done without waiting."""
-        under_way = {req_id for launched in self._under_way for req_id in launched.req_ids}
-        if len(self._under_way) == MAX_IN_FLIGHT or under_way.issuperset(self._runner.canvases):
+        in_flight = {req_id for launched in self._in_flight for req_id in launched.req_ids}
+        if len(self._in_flight) == MAX_IN_FLIGHT or in_flight.issuperset(self._runner.canvases):
             return
-        taken = next_behind(self._runner, under_way, apart, self.limits)
+        taken = next_behind(self._runner, in_flight, apart, self.limits)
         if taken:
-            self._under_way.append(self._launch(taken))
+            self._in_flight.append(self._launch(taken))
 
     def _launch(self, rows: Mapping[str, int]) -> LaunchResult:
         """Launch a step with these rows a request.

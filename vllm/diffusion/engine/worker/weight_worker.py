@@ -61,7 +61,7 @@ def _by_all_ranks(what: str | None = None) -> Callable[[Call], Call]:
     """Let all ranks succeed in a call, or none: a failure of one is all ranks'.
 
     Upstream's executor reads the answers of ranks up to the first error, and would take those
-    behind it for answers to the next call. So the last rank alone tells of a failure.
+    behind it for answers to the next call. So only the last rank reports a failure.
 
     Args:
         what: what has happened where the call fails, after which no step is taken; None where

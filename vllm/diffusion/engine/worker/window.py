@@ -86,7 +86,7 @@ class ForwardWindow:
         self._may_have_fp8 = params.has_fp8_attention(length)
         kept_length = length if cache is None else cache.length
         self._windows = windows_of(params, visibility, prompt_length, kept_length)
-        self._under_way: Forward | None = None  # and its keys and values have a place
+        self._in_flight: Forward | None = None  # and its keys and values have a place
         self._target = (0, 0)  # of the next forward; most often as before, and so are these:
         self._uncut: Window | None = None  # its window if nothing cuts it
         self._most_rows = ALL_ROWS  # that it may have
@@ -123,9 +123,9 @@ class ForwardWindow:
         return tuple(range(start, start + self._num_frozen) for start in self.kept_starts)
 
     @property
-    def is_under_way(self) -> bool:
+    def is_in_flight(self) -> bool:
         """Whether a forward was begun and not committed."""
-        return self._under_way is not None
+        return self._in_flight is not None
 
     def aim(self, rows: tuple[int, int], *, is_causal: bool = False) -> None:
         """Set the positions, first and last + 1, and the kind, of the rule's next forward."""
@@ -177,12 +177,12 @@ class ForwardWindow:
         window, room = self._next(), min(self.room, self._most_rows)
         if window.stop - window.first > room:
             window = Window.of(self._windows.next(self._target, room), self._visibility)
-        self._under_way = window.forward
+        self._in_flight = window.forward
         return window
 
     def end(self) -> Forward | None:
         """End the forward under way; None if what it wrote to is not the request's any more."""
-        ended, self._under_way = self._under_way, None
+        ended, self._in_flight = self._in_flight, None
         return ended
 
     def computed(self, forward: Forward, committed: int) -> None:
@@ -213,4 +213,4 @@ class ForwardWindow:
         self.reset()
         if num_kept is not None:
             self._windows.keep(num_kept)
-            self._under_way = None  # what is under way writes to pages of the past
+            self._in_flight = None  # what is under way writes to pages of the past

@@ -76,7 +76,7 @@ function fill(answer, found) {
   const { text = "", isOver = true, isExact = false, isBad = false, note = "", verdict = null } = found;
   const [body, noted, judged] = answer.children;
   answer.source = text;
-  answer.dataset.said = !isOver || isSaid(found); // the model is told of it in later turns
+  answer.dataset.said = !isOver || isSaid(found); // later turns send it to the model
   body.classList.toggle("open", !isOver);
   body.classList.toggle("exact", isExact);
   body.replaceChildren(isExact ? text : elementsOf(text));
