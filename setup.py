@@ -269,7 +269,7 @@ def build(outputs: dict[Room, Path], archs: str) -> None:
     variables = {"NINJA_STATUS": "[%f/%t, %e s] ", "CCACHE_NOHASHDIR": "1", **os.environ}
     command = [ninja, "-f", str(file), "-j", jobs]
     if subprocess.run(command, env=variables, cwd=ROOT, check=False).returncode != 0:
-        raise BuildError(f"{file}: the build failed, see the compiler's words above")
+        raise BuildError(f"{file}: the build failed, see the compiler's messages above")
 
 
 class BuildNative(build_ext):

@@ -220,7 +220,7 @@ def ask(problem: Problem, options: argparse.Namespace) -> Answer:
         )
     except (ValueError, KeyError, TypeError, IndexError):
         raise BenchmarkError(
-            f"{options.host} gave no answer of POST /generate: {text[:200]!r}"
+            f"{options.host} sent an answer that POST /generate does not have: {text[:200]!r}"
         ) from None
 
 

@@ -63,7 +63,7 @@ def section(path: Path) -> list[str]:
         tables = kernel if "columns" in content else TABLES[content["kind"]]
         return [*tables(content), "", measured_on(content["run"]), ""]
     except (ValueError, KeyError, TypeError) as error:
-        raise TableError(f"{path}: it is no measurement: {error!r}") from error
+        raise TableError(f"{path}: not a measurement: {error!r}") from error
 
 
 def measured_on(run: dict[str, Any]) -> str:

@@ -137,7 +137,7 @@ setup() {
     *' --all-gpus '*) export NATIVE_CUDA_ARCHS=${NATIVE_CUDA_ARCHS:-80 89 90a 100 120} ;;
   esac
   if ! find_nvcc >/dev/null; then # PyTorch operations run instead
-    say "left out: the native rooms: nvcc not found (set CUDA_HOME to the toolkit); PyTorch" \
+    say "left out: the native packages: nvcc not found (set CUDA_HOME to the toolkit); PyTorch" \
       "operations replace them: on a GPU slower, with more memory; on a CPU no difference"
   elif [ "$kind" = cpu ] && [ $# = 0 ] && [ -z "${NATIVE_CUDA_ARCHS:-}" ]; then
     say "left out: the native kernels, because there is no NVIDIA GPU: PyTorch operations replace" \
@@ -167,9 +167,9 @@ find_nvcc() {
 
 # build_native_rooms: compile the sources that changed.
 build_native_rooms() {
-  say "building the native rooms with $(find_nvcc)"
+  say "compiling the native packages with $(find_nvcc)"
   (cd "$ROOT" && "$PY" setup.py -q build_ext --inplace) ||
-    die "the native rooms did not build (the compiler's message is above)"
+    die "the native packages did not compile (the compiler's message is above)"
 }
 
 # make_tiny_model: train the embedded default model; a complete one is kept.

@@ -165,7 +165,7 @@ def run(family: str, options: argparse.Namespace) -> None:
     finally:
         sweep.print_results()
     if length_range.longest is None:
-        raise BenchmarkError(f"the first length, {options.start} tokens, fails already")
+        raise BenchmarkError(f"the first length, {options.start} tokens, already fails")
 
 
 def settings_of(family: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -211,7 +211,7 @@ def fused_linear_fp8(
     num_columns = out.shape[1] * (2 if epilogue is Epilogue.SILU_MUL else 1)
     _check_linear("fused_linear_fp8", x, weight, scales, out, num_columns)
     if bias is not None and epilogue is Epilogue.SILU_MUL:
-        raise ValueError("fused_linear_fp8: SILU_MUL wants no bias, got one")
+        raise ValueError("fused_linear_fp8: SILU_MUL takes no bias, got one")
     if bias is not None:
         check_vector("fused_linear_fp8", "bias", bias, (out.dtype,), (num_columns,), out.device)
     is_tiled = tiling is not None and tiling.rows > 0  # Tiles of rows write eight elements at once.
