@@ -294,4 +294,4 @@ def test_a_failed_build_shows_the_compilers_words(checkout):
     assert result.returncode != 0
     assert f"{source.relative_to(root)}:1: an error" in result.stdout
     (line,) = [line for line in result.stderr.splitlines() if "failed" in line]
-    assert "the compiler's words" in line and "Traceback" not in result.stderr
+    assert "the compiler's messages" in line and "Traceback" not in result.stderr
