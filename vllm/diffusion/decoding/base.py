@@ -181,6 +181,7 @@ class DecodingRule(ABC):
     @property
     def pick(self) -> ScorePick | None:
         """The choice as data, so that `BatchedChoice` can replace `choose`; None if it cannot.
+
         Only for rules that commit tokens as they are proposed.
         """
         return None

@@ -67,7 +67,7 @@ class Paging(AdmissionGate):
         hash_block_size: tokens covered by one hash.
         log_stats: whether statistics are enabled.
 
-        Attributes:
+    Attributes:
         manager: upstream's manager, which counts the pages.
         num_bytes: bytes of the store.
     """

@@ -58,6 +58,7 @@ class Agreement:
 
     def reach(self, error: Exception | None) -> Exception | None:
         """Return this rank's error, or a stand-in for another's; None if all ranks succeeded.
+
         Raises:
             Exception: this rank's error, if the other ranks could not continue.
         """

@@ -130,6 +130,7 @@ class ForwardPass:
 
     def broadcast_samples(self, samples: Samples[Tensor]) -> Tensor:
         """Return the samples table of rank 0 on every rank, so that all commit the same tokens.
+
         All ranks must have computed the step.
         """
         table: Tensor = samples.table
