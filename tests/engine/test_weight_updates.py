@@ -448,7 +448,7 @@ def test_missing_tensors_are_logged_or_an_error(
 
     with running(checkpoint("mha"), **updatable(tmp_path)) as engine:
         actual = logged(weight_worker.logger, update, engine, "some.safetensors")
-        missing = "1 tensors did not come: model.transformer.wte"
+        missing = "1 tensors did not arrive: model.transformer.wte"
         assert any(missing in text for _, text in actual)
     settings = updatable(tmp_path, weight_update_complete=True)
     refused = pytest.raises(ValueError, match=missing)

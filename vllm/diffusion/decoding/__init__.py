@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding algorithms: which candidates of a forward are committed."""
+"""Decoding algorithms, which choose the candidates of a forward to commit."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def _rules(table: Mapping[str, Algorithm], key: str = "rule") -> dict[str, type[
 
 
 RULES = _rules(ALGORITHMS)
-BLOCK_RULES = _rules(BLOCK_ALGORITHMS)  # of block-causal families
-CAUSAL_RULES = _rules(BLOCK_ALGORITHMS, "causal_rule")  # where context is causal
+BLOCK_RULES = _rules(BLOCK_ALGORITHMS)  # rules of block-causal families
+CAUSAL_RULES = _rules(BLOCK_ALGORITHMS, "causal_rule")  # rules of families with causal context
 
 
 def make_rule(params: DiffusionParams, prompt_length: int) -> DecodingRule:
-    """Make the rule of a request: that of `params.algorithm`, or the one for likelihoods."""
+    """Create the rule of a request: that of `params.algorithm`, or the rule for likelihoods."""
     if params.score is not None:
         return ScoreTokens(params, prompt_length)
     rules = BLOCK_RULES if params.is_block_causal else RULES

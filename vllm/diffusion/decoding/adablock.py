@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array, Mask
     from vllm.diffusion.request.params import DiffusionParams
 
-WINDOW = 0.25  # of the canvas: how far a block that ends after a delimiter may reach
+WINDOW = 0.25  # share of the canvas that a block ending after a delimiter may span
 
 
 class AdaBlock(Threshold):
-    """Threshold decoding in blocks whose length a whole forward at their start chooses.
+    """Threshold decoding in blocks whose length is chosen by a whole forward at their start.
 
-    That forward commits like every other one. The block ends after the most certain delimiter of
-    the window if its confidence reaches `delimiter_threshold`, else after `block_length` positions,
-    or with the canvas.
+    This forward commits like every other forward. If the most certain delimiter in the window has a
+    confidence of at least `delimiter_threshold`, the block ends after it. Otherwise it ends after
+    `block_length` positions, or with the canvas.
     """
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
@@ -30,7 +30,7 @@ class AdaBlock(Threshold):
         self._delimiters = np.array(params.delimiter_ids, dtype=np.int64)
         self._window = int(WINDOW * params.gen_length)
         self._start = prompt_length
-        self._end: int | None = None  # of the block, once it is sized
+        self._end: int | None = None  # end of the block; None until its length is chosen
         self.block_bounds = ()
 
     def prepare(self, tokens: Array) -> ForwardTarget | None:

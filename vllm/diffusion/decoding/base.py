@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interface of a decoding rule, which chooses positions of a forward and commits tokens."""
+"""Interface of decoding rules, which choose positions of a forward and commit tokens."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.params import DiffusionParams
 
 Array: TypeAlias = np.ndarray[Any, Any]
-Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]  # which of several have a property
+# whether each of several items has a property
+Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class ForwardTarget(NamedTuple):
     """Target of one forward: the positions that it must predict.
 
     Attributes:
-        eligible: [R] int64, ascending: positions whose candidates are wanted. They are masked,
-            except that rules which edit also list committed tokens of the active block.
+        eligible: [R] int64, ascending: positions whose candidates are needed. They are masked,
+            except that editing rules also list committed tokens of the active block.
         rows: first position and last + 1 that the forward is for. In full-attention families all
-            others take part through their cached keys and values; without a cache these are the
-            whole sequence. In block-causal families it is the active block of an absolute grid,
-            before which the engine adds positions whose keys and values it has not kept. An
-            eligible position is in the block, or the first one after it, where logits are shifted:
-            its candidate is read from the block's last row.
-        fill: (position, token): every position from there on is set to the token before the
-            forward. Candidates of `eligible` positions there are delivered nevertheless.
-        fill_end: position before which that ends; None for the end of the sequence.
-        is_causal: in families whose context is causal: positions see what stands before them
-            alone, and a candidate is read from the row before its position.
-        is_draft: candidates are drafts, for which a checkpoint may have an adapter.
+            other positions take part through their cached keys and values; without a cache, `rows`
+            is the whole sequence. In block-causal families it is the active block of an absolute
+            grid, and the engine adds earlier positions whose keys and values are not cached. An
+            eligible position is in the block, or, if logits are shifted, the first position after
+            it, whose candidate comes from the block's last row.
+        fill: (position, token): before the forward, every position from there on is set to the
+            token. The forward still returns candidates of `eligible` positions there.
+        fill_end: position before which the fill ends; None for the end of the sequence.
+        is_causal: in families with causal context: whether positions attend only to earlier
+            positions, so that the row before a position predicts its candidate.
+        is_draft: whether candidates are drafts, for which a checkpoint may have an adapter.
     """
 
     eligible: Array
@@ -57,9 +58,9 @@ class Candidates(NamedTuple):
         positions: [R] int64, in the sequence (prompt included).
         tokens: [R] int64, the proposed tokens.
         scores: [R] float64, larger is more certain.
-        greedy: [R] int64, argmax of the noise-free logits, where the rule's scoring wants it.
-        draws: [R] float64 uniform numbers of (0, 1), where the rule names a purpose for them.
-        logprobs: [rows, R] float64, where the request wants log probabilities.
+        greedy: [R] int64, argmax of the noise-free logits, if the rule's scoring requires it.
+        draws: [R] float64 uniform numbers of (0, 1), if the rule sets `draw_purpose`.
+        logprobs: [rows, R] float64, if the request needs log probabilities.
     """
 
     positions: Array
@@ -75,7 +76,7 @@ class Commit(NamedTuple):
 
     Attributes:
         positions: [K] int64, in the sequence (prompt included).
-        tokens: [K] int64; the mask token leaves its position open, or opens it again.
+        tokens: [K] int64; the mask token keeps its position masked, or masks it again.
     """
 
     positions: Array
@@ -83,12 +84,13 @@ class Commit(NamedTuple):
 
 
 class ScorePick(NamedTuple):
-    """Commit of a rule that looks only at scores: the most certain candidates.
+    """Commit of a rule that uses only scores: the most certain candidates.
 
     Attributes:
-        quota: least number to commit, if there are that many.
-        threshold: all candidates above it are committed, if these are more.
-        in_order: commit the first candidates instead, however certain.
+        quota: minimum number to commit, if there are enough candidates.
+        threshold: candidates with a larger score are all committed, if they are more than the
+            quota.
+        in_order: whether to commit the first candidates instead, regardless of their scores.
     """
 
     quota: int
@@ -98,58 +100,61 @@ class ScorePick(NamedTuple):
 
 def most_certain_first(scores: Array) -> Array:
     """Return the order of `scores` [R], descending, ties by ascending index; NaN comes last."""
-    return (-scores).argsort(kind="stable")  # puts NaN last
+    return (-scores).argsort(kind="stable")  # NumPy sorts NaN last
 
 
 class DecodingRule(ABC):
-    """Decoding of one request. A rule holds only its own progress: no tokens, no model.
+    """Decoding rule of one request. It holds only its own progress: no tokens, no model.
 
     The engine calls `prepare` before each forward and `decide` after it. A rule ends with any
-    model, even one that predicts the mask token: while `forbid_mask` is set, that token is not
+    model, even a model that predicts the mask token: while `forbid_mask` is set, that token is not
     proposed.
 
     Args:
-        params: the request's parameters.
-        prompt_length: tokens before the canvas; blocks count from there.
+        params: parameters of the request.
+        prompt_length: number of tokens before the canvas; blocks are counted from there.
     """
 
     scoring: CandidateScoring = CandidateScoring()
     adjusts_logits: bool = False
-    draw_purpose: int | None = None  # of Candidates.draws
-    token_ids: Array | None = None  # [R, k] int64, whose log probabilities are wanted, by candidate
-    scores: TokenScores | None = None  # the answer of a rule that reads and does not commit
-    num_unconfirmed = 0  # positions of the answer that the rule may take back
-    # Blocks begun so far, half-open, in rules that choose where they end.
+    draw_purpose: int | None = None  # purpose of `Candidates.draws`
+    # [R, k] int64, the tokens whose log probabilities are needed, per candidate.
+    token_ids: Array | None = None
+    # result of a rule that computes likelihoods and commits nothing
+    scores: TokenScores | None = None
+    num_unconfirmed = 0  # positions of the answer that the rule may mask again
+    # The blocks that have begun, half-open, for rules that choose their ends.
     block_bounds: tuple[tuple[int, int], ...] | None = None
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         self.params = params
         self.prompt_length = prompt_length
-        self.forbid_mask = self.forbade_mask = False  # in the next forward, and in the last one
-        self._mask = np.array(params.mask_id)  # comparing arrays with a number costs twice as much
+        self.forbid_mask = self.forbade_mask = False  # for the next forward, and for the last one
+        # Comparing an array with a Python number takes twice the time.
+        self._mask = np.array(params.mask_id)
         self._takes_all = False
 
     def fork(self) -> Self:
-        """Return an independent copy, which may go on with other tokens.
+        """Return an independent copy, which may continue with other tokens.
 
-        Rules with state on a device have none.
+        Rules with state on a device cannot be copied.
         """
         return copy.copy(self)
 
     @abstractmethod
     def prepare(self, tokens: Array) -> ForwardTarget | None:
-        """Return the target of the next forward; None when nothing is left to do.
+        """Return the target of the next forward; None if the rule has ended.
 
         Args:
             tokens: [T] int64, the sequence; read only. In block-causal families it ends with a
-                block, so behind the answer there may be further masked positions.
+                block, so there may be further masked positions after the answer.
         """
 
     def num_settled(self, tokens: Array) -> int:
         """Return the number of positions, from 0, whose tokens never change again.
 
-        May be called after a commit or before any. Nothing behind these positions is given to the
-        client, searched for stop tokens, or kept as final.
+        May be called after a commit or before any commit. Later positions are not sent to the
+        client, not searched for stop tokens, and not cached as final.
 
         Args:
             tokens: [T] int64, the sequence; read only.
@@ -158,13 +163,13 @@ class DecodingRule(ABC):
         return self.prompt_length + int(masked[0]) if masked.size else len(tokens)
 
     def decide(self, candidates: Candidates) -> Commit:
-        """Return what is committed after the forward, in the order of the rule's choice."""
+        """Return the tokens to commit after the forward, in the order of the rule's choice."""
         self.forbade_mask = self.forbid_mask
         chosen = self.select(candidates)
         return Commit(candidates.positions[chosen], self.replacement(candidates)[chosen])
 
     def select(self, candidates: Candidates) -> Array:
-        """Return the indices [K] int64 into `candidates` that are committed after the forward."""
+        """Return the indices [K] int64 of the candidates to commit after the forward."""
         if self._takes_all or candidates.positions.size == 0:
             return np.arange(candidates.positions.size)
         return self.choose(candidates)
@@ -175,28 +180,28 @@ class DecodingRule(ABC):
 
     @property
     def pick(self) -> ScorePick | None:
-        """Choice as data, where `BatchedChoice` may choose in place of `choose`; else None.
+        """The choice as data, so that `BatchedChoice` can replace `choose`; None if it cannot.
 
         Only for rules that commit tokens as they are proposed.
         """
         return None
 
     def go_on(self, tokens: Array, left: Array, has_changes: bool) -> ForwardTarget | None:
-        """Advance the rule after a choice made by `BatchedChoice` has been committed.
+        """Advance the rule after a choice of `BatchedChoice` has been committed.
 
         Args:
             tokens: [T] int64, the sequence after the commit; read only.
             left: [L] int64, ascending: eligible positions that are still masked.
-            has_changes: whether other than mask tokens were committed.
+            has_changes: whether the commit contained tokens other than the mask token.
 
         Returns:
-            what `prepare` would say, where tokens are settled up to its rows and nothing is to be
-            filled; None where it is to be asked.
+            the target that `prepare` would return, if tokens are settled up to its rows and nothing
+            is to be filled; otherwise None, and the caller must call `prepare`.
         """
         raise NotImplementedError(f"{type(self).__name__} chooses by itself")
 
     def replacement(self, candidates: Candidates) -> Array:
-        """Return the tokens [R] int64 to commit: by default those proposed."""
+        """Return the tokens [R] int64 to commit: by default the proposed tokens."""
         return candidates.tokens
 
     def adjust_logits(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -211,20 +216,20 @@ class DecodingRule(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not adjust logits")
 
     def fill_remaining(self, masked: Mask) -> ForwardTarget | None:
-        """Begin a last forward that fills all of `masked` [T] bool, the mask token forbidden."""
+        """Begin a last forward that fills all of `masked` [T] bool, without the mask token."""
         if not masked.any():
             return None
         self._takes_all = self.forbid_mask = True
         return ForwardTarget(masked.nonzero()[0], (0, len(masked)))
 
     def forbid_mask_unless_changed(self, candidates: Candidates, chosen: Array) -> None:
-        """Forbid the mask token in the next forward if this one changes nothing."""
+        """Forbid the mask token in the next forward if this forward changes nothing."""
         tokens = self.replacement(candidates)[chosen].tolist()
         self.forbid_mask = {self.params.mask_id}.issuperset(tokens)
 
 
 class BlockwiseRule(DecodingRule):
-    """Decodes blocks from left to right; subclasses choose among a block's masked positions.
+    """Base of rules that decode blocks from left to right; subclasses choose among masks.
 
     With `cache: prefix` or `dual` (Fast-dLLM, Wu et al., arXiv:2505.22618) only the first forward
     of a block computes the whole sequence. The others compute from the block's start to the end
@@ -237,7 +242,7 @@ class BlockwiseRule(DecodingRule):
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)
         self.block = 0
-        self._computed_block = -1  # the block whose first, whole forward has been
+        self._computed_block = -1  # the block whose first forward, on the whole sequence, has run
 
     @property
     def block_start(self) -> int:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of block-causal families: an absolute grid, filled from left to right.
 
-Position p lies in block p // block_length. The answer may end inside the last block, which is
-decoded as far as the answer reaches.
+Position p is in block p // block_length. The answer may end inside the last block, which is decoded
+up to the end of the answer.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class BlockProgress(NamedTuple):
-    """Progress of a sequence's blocks.
+    """Progress of the blocks of a sequence.
 
     Attributes:
         start: start of the first block with masked positions; the end of the sequence if there is
             none.
         masked: [K] int64, ascending: the masked positions of that block.
-        num_filled: positions, from 0, before the first masked one.
-        is_over: whether the answer ends before that.
+        num_filled: number of positions, from 0, before the first masked position.
+        is_over: whether the answer ends before the first masked position.
     """
 
     start: int
@@ -37,9 +37,9 @@ class BlockProgress(NamedTuple):
 class GridRule(DecodingRule):
     """Decodes the first block with a masked position, in which all masked positions compete.
 
-    A block is delivered when it is filled. An answer ends earlier where its length or a stop token
-    is reached and nothing before is masked: no later commit could change it. With `complete_blocks`
-    it ends with a block.
+    A block is delivered when it is filled. The answer ends earlier if it reaches its maximum length
+    or a stop token and no earlier position is masked, because no later commit could change it. With
+    `complete_blocks` it ends with a block.
     """
 
     drawn: ClassVar[CandidateScoring] = CandidateScoring(draw="filtered")
@@ -47,12 +47,13 @@ class GridRule(DecodingRule):
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)
         self.scoring = replace(self.drawn, scores_all=not params.scores_after_filters)
-        self.start = self._first = -1  # of the active block, and of its masked positions
-        self._rows = (0, 0)  # of the active block
-        self.step = 0  # forwards of the active block so far
-        self._end = prompt_length + params.gen_length  # of the answer, at most
-        self._first_block = 0  # no block before the one that starts here has masked positions
-        self._front: BlockProgress | None = None  # since the newest choice
+        self.start = self._first = -1  # start of the active block, and its first masked position
+        self._rows = (0, 0)  # rows of the active block
+        self.step = 0  # number of forwards of the active block so far
+        self._end = prompt_length + params.gen_length  # maximum end of the answer
+        # Start of a block; no earlier block has masked positions.
+        self._first_block = 0
+        self._front: BlockProgress | None = None  # progress since the latest choice
 
     def prepare(self, tokens: Array) -> ForwardTarget | None:
         start, masked, self._first, is_over = self.front(tokens)
@@ -87,18 +88,19 @@ class GridRule(DecodingRule):
             return None
         return self.target(left)
 
-    # A GPU waits while the requests of a step commit, and there may be hundreds. What they need of
-    # their tokens before the next choice is looked up once.
+    # A GPU waits while the requests of a step commit, and there may be hundreds of them. So the
+    # facts about the tokens that are needed before the next choice are computed once.
 
     def front(self, tokens: Array) -> BlockProgress:
-        """Return the progress of `tokens` [T] since the newest choice."""
+        """Return the progress of `tokens` [T] since the latest choice."""
         if self._front is None:
             self._front = self._look(tokens)
         return self._front
 
     def _look(self, tokens: Array) -> BlockProgress:
         masked = self._masked_of_block(tokens)
-        if not masked.size:  # most often the next one has some
+        # Usually the next block has masked positions.
+        if not masked.size:
             self._first_block += self.params.block_length
             masked = self._masked_of_block(tokens)
         if not masked.size:
@@ -115,7 +117,7 @@ class GridRule(DecodingRule):
         return masked
 
     def _next_block(self, tokens: Array) -> int:
-        """Return the start of the next block with masked positions, else the sequence's end."""
+        """Return the start of the next block with masked positions, or the end of the sequence."""
         start = self._first_block + self.params.block_length
         masked = tokens[start:] == self._mask
         return self._block_start(start + int(masked.argmax())) if masked.any() else len(tokens)
@@ -131,7 +133,7 @@ class GridRule(DecodingRule):
         return first >= len(tokens) or self._ends_within(tokens, last_start, first)
 
     def _ends_within(self, tokens: Array, start: int, first: int) -> bool:
-        """Whether the answer ends before `first`, if it did not end before `start`."""
+        """Whether the answer ends before `first`, given that it did not end before `start`."""
         if self.params.complete_blocks and first != self._block_start(first):
             return False
         if first >= self._end or not self.params.stop_ids:

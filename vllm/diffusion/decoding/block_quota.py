@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of LLaDA2.0 and SDAR (arXiv:2510.06303): steps of a block, with a quota each.
 
-Quotas spread the length of a block over its steps, however many of its positions are masked: the
-first block may begin with tokens of the prompt. In families that count masks (Stable-DiffCoder)
-they spread the positions that are masked when the block begins.
+Quotas divide the length of a block among its steps, regardless of the number of its masked
+positions: the first block may begin with tokens of the prompt. In families that count masks
+(Stable-DiffCoder), quotas divide the positions that are masked when the block begins.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class Quota(GridRule):
-    """Commit the quota of the step: the most confident candidates.
+    """Commits the quota of the step: the most confident candidates.
 
-    The quota is spent also on a position where the model proposes the mask token, which then stays
-    masked, as in the references. If nothing else was committed the next forward forbids that token,
-    and so does the one that fills what is left after the last step.
+    The quota is also spent on a position for which the model proposes the mask token. This position
+    stays masked, as in the references. If nothing else was committed, the next forward forbids that
+    token. So does the forward that fills the positions left after the last step.
     """
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
@@ -37,7 +37,7 @@ class Quota(GridRule):
         if params.steps_per_block is None:
             raise ValueError("steps_per_block: must be resolved, got None")
         self._num_steps = params.steps_per_block
-        self._num_shared = params.block_length  # positions of the block that quotas add up to
+        self._num_shared = params.block_length  # sum of the quotas of a block
 
     def target(self, masked: Array) -> ForwardTarget:
         if self.step == 0 and self.params.counts_masks:
@@ -50,7 +50,7 @@ class Quota(GridRule):
         return self.wanted()
 
     def wanted(self) -> ScorePick:
-        """Return which candidates of the forward are committed."""
+        """Return the candidates that the forward commits."""
         return ScorePick(self._quota())
 
     def choose(self, candidates: Candidates) -> Array:
@@ -66,13 +66,15 @@ class Quota(GridRule):
         if self.step >= self._num_steps:
             return self.params.block_length
         quota = transfer_quota(self._num_shared, self._num_steps, self.step)
-        return max(quota, int(self.forbid_mask))  # a forward without the mask token gets on
+        # a forward without the mask token must make progress
+        return max(quota, int(self.forbid_mask))
 
 
 class ConfidenceOrQuota(Quota):
-    """Commit all that exceeds the threshold if that meets the quota, else the best ones.
+    """Commits all candidates above the threshold if they meet the quota, else the best ones.
 
-    In families that count masks: all that reaches it, and always the best.
+    In families that count masks, commits all candidates that reach the threshold, and always the
+    best one.
     """
 
     def wanted(self) -> ScorePick:
@@ -83,23 +85,23 @@ class ConfidenceOrQuota(Quota):
 
 
 class FirstMasked(Quota):
-    """Commit the first masked positions, however confident."""
+    """Commits the first masked positions, regardless of confidence."""
 
     def wanted(self) -> ScorePick:
         return ScorePick(self._quota(), in_order=True)
 
 
 class EntropyBounded(GridRule):
-    """Commit the lowest entropies while their sum is below the threshold, and always the lowest.
+    """Commits the lowest entropies while their sum is below the threshold, and always the lowest.
 
-    If the model proposes nothing but the mask token, the next forward forbids it.
+    If the model proposes only the mask token, the next forward forbids it.
     """
 
     drawn = CandidateScoring(score="negative_entropy", epsilon=1e-12, draw="filtered")
 
     def choose(self, candidates: Candidates) -> Array:
         order = most_certain_first(candidates.scores)
-        # Sums as the reference's cumsum rounds them.
+        # Sum in fp32, as the reference's cumsum does.
         sums = torch.from_numpy(-candidates.scores[order]).float().cumsum(dim=0)
         chosen = order[: max(int((sums < self.params.threshold).sum()), 1)]
         self.forbid_mask_unless_changed(candidates, chosen)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The credit decoder of dInfer (arXiv:2510.08666): tokens that stay likely gain logits.
 
-Each masked position of the block keeps a credit for every token. At every forward the credits
-fade, and the likeliest token earns p^gamma. The threshold decoder of dInfer then sees
-logits + alpha ln(credit + 1).
+Each masked position of the block has a credit for every token. In every forward the credits decay,
+and the likeliest token earns p^gamma. The threshold decoder of dInfer then uses logits + alpha
+ln(credit + 1).
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.params import DiffusionParams
 
 ALPHA = 0.7  # weight of the credits
-BETA = 0.8  # what is left of a credit after a forward
-GAMMA = 0.2  # exponent of the probability that is earned
-SLACK = 1e-5  # confidences this close to the best one count as equal to it
-LOWEST = -1000.0  # of the slackened best
+BETA = 0.8  # decay of the credits per forward
+GAMMA = 0.2  # exponent of the probability that a token earns
+SLACK = 1e-5  # confidences within this distance of the best one count as equal to it
+LOWEST = -1000.0  # floor for (best confidence - SLACK) if no candidate exists
 
 
 class Credit(UntilFilledRule):
-    """Commit every candidate whose confidence reaches the threshold, or else the best ones.
+    """Commits every candidate whose confidence reaches the threshold, or else the best ones.
 
-    Confidences are those of the adjusted logits. Positions whose best token is the mask are left
-    out; if none is left, nothing is committed and the next forward forbids the mask.
+    Confidences are computed from the adjusted logits. Positions whose best token is the mask token
+    do not take part. If no position is left, nothing is committed and the next forward forbids the
+    mask token.
     """
 
     adjusts_logits = True

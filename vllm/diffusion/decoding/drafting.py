@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts of the states that a sequence will reach: what one forward may evaluate beside the next.
+"""Drafts of states that a sequence may reach, evaluated in the same step as the current state.
 
 A state is a row of tokens and the rule that has prepared its forward. The candidates of one state
-also rank what comes later, so the rule itself says what follows, on a copy: a fork decides among
-candidates that are known already, as if they were those of the state's own forward.
+also rank what later states would commit. So a copy of the rule predicts the next states: it decides
+among known candidates as if they came from the later state's own forward.
 
     certain      a . . . .         depth 0: its forward is next
       |-- 1      a b . . .         depth 1: the best candidate is committed
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array, DecodingRule, ForwardTarget
 
 T = TypeVar("T")
-# Chance of a draft whose parent holds, by how many candidates are committed, and by depth.
+# Chance of a draft whose parent is reached, by number of committed candidates and depth.
 Chance: TypeAlias = "Callable[[int | None, int], float]"
 
-MAX_DRAFTED_COMMITS = 8  # candidates of a draft that a rule may commit in a step
+MAX_DRAFTED_COMMITS = 8  # maximum number of candidates of a draft that a rule may commit in a step
 _COUNTS = range(1, MAX_DRAFTED_COMMITS + 1)
-_UNSURE = -1e9  # score below every threshold, of confidences and of entropies
+_UNSURE = -1e9  # score below every threshold, for confidences and for entropies
 
 
 class DraftState(NamedTuple):
@@ -40,10 +40,11 @@ class DraftState(NamedTuple):
     Attributes:
         depth: steps after the certain state.
         tokens: [T] int64.
-        rule: rule that has prepared the forward of the state.
+        rule: the rule, which has prepared the forward of the state.
         target: target of that forward.
-        parent: the state before it; None where the draft does not follow from it.
-        committed: candidates that its parent's rule was made to commit; None where it decided.
+        parent: the previous state; None if the draft does not follow from one.
+        committed: number of candidates that the parent's rule was forced to commit; None if it
+            decided itself.
     """
 
     depth: int
@@ -66,20 +67,21 @@ class DraftState(NamedTuple):
 
 
 class CandidateSource(Protocol):
-    """Candidates by which drafts are made."""
+    """Source of the candidates from which drafts are made."""
 
     def at(self, depth: int) -> Candidates | None:
-        """Return candidates as the step that leads to states of `depth` would have them."""
+        """Return the candidates for states at `depth`, with that step's random numbers."""
         ...
 
 
 class Drafter:
-    """Drafts the states behind a certain one.
+    """Drafts the states that follow a certain state.
 
     Args:
-        is_chain: what the rule commits is known, or how much: one draft follows from another; else
-            a state has one child for each number of candidates.
-        crosses_blocks: a draft may be that a block is filled, and the next one all masks.
+        is_chain: whether the rule's next commit, or its size, is known, so that each state has one
+            child. Otherwise a state has one child for each number of candidates.
+        crosses_blocks: whether a draft may fill a block and continue with the next block, all
+            masks.
     """
 
     def __init__(self, *, is_chain: bool, crosses_blocks: bool) -> None:
@@ -89,7 +91,7 @@ class Drafter:
     def draft(
         self, certain: DraftState, source: CandidateSource, max_drafts: int, chance: Chance
     ) -> list[DraftState]:
-        """Return at most `max_drafts` drafts, the likeliest first; each is another state."""
+        """Return at most `max_drafts` different drafts, in descending order of chance."""
         drafts, seen = list[DraftState](), set[tuple[int, bytes]]()
         ranked = _DraftQueue[DraftState](self._counts, chance)
         ranked.expect_children(certain, 0, 1.0)
@@ -118,10 +120,10 @@ class Drafter:
     def _child(
         self, parent: DraftState, source: CandidateSource, count: int | None
     ) -> DraftState | None:
-        """Return the state that follows where the rule commits the `count` best candidates.
+        """Return the state that follows if the rule commits the `count` best candidates.
 
-        With None it decides by their scores. None is returned where nothing is known of what
-        follows, or where its forward is of another kind.
+        With `count` None, the rule decides by the scores. Returns None if there are no candidates
+        for the next state, or if its forward is of another kind.
         """
         known = source.at(parent.depth + 1)
         if known is None or not known.positions.size:
@@ -144,11 +146,11 @@ class Drafter:
 
 
 class _DraftQueue(Generic[T]):
-    """Drafts that may be made, by their chances.
+    """Queue of possible drafts, ordered by chance.
 
     Args:
-        counts: numbers of candidates that a rule may commit; None where it decides.
-        chance: chance of a draft whose parent holds.
+        counts: numbers of candidates that a rule may commit; None if the rule decides.
+        chance: chance of a draft whose parent is reached.
     """
 
     def __init__(self, counts: Sequence[int | None], chance: Chance) -> None:
@@ -160,20 +162,20 @@ class _DraftQueue(Generic[T]):
         return bool(self._queue)
 
     def expect_children(self, parent: T, depth: int, chance: float) -> None:
-        """Add what may follow a state of this depth and chance."""
+        """Add the possible children of a state with this depth and chance."""
         for count in self._counts:
-            self._number += 1  # equal chances in order
+            self._number += 1  # children with equal chances keep their order
             child_chance = chance * self._chance(count, depth + 1)
             heappush(self._queue, (-child_chance, self._number, parent, count))
 
     def take(self) -> tuple[float, T, int | None]:
-        """Remove the likeliest: return its chance, its parent and its count."""
+        """Remove the likeliest draft: return its chance, its parent and its count."""
         chance, _, parent, count = heappop(self._queue)
         return -chance, parent, count
 
 
 def _among(known: Candidates, positions: Array) -> Candidates:
-    """Return the candidates of `positions` [R], ascending, as far as they are known."""
+    """Return the known candidates of `positions` [R], ascending."""
     places = known.positions.searchsorted(positions)
     places[places == known.positions.size] = 0
     places = places[known.positions[places] == positions]
@@ -183,9 +185,9 @@ def _among(known: Candidates, positions: Array) -> Candidates:
 
 
 def _sure_of(count: int, scores: Array) -> Array:
-    """Return scores by which a rule commits the `count` best candidates, and none for its own sake.
+    """Return scores with which a rule commits exactly the `count` best candidates.
 
-    The others keep their order.
+    All other candidates keep their order, below every threshold.
     """
     order = most_certain_first(scores)
     sure = np.empty(scores.size)

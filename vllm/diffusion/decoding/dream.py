@@ -2,7 +2,8 @@
 """Dream's schedule (Ye et al., arXiv:2508.15487, reference `diffusion_generate`).
 
 Time falls from 1 to eps in equal steps. A step from t to s commits the share 1 - s / t of the
-masked positions, anywhere in the sequence, and the last step all: no blocks.
+masked positions, anywhere in the sequence, and the last step commits all of them. There are no
+blocks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def commit_shares(steps: int, eps: float, alg: str = "entropy") -> Array:
 
     The dtype is that of the reference, because counts are rounded down.
     """
-    if eps == 0 and alg == "origin":  # DiffuLLaMA: the same in exact numbers
+    # DiffuLLaMA: mathematically equal, without rounding.
+    if eps == 0 and alg == "origin":
         return (1 / torch.arange(steps, 0, -1, dtype=torch.float32)).numpy()
     times = torch.linspace(1, eps, steps + 1, dtype=torch.float32)
     shares = 1 - times[1:] / times[:-1]
@@ -47,14 +49,15 @@ def _commits(num_masked: int, shares: Array) -> Array:
 
 
 class Dream(DecodingRule):
-    """Commit a share of the masked positions in every step: the best, or drawn at random.
+    """Commits a share of the masked positions in every step: the best, or drawn at random.
 
-    `alg: origin` commits each position with the share as its probability. The others commit a
-    number of positions, the share rounded down: the most certain, or with `alg_temp` drawn without
-    replacement from the softmax of score / alg_temp (by the Gumbel-max method).
+    `alg: origin` commits each position with the share as its probability. All other algorithms
+    commit a number of positions, the share rounded down: the most certain positions, or, with
+    `alg_temp`, positions drawn without replacement from the softmax of score / alg_temp (by the
+    Gumbel-max method).
 
-    Steps whose share is less than one position commit nothing and are skipped. What is masked after
-    the last step is filled in one more forward.
+    Steps whose share is less than one position commit nothing and are skipped. One more forward
+    fills the positions that are masked after the last step.
     """
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:

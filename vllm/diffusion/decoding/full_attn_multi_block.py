@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class FullAttnMultiBlock(PipelinedRule):
-    """Commit every candidate whose entropy is below the threshold.
+    """Commits every candidate whose entropy is below the threshold.
 
-    The first block is full from the start; several blocks may start in one step. The last block
+    The first block is full from the start, and several blocks may start in one step. The last block
     may be shorter than the others.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hierarchical decoder of dInfer (arXiv:2510.08666): divide each run of masks and conquer."""
+"""The hierarchical decoder of dInfer (arXiv:2510.08666): divides each run of masks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class Hierarchy(UntilFilledRule):
-    """Commit the best of every run of masked positions, so that long runs fall apart quickly.
+    """Commits the best candidate of every run of masked positions, so that long runs split quickly.
 
-    A run is a maximal sequence of consecutive masked positions. Its best candidates (all of equal
-    confidence) are committed if they are above `low_threshold`, further ones above `threshold`,
-    and the best of all in any case.
+    A run is a maximal sequence of consecutive masked positions. Its best candidates (all with equal
+    confidence) are committed if they are above `low_threshold`, and other candidates if they are
+    above `threshold`. The best candidate of all is always committed.
     """
 
     def accept(self, candidates: Candidates) -> Mask:

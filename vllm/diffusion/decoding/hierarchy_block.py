@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fast-dLLM v2 (Wu et al., arXiv:2509.26328): blocks that are filled part by part.
 
-A block begins with a token that the block before it predicts.
+The previous block predicts the first token of a block.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from vllm.diffusion.decoding.until_filled import with_best
 
 
 class HierarchyBlock(GridRule):
-    """Commit, in the first part with masks, what exceeds the threshold, and always the best.
+    """Commits, in the first part with masks, candidates above the threshold, and always the best.
 
-    Logits are shifted: the last row of a block of final tokens predicts the first token behind it.
-    So the first position of a block is committed alone, by a forward of the block before: its most
-    likely token at any temperature, but never the mask token. If a forward proposes nothing but the
-    mask token, the next one forbids it.
+    Logits are shifted: the last row of a block of final tokens predicts the first token after the
+    block. So a forward of the previous block commits the first position of a block alone: its most
+    likely token at any temperature, but never the mask token. If a forward proposes only the mask
+    token, the next forward forbids it.
     """
 
     drawn = CandidateScoring(draw="filtered", greedy=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLaDA2.1: masks are filled and committed tokens replaced in one go."""
+"""LLaDA2.1: fills masks and replaces committed tokens in one step."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
 
 
 class JointThreshold(GridRule):
-    """Fill the masks that exceed the threshold, and replace tokens that the model now doubts.
+    """Fills the masks that exceed the threshold, and replaces tokens that the model now doubts.
 
     A block ends with a forward that finds no masks and replaces nothing, or when `max_post_steps`
     forwards have followed the one that filled its last mask. Until then any of its tokens outside
-    the prompt may change, so it is settled only then.
+    the prompt may change, so they are settled only at the end.
 
     The mask token may be proposed, and may replace a token. It is forbidden after a forward that
-    changes nothing because of that, and in a block that has taken more forwards than filling at
-    least one mask in each of them would need.
+    therefore changes nothing, and in a block that has taken more forwards than it would need if
+    each filled at least one mask.
     """
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)
         if params.temperature == 0:
-            # the argmax of the logits, not of their probabilities
+            # argmax of the logits, not of their probabilities
             self.scoring = CandidateScoring()
         self.adjusts_logits = params.penalty_lambda > 0
-        self._before = np.empty(0, dtype=np.int64)  # [B], the block that a forward is for
-        self._is_active = False  # the block at `start` has begun and not ended
-        self._has_decided = False  # what a forward made of it has not been looked at
+        self._before = np.empty(0, dtype=np.int64)  # [B], the block before the forward
+        self._is_active = False  # whether the block at `start` has begun and not ended
+        self._has_decided = False  # whether the result of a forward has not been examined yet
         self._num_post_steps = 0
         self._most_forwards = (params.block_length + 1) * (params.max_post_steps + 1)
 
@@ -63,7 +63,7 @@ class JointThreshold(GridRule):
         return self.front(tokens).start
 
     def _ends_with(self, block: Array) -> bool:
-        """Whether no forward follows the one that turned the block into `block` [B]."""
+        """Whether the forward that produced `block` [B] was the last one of the block."""
         mask_id = self.params.mask_id
         if (block == mask_id).any():
             return False
@@ -96,7 +96,7 @@ class JointThreshold(GridRule):
         return filled
 
     def adjust_logits(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Make a token less likely at a position if it stands right before it in the block."""
+        """Reduce the logit of the token that comes right before a position in the block."""
         offsets = positions + (self.prompt_length - self.start)
         before = torch.from_numpy(self._before).to(logits.device)[(offsets - 1).clamp(min=0)]
         penalties = (offsets > 0).to(logits.dtype) * -self.params.penalty_lambda

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLaDA2.2: masks are filled, tokens replaced, deleted and inserted in one go.
+"""LLaDA2.2: fills masks, and replaces, deletes and inserts tokens, in one step.
 
 The source is the release's loop (https://huggingface.co/inclusionAI/LLaDA2.2-mini), as FluxServe
-serves it: which token breaks a loop is not drawn, and the mask token is not proposed.
+serves it: the token that breaks a loop is not drawn at random, and the mask token is not proposed.
 """
 
 from __future__ import annotations
@@ -20,48 +20,50 @@ if TYPE_CHECKING:
     from vllm.diffusion.decoding.base import Array, Mask
     from vllm.diffusion.request.params import DiffusionParams
 
-MAX_FORWARDS = 1000  # of a block
-MAX_SWAPS = 5  # of a token, to leave a loop
-NUM_BEST = 3  # one of them neither deletes nor inserts
+MAX_FORWARDS = 1000  # maximum number of forwards of a block
+MAX_SWAPS = 5  # maximum number of swapped tokens to leave a loop
+NUM_BEST = 3  # number of candidates per row; at least one neither deletes nor inserts
 
 
 class _Best(NamedTuple):
-    """The likeliest tokens [R, 3] of rows, best first, and the probability [R] of the first."""
+    """The likeliest tokens [R, 3] of each row, best first, and the probability [R] of the best."""
 
     tokens: Array
     confidence: Array
 
 
 class Levenshtein(GridRule):
-    """Fill masks, and let the model replace, delete and insert tokens of the block.
+    """Fills masks, and lets the model replace, delete and insert tokens of the block.
 
-    All is decided from the block as the forward read it. Masks are filled that exceed the
-    threshold, at least as many as the quota of the step and the number of masks that edits have
-    made; committed tokens behind the prompt are replaced by others that exceed the editing
-    threshold. Then a token that deletes vanishes, and one that inserts becomes a mask before the
-    token that stood there. The block keeps its length: what overflows is lost, and masks fill it
-    up.
+    All decisions use the block as the forward read it. Masks above the threshold are filled, but at
+    least the quota of the step plus the number of masks that edits have made. Committed tokens
+    after the prompt are replaced if another token exceeds the editing threshold. Then a deleting
+    token vanishes, and an inserting token becomes a mask, followed by the previous token at this
+    position. The block keeps its length: tokens beyond its end are lost, and masks fill it up.
 
-    A block ends with a forward that finds no masks and changes nothing, or after `max_post_steps`
-    forwards without any of its first masks; the last of these fills all masks and edits no length.
-    A block as it was written before is written with another token at the least certain change.
+    A block ends with a forward that finds no masks and changes nothing. It also ends after
+    `max_post_steps` forwards without any of its first masks; the last of these forwards fills all
+    masks and changes no length. If a forward would write the block as it was written before, the
+    least certain change gets another token.
     """
 
     adjusts_logits = True
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)
-        # A drawn token has its probability among all, too; beside it the likeliest one is wanted.
+        # A drawn token's score is its probability among all tokens. The likeliest token is also
+        # needed.
+
         self.scoring = CandidateScoring(greedy=True)
         self.forbid_mask = True
         self._forbidden = [params.mask_id, *params.never_ids]
         self._delete, self._split = params.edit_ids
         self._num_steps = params.steps_per_block or params.block_length
         self._before = self._is_first = np.empty(0, dtype=np.int64)
-        self._is_active = False  # the block at `start` has begun and not ended
+        self._is_active = False  # whether the block at `start` has begun and not ended
         self._num_first = self._num_post = 0
-        self._seen: set[bytes] = set()  # the block as written by its forwards
-        self._parts: list[tuple[torch.Tensor, ...]] = []  # of parts of the forward's rows
+        self._seen: set[bytes] = set()  # the block as each forward wrote it
+        self._parts: list[tuple[torch.Tensor, ...]] = []  # results for parts of the forward's rows
 
     def prepare(self, tokens: Array) -> ForwardTarget | None:
         start = self.num_settled(tokens)
@@ -71,7 +73,8 @@ class Levenshtein(GridRule):
         self._before = tokens[first:end].copy()
         if not self._is_active:
             self._is_active, self.start, self.step, self._num_post = True, start, 0, 0
-            self._is_first = self._before == self._mask  # marks travel with their positions
+            # The marks of first masks move with their positions.
+            self._is_first = self._before == self._mask
             self._num_first, self._seen = int(np.count_nonzero(self._is_first)), set()
         return ForwardTarget(np.arange(first, end), (start, end))
 
@@ -79,7 +82,7 @@ class Levenshtein(GridRule):
         return self.start if self._is_active else self.front(tokens).start
 
     def adjust_logits(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Look up the likeliest tokens of each row, without forbidden ones; change nothing else."""
+        """Record the likeliest allowed tokens of each row; otherwise only forbid some tokens."""
         logits[:, self._forbidden] = -torch.inf
         wide = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
         confidence = torch.softmax(wide, dim=-1).amax(dim=-1)
@@ -91,7 +94,7 @@ class Levenshtein(GridRule):
         return logits
 
     def _take_best(self, positions: Array) -> _Best:
-        """Return what was looked up for these positions [R]; a repeated forward counts."""
+        """Return the recorded tokens of these positions [R]; a repeated forward overwrites them."""
         tokens = np.empty((positions.size, NUM_BEST), dtype=np.int64)
         confidence = np.empty(positions.size)
         for part in self._parts:
@@ -127,7 +130,7 @@ class Levenshtein(GridRule):
         raise NotImplementedError("tokens move: the whole block is decided")
 
     def _edit_confidence(self, candidates: Candidates, best: _Best) -> Array:
-        """Return the probability [R] of the likeliest token; fills alone are drawn."""
+        """Return the probability [R] of the likeliest token; only fills use drawn tokens."""
         return candidates.scores if self.params.temperature == 0 else best.confidence
 
     def _filled(self, scores: Array, is_masked: Mask) -> Mask:
@@ -147,7 +150,7 @@ class Levenshtein(GridRule):
         return filled
 
     def _is_last(self, filled: Mask, is_masked: Mask) -> bool:
-        """Whether the round fills all masks and edits no length."""
+        """Whether the forward fills all masks and changes no length."""
         if self.step + 1 >= MAX_FORWARDS:
             return True
         if self.params.max_post_steps:
@@ -160,15 +163,15 @@ class Levenshtein(GridRule):
         return is_edit
 
     def _plain(self, best: _Best) -> Array:
-        """Return the likeliest token [R] of each row that edits no length."""
+        """Return the likeliest token [R] of each row that neither deletes nor inserts."""
         is_plain = ~self._edits(best.tokens)
         plain: Array = best.tokens[np.arange(len(best.tokens)), is_plain.argmax(axis=1)]
         return plain
 
     def _leave_loop(self, written: Array, confidence: Array, best: _Best) -> None:
-        """Change the least certain of the changed tokens until the block is a new one.
+        """Change the least certain changed token until the block differs from all earlier ones.
 
-        A token that is as it was before is none of them any more.
+        A token that has its previous value again no longer counts as changed.
         """
         for _ in range(MAX_SWAPS):
             changed = (written != self._before).nonzero()[0]
@@ -179,7 +182,7 @@ class Levenshtein(GridRule):
             written[weakest] = second if written[weakest] == first else first
 
     def _scan(self, written: Array) -> Array:
-        """Return the block [R] after deletions and insertions, whose marks become its own."""
+        """Return the block [R] after deletions and insertions, and update its marks."""
         block: list[int] = []
         marks: list[bool] = []
         columns = written.tolist(), self._before.tolist(), self._is_first.tolist()
@@ -197,7 +200,8 @@ class Levenshtein(GridRule):
         marks += [False] * missing
         self._is_first = np.array(marks[: written.size], dtype=np.bool_)
         scanned = np.array(block[: written.size], dtype=np.int64)
-        if self.params.edits is not None:  # an end may have moved to where there must be none
+        # An end token may have moved to a position before `min_tokens`.
+        if self.params.edits is not None:
             first = max(self.start, self.prompt_length) - self.prompt_length
             num_early = max(self.params.edits.min_tokens - first, 0)
             ends = np.isin(scanned[:num_early], self.params.edits.end_ids).nonzero()[0]
@@ -205,7 +209,7 @@ class Levenshtein(GridRule):
         return scanned
 
     def _ends_with(self, block: Array) -> bool:
-        """Whether no forward follows the one that turned the block into `block` [R]."""
+        """Whether the forward that produced `block` [R] was the last one of the block."""
         self.step += 1
         is_masked = block == self._mask
         self._num_post = 0 if (is_masked & self._is_first).any() else self._num_post + 1

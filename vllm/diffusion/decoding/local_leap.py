@@ -16,16 +16,17 @@ if TYPE_CHECKING:
 
 
 class LocalLeap(UntilFilledRule):
-    """Commit what reaches the threshold, and what reaches the relaxed one near such an anchor.
+    """Commits candidates that reach the threshold, or, near such a candidate, a relaxed one.
 
-    The most certain candidate is committed in any case. With `early_stop`, a block that is
-    complete and holds the end-of-sequence token is the last one: everything behind it is filled
-    with that token.
+    The most certain candidate is always committed. With `early_stop`, decoding ends with the first
+    complete block that holds the end-of-sequence token: everything after it is filled with that
+    token.
     """
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)
-        self._searched_end = prompt_length  # blocks up to here hold no end-of-sequence token
+        # Blocks up to here hold no end-of-sequence token.
+        self._searched_end = prompt_length
 
     def prepare(self, tokens: Array) -> ForwardTarget | None:
         target = super().prepare(tokens)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several blocks at once, as in d3LLM's `generate_multi_block` (arXiv:2601.07568).
 
-The reference differs between LLaDA and Dream; families that shift their logits follow Dream.
+The reference differs between LLaDA and Dream; families with shifted logits follow Dream.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 
 class DelayedCache:
-    """Keeps the keys and values of blocks that have been complete for a while.
+    """Caches the keys and values of blocks that have been complete for some steps.
 
-    They are those of the first positions, and of more as blocks grow old.
+    The cached positions are a prefix of the sequence, which grows with time.
 
-    A block is kept from the forward that comes `cache_delay_iter` steps after its completion was
-    seen. Until then its tokens are new to the other blocks, so whole sequences are computed; so
-    they are in every `refresh_interval`-th step.
+    A block is cached by the forward that comes `cache_delay_iter` steps after its completion was
+    observed. Until then its tokens are new to the other blocks, so whole sequences are computed.
+    Every `refresh_interval`-th step also computes the whole sequence.
 
-    The published cache can hold rows twice when blocks become complete together; here it always
+    The published cache can hold rows twice if blocks become complete together; this cache always
     holds the rows before `num_kept`.
 
     Attributes:
-        num_kept: positions whose keys and values are computed again only in a refresh.
+        num_kept: number of positions whose keys and values are computed again only in a refresh.
     """
 
     def __init__(self, params: DiffusionParams) -> None:
@@ -47,11 +47,11 @@ class DelayedCache:
         self.num_kept = 0
 
     def first_row(self, blocks: Sequence[Block], step: int) -> int:
-        """Return the first position that forward `step` (from 1) computes; it goes to the end."""
+        """Return the first position of forward `step` (from 1), which ends with the sequence."""
         kept_before = self.num_kept
         grown_old = self._grown_old(blocks, step)
         if grown_old:
-            # Their rows are computed once more, for the last time.
+            # The rows of these blocks are computed one last time.
             self.num_kept = grown_old[-1].end
             return kept_before
         is_settling = any(
@@ -60,7 +60,7 @@ class DelayedCache:
         return 0 if is_settling or step % self._refresh_interval == 0 else kept_before
 
     def _grown_old(self, blocks: Sequence[Block], step: int) -> list[Block]:
-        """Return the blocks to keep from now on. Notes when blocks were first seen complete."""
+        """Return the blocks to cache from now on, and record when blocks became complete."""
         old_blocks = []
         for block in blocks:
             if block.end <= self.num_kept:
@@ -79,15 +79,15 @@ class DelayedCache:
 
 
 class MultiBlock(PipelinedRule):
-    """Commit every candidate whose entropy is up to the threshold, and always the lowest one.
+    """Commits every candidate whose entropy is up to the threshold, and always the lowest one.
 
     The token that a full block is forced to take is the argmax of the noise-free logits. On Dream
-    entropies must be below the threshold, the lowest of all is not special, and a forced token is
-    drawn like every other.
+    three details differ: entropies must be below the threshold, the lowest entropy is not always
+    committed, and a forced token is drawn like every other token.
 
-    With `early_stop`, everything after the first end-of-sequence token is filled with it before
-    every forward. Positions that were masked there until then still compete in that forward: if one
-    is accepted, it is filled again in the next one.
+    With `early_stop`, everything after the first end-of-sequence token is filled with that token
+    before every forward. Positions there that were masked until then still compete in that forward.
+    If one of them is accepted, the next forward fills it again.
     """
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
@@ -124,7 +124,7 @@ class MultiBlock(PipelinedRule):
         if eos is None:
             self.start_block_if_due(masked)
         first_row = 0 if self._cache is None else self._cache.first_row(self.blocks, self.step)
-        if not masked[first_row:].any():  # what is left is masked in the prompt
+        if not masked[first_row:].any():  # only positions of the prompt are still masked
             first_row = 0
         eligible = competing[: self.active_end].nonzero()[0]
         return ForwardTarget(eligible[eligible >= first_row], (first_row, length), fill)
@@ -141,7 +141,7 @@ class MultiBlock(PipelinedRule):
         return (eos + 1, token) if (tokens[eos + 1 :] != token).any() else None
 
     def _complete_blocks_after(self, eos: int) -> None:
-        """Mark blocks that start after `eos` as full, and the one that holds it if complete."""
+        """Mark blocks that start after `eos` as full; also the block with `eos`, if complete."""
         while self.can_start_block:
             self.start_block().is_cached = self._cache is not None
         for block in self.blocks:

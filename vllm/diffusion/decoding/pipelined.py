@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks decoded at the same time: the next one starts before the last one is complete."""
+"""Blocks decoded at the same time: the next block starts before the last one is complete."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Block:
-    """A block that has started; the prompt counts as the first one, complete and full.
+    """A block that has started; the prompt counts as the first block, complete and full.
 
     Attributes:
         start, end: positions of the block, half-open.
         num_masked: number of masked positions.
-        is_full: whether it gets at least one token in every step while it is the first such block.
-        done_at: number of the first step that saw it complete, where a cache needs it.
-        is_cached: whether its keys and values are kept, or need not be.
+        is_full: whether the block gets at least one token in every step while it is the first full
+            block with masks.
+        done_at: number of the first step in which the block was complete, if a cache needs it.
+        is_cached: whether its keys and values are cached, or need not be.
     """
 
     start: int
@@ -44,12 +45,14 @@ class Block:
 class PipelinedRule(DecodingRule):
     """Decodes all started blocks at once; their masked positions compete by entropy.
 
-    The next block starts when the last one is decoded to `block_add_threshold`, or complete. A
-    block becomes full when the one before is decoded to `decoded_token_threshold`. If nothing
-    inside the first full block with masked positions is accepted, its lowest entropy is.
+    The next block starts when the last block is decoded to `block_add_threshold`, or complete. A
+    block becomes full when the previous block is decoded to `decoded_token_threshold`. If no
+    candidate in the first full block with masked positions is accepted, the candidate with its
+    lowest entropy is committed.
 
-    `steps`, when given, bounds the forwards: the last one fills what is masked. If a forward
-    changes nothing, because the model proposed the mask token, the next one forbids that token.
+    `steps`, if given, limits the forwards: the last forward fills all masked positions. If a
+    forward changes nothing because the model proposed the mask token, the next forward forbids that
+    token.
     """
 
     scoring = CandidateScoring(score="negative_entropy", epsilon=1e-12)
@@ -59,7 +62,7 @@ class PipelinedRule(DecodingRule):
         self.blocks = [Block(0, prompt_length, is_full=True, done_at=0)]
         self.step = 0  # number of the forward, from 1
         self._length = prompt_length + params.gen_length
-        self._first_full: Block | None = None  # with masked positions
+        self._first_full: Block | None = None  # first full block with masked positions
 
     def fork(self) -> Self:
         other = super().fork()
@@ -77,7 +80,7 @@ class PipelinedRule(DecodingRule):
             return self.fill_remaining(masked)
         target = self.plan(tokens, masked)
         if target.eligible.size == 0 and target.fill is None:
-            return self.fill_remaining(masked)  # mask tokens of the prompt out of reach
+            return self.fill_remaining(masked)  # masks of the prompt that are out of reach
         unfinished = (b for b in self.blocks if b.is_full and b.num_masked > 0)
         self._first_full = next(unfinished, None)
         return target
@@ -94,7 +97,7 @@ class PipelinedRule(DecodingRule):
         return chosen
 
     def index_to_force(self, candidates: Candidates, accepted: Mask) -> int | None:
-        """Return the candidate to commit in the first full block if it has none `accepted`."""
+        """Return the candidate to commit in the first full block if none of its is `accepted`."""
         block, positions = self._first_full, candidates.positions
         if block is None:
             return None

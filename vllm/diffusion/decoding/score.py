@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ScoreTokens(DecodingRule):
-    """Asks for the rows of `params.score` and keeps the log probabilities of its tokens."""
+    """Requests the rows of `params.score` and records the log probabilities of its tokens."""
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of families whose context is causal (Nemotron-Labs-Diffusion).
+"""Rules of families with causal context (Nemotron-Labs-Diffusion).
 
-A causal forward of the tokens so far predicts the next one, the seed. A block begins with it, lies
-right behind the tokens so far, and is denoised over their keys and values; where its rows see each
-other, a row predicts its own token.
+A causal forward of the tokens so far predicts the next token, the seed. A block begins with the
+seed, right after the tokens so far, and is denoised with their keys and values. In the forward of a
+block, rows attend to each other and a row predicts its own token.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class ThinkingBudget:
-    """Place where a request's thinking is ended, unless the model has ended it before.
+    """The position at which a request's thinking is ended, unless the model ends it earlier.
 
     Args:
-        params: the request's parameters.
-        prompt_length: tokens before the canvas.
+        params: parameters of the request.
+        prompt_length: number of tokens before the canvas.
     """
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
@@ -36,9 +36,9 @@ class ThinkingBudget:
         self._position = math.inf if budget is None else prompt_length + budget
 
     def ends_at(self, tokens: Array, start: int, stop: int) -> int | None:
-        """Return the position, of `start` to `stop` - 1, of the token that ends it; None for none.
+        """Return the position, in [start, stop), of the token that ends thinking, or None.
 
-        `tokens` [T] are looked at up to `start`.
+        Only `tokens` [T] before `start` are searched for an earlier end.
         """
         if self._position >= stop or self._has_ended(tokens[:start]):
             return None
@@ -53,10 +53,10 @@ class ThinkingBudget:
 
 
 class SeededQuota(Quota):
-    """Commit the quota of the step: a share of the masks that a seed leaves.
+    """Commits the quota of the step: a share of the masks after the seed.
 
-    Blocks begin with seeds, on a grid from the end of the prompt. A seed is never the mask token.
-    Behind the last block there is none.
+    Blocks begin with seeds, on a grid that starts at the end of the prompt. A seed is never the
+    mask token. There is no seed after the last block.
     """
 
     drawn = CandidateScoring()
@@ -65,8 +65,9 @@ class SeededQuota(Quota):
         super().__init__(params, prompt_length)
         self._first_block = prompt_length
         self._budget = ThinkingBudget(params, prompt_length)
-        self._think_end: int | None = None  # its position in the block whose seed is awaited
-        self._is_seed = False  # the forward is for a seed
+        # Position of the end of thinking in the block whose seed comes next.
+        self._think_end: int | None = None
+        self._is_seed = False  # whether the forward is for a seed
 
     def _block_start(self, position: int) -> int:
         return position - (position - self.prompt_length) % self.params.block_length
@@ -81,12 +82,15 @@ class SeededQuota(Quota):
         end, self._think_end = self._think_end, None
         if end is None or self._budget.end_id in tokens[[self.start, end]]:
             return target
-        # It ends before the block is denoised. Where that fills the block, the next seed follows.
+        # Thinking ends before the block is denoised. If this fills the block, the next seed
+        # follows.
+
         filled = tokens.copy()
         filled[end] = self._budget.end_id
         self._front = None
         following = super().prepare(filled)
-        if following is None:  # the answer ends with it, after a forward
+        # The answer ends with this token, after one forward.
+        if following is None:
             following = target._replace(eligible=target.eligible[target.eligible != end])
         return following._replace(fill=(end, self._budget.end_id), fill_end=end + 1)
 
@@ -101,7 +105,7 @@ class SeededQuota(Quota):
         return super().target(masked)
 
     def _before(self, start: int) -> int:
-        """Return where the tokens begin whose keys and values are stored with the next seed."""
+        """Return the first position whose keys and values are stored with the next seed."""
         is_first = start == self.prompt_length
         return 0 if is_first else start - self.params.block_length
 
@@ -117,7 +121,8 @@ class SeededQuota(Quota):
             target = self.prepare(tokens) if self._think_end is None else None
         else:
             target = super().go_on(tokens, left, has_changes)
-        return None if self._is_seed else target  # so that the block before it is delivered
+        # Returning None delivers the previous block.
+        return None if self._is_seed else target
 
     def choose(self, candidates: Candidates) -> Array:
         return np.arange(1) if self._is_seed else super().choose(candidates)
@@ -129,4 +134,4 @@ class SeededQuota(Quota):
 
 
 class SeededConfidence(SeededQuota, ConfidenceOrQuota):
-    """Commit all that reaches the threshold, and always the best."""
+    """Commits all candidates that reach the threshold, and always the best one."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear self-speculation, and plain autoregressive decoding, of families whose context is causal.
+"""Linear self-speculation and autoregressive decoding, for families with causal context.
 
-One causal forward reads what follows every token of a block that has been drafted; what it
-confirms, and the token that follows, is what the model would have written one by one.
+After a block has been drafted, one causal forward predicts the token after each of its tokens. The
+confirmed draft tokens, and the next predicted token, are exactly the tokens that the model would
+have written one by one.
 """
 
 from __future__ import annotations
@@ -21,24 +22,26 @@ if TYPE_CHECKING:
 
 
 class SelfSpeculation(DecodingRule):
-    """Draft the masks of a block behind its seed, then commit what a causal forward confirms.
+    """Drafts the masks of a block after its seed, then commits what a causal forward confirms.
 
-    The seed is the newest token of the answer. A forward of the block, whose rows see each other,
-    fills all masks whose confidence reaches the threshold, and always the best; others follow until
-    none is left. Then row i of a causal forward predicts the token behind position i: the tokens up
-    to the first one that was drafted otherwise are committed, and this one in place of it, which is
-    the next seed. Draft and confirmation are drawn independently. The mask token is never proposed.
+    The seed is the latest token of the answer. A forward of the block, whose rows attend to each
+    other, fills all masks whose confidence reaches the threshold, and always the best one; this
+    repeats until no mask is left. Then row i of a causal forward predicts the token after position
+    i. All draft tokens before the first mismatch are committed, and the predicted token replaces
+    the mismatch and becomes the next seed. Draft and confirmation use independent random numbers.
+    The mask token is never proposed.
     """
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)
         self.forbid_mask = True
-        self._next = prompt_length  # position of the next token; those before are settled
+        self._next = prompt_length  # position of the next token; all earlier positions are settled
         self._end = prompt_length + params.gen_length
         self._budget = ThinkingBudget(params, prompt_length)
         self._think_end: int | None = None
-        self._is_drafting = False  # some masks of the block have been filled
-        self._drafted: Array | None = None  # [B - 1] behind the seed; None: masks are left
+        self._is_drafting = False  # whether some masks of the block have been filled
+        # [B - 1] draft tokens after the seed; None while masks are left.
+        self._drafted: Array | None = None
         self._threshold = math.nextafter(params.threshold, -math.inf)
 
     def prepare(self, tokens: Array) -> ForwardTarget | None:
@@ -48,7 +51,7 @@ class SelfSpeculation(DecodingRule):
         if start >= self._end:
             return None
         self._think_end = self._budget.ends_at(tokens, start, start + length)
-        if start == self.prompt_length:  # there is no seed
+        if start == self.prompt_length:  # there is no seed yet
             self._drafted = tokens[:0]
             return ForwardTarget(np.array([start]), (0, start), is_causal=True)
         rows = (start - 1, start - 1 + length)
@@ -61,7 +64,7 @@ class SelfSpeculation(DecodingRule):
         return ForwardTarget(np.arange(start, start + length), rows, is_causal=True)
 
     def _pass_known(self, tokens: Array) -> None:
-        """Pass the tokens that every answer begins with."""
+        """Skip the fixed prefix of every answer."""
         masked = (tokens[self._next : self._end] == self._mask).nonzero()[0]
         self._next = self._next + int(masked[0]) if masked.size else self._end
 
@@ -84,7 +87,7 @@ class SelfSpeculation(DecodingRule):
         self.forbade_mask = True
         differ = (self._drafted != tokens[: self._drafted.size]).nonzero()[0]
         count = int(differ[0]) + 1 if differ.size else tokens.size
-        # What was drafted behind them is taken back.
+        # Draft tokens after the committed ones are masked again.
         written = np.where(np.arange(tokens.size) < count, tokens, self.params.mask_id)
         written = written[: max(count, self._drafted.size)]
         self._next, self._drafted = self._next + count, None
@@ -92,7 +95,7 @@ class SelfSpeculation(DecodingRule):
         return Commit(candidates.positions[: written.size], written)
 
     def _with_think_end(self, candidates: Candidates) -> Array:
-        """Return the proposed tokens with the one that ends thinking, unless one does so before."""
+        """Return the proposed tokens, with a forced end of thinking unless it ends earlier."""
         is_place = candidates.positions == self._think_end
         before = candidates.tokens[candidates.positions < self._think_end]
         if self._drafted is not None and (before == self._budget.end_id).any():
@@ -101,4 +104,4 @@ class SelfSpeculation(DecodingRule):
 
 
 class Autoregressive(SelfSpeculation):
-    """Commit the token that the causal forward predicts: blocks of one token, the seed."""
+    """Commits the token that the causal forward predicts: blocks of one token, the seed."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The semi-autoregressive loop of LLaDA (Nie et al., arXiv:2502.09992, reference `generate`).
 
-A block of m masked positions is filled in S steps: m // S positions a step, one more in the first
-m % S steps, the most certain first.
+A block of m masked positions is filled in S steps: m // S positions per step, one more in each of
+the first m % S steps, in descending order of confidence.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ if TYPE_CHECKING:
 
 
 def transfer_quota(num_masked: int, num_steps: int, step: int) -> int:
-    """Number of positions committed at `step` (from 0) of `num_steps` for `num_masked`."""
+    """Return the number of positions to commit at `step` (from 0) of `num_steps`.
+
+    `num_masked` is the number of positions that are masked before the first step.
+    """
     return num_masked // num_steps + (step < num_masked % num_steps)
 
 
 class SemiAutoregressive(BlockwiseRule):
-    """Commit a fixed quota per step. Steps without a quota commit nothing and are skipped.
+    """Commits a fixed quota per step. Steps without a quota commit nothing and are skipped.
 
-    The quota is spent also on a position where the model proposes the mask token, which then
+    The quota is also spent on a position for which the model proposes the mask token. This position
     stays masked, as in the reference.
     """
 

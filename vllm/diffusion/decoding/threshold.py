@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parallel decoding: all candidates that are certain enough are committed.
+"""Parallel decoding: commits all candidates that are certain enough.
 
-The criteria: a confidence threshold, or a factor (Fast-dLLM, Wu et al., arXiv:2505.22618; its
-dynamic transfer); an entropy threshold (SGLang's EntropyThreshold, for models of d3LLM,
+The criteria are a confidence threshold, a factor (Fast-dLLM, Wu et al., arXiv:2505.22618; its
+dynamic transfer), and an entropy threshold (SGLang's EntropyThreshold, for models of d3LLM,
 arXiv:2601.07568).
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Threshold(UntilFilledRule):
-    """Commit every candidate whose confidence reaches the threshold, and always the best one."""
+    """Commits every candidate whose confidence reaches the threshold, and always the best one."""
 
     def accept(self, candidates: Candidates) -> Mask:
         scores = candidates.scores
@@ -29,7 +29,7 @@ class Threshold(UntilFilledRule):
 
 
 class EntropyThreshold(UntilFilledRule):
-    """Commit every candidate whose entropy is below the threshold, and always the lowest one."""
+    """Commits every candidate whose entropy is below the threshold, and always the lowest one."""
 
     scoring = CandidateScoring(score="negative_entropy", epsilon=1e-8)
 
@@ -39,9 +39,9 @@ class EntropyThreshold(UntilFilledRule):
 
 
 class Factor(UntilFilledRule):
-    """Commit the longest run of the most certain candidates that the factor allows.
+    """Commits as many of the most certain candidates as the factor allows.
 
-    The more are committed together, the more certain each must be.
+    The more candidates are committed together, the more certain each of them must be.
     """
 
     def accept(self, candidates: Candidates) -> Mask:
@@ -55,9 +55,10 @@ class Factor(UntilFilledRule):
 def num_accepted(scores: Array, factor: float) -> int:
     """Return how many of `scores` [R] float64, descending, are certain enough to go together.
 
-    The n-th best fails below 1 - factor / (n + 1), from n = 2. All before the first failure are
-    taken, or all before the last candidate if none fails. One more is taken where that would be
-    none, or all but the last: so a failure of the last alone does not count, as in the reference.
+    The n-th best fails below 1 - factor / (n + 1), from n = 2. All candidates before the first
+    failure are taken, or all but the last candidate if none fails. If that would be none, or all
+    but the last, one more is taken. So a failure of the last candidate alone does not count, as in
+    the reference.
     """
     limits = 1 - factor * (1 / np.arange(2.0, scores.size + 2))
     limits[0] = -np.inf

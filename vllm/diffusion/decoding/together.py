@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choices of many rules made at once: a device waits while the requests of a step commit."""
+"""Batched choices of many rules: the device waits while the requests of a step commit."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class BatchedCommit(NamedTuple):
-    """A commit chosen in place of a rule, and the positions that it leaves masked.
+    """A commit that was chosen in place of a rule, and the positions that stay masked.
 
     Attributes:
         positions, tokens: [K] int64, as in `Commit`.
-        left: [L] int64, ascending: eligible positions that are masked after it.
-        has_changes: whether other than mask tokens are committed.
-        eligible: [R] int64, the candidates' positions, where log probabilities are wanted.
+        left: [L] int64, ascending: eligible positions that are masked after the commit.
+        has_changes: whether tokens other than the mask token are committed.
+        eligible: [R] int64, positions of all candidates, if log probabilities are needed.
         logprobs: [rows, R] float64, as in `Candidates`.
     """
 
@@ -35,10 +35,10 @@ class BatchedCommit(NamedTuple):
 
 
 class BatchedChoice:
-    """Picks of several rules, with all that can be computed before their forwards are over.
+    """Picks of several rules, with everything that can be computed before their forwards end.
 
     Args:
-        picks: picks of the rules; None where a rule chooses by itself.
+        picks: picks of the rules; None for rules that choose by themselves.
         targets: targets of the forwards.
         mask_id: the mask token.
     """
@@ -56,16 +56,17 @@ class BatchedChoice:
         self._quotas = np.array(quotas)
         self._thresholds = np.repeat(thresholds, counts)
         self._has_scores = ~np.repeat(in_order, counts)
-        # A line for every rule, with its candidates at first and no numbers behind them.
+        # One row per rule: its candidates first, then NaN.
+
         self._keys = np.full((counts.size, counts.max()), np.nan)
         self._cells = np.arange(counts.max()) < counts[:, None]
 
     def decide(self, tokens: Array, scores: Array) -> list[BatchedCommit | None]:
-        """Return the choice for each rule; None where it chooses by itself.
+        """Return the choice for each rule; None for rules that choose by themselves.
 
         Args:
-            tokens: [R] int64, of the candidates, rule after rule.
-            scores: [R] float64, in equal order; NaN is the least certain.
+            tokens: [R] int64, tokens of the candidates, rule after rule.
+            scores: [R] float64, in the same order; NaN is the least certain.
         """
         counts, is_sure = self._counts, scores > self._thresholds
         num_sure = np.bincount(self._owners[is_sure], minlength=counts.size)

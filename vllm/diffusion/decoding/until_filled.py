@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that decode a block until nothing in it is masked."""
+"""Rules that decode a block until none of its positions is masked."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class UntilFilledRule(BlockwiseRule):
-    """Decodes a block until it has no masked position; subclasses say which are sure enough.
+    """Decodes a block until it has no masked position; subclasses decide which are certain enough.
 
-    `steps`, when given, bounds the forwards of the whole canvas: a block that must end so that
-    every later block still gets a forward commits all that is left. If a forward changes nothing,
-    because the model proposed the mask token, the next one forbids that token.
+    `steps`, if given, limits the forwards of the whole canvas: a block commits everything that is
+    left when every later block needs one of the remaining forwards. If a forward changes nothing
+    because the model proposed the mask token, the next forward forbids that token.
     """
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:

@@ -7,9 +7,10 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 
 class RanksExecutor(MultiprocExecutor):
-    """Runs a process for every rank; upstream counts those that divide rows as another kind.
+    """Runs one process per rank, including ranks that divide rows.
 
-    Steps are equal on all ranks, so the first one speaks for them.
+    Upstream counts ranks that divide rows as a kind of parallelism of its own. Steps are equal on
+    all ranks, so only the first rank returns results.
     """
 
     def _get_parallel_sizes(self) -> tuple[int, int, int]:

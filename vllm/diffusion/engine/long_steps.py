@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scheduler and workers say of a long step that is computed in slices."""
+"""Messages between scheduler and workers about a long step that is computed in slices."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepSlice:
-    """A part of one request's step, which is paused after it.
+    """A part of one request's step; the step is paused after it.
 
     Attributes:
-        req_id: the request, one of those that take part in the step.
-        rows: rows that its step may have, if it begins with this slice.
-        seconds: work as the planner predicts it; the step stops at the end of a chunk before they
-            are over, but computes at least one.
+        req_id: the request, one of the requests that take part in the step.
+        rows: maximum rows of the step, if it begins with this slice.
+        seconds: predicted seconds of work; the step stops at the end of the last chunk that fits
+            into them, but computes at least one chunk.
     """
 
     req_id: str
@@ -27,8 +27,8 @@ class PausedStep:
     """A step that waits for its next slice.
 
     Attributes:
-        req_id: its only request.
-        held_bytes: bytes of the pool that other steps cannot have meanwhile.
+        req_id: the only request of the step.
+        held_bytes: bytes of the pool that are not available to other steps meanwhile.
     """
 
     req_id: str
@@ -37,11 +37,11 @@ class PausedStep:
 
 @dataclass(frozen=True)
 class SliceTiming:
-    """Sum of slices that are over.
+    """Sums over finished slices.
 
     Attributes:
-        seconds: their work, as the planner predicts it.
-        taken_s: seconds that the device of one rank took for it.
+        seconds: predicted seconds of their work.
+        taken_s: measured seconds on the device of one rank.
         num_slices: number of slices.
     """
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.params import DiffusionParams
     from vllm.v1.outputs import LogprobsLists
 
-# Sample rows of a first forward whose hidden states are kept for requests that share its prompt.
+# Maximum sample rows of a first forward whose hidden states are kept for requests with its prompt.
 MAX_SHARED_ROWS = 8_192
 
 
@@ -25,10 +25,10 @@ MAX_SHARED_ROWS = 8_192
 class NewCanvas:
     """A request that starts with this step; `params.seed` is drawn.
 
-    `host_layers` is the number of layers whose kept keys and values lie in host memory. `prompt_of`
-    names a running request that has computed what its first forward begins with
-    (`prompt_groups.py`). `kept_positions` are of the pages that it takes, with those of requests
-    that will read its prompt.
+    `host_layers` is the number of layers whose cached keys and values are in host memory.
+    `prompt_of` names a running request that has computed the beginning of this request's first
+    forward (`prompt_groups.py`). `kept_positions` counts the positions of the pages that the
+    request takes, including pages of requests that will read its prompt.
     """
 
     req_id: str
@@ -41,12 +41,12 @@ class NewCanvas:
 
 @dataclass(frozen=True)
 class NewPages:
-    """Pages handed to a request.
+    """Pages assigned to a request.
 
     Attributes:
-        page_ids: their numbers in the store.
-        num_kept: positions, from 0, whose keys and values they hold, if they replace all that the
-            request had; None if they extend those.
+        page_ids: page numbers in the store.
+        num_kept: number of positions, from 0, whose keys and values the pages hold, if they replace
+            all pages of the request; None if they extend its pages.
     """
 
     page_ids: list[int]
@@ -55,17 +55,17 @@ class NewPages:
 
 @dataclass(frozen=True)
 class CanvasView:
-    """The canvas of N positions after a forward, packed: it crosses processes in every step.
+    """The canvas of N positions after a forward; packed, as it crosses processes in every step.
 
     Attributes:
         step: number of the step, from 1.
-        token_ids: N int32, little-endian: the committed token, else the newest proposal, else the
+        token_ids: N int32, little-endian: the committed token, else the latest proposal, else the
             mask token.
         committed: N bytes, 1 where the token is committed.
         confidence: N fp32, little-endian: the model's probability of the token in the forward that
-            proposed it; NaN where none has.
-        guessed: N bytes, 1 where an accepted draft committed the token; None for requests
-            without drafts.
+            proposed it; NaN if no forward has proposed it.
+        guessed: N bytes, 1 where an accepted draft committed the token; None for requests without
+            drafts.
     """
 
     step: int
@@ -81,20 +81,22 @@ class StepResult:
 
     Attributes:
         new_token_ids: tokens that became part of the finished prefix of the canvas.
-        num_steps: steps of the request so far: forwards of the loop that takes one at a time.
-        num_forwards: forwards of the request so far; one may serve several steps.
+        num_steps: denoise steps of the request so far, as if none were speculative.
+        num_forwards: forwards of the request so far; one forward may serve several steps.
         num_drafts: drafts that were evaluated so far.
         num_committed: canvas positions committed so far.
-        next_rows: rows of its next forward; 0 where it has none.
+        next_rows: rows of its next forward; 0 if there is none.
         infilled: tokens that replaced mask tokens of the prompt so far, by position.
-        error: why the request cannot go on, if it cannot.
+        error: error that ends the request, if any.
         logprobs: log probabilities of `new_token_ids`, for requests that ask for them.
-        canvas: the canvas, for requests that ask to see it.
-        scores: the answer to a likelihood request.
-        num_kept: positions from 0 whose keys and values are kept; its next forward begins there.
-        is_closed: the answer fills its room with a whole string of its language, which no text
-            could continue.
-        trajectory: how the answer came about, for requests that ask, once it may be complete.
+        canvas: the canvas, for requests that ask for it.
+        scores: result of a likelihood request.
+        num_kept: number of positions, from 0, whose keys and values are cached; the next forward
+            begins after them.
+        is_closed: whether the answer fills its positions with a whole string of its language that
+            no text could continue.
+        trajectory: history of the answer, for requests that ask for it, once the answer may be
+            complete.
     """
 
     new_token_ids: list[int]
@@ -118,12 +120,12 @@ class StepUsage:
     """Memory of a step on one rank, in bytes unless a field says otherwise.
 
     Attributes:
-        budget_bytes: most bytes for buffers of steps and kept keys and values together.
+        budget_bytes: maximum bytes of step buffers and cached keys and values together.
         rates: rates of the device.
-        in_use_bytes: kept keys and values, which stay between steps.
-        host_bytes: host memory of kept keys and values.
-        peak_bytes: the most in use at any time of the step; 0 when nothing ran.
-        average_bytes: average in use, weighted by time, as the plan of the step predicts it.
+        in_use_bytes: cached keys and values, which stay between steps.
+        host_bytes: host memory of cached keys and values.
+        peak_bytes: peak use during the step; 0 if nothing ran.
+        average_bytes: average use, weighted by time, as predicted by the plan of the step.
         planner_us: microseconds that planning took.
     """
 
@@ -136,7 +138,7 @@ class StepUsage:
     planner_us: float = 0.0
 
     def report(self) -> dict[str, int]:
-        """Fields that a client sees of the largest step of its request."""
+        """Return the fields that a client receives about the largest step of its request."""
         return {
             "peak_bytes": self.peak_bytes,
             "average_bytes": self.average_bytes,
@@ -148,14 +150,14 @@ class StepUsage:
 class DiffusionSchedulerOutput(SchedulerOutput):
     """Upstream's message plus the requests that start (`admitted`).
 
-    `num_scheduled_tokens` names the requests that take part in this step, with their rows: those of
-    the first step named by `launched` of the previous answer, if any are left. Other requests run
-    but wait their turn. `long` names those of which no step is launched as a whole any more, and
-    `next_slice` the one of them that continues in this step. `finished_req_ids` names those whose
-    canvas is no longer needed; `scheduled_at` is `time.monotonic()`. `new_pages` holds, by request,
-    pages that the scheduler hands out; workers assign them before the step. With `should_drain`
-    nothing new is launched, only a step in flight is collected. `generation` is that of the weights
-    that the scheduler has acknowledged: a worker with newer weights takes no step before that.
+    `num_scheduled_tokens` maps the requests that take part in this step to their rows. If the
+    previous answer's `launched` lists steps, these are the requests of the first of them. All other
+    running requests wait for their turn. No step is launched as a whole for requests in `long`;
+    `next_slice` continues one of them in this step. `finished_req_ids` names requests whose canvas
+    is no longer needed. `scheduled_at` is `time.monotonic()`. `new_pages` holds the pages that the
+    scheduler assigns, by request; workers assign them before the step. With `should_drain` nothing
+    is launched, and only a step in flight is collected. `generation` is the weight generation that
+    the scheduler has acknowledged: a worker with newer weights runs no step before that.
     """
 
     admitted: list[NewCanvas] = field(default_factory=list)
@@ -171,11 +173,11 @@ class DiffusionSchedulerOutput(SchedulerOutput):
 class DiffusionRunnerOutput(ModelRunnerOutput):
     """Upstream's message plus the result of every request that took part in the step.
 
-    `usage` is the memory that the step took, and what there is; `num_rows` the rows computed;
-    `launched` the requests of each of the next steps under way; `paused` the long step that waits
-    for its next slice; `slice_timing` sums the slices that have ended since the last message.
-    `generation` is that of the weights. If it is a new one, `invalidated` has the rows of every
-    request's next forward, which begins without kept keys and values.
+    `usage` is the memory that the step used and that is available. `num_rows` counts the computed
+    rows. `launched` lists the requests of each step in flight, `paused` is the long step that waits
+    for its next slice, and `slice_timing` sums the slices that have ended since the last message.
+    `generation` is the current weight generation. If it is new, `invalidated` has the rows of every
+    request's next forward, which begins without cached keys and values.
     """
 
     results: dict[str, StepResult] = field(default_factory=dict)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of a model and of a request that the planner needs, from their configurations.
+"""Sizes of a model and of a request that the planner requires, from their configurations.
 
 The API server, the scheduler and the workers compute equal numbers, each in its own process.
 """
@@ -30,24 +30,25 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.params import DiffusionParams
     from vllm.diffusion.request.visibility import Visibility
 
-# Where a container's memory is bounded, for both versions of control groups.
+# Files with a container's memory limit, for both versions of control groups.
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def make_planner(
     vllm_config: VllmConfig, budget_bytes: int, rates: Rates, device: torch.device | None = None
 ) -> Planner:
-    """Make the planner of an engine whose steps and caches may take `budget_bytes` on each rank.
+    """Create the planner of an engine with `budget_bytes` per rank for steps and caches.
 
-    Budget and rates are what its workers have found (`DiffusionWorker.capacity`). Only workers may
-    pass the device; without it, long chunks count for a little more than they take, and what fits
-    at all is equal.
+    Workers report the budget and the rates (`DiffusionWorker.capacity`). Only workers may pass the
+    device. Without it, predicted times of long chunks are slightly too long, but the decision
+    whether a request fits is the same.
     """
     settings, parallel = settings_of(vllm_config), vllm_config.parallel_config
     shards = settings.sequence_parallel_size
     is_on_gpu = vllm_config.device_config.device_type == "cuda"
     shape = model_shape(vllm_config, device)
-    if not shape.collects_keys:  # there is the kernel that reads pages, and splits keys
+    # The kernel that reads pages is available, and it splits keys.
+    if not shape.collects_keys:
         rows = stages.SPLIT_ROWS * rates.multiprocessors
         split_bytes = rows * stages.split_attention(shape.head_dim).row_bytes
         shape = replace(shape, split_bytes=split_bytes)
@@ -65,7 +66,7 @@ def make_planner(
 
 
 def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
-    """Return the memory and rows that a request takes while it runs."""
+    """Return the memory and rows that a request uses while it runs."""
     if params.is_block_causal and params.score is None:
         return _demand_in_blocks(params, num_prompt_tokens)
     length = num_positions(_visibility_of(params), num_prompt_tokens, params.gen_length)
@@ -81,11 +82,11 @@ def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
 
 
 def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
-    """Return the demand of a block-causal request, whose forwards end with the block being decoded.
+    """Return the demand of a block-causal request, whose forwards end with the current block.
 
-    With exact keys and values a forward begins there, too. A finished block may be computed once
-    more together with the next one, as any other rows before the block being decoded: in parts, if
-    need be.
+    With an exact cache, forwards also begin with the current block. A finished block may be
+    computed once more together with the next block, like any other rows before the current block,
+    and in parts if necessary.
     """
     visibility = _visibility_of(params)
     length = num_positions(visibility, num_prompt_tokens, params.gen_length)
@@ -102,12 +103,12 @@ def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int) -> Demand
 
 
 def _window(params: DiffusionParams, length: int) -> int | None:
-    """Most positions of a forward that uses kept keys and values; None where all may be computed.
+    """Return the maximum positions of a forward with cached keys; None if it may compute all.
 
     See `BlockwiseRule`.
 
-    A delayed cache saves rows only while no block settles, and a frozen one none while masks of the
-    prompt are left, so all their forwards may be whole.
+    A delayed cache saves rows only while no block settles, and a frozen cache saves none while
+    masks of the prompt are left. So all their forwards may be whole.
     """
     windows = {"dual": params.block_length, "prefix": params.gen_length}
     if not params.allow_infill:
@@ -121,7 +122,7 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
 
     Args:
         vllm_config: configuration of the engine.
-        device: device that it runs on; None for the configured kind of device.
+        device: device of the model; None for the configured kind of device.
     """
     model, num_ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
     config: DiffusionConfig = model.hf_config
@@ -205,7 +206,7 @@ def _experts(
 
 
 def host_cache_budget(num_ranks: int) -> int:
-    """Bytes of host memory a rank for kept keys and values; equal in all processes."""
+    """Return the host bytes per rank for cached keys and values; equal in all processes."""
     if not envs.use_host_residual():
         return 0
     return envs.host_cache_size_bytes() or _host_memory() // 2 // num_ranks
@@ -213,7 +214,7 @@ def host_cache_budget(num_ranks: int) -> int:
 
 @functools.cache
 def _host_memory() -> int:
-    """Bytes of memory of this machine, or of the part that its control group may use."""
+    """Return the memory of this machine in bytes, or the limit of its control group if smaller."""
     total = int(psutil.virtual_memory().total)
     for path in map(Path, LIMITS):
         limit = path.read_text().strip() if path.exists() else ""

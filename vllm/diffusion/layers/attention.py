@@ -39,16 +39,17 @@ ALL_HEADS = HeadGroup(0, 1)
 class SelfAttention:
     """Keys-values stage and attend stage of one layer, over weights owned elsewhere.
 
-    Both work on all heads at once, with projections side by side in one product, or on one group of
-    heads at a time, if weights can be sliced and no norm spans all heads. `q_norm` and `k_norm` are
-    both given or both None: `RMSNorm` for a model that norms each head [hd], `AllHeadsRMSNorm` for
-    one that norms all heads together. `clip` bounds the projections' elements, before the norms.
+    Both stages work on all heads at once, with projections side by side in one product. They can
+    also work on one group of heads at a time, if weights can be sliced and no norm spans all heads.
+    `q_norm` and `k_norm` are both given or both None: `RMSNorm` for a model that norms each head
+    [hd], `AllHeadsRMSNorm` for a model that norms all heads together. `clip` limits the
+    projections' elements, before the norms.
     """
 
     norm: RMSNorm
     qkv_proj: ops.Projection
     out_proj: ops.Projection
-    num_heads: int  # of this rank, as the next
+    num_heads: int  # query heads of this rank
     num_kv_heads: int
     head_dim: int
     q_norm: RMSNorm | None = None
@@ -74,8 +75,8 @@ class SelfAttention:
         Args:
             x: [R, D], the residual stream.
             rotary: the table rows of these rows' positions.
-            out: [R, (H + 2 KV) hd], queries, keys and values side by side; or [R, 2 KV hd],
-                keys and values alone. Written; `split` finds the parts.
+            out: [R, (H + 2 KV) hd], queries, keys and values side by side; or [R, 2 KV hd], keys
+                and values only. Written; `split` returns the parts.
             buffers: scratch memory.
             target: store for the keys and values of some rows.
         """
@@ -91,7 +92,7 @@ class SelfAttention:
         """Split `product` into views: queries [R, H, hd] or None, keys and values [R, KV, hd].
 
         Args:
-            product: product, as `keys_values` writes it.
+            product: product in the layout of `keys_values`.
         """
         heads = product.view(product.shape[0], -1, self.head_dim)
         num_kv_heads = self.num_kv_heads
@@ -145,11 +146,11 @@ class SelfAttention:
             q: [R, H, hd] as written by `keys_values`; None computes them from x.
             buffers: scratch memory.
             group: the heads.
-            updated: [R, D], written; None for x itself, which is right if there is one group.
-            exchange: exchange with ranks that have other rows; `sources` are then those of all
-                ranks' rows, for this rank's heads.
-            num_adapter_rows: last rows to which the draft adapter is applied, if there is one; all
-                rows if it is larger, none below 1.
+            updated: [R, D], written; None for x itself, which requires a single group.
+            exchange: exchange with ranks that have other rows; `sources` then cover all ranks'
+                rows, for this rank's heads.
+            num_adapter_rows: number of rows at the end to which the draft adapter is applied, if
+                there is one; all rows if it is larger, none below 1.
         """
         if x.shape[0] == 0 and exchange is None:
             return
@@ -171,7 +172,8 @@ class SelfAttention:
         heads, quantises = (self.num_heads // group.count, self.head_dim), self.qkv_proj.quantises
         queries, rows = stages.querying(x.dtype, x.shape[1], *heads, quantises=quantises)
         q = queries.take(buffers, len(x))
-        if x.shape[0]:  # of a divided chunk other ranks may have all rows
+        # Other ranks may have all rows of a divided chunk.
+        if x.shape[0]:
             with buffers.scope("attend"):
                 normed = self.normed(x, rows, buffers)
                 self.project(normed, columns, q.flatten(1), buffers)
@@ -186,9 +188,9 @@ class SelfAttention:
         kept: ops.Kept | None = None,
         fp8: ops.Fp8Heads | None = None,
     ) -> None:
-        """Norm queries and keys if the model does, rotate them in place, keep keys, copy as fp8.
+        """Norm queries and keys if the model does, rotate them in place, store keys, copy as fp8.
 
-        A norm of each head alone is one pass with the rotation; one over all heads needs its own.
+        A norm of each head is fused with the rotation; a norm over all heads is a separate pass.
         """
         q_norm, k_norm, tables = self.q_norm, self.k_norm, (rotary.cos, rotary.sin)
         if q_norm is None or k_norm is None:
@@ -221,7 +223,7 @@ class SelfAttention:
     def project(
         self, normed: Tensor | ops.QuantisedRows, columns: slice, out: Tensor, buffers: Buffers
     ) -> None:
-        """Write columns of the fused product of the normed rows, clipped if the model does so."""
+        """Write columns of the fused product of the normed rows, clipped to `clip`."""
         self.qkv_proj.project(normed, out, buffers, columns)
         if self.clip is not None:
             out.clamp_(-self.clip, self.clip)

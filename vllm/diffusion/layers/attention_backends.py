@@ -42,30 +42,30 @@ _CUDA_PRIORITY = [
 
 
 class Backend(enum.Enum):
-    """A way to compute attention; `choose_backend` takes the fastest."""
+    """A way to compute attention; `choose_backend` selects the fastest."""
 
-    SDPA = "torch's scaled_dot_product_attention, a call a sequence; cuDNN where it is there"
+    SDPA = "torch's scaled_dot_product_attention, one call per sequence; cuDNN if available"
     FLASH = "torch's variable-length flash kernel, one launch for all sequences"
     FLASH3 = "upstream's FlashAttention 3, of one sequence"
     SPLIT = "our Triton kernel, one launch for all sequences; with few queries the keys are split"
-    FP8 = "cuDNN's fp8 attention by its Python front end, a call a sequence"
-    TILED = "our CUDA kernel for Hopper, one launch for all sequences, for as many as fill the card"
+    FP8 = "cuDNN's fp8 attention by its Python front end, one call per sequence"
+    TILED = "our CUDA kernel for Hopper, one launch for all sequences, if they fill the card"
 
 
-# What the choice among them goes by; docs/measurements/kernels.md has the measurements.
+# Thresholds of the choice; docs/measurements/kernels.md has the measurements.
 
-# Queries of a sequence from which cuDNN and FlashAttention 3 are ahead of all others.
+# Minimum queries of a sequence for which cuDNN and FlashAttention 3 are faster than all others.
 _MANY_QUERIES = 512
-# cuDNN makes a plan for every new shape, which takes 40 ms. That of a whole sequence serves all
-# layers and steps, and gains as much in 75 steps of this many keys, in 20 of twice as many.
+# cuDNN makes a plan for every new shape, which takes 40 ms. The plan of a whole sequence serves all
+# layers and steps. With this many keys it pays after 75 steps, with twice as many after 20.
 _KEYS_OF_WHOLE = 1024
-# Rows that are read after the last layer may be others in every step. With this many keys a step
-# takes so long that the plan does not matter.
+# The rows after the last layer may differ in every step. With this many keys a step takes so long
+# that the time of a plan does not matter.
 _KEYS_OF_PART = 16384
-# Rows, of one head each, for every multiprocessor, from which tiles of queries fill a card: three
-# quarters of a tile of 128. With fewer the keys are split.
+# Minimum rows, of one head each, per multiprocessor for which tiles of queries fill a card: three
+# quarters of a tile of 128. With fewer rows the keys are split.
 _ROWS_OF_HEADS = 96
-# Of a sequence on a grid of blocks, where torch's attention computes it: queries under one mask.
+# Queries under one mask when torch's attention computes a sequence on a grid of blocks.
 _MASKED_KEYS = 256
 
 
@@ -88,14 +88,14 @@ def attend(
         layout: the sequences.
         out: [R, H, hd] contiguous, written.
         backend: a backend that `can_serve`, instead of the fastest.
-        scales: [4] fp32, of fp8 queries, keys, values and results; None in other dtypes.
+        scales: [4] fp32, of fp8 queries, keys, values and results; None for other dtypes.
 
     Returns:
-        [R, H, hd] contiguous, the dtype of q; `out` where given.
+        [R, H, hd] contiguous, the dtype of q; `out` if given.
 
     Raises:
-        ValueError: the host spans do not tile the rows of q, or are missing where the only
-            backend for these tensors needs them (see `can_be_captured`).
+        ValueError: the host spans do not tile the rows of q, or are missing although the only
+            backend for these tensors requires them (see `can_be_captured`).
     """
     if q.shape[0] == 0:
         return torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
@@ -109,7 +109,7 @@ def attend(
 
 
 def can_be_captured(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
-    """Whether `attend` needs no host spans for such tensors, so that a graph can hold it."""
+    """Whether `attend` needs no host spans for such tensors, so that a graph can contain it."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
     return capability(device) >= (8, 0) and head_dim % 8 == 0 and head_dim <= 256
@@ -118,7 +118,7 @@ def can_be_captured(dtype: torch.dtype, head_dim: int, device: torch.device) -> 
 def reads_pages(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
     """Whether `attend` reads keys in their pages, without host spans.
 
-    Otherwise it copies the keys and values of a sequence to one range of rows first.
+    Otherwise it first copies the keys and values of a sequence to one range of rows.
     """
     return can_be_captured(dtype, head_dim, device) and can_split(dtype, head_dim, device)
 
@@ -129,7 +129,7 @@ def _is_in_pages_or_blocks(layout: _Layout) -> bool:
 
 
 def can_serve(backend: Backend, q: Tensor, layout: _Layout) -> bool:
-    """Whether a backend computes attention of these tensors at all."""
+    """Whether a backend can compute attention of these tensors."""
     if backend is Backend.SDPA:
         return layout.spans is not None
     is_fp8 = q.dtype == torch.float8_e4m3fn
@@ -182,7 +182,7 @@ def choose_backend(q: Tensor, layout: _Layout) -> Backend:
 
 
 def _fills_card(q: Tensor, layout: _Layout) -> bool:
-    """Whether the tiled kernel serves, and there are queries for every multiprocessor."""
+    """Whether the tiled kernel can serve, and there are queries for every multiprocessor."""
     if not can_serve(Backend.TILED, q, layout):
         return False
     return q.shape[0] * q.shape[1] >= _ROWS_OF_HEADS * num_multiprocessors(q.device)
@@ -235,7 +235,7 @@ def _attend_span(
 ) -> Tensor:
     """Attend within one sequence; grouped heads are read in place, never repeated.
 
-    `mask` [queries, keys] is True where a query reads a key; None: every one reads all.
+    `mask` [queries, keys] is True where a query reads a key; with None every query reads all keys.
     """
     q, start, end = q[span.q_start : span.q_end], span.kv_start, span.kv_end
     if start == end:
@@ -256,10 +256,10 @@ def _attend_span(
 
 
 def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, span: Span, pages: PageTable | None) -> Tensor:
-    """Attend within one sequence on a grid, several blocks at once that read nearly equal keys."""
+    """Attend within one sequence on a grid, with several blocks of nearly equal keys at once."""
     parts, start = [], 0
     while start < span.num_queries:
-        # What lies behind a query's own block is computed in vain, and then masked.
+        # Keys after a query's own block are computed unnecessarily, and then masked.
         stop = start + max(_MASKED_KEYS, span.block_length)
         stop -= (span.first + stop) % span.block_length
         stop = min(stop, span.num_queries)
@@ -275,12 +275,12 @@ def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, span: Span, pages: PageTable
 def _attend_packed(q: Tensor, k: Tensor, v: Tensor, layout: _Layout, out: Tensor | None) -> Tensor:
     """Attend in all sequences by one launch of the flash kernel.
 
-    The kernel takes the first key of a sequence from `cum_seq_k` and their number from
-    `seqused_k`, so the ranges need not follow one another.
+    The kernel reads the first key of a sequence from `cum_seq_k` and the number of keys from
+    `seqused_k`, so the ranges need not be adjacent.
     """
-    # with max_q 1 and grouped heads the kernel takes every sequence to have exactly one query
+    # With max_q 1 and grouped heads, the kernel assumes one query in every sequence.
     max_queries = max(layout.max_queries, 2)
-    if layout.max_keys == 0:  # the kernel refuses a bound of 0
+    if layout.max_keys == 0:  # the kernel rejects a bound of 0
         return (
             torch.zeros_like(q, memory_format=torch.contiguous_format)
             if out is None
@@ -295,7 +295,7 @@ def _attend_packed(q: Tensor, k: Tensor, v: Tensor, layout: _Layout, out: Tensor
 
 
 def _attend_flash3(q: Tensor, k: Tensor, v: Tensor, layout: _Layout, out: Tensor | None) -> Tensor:
-    """Attend in one sequence by upstream's kernel, which takes keys from row 0 on."""
+    """Attend in one sequence by upstream's kernel, which reads keys from row 0 on."""
     attention = _flash3(q.device)
     assert attention is not None and layout.spans is not None
     check_tiling(layout.spans, q.shape[0])

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of fp8 (e4m3) heads: by cuDNN on a GPU, by PyTorch elsewhere; a call a sequence.
+"""Attention of fp8 (e4m3) heads: by cuDNN on a GPU, by PyTorch elsewhere; one call per sequence.
 
 cuDNN's fp8 attention has no binding in PyTorch, so its Python front end (`nvidia-cudnn-frontend`)
-builds the graphs: one for each shape, remembered. The probabilities are fp8, too: each times 448
-over the largest of its row so far, so that the largest is the format's.
+builds the graphs, one for each shape, which are cached. The probabilities are fp8, too: each is
+multiplied by 448 over the largest of its row so far, so that the largest becomes the largest number
+of the format.
 
 Letters: R query rows, N rows of the keys and values, H and KV query and key/value heads, hd head
 width.
@@ -29,22 +30,23 @@ if TYPE_CHECKING:
 
 PACKAGE = "nvidia-cudnn-frontend"
 _MIN_FRONT_END, _MIN_CUDNN = (1, 19, 1), 91900
-_REFERENCE_ROWS = 512  # queries at a time off the GPU
+_REFERENCE_ROWS = 512  # queries at a time without a GPU
 _MAX_PLANS = 256
-_MAX_ERROR = 0.1  # of results and weights that are rounded to fp8 in another order
-_ALIGNMENT = 16  # bytes, of everything that cuDNN reads
+# Maximum relative error of results and weights that are rounded to fp8 in another order.
+_MAX_ERROR = 0.1
+_ALIGNMENT = 16  # bytes, for everything that cuDNN reads
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout[Tensor], scales: Tensor, out: Tensor
 ) -> Tensor:
-    """Compute softmax(q k^T / sqrt(hd)) v of every sequence; rounded to fp8, like the weights.
+    """Compute softmax(q k^T / sqrt(hd)) v of every sequence; weights and results are fp8.
 
     Args:
         q: [R, H, hd] fp8; rows may be strided.
         k, v: [N, KV, hd] fp8, likewise; KV divides H.
-        layout: the sequences, with the host's spans, in ranges of rows, without grids of blocks.
-        scales: [4] fp32, of queries, keys, values and results; beyond 448 these are 448.
+        layout: the sequences, with host spans, in ranges of rows, without grids of blocks.
+        scales: [4] fp32, of queries, keys, values and results; larger numbers saturate at 448.
         out: [R, H, hd] fp8, contiguous, written and returned.
     """
     assert layout.spans is not None
@@ -52,7 +54,7 @@ def attend(
     compute = _by_cudnn if q.is_cuda else _by_torch
     for span in layout.spans:
         rows, keys = slice(span.q_start, span.q_end), slice(span.kv_start, span.kv_end)
-        if not span.num_keys:  # cuDNN would never return
+        if not span.num_keys:  # without keys, cuDNN would never return
             out[rows].view(torch.uint8).zero_()
         elif span.num_queries:
             compute(q[rows], k[keys], v[keys], scales, out[rows])
@@ -60,7 +62,7 @@ def attend(
 
 
 def why_not(device: torch.device, head_dim: int) -> str | None:
-    """Return what is wanted for fp8 attention on a device; None where it can be had."""
+    """Return what fp8 attention requires on a device; None if it is available."""
     if device.type != "cuda":
         return None
     if capability(device) != (9, 0):
@@ -86,7 +88,7 @@ def why_not(device: torch.device, head_dim: int) -> str | None:
 
 
 def _tried(device: torch.device, head_dim: int) -> float:
-    """Compute a small case on a GPU; return its relative error against PyTorch's numbers."""
+    """Compute a small case on a GPU; return its relative error against PyTorch's result."""
     draws = torch.Generator(device).manual_seed(0)
     heads = (64 * torch.randn(200, 12, head_dim, device=device, generator=draws)).to(FP8)
     q, k, v = heads.split((6, 3, 3), dim=1)
@@ -100,7 +102,7 @@ def _tried(device: torch.device, head_dim: int) -> float:
 
 
 def described(device: torch.device) -> str:
-    """Name what computes fp8 attention on a device, with its versions, for the log."""
+    """Return the library for fp8 attention on a device, with its versions, for the log."""
     if device.type != "cuda":
         return "PyTorch"
     return f"cuDNN {torch.backends.cudnn.version()} ({PACKAGE} {metadata.version(PACKAGE)})"
@@ -114,7 +116,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Attend in one sequence, with numbers as the kernel has them, some queries at a time."""
+    """Attend in one sequence, with the kernel's number formats, some queries at a time."""
     factor = scales[0] * scales[1] / math.sqrt(q.shape[2])
     by, per_group = scales[2] / (scales[3] * LARGEST), q.shape[1] // k.shape[1]
     for head in range(q.shape[1]):
@@ -132,21 +134,21 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, scales: Tensor, out: Tensor) -> N
 
 
 class _Shape(NamedTuple):
-    """What a graph depends on: sizes and strides of one sequence."""
+    """Key of a graph: sizes and strides of one sequence."""
 
     num_queries: int
     num_keys: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    q_strides: tuple[int, int]  # of rows and heads
+    q_strides: tuple[int, int]  # strides of rows and heads
     k_strides: tuple[int, int]
     v_strides: tuple[int, int]
     out_strides: tuple[int, int]
 
 
 class _Graph:
-    """A built graph of cuDNN's for one shape, and its workspace in bytes."""
+    """A cuDNN graph for one shape, and its workspace in bytes."""
 
     NAMES = ("q", "k", "v", "out", "of_q", "of_k", "of_v", "of_weights", "weights_by", "out_by")
 
@@ -196,7 +198,7 @@ class _Graph:
         self.workspace_bytes = int(graph.get_workspace_size())
 
     def run(self, given: tuple[Tensor, ...], workspace: Tensor) -> None:
-        """Launch on the handle's stream; `given` are in the order of `NAMES`."""
+        """Launch on the handle's stream; `given` is in the order of `NAMES`."""
         self._graph.execute(dict(zip(self._tensors, given, strict=True)), workspace, self._handle)
 
 
@@ -207,7 +209,8 @@ class _Library:
         self._cudnn: Any = import_module("cudnn")
         with torch.cuda.device(device):
             self._handle = self._cudnn.create_handle()
-        self._weights = torch.tensor((1.0 / LARGEST, LARGEST), device=device)  # of them, and by
+        # scales of the weights: to and from fp8
+        self._weights = torch.tensor((1.0 / LARGEST, LARGEST), device=device)
         self.graph_of = functools.lru_cache(_MAX_PLANS)(
             functools.partial(_Graph, self._cudnn, self._handle)
         )
@@ -231,7 +234,7 @@ def _library(device: torch.device) -> _Library:
 def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, scales: Tensor, out: Tensor) -> None:
     """Attend in one sequence by cuDNN, on the current stream.
 
-    It has no kernel for a single query, which is computed twice.
+    cuDNN has no kernel for a single query, so a single query is computed twice.
     """
     if len(q) == 1:
         twice = q.view(torch.uint8).repeat(2, 1, 1).view(FP8)
@@ -245,6 +248,6 @@ def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, scales: Tensor, out: Tensor) -> N
 def _sizes(
     rows: int, heads: int, head_dim: int, strides: tuple[int, int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return sizes and strides of heads as cuDNN has them: batch, heads, rows, channels."""
+    """Return sizes and strides of heads in cuDNN's order: batch, heads, rows, channels."""
     of_rows, of_heads = strides
     return (1, heads, rows, head_dim), (rows * of_rows, of_heads, of_rows, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low-rank addition to the product behind attention, for rows whose candidates are drafts.
+"""Low-rank addition to the output projection of attention, for rows whose candidates are drafts.
 
 Letters: R rows, D hidden size, H query heads of this rank, hd head width, r rank of the adapter.
 """
@@ -30,7 +30,7 @@ class DraftAdapter:
     is_summed: bool = False
 
     def add_to(self, x: Tensor, heads: Tensor) -> None:
-        """Add up (down heads) to x [R, D], for attention's results heads [R, H hd]."""
+        """Add up (down heads) to x [R, D], for attention results heads [R, H hd]."""
         low = heads @ self.down.T
         if self.is_summed:
             low = ops.tensor_parallel().sum(low)

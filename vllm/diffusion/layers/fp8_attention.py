@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention with fp8 (e4m3) queries, keys, values and results, of one request in one layer.
 
-Keys lose a vector that is about their mean over the positions, which changes no softmax, and every
-number is divided by a scale. Mean and scales must be known before the first chunk of keys is
-stored, so they follow from a survey: the queries, keys and values of at most `SURVEYED_ROWS`
-positions, spread over the whole request. Any vector serves as mean; what goes beyond `HEADROOM`
-times the largest surveyed number becomes the largest of the format. As e4m3 is a floating format,
-numbers a thousandth of the largest are as exact as the largest, so that much room costs nothing.
-Scales are powers of two: dividing by them rounds nothing.
+A vector close to the mean over the positions is subtracted from the keys, which changes no softmax,
+and every number is divided by a scale. Mean and scales must be fixed before the first chunk of keys
+is stored. So they come from a survey: the queries, keys and values of at most `SURVEYED_ROWS`
+positions, spread over the whole request. Any vector would be valid as mean. Numbers beyond
+`HEADROOM` times the largest surveyed number become the largest of the format. As e4m3 is a floating
+format, numbers a thousandth of the largest are as exact as the largest, so this headroom costs no
+precision. Scales are powers of two, so dividing by them rounds nothing.
 
-No result is larger than the largest value, and most are far smaller in a long sequence, so results
-have a quarter of the values' scale.
+No result is larger than the largest value, and in a long sequence most are far smaller, so results
+use a quarter of the values' scale.
 
-Letters: R rows of a chunk, N rows of the keys and values, H and KV heads of this rank (of one group
-of heads, where there are several), hd head width, D hidden size.
+Letters: R rows of a chunk, N rows of the keys and values, H and KV heads of this rank (or of one of
+several groups of heads), hd head width, D hidden size.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ HEADROOM = 8.0
 
 
 class HeadScales(NamedTuple):
-    """What fp8 heads of one request, layer and group of heads mean.
+    """Mean and scales of the fp8 heads of one request, layer and group of heads.
 
     Attributes:
         mean: [KV, hd] fp32, subtracted from keys.
-        scales: [4] fp32, powers of two: of queries, keys, values and results.
+        scales: [4] fp32, powers of two: scales of queries, keys, values and results.
     """
 
     mean: Tensor
@@ -64,11 +64,12 @@ class Fp8Attention:
 
     @staticmethod
     def surveyed_rows(num_rows: int) -> Array:
-        """Choose rows of a request to survey, ascending [r] int64: all of a few, else 1,024.
+        """Choose rows of a request to survey, ascending [r] int64: all rows, or 1,024 of many rows.
 
-        Then one lies in each of equal parts, where is drawn, always alike: with equal steps some of
-        the rotary frequencies would look as if they stood still. The first row is among them, as
-        many models give the first position keys that are like no others.
+        Of many rows, one is drawn from each of 1,024 equal parts, always with the same random
+        numbers. With equal steps, some rotary frequencies would appear constant. The first row is
+        always included, because many models give the first position keys that are unlike all
+        others.
         """
         if num_rows <= SURVEYED_ROWS:
             return np.arange(num_rows)
@@ -107,16 +108,17 @@ class Fp8Attention:
         return torch.cat((statistics[:, :sums].sum(0), statistics[:, sums:].amax(0)))
 
     def scales_from(self, statistics: Tensor, group: HeadGroup) -> HeadScales:
-        """Return mean and scales by the statistics of all surveyed rows.
+        """Return mean and scales from the statistics of all surveyed rows.
 
-        Sums are fp64, so their order hardly matters: any ranks and pieces give the same.
+        Sums are fp64, so their order hardly matters: any division into ranks and pieces gives the
+        same result.
         """
         width = self.layer.key_width // group.count
         total, count, most = statistics[:width], statistics[width], statistics[width + 1 :]
         mean = total / count
         keys = torch.maximum(most[:width] - mean, most[width : 2 * width] + mean).amax()
         largest = torch.stack((most[-2], keys, most[-1]))
-        # The exponent e with largest * HEADROOM < 448 * 2^e, made a number by its bits.
+        # The exponent e with largest * HEADROOM < 448 * 2^e, converted to a number by its bits.
         _, exponents = torch.frexp((largest * (HEADROOM / fp8_stages.LARGEST)).float())
         scales = (exponents.int().clamp(-100, 100) + 127 << 23).view(torch.float32)
         scales = torch.cat((scales, scales[2:] / 4))
@@ -170,12 +172,12 @@ class Fp8Attention:
         Args:
             x: [R, D], the residual stream, not yet updated by this layer.
             rotary: the table rows of these rows' positions.
-            keys_values: [N, KV, hd] fp8 each; with an `exchange` those of this rank's heads alone.
-            layout: which of the keys the rows read.
+            keys_values: [N, KV, hd] fp8 each; with an `exchange`, of this rank's heads only.
+            layout: the keys that the rows read.
             known: mean and scales.
             buffers: scratch memory.
             group: the heads.
-            updated: [R, D], written; None for x itself, which is right if there is one group.
+            updated: [R, D], written; None for x itself, which requires a single group.
             exchange: exchange with ranks that have other rows.
         """
         if not len(x) and exchange is None:
@@ -186,7 +188,8 @@ class Fp8Attention:
         with buffers.scope("attend"):
             queries, normed = self._querying(x, group)
             q, q8 = queries.take(buffers, num_rows), fp8_queries.take(buffers, num_rows)
-            if num_rows:  # of a divided chunk other ranks may have all rows
+            # Other ranks may have all rows of a divided chunk.
+            if num_rows:
                 with buffers.scope("attend"):
                     rows = layer.normed(x, normed, buffers)
                     layer.project(rows, group.part(layer.query_width), q.flatten(1), buffers)
@@ -206,7 +209,7 @@ class Fp8Attention:
     def whole(
         self, x: Tensor, rotary: Rotary, layout: AttentionLayout[Tensor], buffers: Buffers
     ) -> None:
-        """Add Wo attention(q, k, v) of all rows of a request to x [T, D], in one chunk a stage."""
+        """Add Wo attention(q, k, v) of all rows of a request to x [T, D], without chunks."""
         rows = torch.from_numpy(self.surveyed_rows(len(x))).to(x.device)
         tables = rotary.rows(rows)
         known = self.scales_from(self.survey(ALL_HEADS, x[rows], tables, buffers), ALL_HEADS)
@@ -224,7 +227,7 @@ class Fp8Attention:
         group: HeadGroup,
         buffers: Buffers,
     ) -> None:
-        """Add Wo `out` to x; `plain` has the memory of these heads in the model dtype."""
+        """Add Wo `out` to x; `plain` provides memory for these heads in the model dtype."""
         proj, scale = self.layer.out_proj, known.scales[3]
         features = slice(None) if group.count == 1 else group.part(self.layer.query_width)
         rows: Tensor | ops.QuantisedRows
@@ -245,7 +248,7 @@ class Fp8Attention:
     def _projected(
         self, group: HeadGroup, x: Tensor, buffers: Buffers, *, has_queries: bool
     ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Project rows to queries [R, H, hd], if wanted, keys and values [R, KV, hd] of a group."""
+        """Project rows to a group's queries [R, H, hd] if needed, keys and values [R, KV, hd]."""
         layer, num_rows = self.layer, len(x)
         heads = layer.num_kv_heads // group.count, layer.head_dim
         listed = stages.keys_values(x.dtype, *heads, is_own=True)

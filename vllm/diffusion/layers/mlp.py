@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """Feed-forward stage of one layer, of this width on this rank."""
+    """Feed-forward stage of one layer; `width` is the width on this rank."""
 
     norm: RMSNorm
     gate_up_proj: ops.Projection
@@ -45,7 +45,7 @@ class GatedMLP:
             self.down_proj.add_to(x, activated, buffers)
 
     def project(self, normed: Tensor, out: Tensor, buffers: Buffers) -> None:
-        """Write this rank's part of Wdown (silu(Wgate h) * Wup h) of h = normed [R, D] to out."""
+        """Write this rank's part of Wdown (silu(Wgate h) * Wup h) to out, for h = normed [R, D]."""
         with buffers.scope("feed-forward"):
             wide, _ = gating(normed.dtype, normed.shape[1], self.width)
             activated = self._activated(wide, len(normed), buffers)
@@ -55,7 +55,7 @@ class GatedMLP:
     def _activated(
         self, listed: Buffer, num_rows: int, buffers: Buffers
     ) -> Tensor | ops.QuantisedRows:
-        """Take memory for silu(gate) * up, quantised if the products allow it."""
+        """Allocate silu(gate) * up, quantised if the products allow it."""
         if self.gate_up_proj.quantises:
             return self.down_proj.rows(listed, num_rows, buffers)
         return listed.take(buffers, num_rows)

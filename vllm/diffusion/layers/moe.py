@@ -22,8 +22,8 @@ class ExpertsMLP:
     """Feed-forward stage of a layer with experts, over weights owned elsewhere.
 
     `gate` is the router [E, D]; `w1` [E, 2I, D] and `w2` [E, D, I] hold this rank's part of every
-    expert's width; `bias` [E] shifts the choice where the model has it. A shared expert, if there
-    is one, is `shared`, or the first of E + 1 in `w1` and `w2`.
+    expert's width; `bias` [E] shifts the choice of experts if the model has it. A shared expert, if
+    there is one, is `shared`, or the first of E + 1 experts in `w1` and `w2`.
     """
 
     norm: RMSNorm
@@ -37,19 +37,19 @@ class ExpertsMLP:
 
     @property
     def _has_joined(self) -> bool:
-        """Whether the shared expert is stored with the others."""
+        """Whether the shared expert is stored together with the others."""
         return self.w1.num_experts > len(self.gate)
 
     @property
     def products(self) -> tuple[ops.Projection, ...]:
-        """Empty: which experts are read is not known before."""
+        """Empty, because the chosen experts are not known in advance."""
         return ()
 
     def feed_forward(self, x: Tensor, buffers: Buffers) -> None:
         """Add shared(h) + sum of weight * expert(h) over the chosen experts, h = norm(x).
 
-        x [R, D] is updated in place. Where rows choose by windows (`ops.Scoring`), the first begins
-        one.
+        x [R, D] is updated in place. If rows choose experts by windows (`ops.Scoring`), the first
+        row must begin a window.
         """
         if x.shape[0] == 0:
             return

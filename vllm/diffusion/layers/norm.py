@@ -43,12 +43,12 @@ class RMSNorm(nn.Module):
 class AllHeadsRMSNorm(RMSNorm):
     """Norm of a query or key projection over all heads at once.
 
-    The heads are spread over the tensor-parallel ranks, so the mean square needs one all-reduce of
-    a number per row. Each rank keeps the gains of its heads.
+    The heads are divided among the tensor-parallel ranks, so the mean square needs one all-reduce
+    of a number per row. Each rank keeps the gains of its heads.
 
     Args:
-        num_heads: heads of the whole model; where there are more ranks than heads, a head is
-            held by several ranks.
+        num_heads: number of heads of the whole model; with more ranks than heads, several ranks
+            hold the same head.
         head_dim: width of a head.
         eps: added to the mean square.
     """

@@ -18,18 +18,18 @@ LayerT = TypeVar("LayerT", bound="LinearBase | VocabParallelEmbedding")
 
 
 class _PlainEmbeddingMethod(UnquantizedEmbeddingMethod):
-    """Unquantised embedding or head whose weight stays as it was loaded."""
+    """Unquantised embedding or head whose weight stays as loaded."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Do nothing, where upstream would also pack a copy on CPU."""
+        """Do nothing, whereas upstream would also pack a copy on CPU."""
 
 
 def without_weight_packing(layer: LayerT) -> LayerT:
     """Keep the matrix of an unquantised layer as loaded, and return the layer.
 
-    On CPU upstream packs such a matrix for its own GEMM and may drop the original, and where its
-    compiled kernels are missing that fails on machines with AMX. The stages multiply by the
-    plain matrix, or by a slice of it. Quantised layers are left alone.
+    On CPU upstream packs such a matrix for its own GEMM and may drop the original. Without
+    upstream's compiled kernels this fails on machines with AMX. The stages multiply by the plain
+    matrix, or by a slice of it. Quantised layers are not changed.
     """
     method = layer.quant_method
     if isinstance(layer, LinearBase) and isinstance(method, UnquantizedLinearMethod):

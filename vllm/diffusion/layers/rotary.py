@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 class Rotary(NamedTuple):
     """Rotary table rows, one for each row of the batch.
 
-    The dtype of the tables decides the arithmetic: fp32 tables rotate in fp32 and cast back, tables
-    in the model's dtype rotate in that dtype. `scale`, if any, is a factor of rotated queries.
+    The dtype of the tables determines the arithmetic: fp32 tables rotate in fp32 and cast back;
+    tables in the model's dtype rotate in that dtype. `scale`, if given, is a factor of rotated
+    queries.
     """
 
     cos: Tensor  # [R, rd]
@@ -31,7 +32,7 @@ class Rotary(NamedTuple):
     scale: Tensor | None = None  # [R], in the dtype of the tables
 
     def rows(self, chunk: slice | Tensor) -> Rotary:
-        """Return the rows of a chunk, or those of indices [R] int64."""
+        """Return the rows of a chunk, or the rows at indices [R] int64."""
         scale = None if self.scale is None else self.scale[chunk]
         return Rotary(self.cos[chunk], self.sin[chunk], scale)
 
@@ -47,9 +48,10 @@ class Rotary(NamedTuple):
 
 
 def inverse_frequencies(theta: float, rotary_dim: int) -> Tensor:
-    """Return theta^(-2j/rd), [rd / 2] fp32 on the default device, in radians a position.
+    """Return theta^(-2j/rd), [rd / 2] fp32 on the default device, in radians per position.
 
-    A model makes them once, with its weights: the last bit of a power depends on the device.
+    A model computes them once, with its weights, because the last bit of a power depends on the
+    device.
 
     Args:
         theta: base of the frequencies.
@@ -69,14 +71,14 @@ def rotary_rows(
 ) -> Rotary:
     """Compute cos and sin of position * frequency, each twice side by side.
 
-    Only the given positions are computed: nothing of the size of the longest sequence is stored.
+    Only the given positions are computed, so no table of the longest sequence is stored.
 
     Args:
         positions: [R] integers, from 0.
-        frequencies: [rd / 2] fp32, of `inverse_frequencies`.
+        frequencies: [rd / 2] fp32, from `inverse_frequencies`.
         dtype: dtype of the tables, which are computed in fp32 and cast.
         buffers: memory for the tables; None allocates.
-        growth: how queries grow with their position; None for not at all.
+        growth: growth of queries with their position; None for no growth.
 
     Returns:
         tables of shape [R, rd].

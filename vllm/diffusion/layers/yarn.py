@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary positions of a context that training has lengthened: frequencies, factors of queries."""
+"""Rotary positions for a context that training has lengthened: frequencies and query factors."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 
 def yarn_frequencies(plain: Tensor, theta: float, yarn: Yarn | None) -> Tensor:
-    """Return what YaRN makes of the `plain` frequencies [rd / 2] fp32; these without it.
+    """Return YaRN's version of the `plain` frequencies [rd / 2] fp32; `plain` if `yarn` is None.
 
     Args:
-        usual: as `inverse_frequencies` returns them.
-        theta: their base, above 1.
-        yarn: the numbers of the checkpoint.
+        plain: as `inverse_frequencies` returns them.
+        theta: base of the frequencies, above 1.
+        yarn: YaRN parameters of the checkpoint.
     """
     if yarn is None:
         return plain
     num_pairs = plain.numel()
 
     def pair(num_turns: float) -> float:
-        """Pair of channels that turns so often within the original length."""
+        """Return the pair of channels that makes `num_turns` turns within the original length."""
         return (
             num_pairs * math.log(yarn.original_length / (num_turns * 2 * math.pi)) / math.log(theta)
         )

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of a step: admission, chunk plans, buffers and caches.
 
-Plans, in the order to read them: `shapes` (of a model, a step, a request), `plan` (the result),
-`footprint` (bytes), `cost` with `rates` (seconds), `search`, `planner`, `admission` (what fits).
-Memory: `activation_pool` (buffers of steps; `virtual_memory` where CUDA has it), `page_store` (kept
-keys and values) with `page_allocator` (whose they are), `graph_memory`; `host` and `residual_rows`
-(in host memory).
+Plans, in reading order: `shapes` (of a model, a step, a request), `plan` (the result), `footprint`
+(bytes), `cost` with `rates` (seconds), `search`, `planner`, `admission` (what fits). Memory:
+`activation_pool` (buffers of steps; `virtual_memory` if CUDA supports it), `page_store` (cached
+keys and values) with `page_allocator` (assignment to requests), `graph_memory`; `host` and
+`residual_rows` (in host memory).
 """
 
 from vllm.diffusion.memory.activation_pool import ActivationPool, PoolExhaustedError

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of a step: named buffers laid out one after the other in one address range.
 
-Buffers are placed like frames of a stack, within one budget. A scope ends with everything taken in
-it, so buffers of stages that do not run at the same time share memory, and a step needs the largest
-sum along the stages, not the sum of all. The next step lays out its own buffers over the same
-physical memory, so no sequence of request lengths can fragment it.
+Buffers are placed like frames of a stack, within one budget. A scope ends with everything allocated
+in it, so buffers of stages that do not run at the same time share memory. A step therefore needs
+the largest sum along its stages, not the sum of all buffers. The next step lays out its own buffers
+over the same physical memory, so no sequence of request lengths can fragment it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-ALIGNMENT = 512  # bytes; what PyTorch's own allocator gives
+ALIGNMENT = 512  # bytes, as in PyTorch's own allocator
 
 
 class PoolExhaustedError(DiffusionError):
@@ -42,7 +42,7 @@ class PoolExhaustedError(DiffusionError):
 
 
 class PoolSlice:
-    """A buffer's bytes, with the tensors made of them so far."""
+    """A buffer's bytes, and the tensors created in them so far."""
 
     def __init__(self, offset: int, memory: torch.Tensor) -> None:
         self.offset = offset
@@ -63,7 +63,8 @@ class PoolSlice:
         return view
 
 
-_Scope: TypeAlias = "tuple[int, dict[str, PoolSlice]]"  # where it starts; its buffers by name
+# Pair of the scope's start and its buffers by name.
+_Scope: TypeAlias = "tuple[int, dict[str, PoolSlice]]"
 
 
 class ActivationPool:
@@ -77,10 +78,11 @@ class ActivationPool:
                 with pool.scope("feed-forward"):
                     gate_up = pool.take("gate_up", (rows, 2 * width), dtype)
 
-    The contents are undefined when a buffer is taken: whoever takes it writes it first. A tensor of
-    an ended scope may share its memory with later buffers; what is taken outside all scopes stays.
-    Whoever keeps a captured graph keeps the tensors that it was captured over: then they stay
-    mapped, and share memory with the buffers of other steps, which do not run at the same time.
+    The contents of a buffer are undefined when it is taken, so its user must write it first. A
+    tensor of an ended scope may share its memory with later buffers; buffers taken outside all
+    scopes stay. Whoever keeps a captured graph must keep the tensors that it was captured over.
+    Then they stay mapped, and share memory with the buffers of other steps, which do not run at the
+    same time.
 
     ```
     taken outside all scopes | frame of a step set aside | step | a stage of it | free
@@ -88,22 +90,22 @@ class ActivationPool:
     ```
 
     Args:
-        budget_bytes: most bytes in use at a time.
+        budget_bytes: maximum bytes in use at a time.
         device: device of the buffers.
     """
 
-    backing_name = "torch"  # source of the bytes, as metrics have it
+    backing_name = "torch"  # source of the bytes, as reported in metrics
 
     def __init__(self, budget_bytes: int, device: torch.device) -> None:
         if budget_bytes < 1:
             raise ValueError(f"ActivationPool: budget_bytes must be at least 1, got {budget_bytes}")
         self.budget_bytes, self._device = budget_bytes, device
         self._scopes: list[_Scope] = [(0, {})]
-        self._frame: list[_Scope] | None = None  # scopes of the step that is not run at once
-        self._end = 0  # of what is taken
-        self._peak = 0  # of the bytes in use since it was last reset
-        self._samples_often = False  # at PyTorch's memory, with every scope
-        self._others = 0  # `other_bytes`, when last seen
+        self._frame: list[_Scope] | None = None  # scopes of an interrupted step
+        self._end = 0  # end of the taken buffers
+        self._peak = 0  # peak of the bytes in use since the last reset
+        self._samples_often = False  # whether PyTorch's memory is sampled with every scope
+        self._others = 0  # last sampled `other_bytes`
         self._kept: dict[str, int] = {}
 
     # ---- buffers ----
@@ -114,7 +116,7 @@ class ActivationPool:
         A second take of `name` in this or an inner scope reuses the memory if it is large enough.
 
         Raises:
-            PoolExhaustedError: the budget or the card has no room; the pool is as before.
+            PoolExhaustedError: the budget or the card has no room; the pool is unchanged.
         """
         num_bytes = math.prod(shape) * dtype.itemsize
         for _, slices in reversed(self._scopes):
@@ -129,7 +131,7 @@ class ActivationPool:
             raise RuntimeError(f"activation pool: {name}: taken outside all scopes above a frame")
         _, slices = self._scopes[-1]
         outgrown = slices.get(name)
-        # The last buffer grows where it is; another one leaves a gap until the scope ends.
+        # The last buffer grows in place; any other buffer leaves a gap until the scope ends.
         in_place = outgrown is not None and outgrown.end == self._end
         offset = outgrown.offset if outgrown is not None and in_place else self._end
         size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
@@ -141,7 +143,7 @@ class ActivationPool:
     def expect(self, name: str, num_bytes: int) -> None:
         """Announce that PyTorch itself will allocate `num_bytes` before the scope ends.
 
-        They are counted here only where the pool does not see PyTorch's memory.
+        They are counted here only if the pool cannot measure PyTorch's memory.
 
         Raises:
             PoolExhaustedError: the budget has no room.
@@ -152,7 +154,7 @@ class ActivationPool:
     def keep(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor [shape] that outlives steps, for one owner.
 
-        It replaces the one kept under this name, which the owner may still copy from.
+        It replaces the tensor kept under this name, from which the owner may still copy.
 
         Raises:
             PoolExhaustedError: the budget has no room for both; nothing has changed.
@@ -164,7 +166,7 @@ class ActivationPool:
         return kept
 
     def check_room(self, name: str, num_bytes: int) -> None:
-        """Raise PoolExhaustedError if the budget has no room to keep so many bytes more."""
+        """Raise PoolExhaustedError if the budget has no room to keep `num_bytes` more."""
         self._update_other_bytes()
         self._check_room(name, self._end + num_bytes)
 
@@ -183,14 +185,14 @@ class ActivationPool:
             raise PoolExhaustedError(name, end + self._others, self.budget_bytes)
 
     def _update_other_bytes(self) -> None:
-        """Update the bytes in use besides the buffers. Too slow to do with every buffer."""
+        """Update the bytes in use besides the buffers. Too slow to run with every buffer."""
         self._others = self.other_bytes
         self._grow(self._end)
 
     # ---- scopes ----
 
     def scope(self, stage: str = "") -> AbstractContextManager[None]:
-        """Context whose buffers are given back at its end; `stage` names its purpose."""
+        """Return a context whose buffers are released at its end; `stage` names its purpose."""
         return self
 
     def __enter__(self) -> None:
@@ -204,13 +206,14 @@ class ActivationPool:
         self._end = self._scopes.pop()[0]
 
     def begin_frame(self) -> None:
-        """Make room, until `end_frame`, for one step that is interrupted by others.
+        """Reserve room, until `end_frame`, for one step that is interrupted by others.
 
-        Its scopes stay open between the blocks of `within_frame`, and steps that run meanwhile lay
-        out their buffers behind its own. Nothing may be taken outside all scopes before it ends.
+        Its scopes stay open between the blocks of `within_frame`, and steps that run meanwhile
+        place their buffers behind its own. Nothing may be taken outside all scopes before the frame
+        ends.
 
         Raises:
-            RuntimeError: a scope is open, or there is a frame.
+            RuntimeError: a scope is open, or there already is a frame.
         """
         if self.has_frame or len(self._scopes) > 1:
             raise RuntimeError("activation pool: a frame begins outside all scopes, and alone")
@@ -228,7 +231,7 @@ class ActivationPool:
             self._scopes = others
 
     def end_frame(self) -> None:
-        """Give back the frame's buffers; only outside all scopes and after `within_frame`."""
+        """Release the frame's buffers; only outside all scopes and after `within_frame`."""
         self._end, self._frame = self.outermost_bytes, None
 
     @property
@@ -237,7 +240,7 @@ class ActivationPool:
 
     @property
     def frame_bytes(self) -> int:
-        """Bytes of the frame's buffers, which other steps cannot use; not asked within it."""
+        """Bytes of the frame's buffers, which other steps cannot use; invalid within the frame."""
         return self._front_bytes - self.outermost_bytes
 
     @property
@@ -247,73 +250,74 @@ class ActivationPool:
 
     @property
     def _front_bytes(self) -> int:
-        """Bytes in front of the step that runs."""
+        """Bytes in front of the current step."""
         return self._scopes[1][0] if len(self._scopes) > 1 else self._end
 
     # ---- bytes in use ----
 
     def reset_peak(self, *, samples_often: bool = False) -> None:
-        """Let the peak start again from the bytes in use now.
+        """Reset the peak to the bytes now in use.
 
         Args:
-            samples_often: from now on count PyTorch's memory whenever a scope begins or ends, not
-                only the outermost one. That takes the host a moment, too long for small steps.
+            samples_often: whether to count PyTorch's memory whenever a scope begins or ends, from
+                now on, instead of only with the outermost scope. This costs host time, too much for
+                small steps.
         """
         self._samples_often, self._peak = samples_often, 0
         self._update_other_bytes()
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes in use since `reset_peak`."""
+        """Peak of the bytes in use since `reset_peak`."""
         return self._peak
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the buffers, with alignment and gaps, and `other_bytes`."""
+        """Bytes of the buffers, including alignment and gaps, and `other_bytes`."""
         return self._end + self.other_bytes
 
-    # ---- where the bytes come from; a pool on virtual memory has its own of these ----
+    # ---- source of the bytes; a pool on virtual memory overrides these methods ----
 
     @property
     def other_bytes(self) -> int:
-        """Bytes of what is kept, of temporaries and of graphs, as far as the pool sees them."""
+        """Bytes of kept tensors, temporaries and graphs, if the pool can measure them."""
         return sum(self._kept.values())
 
     @property
     def graph_bytes(self) -> int | None:
-        """Bytes of graphs within `other_bytes`; None where these are not counted there."""
+        """Bytes of graphs within `other_bytes`; None if graphs are not counted there."""
         return None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the pool holds of the device, as far as it knows them."""
+        """Bytes that the pool holds of the device, if it can measure them."""
         return self.used_bytes
 
     def _slice_at(self, offset: int, num_bytes: int) -> PoolSlice:
-        """Return memory for a buffer. Raises PoolExhaustedError: the card has none."""
+        """Return memory for a buffer. Raises PoolExhaustedError if the card has none."""
         return PoolSlice(offset, torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
 
     def _keep(self, name: str, num_bytes: int) -> torch.Tensor:
-        """Return bytes [num_bytes] that stay, in place of those kept under this name."""
+        """Return bytes [num_bytes] that stay, replacing those kept under this name."""
         self._kept[name] = num_bytes
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def temporaries(self) -> AbstractContextManager[None]:
-        """Context in which PyTorch's allocations count against the budget, where possible.
+        """Return a context in which PyTorch's allocations count against the budget, if possible.
 
         Beyond the budget PyTorch raises `torch.OutOfMemoryError`.
         """
         return nullcontext()
 
     def graph_pool(self) -> tuple[int, int] | None:
-        """Argument `pool` of `torch.cuda.graph`, so that graphs count; None: PyTorch's choice."""
+        """Return the argument `pool` of `torch.cuda.graph` with which graphs count, or None."""
         return None
 
     def drop_unused(self) -> None:
-        """Give back memory that PyTorch caches unused; a step with other buffers may need it."""
+        """Release PyTorch's unused cached memory; a step with other buffers may need it."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def trim(self) -> None:
-        """Give back memory that no buffer, tensor or graph refers to. Waits for the device."""
+        """Release memory that no buffer, tensor or graph refers to. Waits for the device."""
         self.drop_unused()

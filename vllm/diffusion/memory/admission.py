@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission by plans: which requests run together, and where they keep what.
+"""Admission by plans: decides which requests run together, and where their caches are.
 
-Nothing here computes with torch, or imports upstream.
+This module does not compute with torch and does not import upstream.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ if TYPE_CHECKING:
     from vllm.diffusion.memory.shapes import Demand
 
 MAX_KNOWN_PLACES = 4_096
-SAME_SPEED_RATIO = 0.95  # of the time of a step: what takes no less is about as fast
-FEW_CHUNKS = 64  # of a stage: with this many a step is hardly slower than with fewer
+# Share of a step's time: steps that take at least this share are about as fast.
+SAME_SPEED_RATIO = 0.95
+# Chunks of a stage: with up to this many, a step is hardly slower than with fewer.
+FEW_CHUNKS = 64
 
 Obstacle = Literal["rows", "memory"]
 
 
 class Admission:
-    """Says what fits beside what, by the plans of the steps that requests would have.
+    """Decides which requests fit together, by the plans of the steps that they would have.
 
     Args:
-        planner: plans of the engine's steps; row budget, budget of bytes and model are its.
+        planner: plans of the engine's steps; also provides row budget, byte budget and model.
     """
 
     def __init__(self, planner: Planner) -> None:
@@ -45,18 +47,18 @@ class Admission:
     def obstacle(
         self, running: Sequence[Demand], new: Demand, long: Collection[Demand] = ()
     ) -> Obstacle | None:
-        """Return what keeps a request from joining those that run: the row budget, or memory.
+        """Return what keeps a request from joining the running ones: the row budget, or memory.
 
-        In most steps all of them fit together. When larger forwards of several requests meet, they
-        are spread over steps (`engine/scheduler/turns.py`), so no shared step is beyond the row
-        budget. A lone request may have any number of rows, and one that alone keeps keys and
-        values any number of positions. What several keep may take more than half of the budget
-        where that makes no step slower and pages can still move.
+        In most steps all requests fit together. If larger forwards of several requests meet, they
+        are spread over steps (`engine/scheduler/turns.py`), so no shared step exceeds the row
+        budget. A single request may have any number of rows, and a single request with a cache any
+        number of positions. The caches of several requests may take more than half of the budget if
+        no step becomes slower and pages can still move.
 
         Args:
-            running: the requests that run.
+            running: the running requests.
             new: the request that may join them.
-            long: those of these requests whose steps come in slices: they share none.
+            long: those requests whose steps run in slices, so that they share no step.
         """
         together = [*running, new]
         sharing = [demand for demand in together if demand not in long]
@@ -74,7 +76,7 @@ class Admission:
         return None if all(fits(step, kept_bytes) for step in steps) else "memory"
 
     def _can_move(self, keeping: Sequence[Demand]) -> bool:
-        """Whether pages of all but the least of these requests can move beside those of all."""
+        """Whether all caches but the smallest can be copied while all caches are in memory."""
         if any(demand.host_layers for demand in keeping):
             return False
         smallest = min(keeping, key=lambda demand: demand.cached_positions)
@@ -84,7 +86,7 @@ class Admission:
         return kept_bytes + twice <= self.budget_bytes
 
     def _is_as_fast(self, step: StepShape, kept_bytes: int) -> bool:
-        """Whether the step takes about as long beside these bytes as beside half of the budget."""
+        """Whether the step is about as fast with these kept bytes as with half of the budget."""
         beside_half = self._seconds(step, self.budget_bytes // 2)
         return SAME_SPEED_RATIO * self._seconds(step, kept_bytes) < beside_half
 
@@ -93,14 +95,14 @@ class Admission:
         return self._seconds(step, kept_bytes) < math.inf
 
     def _seconds(self, step: StepShape, kept_bytes: int) -> float:
-        """Return what the step is planned to take; infinity where it has no plan."""
+        """Return the predicted seconds of the step; infinity if it has no plan."""
         try:
             return self.planner.plan(step, kept_bytes).predicted_seconds
         except ActivationBudgetError:
             return math.inf
 
     def kept_bytes(self, demands: Iterable[Demand]) -> int:
-        """Bytes of the device that requests keep between steps."""
+        """Return the device bytes that requests keep between steps."""
         return sum(
             d.cached_positions
             * self._shape.key_value_bytes
@@ -109,14 +111,15 @@ class Admission:
         )
 
     def check(self, new: Demand) -> Demand:
-        """Refuse a request that would not fit alone with what it keeps.
+        """Refuse a request that would not fit alone together with its cache.
 
         Returns:
-            the request, with as few layers of its kept keys and values in host memory as leave its
-            largest step room for chunks of use, for they are copied in every step.
+            the request, with the smallest number of cached layers in host memory that leaves its
+                largest step enough memory for reasonable chunks. Layers in host memory are copied
+                in every step, so fewer are better.
 
         Raises:
-            ActivationBudgetError: with the bytes it would take, those there are, and the longest
+            ActivationBudgetError: with the required bytes, the available bytes, and the longest
                 request of its kind that fits.
         """
         return self._placed(new)
@@ -144,13 +147,13 @@ class Admission:
                 yield replace(demand, host_layers=host_layers)
 
     def _smallest_alone(self, demand: Demand, num_chunks: int) -> int:
-        """Bytes of a lone request, with what it keeps and at most `num_chunks` chunks a stage."""
+        """Return the bytes of a single request with its cache, in at most `num_chunks` chunks."""
         step = self.step_of([demand])
         rows = -(-step.rows // num_chunks)
         return self.planner.search.smallest_bytes(step, rows) + self.kept_bytes([demand])
 
     def _refusal_of(self, demand: Demand) -> ActivationBudgetError:
-        """Make the error of a request that does not fit, for its smallest placement."""
+        """Create the error of a request that does not fit, for its smallest placement."""
 
         def smallest(length: int) -> int:
             sampled = -(-demand.sample_positions * length // demand.length)
@@ -165,9 +168,9 @@ class Admission:
     def _largest_steps(
         self, demands: Sequence[Demand], sharing: Sequence[Demand]
     ) -> Iterator[StepShape]:
-        """Yield steps that need at least as much as any step of these requests.
+        """Yield steps that need at least as much memory as any step of these requests.
 
-        Those in `sharing` may share steps.
+        Requests in `sharing` may share steps.
         """
         if len(sharing) > 1:
             shared = self.step_of(sharing)
@@ -177,7 +180,7 @@ class Admission:
                 yield self.step_of([demand])
 
     def step_of(self, demands: Sequence[Demand]) -> StepShape:
-        """Return the sizes of a step in which all of them take part."""
+        """Return the sizes of a step in which all requests take part."""
         return StepShape(
             rows=sum(d.largest_rows(self.row_budget) for d in demands),
             sample_rows=sum(d.sample_rows for d in demands),
@@ -189,8 +192,8 @@ class Admission:
         )
 
     def seconds_of(self, demand: Demand, rows: int) -> float:
-        """Return the predicted seconds of a step of a lone request, in an empty pool.
+        """Return the predicted seconds of a step of a single request, in an empty pool.
 
-        Raises as `plan` does.
+        Raises the errors of `Planner.plan`.
         """
         return self.planner.plan(self.step_of([demand]).with_rows(rows)).predicted_seconds

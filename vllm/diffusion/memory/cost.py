@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted time of a step under a plan: good enough to choose among plans and to cut slices.
+"""Predicted time of a step under a plan: accurate enough to choose plans and to cut slices.
 
-Products compute and read weights at once; where both take about as long, each slows the other down
-(`_together`). Attention gives every multiprocessor a tile of queries of one head at a time, so its
-chunks take whole waves of tiles. Rates are those of the device at hand (`rates.py`).
+Products compute and read weights at the same time. If both take about as long, each slows the other
+down (`_together`). In attention, each multiprocessor computes a tile of queries of one head at a
+time, so chunks of attention have whole waves of tiles. Rates are those of the current device
+(`rates.py`).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ LAUNCHES_QUERIES = 4
 LAUNCHES_FEED_FORWARD = 4
 LAUNCHES_EXPERTS = 9
 LAUNCHES_LOGITS = 3
-TILE_ROWS = 128  # of a product: chunks are whole tiles where they can be
+TILE_ROWS = 128  # rows of a tile of a product; chunks are whole tiles if possible
 QUERY_TILE = 128
-FP8_ATTENTION_SPEED = 1.55  # of cuDNN on an H200 with long sequences, relative to 16 bits
-EXPERTS_SHARE = 0.65  # of the rate of large products that those of experts reach
-PACKED_SHARE = 0.65  # of the memory's rate that products reach that unpack 4-bit weights
+FP8_ATTENTION_SPEED = 1.55  # speed of cuDNN on an H200 with long sequences, relative to 16 bits
+EXPERTS_SHARE = 0.65  # share of the rate of large products that products of experts reach
+PACKED_SHARE = 0.65  # share of the memory's rate that products reach when they unpack 4-bit weights
 
 
 class Rates(NamedTuple):
@@ -37,11 +38,13 @@ class Rates(NamedTuple):
         product_flops: operations of large products.
         attention_flops: operations of attention on long sequences.
         memory_bytes: bytes of the device's memory, read and written.
-        host_bytes: bytes each way between the device and pinned host memory.
-        launch_seconds: seconds of a kernel launch, besides its work.
-        multiprocessors: number of them; each computes a tile of queries of one head at a time.
-        link_bytes: bytes to other ranks, with the copies before and after; as much comes in.
-        exchange_seconds: seconds of every exchange with other ranks, whatever its size.
+        host_bytes: bytes in each direction between the device and pinned host memory.
+        launch_seconds: seconds of a kernel launch, without its work.
+        multiprocessors: number of multiprocessors; each computes a tile of queries of one head at a
+            time.
+        link_bytes: bytes to other ranks, including the copies before and after; the same number
+            arrives.
+        exchange_seconds: seconds of every exchange with other ranks, regardless of its size.
     """
 
     product_flops: float
@@ -55,13 +58,13 @@ class Rates(NamedTuple):
 
 
 H200 = Rates(720e12, 620e12, 4.2e12, 55e9, 2e-6, 132, 200e9, 150e-6)
-# One slow core: the scheduler learns what it has (`engine/scheduler/long_step_policy.py`), and a
-# device that is taken for too slow only has its steps cut where they need not be.
+# One slow core. The scheduler learns the real speed (`engine/scheduler/long_step_policy.py`), and
+# if a device is assumed too slow, the only effect is that its steps are cut unnecessarily.
 CPU = Rates(20e9, 10e9, 5e9, 5e9, 20e-6, 1, 1e9, 500e-6)
 
 
 class StageRows(NamedTuple):
-    """Rows of a stage of one layer: `rows` in all, `chunk` of them at a time."""
+    """Rows of a stage of one layer: `rows` in total, `chunk` of them at a time."""
 
     rows: int
     chunk: int
@@ -81,11 +84,11 @@ class Costs:
         self._key_value_weights = 2 * shape.num_kv_heads * width
 
     def attend_chunk(self, rows: int, max_rows: int, groups: int) -> int:
-        """Rows of a chunk, up to `max_rows`, with which attention of all rows takes fewest waves.
+        """Return the rows of a chunk, up to `max_rows`, for which attention takes the fewest waves.
 
-        All tiles take equally long, so what counts is how few multiprocessors are idle. Of equally
-        good chunks the longest is taken; either all have one size, or the longest that a number of
-        waves holds.
+        All tiles take equally long, so the fewest idle multiprocessors are best. Of equally good
+        chunks the longest is used. Either all chunks have one size, or the chunk is the longest
+        that fits a number of waves.
         """
         heads, units = self._shape.num_heads // groups, self._rates.multiprocessors
         even = even_chunk(rows, max_rows)
@@ -100,13 +103,13 @@ class Costs:
         return min({even} | held, key=total)
 
     def _waves(self, rows: int, heads: int) -> int:
-        """Number of tiles that the busiest multiprocessor computes for `rows` query rows."""
+        """Return the tiles that the busiest multiprocessor computes for `rows` query rows."""
         return -(-(-(-rows // QUERY_TILE) * heads) // self._rates.multiprocessors)
 
     def step(self, step: StepShape, layout: Residency, sizes: ChunkRows) -> StageSeconds:
         """Return the seconds of a step's stages, summed over all layers.
 
-        In a streamed step the sample rows may lie in any chunk, so the last layer counts in full.
+        In a streamed step the sample rows may be in any chunk, so the last layer counts in full.
         """
         works = (StageRows(step.rows, chunk) for chunk in sizes[:3])
         keys_values, attend, feed_forward = self._layer(step, layout, *works)
@@ -141,15 +144,15 @@ class Costs:
         keys_values_s = self._keys_values(keys_values, with_queries=keep, groups=groups)
         attend_s = self._attend(attend, step, with_queries=not keep, groups=groups)
         feed_s = self._feed_forward(feed_forward)
-        # Keys of all heads, and values; queries, and what comes back of them.
+        # Bytes of the exchanges: keys of all heads, and values; queries, and their results.
         for_keys, for_queries = shape.key_value_bytes // 2 // groups, shape.query_bytes // groups
         if layout.fp8_attention:
             for_keys, for_queries = (n // shape.element_bytes for n in (for_keys, for_queries))
         keys_values_s += groups * self._exchange(keys_values, for_keys, shards=shards)
         attend_s += groups * self._exchange(attend, for_queries, shards=shards)
         if layout.host_residual:
-            # Each group reads the rows twice, and adds to the updated ones; copies both ways and
-            # computing overlap.
+            # Each group reads the rows twice, and adds to the updated rows. Copies in both
+            # directions and computation overlap.
             keys_values_s = max(keys_values_s, groups * self._visit(keys_values.rows))
             num_stores = 2 if groups > 1 else 1
             attend_s = max(attend_s, groups * self._visit(attend.rows) * num_stores)
@@ -180,12 +183,12 @@ class Costs:
         return groups * (attention + self._product(work, weights // groups, num_launches))
 
     def _queries(self, work: StageRows, groups: int) -> int:
-        """Number of queries of one head in the tiles of all chunks and heads, with idle ones."""
+        """Return the number of queries in the tiles of all chunks and heads, with idle ones."""
         whole, remainder = divmod(work.rows, work.chunk)
         heads, wave = self._shape.num_heads // groups, QUERY_TILE * self._rates.multiprocessors
 
         def computed(rows: int) -> int:
-            few = 2 * rows * heads  # which share their keys
+            few = 2 * rows * heads  # few rows share their keys
             return min(self._waves(rows, heads) * wave, few)
 
         return whole * computed(work.chunk) + computed(remainder)
@@ -211,7 +214,7 @@ class Costs:
     def _logits(self, step: StepShape, layout: Residency, work: StageRows) -> float:
         """Return the seconds of the sample rows: the output head, and the rest of the last layer.
 
-        In a streamed step the last layer is already over.
+        In a streamed step the last layer has already ended.
         """
         weights = self._shape.num_columns * self._shape.hidden_size
         seconds = self._product(work, weights, LAUNCHES_LOGITS, is_head=True)
@@ -221,7 +224,7 @@ class Costs:
         return seconds
 
     def _visit(self, rows: int) -> float:
-        """Return the seconds of moving residual rows between host and device, one way."""
+        """Return the seconds of moving residual rows between host and device, in one direction."""
         return rows * self._shape.row_bytes / self._rates.host_bytes
 
     def _exchange(self, work: StageRows, row_bytes: int, *, shards: int) -> float:
@@ -243,13 +246,14 @@ class Costs:
     ) -> float:
         """Return the seconds of products of the rows with `weights` numbers each.
 
-        Every chunk reads `stored` numbers, as many as `weights` by default.
+        Every chunk reads `stored` numbers, by default `weights`.
         """
         if not work.rows or not weights:
             return 0.0
         shape, rates, stored = self._shape, self._rates, weights if stored is None else stored
         number_bytes, speed = shape.weight_bytes, shape.speed
-        if is_head:  # which stays plain unless it is asked for
+        # The output head is not quantised unless requested.
+        if is_head:
             number_bytes, speed = shape.element_bytes, 1.0
         elif number_bytes < 1:
             number_bytes /= PACKED_SHARE
@@ -265,7 +269,7 @@ def _together(one: float, other: float) -> float:
 
 
 def even_chunk(num_rows: int, max_rows: int) -> int:
-    """Rows of a chunk: rows are cut into the fewest equal chunks, in whole tiles if they fit."""
+    """Return the rows of a chunk for the fewest equal chunks, in whole tiles if they fit."""
     if max_rows >= num_rows:
         return max(num_rows, 1)
     max_rows = max(max_rows, 1)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that a step takes: every buffer of every stage, by name.
+"""Bytes of a step: every buffer of every stage, by name.
 
-A step has memory that stays from its first to its last stage, and memory of the stage that runs.
-The first grows with the rows of the step, the second with the rows of the stage's chunk, so
+A step has memory that stays from its first to its last stage, and memory of the current stage. The
+first grows with the rows of the step, the second with the rows of the stage's chunk, so
 
     peak = kept + resident + max over the stages (rows of a chunk x bytes of a row) + rounding
 
-with what requests keep between steps as `kept`. Letters: D hidden size, H and KV query and
-key/value heads of this rank, hd head width, M width of an MLP on this rank, C logit columns of
-this rank, e bytes of an element of the model dtype, G head groups.
+`kept` is the memory that requests keep between steps. Letters: D hidden size, H and KV query and
+key/value heads of this rank, hd head width, M width of an MLP on this rank, C logit columns of this
+rank, e bytes of an element of the model dtype, G head groups.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ if TYPE_CHECKING:
     from vllm.diffusion.memory.plan import Residency
     from vllm.diffusion.memory.shapes import LinearBuffers, ModelShape
 
-ROUNDING_BYTES = 16 * 512  # rounding of a step's buffers: each starts at a multiple of 512 bytes
+# Rounding of a step's buffers: each starts at a multiple of 512 bytes.
+ROUNDING_BYTES = 16 * 512
 
-Phases = tuple[Listed, ...]  # of a stage, one after the other: what ended is given back
+# Phases of a stage run one after the other; each ended phase releases its buffers.
+Phases = tuple[Listed, ...]
 
 
 class Footprint:
     """Buffers of the stages of one model.
 
-    Every stage method returns the buffers of a row of its chunk, phase by phase.
+    Every stage method returns the buffers for one row of its chunk, phase by phase.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -44,7 +46,7 @@ class Footprint:
         self._tables = stages.rotary(*of_rows, scales=shape.scales_queries)
 
     def resident(self, layout: Residency) -> Listed:
-        """Buffers of a row that stay on the device from the first to the last stage."""
+        """Return the buffers per row that stay on the device from the first to the last stage."""
         shape = self.shape
         rows = () if layout.host_residual else self._stores(layout)
         if layout.is_streamed:
@@ -57,7 +59,7 @@ class Footprint:
         return stages.INPUTS, *rows, fused, *(self._tables if layout.keep_queries else ())
 
     def collected_keys(self, layout: Residency) -> int:
-        """Bytes of a key of `StepShape.kept_keys` in the stages that attend."""
+        """Return the bytes per key of `StepShape.kept_keys` in the stages that attend."""
         shape = self.shape
         if not shape.collects_keys:
             return 0
@@ -65,7 +67,7 @@ class Footprint:
         return stages.collected_keys(*heads).row_bytes
 
     def keys_values(self, layout: Residency) -> Phases:
-        """Buffers of the keys-values stage: the norm of the rows; projections are resident."""
+        """Return buffers of the keys-values stage for the norm; projections are resident."""
         shape = self.shape
         visiting = (*self._visiting(layout, 1), *self._rotary(layout))
         normed = stages.normed(shape.dtype, shape.hidden_size)
@@ -80,7 +82,7 @@ class Footprint:
         return *((*kv_buffers, *phase) for phase in phases), (*visiting, *kv_buffers, *exchanged)
 
     def _fp8_keys_values(self, layout: Residency, visiting: Listed, normed: Buffer) -> Phases:
-        """Buffers of the keys-values stage, and of the survey before it, with fp8 attention."""
+        """Return buffers of the keys-values stage and its survey, with fp8 attention."""
         shape, groups = self.shape, layout.head_groups
         heads, queries = (self._heads(n // groups) for n in (shape.num_kv_heads, shape.num_heads))
         wide, copies = stages.keys_values(*heads, is_own=True), fp8_stages.keys_values(*heads[1:])
@@ -95,11 +97,12 @@ class Footprint:
         return *((*copies, *phase) for phase in phases), (*visiting, *copies, *exchanged)
 
     def attend(self, layout: Residency, *, is_packed: bool) -> Phases:
-        """Buffers of the attend stage: queries, then attention and its projection.
+        """Return buffers of the attend stage: queries, then attention and its projection.
 
         Args:
             layout: layout of the step.
-            is_packed: a chunk may hold rows of several sequences, whose results are collected.
+            is_packed: whether a chunk may hold rows of several sequences, whose results are
+                collected.
         """
         visiting = (*self._visiting(layout, 2), *self._rotary(layout))
         if layout.fp8_attention:
@@ -140,7 +143,7 @@ class Footprint:
         return tuple((*exchanged, *phase) for phase in phases)
 
     def feed_forward(self, layout: Residency, *, is_long: bool = False) -> Phases:
-        """Buffers of the feed-forward stage, for each kind of MLP of the model.
+        """Return buffers of the feed-forward stage, for each kind of MLP of the model.
 
         Args:
             layout: layout of the step.
@@ -153,9 +156,9 @@ class Footprint:
         )
 
     def logits(self, layout: Residency, *, is_packed: bool) -> Phases:
-        """Buffers of sample rows after the body: the rest of the last layer, then logits.
+        """Return buffers of sample rows after the body: the rest of the last layer, then logits.
 
-        In a streamed layout the last layer is over by then.
+        In a streamed layout the last layer has ended by then.
         """
         shape = self.shape
         sampled, given = stages.read_rows(shape.dtype, shape.hidden_size)
@@ -172,11 +175,11 @@ class Footprint:
         return tuple((sampled, *self._tables, *phase) for phase in phases)
 
     def read_results(self, layout: Residency) -> Listed:
-        """Buffers of a sample row for the rest of the step; for those of other ranks, too."""
+        """Return buffers per sample row for the rest of the step, including rows of other ranks."""
         return (stages.RESULTS,) * layout.shards
 
     def _heads(self, count: int) -> tuple[torch.dtype, int, int]:
-        """Arguments (dtype, heads, head width) of the functions of `stages`."""
+        """Return the arguments (dtype, heads, head width) of the functions of `stages`."""
         return self.shape.dtype, count, self.shape.head_dim
 
     def _querying(self, heads: tuple[torch.dtype, int, int], products: LinearBuffers) -> Listed:
@@ -193,14 +196,14 @@ class Footprint:
         return stages.residual(self.shape.dtype, self.shape.hidden_size, layout.head_groups)
 
     def _visiting(self, layout: Residency, max_stores: int) -> Listed:
-        """Buffers of chunks of at most `max_stores` stores, where rows come from the host."""
+        """Return buffers of chunks of at most `max_stores` stores, if rows come from the host."""
         if not layout.host_residual:
             return ()
         stores = self._stores(layout)[:max_stores]
         return tuple(chunk for store in stores for chunk in stages.visiting(store))
 
     def _mlp(self, products: LinearBuffers, is_long: bool) -> Phases:
-        """Buffers of a dense MLP; with several kinds of products, the second may get plain rows."""
+        """Return buffers of a dense MLP; of several products, the second may get plain rows."""
         shape = self.shape
         if not shape.mlp_width:
             return ()
@@ -238,9 +241,9 @@ class StageBytes(NamedTuple):
     """Bytes of a row in a stage's chunk.
 
     Attributes:
-        buffers: bytes of the pool; all bytes, where the pool is not split.
-        temporaries: bytes that PyTorch allocates, where the pool is split.
-        few_buffers, few_rows: bytes of the pool in a chunk of at most `few_rows` rows, if more.
+        buffers: bytes of the pool; all bytes if the pool is not split.
+        temporaries: bytes that PyTorch allocates, if the pool is split.
+        few_buffers, few_rows: bytes of the pool in a chunk of at most `few_rows` rows, if larger.
     """
 
     buffers: int
@@ -267,11 +270,11 @@ class StageBytes(NamedTuple):
         return many._replace(few_buffers=few.buffers, few_rows=few_rows)
 
     def buffers_in(self, rows: int) -> int:
-        """Bytes of the pool for a chunk of `rows` rows, or for a shorter last one, if more."""
+        """Return pool bytes of a chunk of `rows` rows, or of a shorter chunk if it needs more."""
         return max(rows * self.buffers, min(rows, self.few_rows) * self.few_buffers)
 
     def rows_in(self, buffers: int, temporaries: int) -> int:
-        """Number of rows that fit into these bytes of the pool and of temporaries."""
+        """Return the number of rows that fit into these bytes of the pool and of temporaries."""
         is_few = buffers < self.few_rows * self.few_buffers
         rows = buffers // (self.few_buffers if is_few else self.buffers)
         return min(rows, temporaries // self.temporaries) if self.temporaries else rows
@@ -280,7 +283,7 @@ class StageBytes(NamedTuple):
 class RowBytes(NamedTuple):
     """Bytes of a row: for the step, for a sample row, and for a chunk of every stage.
 
-    `collected` counts per kept key; `split` is what attention of few rows takes in all.
+    `collected` counts per cached key; `split` is the total for attention with split keys.
     """
 
     resident: int

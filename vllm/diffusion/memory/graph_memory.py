@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.memory.activation_pool import ActivationPool
 
-DEVICE_SHARE = 0.02  # of the device's memory that graphs may take
-POOL_SHARE = 1 / 16  # and of the activation pool
+DEVICE_SHARE = 0.02  # maximum share of the device's memory for graphs
+POOL_SHARE = 1 / 16  # maximum share of the activation pool for graphs
 
 
 class GraphMemory:
@@ -24,11 +24,11 @@ class GraphMemory:
 
     Args:
         device: a CUDA device.
-        pool: activation pool; graphs take their memory from it, where it has some for them.
+        pool: activation pool; graphs take their memory from it if it supports that.
 
     Attributes:
-        budget_bytes: most bytes of graphs: a share of the device's memory or of the pool, whichever
-            is less.
+        budget_bytes: maximum bytes of graphs: a share of the device's memory or of the pool,
+            whichever is smaller.
     """
 
     def __init__(self, device: torch.device, pool: ActivationPool) -> None:
@@ -46,24 +46,25 @@ class GraphMemory:
         return max(self._measured_bytes if counted is None else counted, self._settled_bytes)
 
     def settle(self, num_bytes: int) -> None:
-        """Set the bytes that all ranks count, as their plans must be equal."""
+        """Set the bytes that all ranks count, because their plans must be equal."""
         self._settled_bytes = num_bytes
 
     def has_room_for(self, num_bytes: int) -> bool:
-        """Whether another graph may be captured, of a step that takes `num_bytes` at once.
+        """Whether another graph may be captured, of a step that needs `num_bytes` at once.
 
-        Graphs share their memory, so what counts is whether any is left; but one that needs more
-        than all may take would leave nothing to graphs of fewer rows.
+        Graphs share their memory, so it is enough that some budget is left. But a graph that needs
+        more than the whole budget would leave nothing for graphs of fewer rows.
         """
         return self.used_bytes < self.budget_bytes and num_bytes <= self.budget_bytes
 
     @contextmanager
     def capture(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """Capture the launches of the block into `graph`, and count the memory taken."""
-        # Asked anew each time: after trimming, the pool's memory for graphs is another one.
+        # Requested each time, because trimming replaces the pool's memory for graphs.
         pool: Any = self._activation_pool.graph_pool() or self._own_pool
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            # Of this process: what the device has left, others may take of meanwhile.
+            # Memory of this process only: other processes may meanwhile use the device's free
+            # memory.
             held_before = torch.cuda.memory_reserved(self._device)
             yield
             self._measured_bytes += torch.cuda.memory_reserved(self._device) - held_before

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory: buffers that steps reuse, and layers' kept keys and values."""
+"""Host memory: buffers that steps reuse, and the cached keys and values of some layers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class HostBuffers:
-    """Named buffers in host memory; each grows to the largest size asked for.
+    """Named buffers in host memory; each grows to the largest requested size.
 
-    The contents are undefined when a buffer is taken: whoever takes it writes it first.
+    The contents of a buffer are undefined when it is taken, so its user must write it first.
 
     Args:
-        is_pinned: pin the memory, so that copies from and to a GPU are asynchronous.
+        is_pinned: whether to pin the memory, so that copies from and to a GPU are asynchronous.
     """
 
     def __init__(self, *, is_pinned: bool) -> None:
@@ -37,30 +37,31 @@ class HostBuffers:
         count = math.prod(shape)
         storage = self._storage.get((name, dtype))
         if storage is None or storage.numel() < count:
-            self._storage.pop((name, dtype), None)  # first, so that never both are held
+            # first release the old buffer, so that both never exist at once
+            self._storage.pop((name, dtype), None)
             storage = torch.empty(count, dtype=dtype, pin_memory=self._is_pinned)
             self._storage[name, dtype] = storage
         return storage[:count].view(shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held by the pool."""
+        """Bytes of all buffers."""
         return sum(s.numel() * s.element_size() for s in self._storage.values())
 
 
 class HostLayers:
-    """Rows of some layers in host memory, one range each, with places on the device.
+    """Rows of some layers in host memory, one range per layer, with buffers on the device.
 
-    Layers take turns. Layer i gets place i % NUM_STREAM_BUFFERS when the layer that had it before
-    is left, so its rows come while the layer before it is computed. Rows written in a layer's turn
-    go back when it is left. On the CPU copies are plain ones.
+    Layers take turns. Layer i uses buffer i % NUM_STREAM_BUFFERS as soon as the previous layer in
+    that buffer is left, so its rows are fetched while the layer before it is computed. Rows written
+    in a layer's turn are stored when the layer is left. On the CPU copies are plain ones.
 
     Args:
         layers: numbers of the layers in host memory.
-        places: rows [N, ...] on the device, NUM_STREAM_BUFFERS of them.
+        places: rows [N, ...] on the device, one tensor per buffer, NUM_STREAM_BUFFERS of them.
 
     Raises:
-        torch.OutOfMemoryError: the host has no room, or may not pin so much.
+        torch.OutOfMemoryError: the host has no memory, or may not pin that much.
     """
 
     def __init__(self, layers: range, places: Sequence[torch.Tensor]) -> None:
@@ -70,7 +71,7 @@ class HostLayers:
         self._copies = CopyStreams(device)
         self._layers: list[torch.Tensor] = []
         self._reads, self._written = False, list[slice]()
-        self._turn: int | None = None  # of the layer whose rows are in use
+        self._turn: int | None = None  # index of the layer whose rows are in use
         try:
             for _ in layers:
                 self._layers.append(self._host_rows(places[0]))
@@ -82,7 +83,7 @@ class HostLayers:
             ) from error
 
     def _host_rows(self, like: torch.Tensor) -> torch.Tensor:
-        """Allocate rows in host memory; pinned here, as PyTorch would round their number up."""
+        """Allocate rows in host memory; pinned here, because PyTorch would round their size up."""
         rows = torch.empty(like.shape, dtype=like.dtype)
         if self._is_pinned and rows.nbytes:
             torch.cuda.check_error(
@@ -96,10 +97,10 @@ class HostLayers:
         return sum(rows.nbytes for rows in self._layers)
 
     def begin(self, slots: Array, *, reads: bool) -> None:
-        """Begin a forward, whose first layer may lie on the device or here.
+        """Begin a forward, whose first layer may be on the device or here.
 
         Args:
-            slots: [W] int64, rows that it writes, of every layer; negative for none.
+            slots: [W] int64, rows that it writes, in every layer; negative for none.
             reads: whether it reads rows that it does not write.
         """
         pages = np.unique(slots[slots >= 0] // PAGE_ROWS)
@@ -112,7 +113,7 @@ class HostLayers:
                 self._fetch(index)
 
     def turn_to(self, layer: int) -> None:
-        """Leave the layer before, and wait until this layer's rows are in their place, if here."""
+        """Leave the previous layer, and wait for this layer's rows, if they are in host memory."""
         index = layer - self._first
         if index < 0:
             return
@@ -124,7 +125,7 @@ class HostLayers:
             self._copies.claim(place)
 
     def leave(self) -> None:
-        """Store what the current layer's turn has written; fetch a later layer into its place."""
+        """Store the rows that the current layer has written; fetch a later layer in its place."""
         index, self._turn = self._turn, None
         if index is None:
             return
@@ -142,7 +143,7 @@ class HostLayers:
         self._copies.fetch(self._layers[index], self._places[place], place)
 
     def close(self) -> None:
-        """Give the memory back, after copies under way."""
+        """Release the memory, after copies in flight."""
         self._copies.finish()
         for rows in self._layers:
             if self._is_pinned and rows.nbytes:

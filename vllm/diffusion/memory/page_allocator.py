@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which request has which pages of the store."""
+"""Assigns the pages of the store to requests."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class KeptSequence:
     """Location of a sequence's keys and values; the store may change it between steps.
 
     Attributes:
-        length: positions that have a place.
+        length: number of positions that have a slot.
         pages: [ceil(length / PAGE_SIZE)] int64, in the order of the positions.
-        slots: [length] int64, the store's row of every position.
-        start: index of position 0 by the store's table, where the page of entry e holds the
-            positions e * PAGE_SIZE to (e + 1) * PAGE_SIZE.
+        slots: [length] int64, row of the store for every position.
+        start: index of position 0 in the store's table; the page of entry e holds the positions e *
+            PAGE_SIZE to (e + 1) * PAGE_SIZE.
     """
 
     length: int
@@ -46,40 +46,41 @@ class KeptSequence:
 
     @property
     def keys(self) -> slice:
-        """Indices of all positions by the store's table."""
+        """Indices of all positions in the store's table."""
         return slice(self.start, self.start + self.length)
 
 
 class PageAllocator:
-    """Gives the pages of a store to requests.
+    """Assigns the pages of a store to requests.
 
-    It decides itself for requests that keep all their positions (`allocate`), and lets the store
-    grow when too few pages are free. Or the store has a fixed number of pages (`fix`), and the
-    scheduler decides who has which (`assign`): then several requests may have the same page.
+    For requests that cache all their positions, it chooses the pages itself (`allocate`), and grows
+    the store if too few pages are free. Alternatively the store has a fixed number of pages
+    (`fix`), and the scheduler assigns them (`assign`); then several requests may share a page.
 
     Args:
         store: the pages.
-        pool: memory that the store has its pages in.
+        pool: memory in which the store allocates its pages.
     """
 
     def __init__(self, store: PageStore, pool: ActivationPool) -> None:
         self.store, self._pool = store, pool
         self._sequences: dict[str, KeptSequence] = {}
-        self._holders = Counter[int]()  # of pages that are not free: how many requests have them
-        self._scratch: dict[str, list[int]] = {}  # pages beside the assigned ones, by place
+        # Number of requests that have each page, for pages that are not free.
+        self._holders = Counter[int]()
+        self._scratch: dict[str, list[int]] = {}  # draft pages of a fixed store, by draft
         self._is_fixed = False
 
     def allocate(self, req_id: str, length: int, host_layers: int = 0) -> KeptSequence:
-        """Give a request uninitialised pages for `length` positions, replacing those it had.
+        """Give a request uninitialised pages for `length` positions, replacing its previous pages.
 
         Args:
-            req_id: the request.
-            length: positions.
-            host_layers: number of layers whose pages lie in host memory; equal for all requests.
+            req_id: ID of the request.
+            length: number of positions.
+            host_layers: number of layers whose pages are in host memory; equal for all requests.
 
         Raises:
-            PoolExhaustedError: the pool has no room for them.
-            torch.OutOfMemoryError: the host has none.
+            PoolExhaustedError: the pool has no memory for them.
+            torch.OutOfMemoryError: the host has no memory for them.
         """
         self.release(req_id)
         if host_layers != self.store.host_layers:
@@ -98,19 +99,19 @@ class PageAllocator:
         return kept
 
     def share(self, req_id: str, owner: str, length: int, shared: Sequence[range]) -> KeptSequence:
-        """Give a request pages, and let it read what another one keeps at some positions.
+        """Give a request pages, some of them shared with another request that it reads from.
 
-        Pages that hold only these positions are shared; pages that hold others, too, are copied.
-        The remaining pages are not initialised.
+        Pages that contain only shared positions are shared; pages that also contain other positions
+        are copied. All other pages are uninitialised.
 
         Args:
-            req_id: the request.
-            owner: the other one; it writes none of these positions any more.
-            length: positions.
-            shared: positions that it reads.
+            req_id: ID of the request.
+            owner: the other request; it no longer writes the shared positions.
+            length: number of positions.
+            shared: shared positions.
 
         Raises:
-            PoolExhaustedError: as `allocate`.
+            PoolExhaustedError: as for `allocate`.
         """
         is_shared = np.zeros(num_pages(length) * PAGE_SIZE, dtype=bool)
         for positions in shared:
@@ -121,23 +122,23 @@ class PageAllocator:
     def allocate_drafts(
         self, owner: str, written: Sequence[range], names: Sequence[str], *, can_grow: bool = True
     ) -> list[KeptSequence]:
-        """Give drafts the pages of a request, with pages of their own at some positions.
+        """Give drafts the pages of a request, with separate pages for some positions.
 
-        Rows of these pages at other positions are copies of the rows that the request keeps now.
+        Rows of the separate pages at other positions are copies of the request's current rows.
 
         Args:
             owner: the request.
             written: positions that drafts write.
             names: names of the drafts, by which `release` finds their pages.
-            can_grow: whether the store may grow for drafts. If not, free pages are used, which are
-                the same on all ranks, and nothing is raised.
+            can_grow: whether the store may grow for drafts. If not, only free pages are used, which
+                are the same on all ranks, and no error is raised.
 
         Returns:
-            the sequences of the first names; fewer if more would take a part of the pool that steps
+            the sequences of the first names; fewer if more would take memory of the pool that steps
             need.
 
         Raises:
-            PoolExhaustedError: as `allocate`.
+            PoolExhaustedError: as for `allocate`.
         """
         kept, store = self._sequences[owner], self.store
         is_shared = np.ones(len(kept.pages) * PAGE_SIZE, dtype=bool)
@@ -156,7 +157,7 @@ class PageAllocator:
         return drafts
 
     def refresh_drafts(self, owner: str, names: Sequence[str]) -> None:
-        """Copy a request's rows to draft pages, at positions that drafts do not write."""
+        """Copy a request's rows to its draft pages, at positions that drafts do not write."""
         kept = self._sequences[owner].pages
         for name in names:
             pages = self._sequences[name].pages
@@ -166,7 +167,7 @@ class PageAllocator:
     def _share(
         self, names: Sequence[str], owner: str, length: int, is_shared: Array
     ) -> list[KeptSequence]:
-        """Give each of `names` the pages of the owner that hold shared positions alone."""
+        """Give each of `names` the owner's pages that contain only shared positions."""
         by_page = is_shared.reshape(-1, PAGE_SIZE)
         own_pages = np.flatnonzero(~by_page.all(axis=1))
         copied = own_pages[by_page[own_pages].any(axis=1)]
@@ -182,7 +183,7 @@ class PageAllocator:
         return shares
 
     def copy(self, req_id: str, owner: str) -> None:
-        """Copy everything that a request of equal length keeps now to this one's pages."""
+        """Copy all cached rows of a request of equal length to this request's pages."""
         sources, targets = self._sequences[owner].pages, self._sequences[req_id].pages
         self.store.copy(sources.tolist(), targets.tolist())
 
@@ -194,24 +195,25 @@ class PageAllocator:
         return kept
 
     def provide(self, positions: int) -> None:
-        """Have free pages for so many positions, as far as the pool has room for them at once.
+        """Ensure free pages for `positions` positions, if the pool has room for them at once.
 
-        Requests then begin without the pages of others moving. `trim` gives them back.
+        Requests can then start without moving the pages of others. `trim` releases the pages.
         """
         if not self._is_fixed:
             with suppress(PoolExhaustedError, torch.OutOfMemoryError):
                 self._provide(num_pages(positions))
 
     def fix(self, num_pages: int, most_entries: int, scratch: int = 0) -> None:
-        """Replace all pages by a fixed number of them; `assign` names them from 0 on.
+        """Replace all pages by a fixed number of pages; `assign` numbers them from 0.
 
         Args:
             num_pages: number of pages.
-            scratch: further pages, for drafts.
-            most_entries: pages of all requests together, a page counted once for each of them.
+            most_entries: maximum pages of all requests together; a shared page counts for each of
+                its requests.
+            scratch: number of further pages, for drafts.
 
         Raises:
-            PoolExhaustedError: the pool has no room for them.
+            PoolExhaustedError: the pool has no memory for them.
         """
         self._sequences.clear()
         self.store.resize(num_pages + scratch)
@@ -224,9 +226,9 @@ class PageAllocator:
         """Give a request pages of a fixed store; call `update_table` before they are read.
 
         Args:
-            req_id: the request.
-            pages: their numbers.
-            behind: whether they extend those that it has, instead of replacing them.
+            req_id: ID of the request.
+            pages: page numbers.
+            behind: whether they extend the request's pages instead of replacing them.
 
         Returns:
             the location of its keys and values; None if it has no pages.
@@ -248,7 +250,7 @@ class PageAllocator:
         return req_id in self._sequences
 
     def update_table(self) -> None:
-        """Name the pages of all sequences; steps under way have the table before."""
+        """Write the pages of all sequences to a new table; steps in flight keep the old one."""
         if not self._sequences:
             return
         start, pages = 0, []
@@ -261,7 +263,7 @@ class PageAllocator:
         self.store.table = PageTable(ops.to_device(rows, self.store.device), PAGE_SIZE)
 
     def release(self, req_id: str) -> None:
-        """Give back the pages of a request, if it has some."""
+        """Release the pages of a request, if it has some."""
         kept = self._sequences.pop(req_id, None)
         self.store.free += self._scratch.pop(req_id, [])
         if kept is None or self._is_fixed:
@@ -274,13 +276,13 @@ class PageAllocator:
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of the buffer that are never given back."""
+        """Bytes of the buffer that are never released."""
         return self.store.reserved_bytes if self._is_fixed else 0
 
-    # ---- more pages, and fewer ----
+    # ---- growing and shrinking ----
 
     def trim(self) -> None:
-        """Give back the memory of unused pages; the others move together."""
+        """Release the memory of unused pages; all other pages move to the front."""
         if not self.unused_bytes:
             return
         self._move_to_front()
@@ -291,29 +293,29 @@ class PageAllocator:
 
     @property
     def unused_bytes(self) -> int:
-        """Bytes that `trim` gives back."""
+        """Bytes that `trim` would release."""
         cannot_move = self._is_fixed or self.store.host_layers > 0
         return 0 if cannot_move else self.store.reserved_bytes - self.store.num_bytes
 
     def _provide(self, wanted: int) -> None:
-        """Have `wanted` free pages; the store grows by more, so that pages move rarely."""
+        """Ensure `wanted` free pages, over-allocating so that pages seldom move."""
         store, missing = self.store, wanted - len(self.store.free)
         if missing <= 0:
             return
         needed, doubled = store.num_pages + missing, 2 * store.num_pages
         if not self._sequences:
-            store.resize(0)  # nothing to move: what there was goes first
+            store.resize(0)  # nothing must move, so release the old buffers first
         may_double = 2 * doubled * store.page_bytes <= self._pool.budget_bytes
         larger = doubled if may_double else store.num_pages * 5 // 4
         for count in (larger, needed) if larger > needed else (needed,):
             with suppress(PoolExhaustedError, torch.OutOfMemoryError):
                 store.resize(count)
                 return
-        self.trim()  # free pages need not be there twice
+        self.trim()  # release free pages first, so that they do not exist twice
         store.resize(store.num_pages - len(store.free) + wanted)
 
     def _move_to_front(self) -> None:
-        """Let free pages be the last ones: pages behind those that stay move to free ones."""
+        """Compact: move used pages to the front."""
         store = self.store
         count = store.num_pages - len(store.free)
         sources = [page for page in +self._holders if page >= count]
@@ -332,6 +334,6 @@ class PageAllocator:
 
 
 def _slots(pages: Array, length: int) -> Array:
-    """Rows of the store of the first `length` positions of a sequence in these pages."""
+    """Return the store rows of the first `length` positions of a sequence in these pages."""
     rows: Array = pages[:, None] * PAGE_ROWS + np.arange(PAGE_SIZE)
     return rows.reshape(-1)[:length]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values that requests keep from one denoise step to the next, in pages."""
+"""Keys and values that requests cache from one denoise step to the next, in pages."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ if TYPE_CHECKING:
     from vllm.diffusion.ops import Array
 
 
-ENTRIES_PER_PAGE = 16  # of the table: a request's drafts read most of its pages, too
+# Table entries per page; a request's drafts read most of its pages, too.
+ENTRIES_PER_PAGE = 16
 
 
 class PageStore:
-    """Keys and values of all requests that keep them, in equal pages.
+    """Cached keys and values of all requests, in equal pages.
 
     A page holds PAGE_SIZE consecutive positions of one sequence, in all layers. The pages of one
-    layer lie side by side, in each of them the keys, then the values: a row is one position's keys
-    or values of one layer. Every few layers, a part, have a buffer. A sequence's pages lie
-    anywhere; a table on the device names them, so that one launch can attend to the keys of many
-    requests.
+    layer are adjacent, and each contains the keys, then the values. A row is one position's keys or
+    values in one layer. Every few layers, called a part, share a buffer. The pages of a sequence
+    may be anywhere in the store. A table on the device lists them, so that one launch can attend to
+    the keys of many requests.
 
     ```
     layer      0                          | 1                          | ...
@@ -37,7 +38,7 @@ class PageStore:
     rows       64 k | 64 v  | 64 k | 64 v | 64 k | 64 v  | 64 k | 64 v |
     ```
 
-    A `PageAllocator` says which request has which pages.
+    A `PageAllocator` assigns the pages to requests.
 
     Args:
         num_layers, num_kv_heads, head_dim: L, KV and hd of the model on this rank.
@@ -45,16 +46,16 @@ class PageStore:
         pool: source of the memory.
 
     Attributes:
-        device: where the buffers lie.
-        num_pages: pages of every buffer.
+        device: device of the buffers.
+        num_pages: number of pages of every buffer.
         reserved_bytes: bytes of the buffers.
-        free: pages that nobody has; the next to be given is the last.
-        host_layers: layers whose keys and values lie in host memory.
+        free: pages that no request has; the last one is assigned next.
+        host_layers: number of layers whose keys and values are in host memory.
         generation: number of times that the pages or their table have moved; addresses and slots of
-            an older one are stale.
-        table: the row of the first key of every page in use, sequence after sequence; never written
-            again, but replaced when requests get pages.
-        most_entries: entries that the table may have before it moves.
+            an earlier generation are stale.
+        table: the row of the first key of every page in use, sequence after sequence; it is never
+            written again, but replaced when requests get pages.
+        most_entries: maximum entries of the table before it moves.
     """
 
     def __init__(
@@ -75,18 +76,18 @@ class PageStore:
         self.device = self._parts[0].device
         self.table = PageTable(torch.empty(0, dtype=torch.int32, device=self.device), PAGE_SIZE)
 
-    # ---- what a step reads and writes ----
+    # ---- reads and writes of a step ----
 
     def keys(self, layer: int) -> torch.Tensor:
-        """Rows of a layer's keys after rotation, [N, KV, hd] in the model dtype.
+        """Return the rows of a layer's keys after rotation, [N, KV, hd] in the model dtype.
 
-        Only rows named by slots or by the table belong to the layer.
+        Only rows in slots or in the table belong to the layer.
         """
         rows = self._rows_of(layer)
         return rows[: max(len(rows) - PAGE_SIZE, 0)]
 
     def values(self, layer: int) -> torch.Tensor:
-        """Rows of a layer's values, [N, KV, hd]; else as `keys`."""
+        """Return the rows of a layer's values, [N, KV, hd]; otherwise as `keys`."""
         return self._rows_of(layer)[PAGE_SIZE:]
 
     def begin_step(self, slots: Array, *, reads: bool) -> None:
@@ -100,17 +101,17 @@ class PageStore:
             self._host.begin(slots, reads=reads)
 
     def turn_to(self, layer: int) -> None:
-        """Make `keys` and `values` of a layer usable, and no longer those of others."""
+        """Make `keys` and `values` of a layer valid, and those of all other layers invalid."""
         if self._host is not None:
             self._host.turn_to(layer)
 
     def end_step(self) -> None:
-        """End the forward, which uses no layer any more."""
+        """End the forward; no layer is used afterwards."""
         if self._host is not None:
             self._host.leave()
 
     def _rows_of(self, layer: int) -> torch.Tensor:
-        """Rows of a layer, or of the place where it visits the device."""
+        """Return the rows of a layer, or of its buffer on the device if it is in host memory."""
         beyond = layer - (self._num_layers - self.host_layers)
         if beyond >= 0:
             layer -= beyond - beyond % NUM_STREAM_BUFFERS
@@ -120,12 +121,12 @@ class PageStore:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page on the device, in all layers that lie there."""
+        """Bytes of a page on the device, in all layers on the device."""
         return self._device_layers * PAGE_ROWS * self._row_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the pages that somebody has; in a fixed store, of all pages."""
+        """Bytes of the pages in use; in a fixed store, of all pages."""
         return (self.num_pages - len(self.free)) * self.page_bytes
 
     @property
@@ -137,16 +138,16 @@ class PageStore:
     def _device_layers(self) -> int:
         return device_layers(self._num_layers, self.host_layers)
 
-    # ---- other buffers ----
+    # ---- changing the buffers ----
 
     def resize(self, count: int) -> None:
-        """Replace the buffers by those of `count` pages; the first pages keep number and contents.
+        """Resize the buffers to `count` pages; the first pages keep their numbers and contents.
 
-        One buffer is replaced after the other, so that the pool never holds all pages twice.
+        The buffers are replaced one after the other, so that the pool never holds all pages twice.
 
         Raises:
-            PoolExhaustedError: the pool has no room; pages stay, in some larger buffers perhaps.
-            torch.OutOfMemoryError: the device has none; likewise.
+            PoolExhaustedError: the pool has no room; pages stay, but some buffers may be larger.
+            torch.OutOfMemoryError: the device has no memory; pages stay as above.
         """
         more = count * self.page_bytes - self.reserved_bytes
         self._pool.check_room("kept keys and values", more)
@@ -159,19 +160,19 @@ class PageStore:
         self.num_pages, self.most_entries = count, ENTRIES_PER_PAGE * count
 
     def take_entries(self, count: int) -> None:
-        """Let the table have at least `count` entries; more than before make its address stale."""
+        """Grow the page table to `count` entries. Growing reallocates it and bumps `generation`."""
         if count > self.most_entries:
             self.most_entries = 2 * count
             self.generation += 1
 
     def copy(self, sources: Iterable[int], targets: Iterable[int]) -> None:
-        """Copy pages to as many other ones, in all layers."""
+        """Copy pages to an equal number of other pages, in all layers."""
         for source, target in zip(sources, targets, strict=True):
             for part in self._parts:
                 part[:, target].copy_(part[:, source])
 
     def reset(self, host_layers: int) -> None:
-        """Begin again without pages; so many layers of later ones are to lie in host memory."""
+        """Start again without pages; later pages of `host_layers` layers are in host memory."""
         if self._host is not None:
             self._host.close()
         self.resize(0)
@@ -179,10 +180,10 @@ class PageStore:
         self._begin()
 
     def take_host_memory(self) -> None:
-        """Take host memory for the layers that are to lie there, if that is not done.
+        """Allocate host memory for the layers in host memory, if that is not done yet.
 
         Raises:
-            torch.OutOfMemoryError: the host has none.
+            torch.OutOfMemoryError: the host has no memory for them.
         """
         if self.host_layers and self._host is None:
             first = self._num_layers - self.host_layers
@@ -190,14 +191,14 @@ class PageStore:
             self._host = HostLayers(range(first, self._num_layers), places)
 
     def _begin(self) -> None:
-        """Make the buffers of the layers on the device, without pages."""
+        """Create the buffers of the layers on the device, without pages."""
         layers, max_layers = self._device_layers, part_layers(self._num_layers)
         self._rows: list[torch.Tensor] = []  # by layer
         sizes = [min(max_layers, layers - first) for first in range(0, layers, max_layers)]
         self._parts = [self._part(number, size, 0) for number, size in enumerate(sizes)]
 
     def _resized(self, number: int, part: torch.Tensor, count: int) -> torch.Tensor:
-        """Return a part of `count` pages, with the first ones of another."""
+        """Return a part of `count` pages, with the first pages of another part."""
         resized = self._part(number, len(part), count)
         stay = min(count, part.shape[1])
         resized[:, :stay].copy_(part[:, :stay])
@@ -205,9 +206,9 @@ class PageStore:
         return resized
 
     def _part(self, number: int, num_layers: int, count: int) -> torch.Tensor:
-        """Allocate a part, [layers, pages, rows of a page, KV, hd], in place of another."""
+        """Allocate a part, [layers, pages, rows of a page, KV, hd], replacing another."""
         shape = (num_layers, count, PAGE_ROWS, *self._row_shape)
-        with torch.inference_mode(mode=False):  # written to within steps and between them
+        with torch.inference_mode(mode=False):  # written within steps and between them
             part = self._pool.keep(f"part {number} of kept keys and values", shape, self._dtype)
             first = number * part_layers(self._num_layers)
             self._rows[first : first + num_layers] = part.flatten(1, 2).unbind()

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan: how the rows of one step are cut into chunks. Nothing here imports torch or upstream."""
+"""A plan: how the rows of one step are cut into chunks.
+
+This module imports no torch or upstream.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,14 @@ class Residency(NamedTuple):
     """Data that stays on the device for a whole step.
 
     Attributes:
-        keep_queries: queries and rotary tables are computed once for all rows, else by every chunk
-            for itself.
+        keep_queries: whether queries and rotary tables are computed once for all rows, instead of
+            by every chunk for itself.
         head_groups: G; keys and values of one group of heads exist at a time.
-        host_residual: the residual stream lies in host memory and visits the device in chunks.
+        host_residual: whether the residual stream is in host memory and visits the device in
+            chunks.
         shards: N ranks divide the rows, and each has all keys and values of its part of the heads
             of a group. Row counts are then those of one rank.
-        fp8_attention: queries, keys, values and results of attention are fp8.
+        fp8_attention: whether queries, keys, values and results of attention are fp8.
     """
 
     keep_queries: bool
@@ -33,13 +37,13 @@ class Residency(NamedTuple):
 
     @property
     def is_streamed(self) -> bool:
-        """Whether layers run group by group, share by share, from the host or with fp8 keys."""
+        """Whether layers run in head groups or row shares, from host memory, or with fp8 keys."""
         apart = self.host_residual or self.fp8_attention
         return self.head_groups > 1 or self.shards > 1 or apart
 
 
 class PerStage(NamedTuple, Generic[T]):
-    """A value for every stage: of the layers, then of the rows whose logits are read."""
+    """A value for every stage: three stages of the layers, then the rows with logits."""
 
     keys_values: T
     attend: T
@@ -52,7 +56,7 @@ class PerStage(NamedTuple, Generic[T]):
 
 
 ChunkRows: TypeAlias = PerStage[int]  # rows of a chunk
-StageSeconds: TypeAlias = PerStage[float]  # predicted, for a step, a layer or a chunk
+StageSeconds: TypeAlias = PerStage[float]  # predicted seconds, for a step, a layer or a chunk
 
 _NO_SECONDS = StageSeconds.equal(0.0)
 
@@ -62,10 +66,10 @@ class Plan:
     """Rows per chunk of every stage of one step, and the data that stays on the device.
 
     Attributes:
-        layout: data that stays; where it divides the rows between ranks, all else is that of a
-            rank.
-        rows: rows per chunk of every stage, sample rows included.
-        predicted_peak_bytes: bytes on the device, with what requests keep between steps.
+        layout: data that stays. If it divides the rows between ranks, all other fields are those of
+            one rank.
+        rows: rows per chunk of every stage, including sample rows.
+        predicted_peak_bytes: bytes on the device, including data that requests keep between steps.
         predicted_average_bytes: average bytes, weighted by predicted time.
         predicted_seconds: seconds of the step.
         chunk_seconds: seconds of one chunk of every stage.
@@ -80,11 +84,11 @@ class Plan:
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """Key of the sizes of a layer's buffers, besides the rows of the step."""
+        """Key of the sizes of a layer's buffers, in addition to the rows of the step."""
         return self.layout, *self.rows[:3]
 
     def is_whole(self, num_rows: int) -> bool:
-        """Whether every stage of a layer takes `num_rows` rows as one chunk."""
+        """Whether every stage of a layer processes `num_rows` rows as one chunk."""
         return self.layout.keep_queries and min(self.rows[:3]) >= num_rows
 
     def resized(self, num_rows: int) -> Plan:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of steps: each is found when a step of its shape first comes, and remembered.
+"""Plans of steps: each is searched when a step of its shape first occurs, and then cached.
 
-Nothing here computes with torch, or imports upstream.
+This module does not compute with torch and does not import upstream.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from vllm.diffusion.memory.shapes import ModelShape
 
 MAX_KNOWN_PLANS = 4_096
-# Steps share a plan if these sizes round up to equal multiples of a unit: sample rows,
-SAMPLE_UNITS = 16  # of a unit of 1 / SAMPLE_UNITS of the step's rows,
-MIN_SAMPLE_UNIT = 32  # but at least this;
-KEYS_UNIT = 256  # keys of the longest sequence, and kept keys;
-SEQUENCES_UNIT = 16  # sequences, if there are several.
+# Steps share a plan if these sizes round up to equal multiples of a unit.
+# Sample rows: the unit is 1 / SAMPLE_UNITS of the step's rows,
+SAMPLE_UNITS = 16
+MIN_SAMPLE_UNIT = 32  # minimum unit of sample rows
+KEYS_UNIT = 256  # unit of the longest sequence's keys, and of cached keys
+SEQUENCES_UNIT = 16  # unit of sequences, if there are several
 RESERVED_PART = 8  # at most 1 / RESERVED_PART of the budget is left to short steps
 
 
@@ -37,19 +38,19 @@ class Planner:
 
     Args:
         shape: the model's sizes on one rank.
-        budget_bytes: bytes of the activation pool, for buffers of a step, kept keys and values,
-            graphs.
+        budget_bytes: bytes of the activation pool, for buffers of a step, cached keys and values,
+            and graphs.
         row_budget: rows that several requests may share in one step.
-        uses_host: whether the residual stream may lie in host memory if nothing else fits as well.
-        host_bytes: bytes of host memory for keys and values that the device has no room for.
-        is_split: whether memory of PyTorch's temporaries in one stage cannot serve another stage's
-            buffers before the step ends, as in a pool on virtual memory.
+        uses_host: whether the residual stream may be in host memory if that gives the best plan.
+        host_bytes: bytes of host memory for keys and values that do not fit on the device.
+        is_split: whether memory of PyTorch's temporaries in one stage cannot be reused for another
+            stage's buffers before the step ends, as in a pool on virtual memory.
         rates: rates of the device.
-        shards: sequence-parallel ranks, which may divide the rows of a step.
-        min_rows: rows from which they divide a step; None for where that pays.
+        shards: number of sequence-parallel ranks, which may divide the rows of a step.
+        min_rows: minimum rows of a step that they divide; None to divide when it pays.
 
     Attributes:
-        search: what finds plans; it knows which steps ranks divide.
+        search: finds plans; it also decides which steps ranks divide.
     """
 
     def __init__(
@@ -83,11 +84,11 @@ class Planner:
         """Return the plan of a step.
 
         Args:
-            step: its sizes.
-            kept_bytes: bytes of the budget taken by what outlives the step.
-            longest_chunk_s: most predicted seconds of a chunk, where `MIN_CHUNK_ROWS` take less.
-                Others run between the chunks of a step with such a bound; if it can, it leaves them
-                `reserved_bytes`.
+            step: sizes of the step.
+            kept_bytes: bytes of the budget taken by data that outlives the step.
+            longest_chunk_s: maximum predicted seconds of a chunk, unless `MIN_CHUNK_ROWS` take
+                longer. Other steps run between the chunks of a step with such a bound; if possible,
+                it leaves them `reserved_bytes`.
 
         Raises:
             ActivationBudgetError: no plan fits.
@@ -108,12 +109,12 @@ class Planner:
     def plan_alike(
         self, step: StepShape, kept_bytes: int = 0, longest_chunk_s: float = math.inf
     ) -> Plan:
-        """Plan of the step rounded up if that needs no chunks, else of the exact step.
+        """Return the plan of the rounded-up step if that needs no chunks, else of the exact step.
 
-        It keeps the search off the hot path: as tokens are committed, every step reads fewer rows
-        than the one before, and sequences become longer; finding a plan takes the host as long as a
-        hundred look-ups. Steps with a bound on their chunks are rare, and never rounded up.
-        Arguments and errors are those of `plan`.
+        This keeps the search off the hot path. As tokens are committed, every step has fewer sample
+        rows than the previous one, and sequences become longer. Finding a plan takes the host as
+        long as a hundred look-ups. Steps with a bound on their chunks are rare, and never rounded
+        up. Arguments and errors are those of `plan`.
         """
         if longest_chunk_s == math.inf:
             with suppress(ActivationBudgetError):
@@ -123,7 +124,7 @@ class Planner:
         return self.plan(step, kept_bytes, longest_chunk_s)
 
     def runs_whole(self, num_rows: int, kept_bytes: int = 0) -> bool:
-        """Whether a step of `num_rows` rows, whatever is sampled, needs no chunks."""
+        """Whether a step of `num_rows` rows needs no chunks, for any number of sample rows."""
         with suppress(ActivationBudgetError):
             step = StepShape(num_rows, num_rows, num_rows)
             return self.plan(step, kept_bytes).is_whole(num_rows)
@@ -131,24 +132,24 @@ class Planner:
 
     @cached_property
     def reserved_bytes(self) -> int:
-        """Bytes that a long step leaves, if it can, to steps between its slices."""
+        """Bytes that a long step leaves, if possible, to steps between its slices."""
         rows = self.row_budget
         shared = self.search.whole_bytes(StepShape(rows, rows, rows, 2))
         return min(shared, self.budget_bytes // RESERVED_PART)
 
     @property
     def num_found(self) -> int:
-        """Number of searches for a plan so far; other plans were looked up."""
+        """Number of searches for a plan so far; all other plans were cached."""
         return self._cached_find.cache_info().misses
 
     @property
     def cached_positions(self) -> int:
-        """Positions that several requests may keep anyhow: whole pages in half of the budget."""
+        """Positions that several requests may always cache: whole pages in half of the budget."""
         return self.budget_bytes // 2 // (PAGE_SIZE * self.shape.cache_bytes) * PAGE_SIZE
 
 
 def _rounded_up(step: StepShape) -> StepShape:
-    """Return the largest of the steps that share one plan with this one."""
+    """Return the largest of the steps that share one plan with this step."""
     is_alone = step.num_sequences == 1
     unit = max(step.rows // SAMPLE_UNITS, MIN_SAMPLE_UNIT)
     return step._replace(

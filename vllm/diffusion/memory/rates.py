@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rates of the device at hand: measured when an engine starts, and remembered on disk.
+"""Rates of the device: measured when an engine starts, and cached on disk.
 
 A large product, attention of a long sequence and large copies run for a moment each. Products run
-first, until the card meets its power limit, as in a long step (an idle H200 multiplies a tenth
-faster for a fifth of a second); of products and of attention, which follows at once, the median
-round counts. Copies meet no such limit, and the fastest counts: a round is shorter than the turn of
-another process on the card. Where other processes use the card, rates far below what its clocks and
-widths promise are replaced by these; nothing of either kind is remembered.
+first, until the card reaches its power limit, as in a long step (an idle H200 multiplies a tenth
+faster for a fifth of a second). For products, and for attention, which follows at once, the median
+round counts. Copies reach no such limit, so their fastest round counts: a round is shorter than the
+time slice of another process on the card. If other processes use the card, rates far below the
+rates expected from its clocks and widths are replaced by the expected rates. Measurements with
+other processes, or with replaced rates, are not cached.
 """
 
 from __future__ import annotations
@@ -35,18 +36,23 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-MEASURED = ("product_flops", "attention_flops", "memory_bytes")  # which properties promise
-THERMAL_WARMUP_S = 0.22  # of products, until the card has met its limit of power
-MOMENT_S, COPIES_S = 0.04, 0.015  # that rounds are counted of products and of attention; of copies
-LINK_BYTES = 32 << 20  # as much of the host's memory is pinned meanwhile
-PEAK_FRACTION = 0.6  # of what properties promise: few cards do less of it alone
-COPIED_BYTES = 512 << 20  # enough that a copy's start and end do not count
-OTHERS_BYTES = 2 << 30  # of its memory that this process has not allocated: others are there
+# rates that can be derived from the card's properties
+MEASURED = ("product_flops", "attention_flops", "memory_bytes")
+THERMAL_WARMUP_S = 0.22  # seconds of products until the card has reached its power limit
+# Seconds of measured rounds: of products and of attention, and of copies.
+MOMENT_S, COPIES_S = 0.04, 0.015
+LINK_BYTES = 32 << 20  # bytes of pinned host memory used for the measurement
+# Fraction of the expected rate. Few cards without other processes reach less.
+PEAK_FRACTION = 0.6
+COPIED_BYTES = 512 << 20  # large enough that a copy's start and end do not matter
+# Memory of the card that this process has not allocated: above it, other processes use the card.
+OTHERS_BYTES = 2 << 30
 
-# Operations of dense 16-bit products with fp32 sums a clock and multiprocessor, by compute
-# capability: of the cards of a kind that have the fewest, which are those for games.
+# Operations of dense 16-bit products with fp32 sums per clock and multiprocessor, by compute
+# capability. If cards of one capability differ, the value is the smallest, which is that of gaming
+# cards.
 _OPERATIONS = {(8, 0): 2048, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192}
-_MIN_OPERATIONS = 512  # of 8.6, 8.9, 12.0 and 12.1
+_MIN_OPERATIONS = 512  # for 8.6, 8.9, 12.0 and 12.1
 _H200_KILOHERTZ, _H200_MEMORY_KILOHERTZ, _H200_MEMORY_BITS = 1_980_000, 3_201_000, 6144
 
 _ROWS, _DEPTH, _COLUMNS = 8192, 4096, 12_288
@@ -55,9 +61,9 @@ _QUERIES = 8448  # 66 tiles of 128 in each of 32 heads: whole waves on 132 multi
 
 
 def rates_of(device: torch.device, ranks: RankGroup) -> Rates:
-    """Return the least rates of any rank, as all of them follow the same plans.
+    """Return the minimum rates over all ranks, because all ranks follow the same plans.
 
-    On a CPU nothing is measured, as other processes may use its cores at any moment.
+    On a CPU nothing is measured, because other processes may use its cores at any moment.
     """
     if device.type != "cuda":
         return CPU
@@ -95,7 +101,7 @@ def _rates_here(device: torch.device) -> tuple[Rates, str]:
             if likely == measured and not has_company:
                 _remember(path, rates)
             source = f"measured in {time.perf_counter() - started:.2f} s"
-        except Exception as error:  # whatever it is, what is promised will do
+        except Exception as error:  # after any error, the promised rates are good enough
             first_line, *_ = str(error).splitlines() or [type(error).__name__]
             rates, source = promised, f"by its properties, as it cannot be measured: {first_line}"
     return rates, source
@@ -104,7 +110,7 @@ def _rates_here(device: torch.device) -> tuple[Rates, str]:
 def promised_rates(device: torch.device) -> Rates:
     """Return the rates of an H200, scaled by the card's clocks and widths.
 
-    An unknown clock or width counts as that of an H200.
+    An unknown clock or width counts as the H200's.
     """
     card = torch.cuda.get_device_properties(device)
 
@@ -125,9 +131,9 @@ def promised_rates(device: torch.device) -> Rates:
 
 
 def plausible_rates(measured: Rates, promised: Rates) -> Rates:
-    """Return measured rates, with promised ones in place of those that are far too low.
+    """Return the measured rates, replacing rates that are far too low by the promised ones.
 
-    No property promises the speed of the link to the host.
+    The speed of the link to the host is never replaced, because no property promises it.
     """
     slow = {
         name: getattr(promised, name)
@@ -138,10 +144,10 @@ def plausible_rates(measured: Rates, promised: Rates) -> Rates:
 
 
 def measured_rates(device: torch.device, promised: Rates) -> Rates:
-    """Measure the card; rates that are not measured are the promised ones.
+    """Measure the card; rates that cannot be measured are the promised ones.
 
     Raises:
-        RuntimeError: it cannot be used, or hardly a gigabyte is free.
+        RuntimeError: the card cannot be used, or it has less than about a gigabyte of free memory.
     """
     return promised._replace(
         product_flops=_product_flops(device),
@@ -152,7 +158,7 @@ def measured_rates(device: torch.device, promised: Rates) -> Rates:
 
 
 def _normal(*shape: int, device: torch.device) -> torch.Tensor:
-    """Return normal random numbers: on zeros a card takes less power, and runs faster."""
+    """Return normal random numbers: with zeros a card uses less power and runs faster."""
     return torch.randn(shape, dtype=torch.bfloat16, device=device)
 
 
@@ -189,7 +195,7 @@ def _host_bytes(device: torch.device) -> float:
 
 
 def _rounds(run: Callable[[], object], seconds: float) -> list[float]:
-    """Return the seconds of every round within `seconds`, after one that is not counted."""
+    """Return the seconds of every round within `seconds`, after a warm-up round."""
     run()
     torch.cuda.synchronize()
     rounds, end = list[float](), time.perf_counter() + seconds
@@ -210,14 +216,14 @@ def _has_company(device: torch.device) -> bool:
 
 
 def _path_of(device: torch.device) -> Path:
-    """Return the file in which the rates of such a card are remembered."""
+    """Return the file with the cached rates of this kind of card."""
     parts = (torch.cuda.get_device_name(device), torch.__version__, str(torch.version.cuda))
     name = re.sub(r"[^\w.+]+", "-", "-".join(parts))
     return Path(envs.VLLM_CACHE_ROOT) / "diffusion_rates" / f"{name}.json"
 
 
 def _remembered(path: Path) -> Rates | None:
-    """Read rates from a file; None if it holds none."""
+    """Read rates from a file; None if it contains none."""
     try:
         numbers = json.loads(path.read_text())
         rates = Rates(**numbers)
@@ -227,7 +233,7 @@ def _remembered(path: Path) -> Rates | None:
 
 
 def _remember(path: Path, rates: Rates) -> None:
-    """Write the file as a whole, or not at all where that is impossible."""
+    """Write the rates to a file atomically; only log an error."""
     written = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -30,13 +30,14 @@ class ResidualRows:
     ) -> Generator[torch.Tensor]:
         """Yield each chunk of rows in turn, [R, D] on the device.
 
-        A chunk is valid until the next one is asked for, and the last one's changes are lost unless
-        the generator is exhausted. Closing it frees the device's memory for other uses.
+        A chunk is valid until the next one is requested. The changes of the last chunk are lost
+        unless the generator is exhausted. Closing the generator releases the device's memory for
+        other uses.
 
         Args:
             chunks: ranges of rows.
-            reads: whether the contents are wanted; else chunks come uninitialised.
-            writes: whether what is written into a chunk stays.
+            reads: whether the contents are needed; otherwise chunks are uninitialised.
+            writes: whether the changes of chunks are stored.
         """
         for rows in chunks:
             yield self._x[rows]
@@ -47,15 +48,15 @@ class ResidualRows:
 
 
 class HostRows(ResidualRows):
-    """Rows in host memory; the next chunk is on its way while one is worked on.
+    """Rows in host memory; the next chunk is fetched while the current one is processed.
 
-    Copies run on streams of their own, one for each way, so that they overlap with computing and
+    Copies run on separate streams, one per direction, so that they overlap with computation and
     with each other. On the CPU they are plain copies.
 
     Args:
-        x: [T, D] on the host; pinned where there is a GPU.
+        x: [T, D] on the host; pinned if there is a GPU.
         pool: memory of the device, for the chunks.
-        store: buffer whose rows the chunks are.
+        store: buffer that describes the rows of the chunks.
         device: device of the pool.
     """
 
@@ -109,7 +110,7 @@ class HostRows(ResidualRows):
 class CopyStreams:
     """Streams for copies between host and device, with the events that order them.
 
-    A buffer is fetched into, worked on, stored from, and then free again.
+    A buffer is fetched into, processed, stored from, and then free again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -121,7 +122,7 @@ class CopyStreams:
             self._free = [next(events) for _ in range(NUM_STREAM_BUFFERS)]
 
     def begin(self) -> None:
-        """Order everything computed and stored so far before later fetches."""
+        """Order all computations and stores so far before later fetches."""
         if self._is_async:
             self._inward.wait_stream(torch.cuda.current_stream())
             self._inward.wait_stream(self._outward)
@@ -138,12 +139,12 @@ class CopyStreams:
             self._fetched[buffer].record(self._inward)
 
     def claim(self, buffer: int) -> None:
-        """Let later launches write a free buffer into which nothing is fetched."""
+        """Make the current stream wait until `buffer` is free, to write it without a fetch."""
         if self._is_async:
             torch.cuda.current_stream().wait_event(self._free[buffer])
 
     def wait_until_fetched(self, buffer: int) -> None:
-        """Let later launches wait for the rows in a buffer."""
+        """Make the current stream wait for the rows in a buffer."""
         if self._is_async:
             torch.cuda.current_stream().wait_event(self._fetched[buffer])
 
@@ -163,12 +164,12 @@ class CopyStreams:
             self._free[buffer].record(torch.cuda.current_stream())
 
     def wait_until_free(self, buffer: int) -> None:
-        """Let later fetches wait until a buffer is free."""
+        """Make later fetches wait until a buffer is free."""
         if self._is_async:
             self._inward.wait_event(self._free[buffer])
 
     def end(self) -> None:
-        """Let later launches reuse the buffers, also those fetched in vain."""
+        """Make the current stream wait for all copies, so that launches can reuse the buffers."""
         if self._is_async:
             torch.cuda.current_stream().wait_stream(self._inward)
             torch.cuda.current_stream().wait_stream(self._outward)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search of a plan: how the rows of a step are cut into chunks to stay within a budget of bytes.
+"""Search for a plan: cuts the rows of a step into chunks to stay within a budget of bytes.
 
-A step that fits as a whole runs as a whole. Otherwise every way to keep its rows (`Residency`) is
-tried; each stage takes the longest chunks that fit beside what is resident, and of the plans that
-fit the one with the least predicted time is taken. Nothing here computes with torch, or imports
-upstream.
+If a step fits as a whole, it runs as a whole. Otherwise the search tries every way to keep its rows
+(`Residency`). Each stage uses the longest chunks that fit into the memory left by resident data. Of
+the plans that fit, the plan with the smallest predicted time is used. This module does not compute
+with torch and does not import upstream.
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ if TYPE_CHECKING:
     from vllm.diffusion.memory.shapes import ModelShape
 
 MIN_CHUNK_ROWS = 16
-# Up to here a step that fits runs as a whole. Beyond, the row-wise stages gain nothing from longer
-# chunks than `FULL_SPEED_ROWS`, so they take no more memory than attention does.
+# Steps of up to this many rows run as a whole if they fit. In larger steps, the row-wise stages
+# gain nothing from chunks longer than `FULL_SPEED_ROWS`, so they use no more memory than attention
+# does.
 WHOLE_STEP_ROWS = 16_384
 FULL_SPEED_ROWS = 4_096
-LOGITS_CHUNK_BYTES = 256 << 20  # more rows at a time would not be faster
-WORTH_DIVIDING = 0.8  # of one rank's time: several ranks must take less
-MAX_MIN_ROWS = 65_536  # ranks always divide more rows
+LOGITS_CHUNK_BYTES = 256 << 20  # larger chunks of rows would not be faster
+WORTH_DIVIDING = 0.8  # maximum share of one rank's time for which dividing rows pays
+MAX_MIN_ROWS = 65_536  # ranks always divide more rows than this
 
 
 class PlanCandidate:
     """A way to keep a step's rows, with its chunks not chosen yet.
 
     Args:
-        layout: the way to keep them.
+        layout: the way to keep the rows.
         step: the step.
         row_bytes: bytes of a row in this layout.
-        max_logits_rows: rows that may have logits at a time.
-        longest: most rows of a chunk of every stage, however much memory there is.
-        attend_chunk: function of the rows that attend and the most rows of a chunk that returns the
-            rows of a chunk.
-        unit: rows of a chunk of the feed-forward stage are a multiple of it.
+        max_logits_rows: maximum rows with logits at a time.
+        longest: maximum rows of a chunk of every stage, regardless of memory.
+        attend_chunk: function of the rows that attend and of the maximum rows of a chunk; returns
+            the rows of a chunk.
+        unit: chunks of the feed-forward stage have a multiple of this many rows.
     """
 
     def __init__(
@@ -64,14 +65,15 @@ class PlanCandidate:
         self.layout, self.step, self._stages = layout, step, row_bytes.stages
         self._resident = row_bytes.resident * step.rows + row_bytes.results * step.sample_rows
         self._resident += row_bytes.collected * step.kept_keys + row_bytes.split + ROUNDING_BYTES
-        if step.rows <= WHOLE_STEP_ROWS:  # what attention has returned lies beside the logits
+        # The results of attention stay in memory with the logits.
+        if step.rows <= WHOLE_STEP_ROWS:
             beside = step.rows * self._stages.attend.temporaries // self._stages.logits.buffers
             max_logits_rows = max(max_logits_rows - beside, min(max_logits_rows, TILE_ROWS))
         max_logits_rows = min(step.sample_rows, max_logits_rows, longest.logits)
         self._longest, self._attend_chunk = longest._replace(logits=max_logits_rows), attend_chunk
 
     def bytes_with(self, chunk_rows: int) -> int:
-        """Bytes of the step with chunks of at most `chunk_rows` rows, or the smallest allowed."""
+        """Return the step's bytes with chunks of `chunk_rows` rows, or the smallest allowed."""
         max_rows = max(chunk_rows, MIN_CHUNK_ROWS, self._unit)
         return max(self.peaks(ChunkRows(*(min(rows, max_rows) for rows in self._longest))))
 
@@ -79,7 +81,8 @@ class PlanCandidate:
     def attend_parts(self) -> tuple[int, ...]:
         """Divisors of attention's longest chunks to try.
 
-        In a split pool these may leave other stages too few bytes of one kind.
+        In a split pool, the longest chunks may leave the other stages too few buffers or
+        temporaries.
         """
         return (1, 2, 4) if self._stages.attend.temporaries else (1,)
 
@@ -89,8 +92,8 @@ class PlanCandidate:
         The other stages use the buffers and temporaries that attention leaves.
 
         Args:
-            available: bytes.
-            attend_part: divisor of the rows that attention could take.
+            available: number of bytes.
+            attend_part: divisor of the rows that attention could use.
         """
         rows, of_row, free = self.step.rows, self._stages, available - self._resident
         longest = self._longest
@@ -119,7 +122,7 @@ class PlanCandidate:
         )
 
     def peaks(self, sizes: ChunkRows) -> list[int]:
-        """Bytes in use during each stage, with what is resident."""
+        """Return the bytes in use during each stage, including resident data."""
         rows = ChunkRows.equal(self.step.rows)._replace(logits=self.step.sample_rows)
         stages = list(zip(map(min, sizes, rows), self._stages, strict=True))
         stays = self._resident + max(count * stage.temporaries for count, stage in stages)
@@ -127,7 +130,7 @@ class PlanCandidate:
 
 
 class PlanSearch:
-    """Finds plans of the steps of one model under a budget; `Planner` documents the arguments."""
+    """Finds plans for the steps of one model under a budget; `Planner` documents the arguments."""
 
     def __init__(
         self,
@@ -146,8 +149,8 @@ class PlanSearch:
             LOGITS_CHUNK_BYTES // (shape.num_columns * shape.element_bytes), 1
         )
         self._shards, self._min_rows, self._unit = shards, min_rows, shape.row_unit
-        # Ways to run with chunks, from the one that computes least to the one that takes least:
-        # by how many ranks divide the rows.
+        # Layouts for steps with chunks, by the number of ranks that divide the rows: from the
+        # layout with the least computation to the layout with the least memory.
         self._layouts = {
             count: [
                 Residency(False, groups, host_residual, count)
@@ -160,12 +163,12 @@ class PlanSearch:
         self._bytes_of_row = cache(partial(RowBytes.of, Footprint(shape), is_split=is_split))
 
     def divides(self, step: StepShape) -> bool:
-        """Whether ranks divide the rows of a step; a step that keeps is computed by every rank."""
+        """Whether ranks divide the rows of a step; every rank computes a step with a cache."""
         return self._shards > 1 and step.rows >= self.min_rows and not step.keeps
 
     @cached_property
     def min_rows(self) -> int:
-        """Rows of a step from which ranks divide it: as set, else where that saves a fifth."""
+        """Minimum rows of a step that ranks divide: as configured, or where it saves a fifth."""
         if self._min_rows is not None:
             return self._min_rows
         rows = MIN_CHUNK_ROWS
@@ -189,7 +192,7 @@ class PlanSearch:
         return part, self._layouts[count]
 
     def find(self, step: StepShape, kept_bytes: int, longest_chunk_s: float) -> Plan:
-        """Search the plan of a step, for some hundred microseconds; see `Planner.plan`."""
+        """Search for the plan of a step, in some hundred microseconds; see `Planner.plan`."""
         available, whole_step = self._budget_bytes - kept_bytes, step
         step, layouts = self._as_computed(step)
         candidates: list[PlanCandidate] = []
@@ -220,7 +223,7 @@ class PlanSearch:
         return PlanCandidate(layout, step, row_bytes, max_rows, longest, attend_chunk, self._unit)
 
     def _longest_chunks(self, layout: Residency, step: StepShape, seconds: float) -> ChunkRows:
-        """Return the most rows of a chunk of every stage that take at most `seconds`."""
+        """Return the maximum rows of a chunk of every stage that take at most `seconds`."""
         if seconds == math.inf:
             return ChunkRows.equal(step.rows)
 
@@ -237,7 +240,7 @@ class PlanSearch:
         )
 
     def _plan_with(self, candidate: PlanCandidate, sizes: ChunkRows, kept_bytes: int) -> Plan:
-        """Make the plan of chosen chunks, with its predicted costs."""
+        """Create the plan for chosen chunks, with its predicted costs."""
         peaks = candidate.peaks(sizes)
         times = self._costs.step(candidate.step, candidate.layout, sizes)
         seconds = sum(times)
@@ -264,10 +267,10 @@ class PlanSearch:
         )
 
     def smallest_bytes(self, step: StepShape, chunk_rows: int = MIN_CHUNK_ROWS) -> int:
-        """Fewest bytes of the step in any layout, with chunks of `chunk_rows` rows if possible."""
+        """Return the minimum bytes of the step in any layout, with chunks of `chunk_rows` rows."""
         step, layouts = self._as_computed(step)
         return min(self._candidate(layout, step).bytes_with(chunk_rows) for layout in layouts)
 
     def whole_bytes(self, step: StepShape) -> int:
-        """Bytes of the step without chunks."""
+        """Return the bytes of the step without chunks."""
         return self._candidate(Residency(keep_queries=True), step).bytes_with(step.rows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes that plans follow from: of the model on one rank, of a step, and of a request."""
+"""Sizes on which plans depend: of the model on one rank, of a step, and of a request."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of E experts, k of them for a row, each of this width on this rank.
+    """A mixture of E experts, k of them per row; `width` is an expert's width on this rank.
 
     Attributes:
-        shared_width: width of a separate expert of all rows; one that is stored with the others
+        shared_width: width of a separate expert for all rows; a shared expert that is stored with
+            the others counts in E and in k.
             counts in E and in k.
         in_fp32: whether router logits and weights are fp32.
         quantises: whether matrices are fp8, multiplied by rows quantised to fp8.
@@ -37,18 +38,19 @@ class Experts:
 
 
 class LinearBuffers(NamedTuple):
-    """Scratch buffers of a layer's products for one kind of weights, besides their results.
+    """Scratch buffers of a layer's products for one kind of weights, without their results.
 
     `project`, `gated` and `add_to` assume rows in the products' dtype (`rows`).
 
     Attributes:
-        project: for the fused product of queries, keys and values.
-        gated: for gate and up, and silu(gate) * up, in the widest MLP.
-        add_to: for the products that are added to the residual stream.
-        most_gated_rows: rows above which chunks take `gated_limit` instead; None for no limit.
-        quantises: whether they take rows that are quantised already.
-        weight_bytes: bytes of a stored weight; None for e, as of an activation.
-        speed: rate of large products relative to those of 16-bit weights.
+        project: buffers for the fused product of queries, keys and values.
+        gated: buffers for gate and up, and silu(gate) * up, in the widest MLP.
+        add_to: buffers for the products that are added to the residual stream.
+        most_gated_rows: number of rows above which chunks use `gated_limit` instead; None for no
+            limit.
+        quantises: whether the products accept rows that are already quantised.
+        weight_bytes: bytes of a stored weight; None for e, the bytes of an activation.
+        speed: rate of large products relative to products of 16-bit weights.
     """
 
     project: Listed
@@ -61,11 +63,11 @@ class LinearBuffers(NamedTuple):
     speed: float = 1.0
 
     def rows(self, buffer: Buffer) -> Listed:
-        """Buffers for rows in the products' dtype: fp8 with a scale each where they quantise."""
+        """Return buffers for rows in the products' dtype: fp8 with scales if they quantise."""
         return buffer.quantised if self.quantises else (buffer,)
 
     def quant_buffers(self, buffer: Buffer) -> Listed:
-        """Buffers for quantising rows that arrive in the model dtype; none for plain weights."""
+        """Return buffers for quantising rows in the model dtype; none for plain weights."""
         made = stages.quantised_rows(buffer.dtype, *buffer.shape)
         return made.quantised if self.quantises else ()
 
@@ -78,20 +80,20 @@ class ModelShape:
         num_layers: L.
         hidden_size: D.
         num_heads, num_kv_heads, head_dim: H, KV, hd.
-        mlp_width: M of the widest dense MLP; 0 where every layer has experts.
+        mlp_width: M of the widest dense MLP; 0 if every layer has experts.
         experts: the experts of the layers that have them, if any do.
         num_columns: C.
         dtype: dtype of the model, with elements of e bytes.
-        rotary_dim, rotary_dtype: numbers, and their dtype, of the cosines and of the sines of one
-            position.
+        rotary_dim, rotary_dtype: number of cosines (and of sines) of one position, and their dtype.
         scales_queries: whether each position has a factor of its queries.
-        products: for every kind of weight that a layer may have.
+        products: buffers for every kind of weight that a layer may have.
         can_group_heads: whether projections can be sliced by heads and no norm spans all heads.
-        collects_keys: whether kept keys and values are copied out of their pages to be read.
-        num_ranks: tensor-parallel ranks, whose products are summed.
-        row_unit: rows of a chunk of the feed-forward stage are a multiple of it.
-        head: buffers of the output head, besides the logits.
-        split_bytes: bytes that attention of few rows takes besides, whatever the rows.
+        collects_keys: whether cached keys and values are copied out of their pages to be read.
+        num_ranks: number of tensor-parallel ranks, whose products are summed.
+        row_unit: chunks of the feed-forward stage have a multiple of this many rows.
+        head: buffers of the output head, without the logits.
+        split_bytes: additional bytes of attention with split keys, independent of the number of
+            rows.
     """
 
     num_layers: int
@@ -127,12 +129,12 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> float:
-        """Most bytes of a stored weight of a layer."""
+        """Maximum bytes of a stored weight of a layer."""
         return max(products.weight_bytes or self.element_bytes for products in self.products)
 
     @property
     def speed(self) -> float:
-        """Least rate of a layer's large products relative to those of 16-bit weights."""
+        """Minimum rate of a layer's large products relative to products of 16-bit weights."""
         return min(products.speed for products in self.products)
 
     @property
@@ -169,12 +171,12 @@ class StepShape(NamedTuple):
 
     Attributes:
         rows: T, rows of all sequences together.
-        sample_rows: rows whose hidden states are sampled, or guide the sampling of others.
-        longest: keys of the longest sequence.
-        num_sequences: sequences.
-        kept_keys: keys of the longest sequence whose keys are kept from earlier steps.
-        keeps: whether it writes keys and values that are kept.
-        fp8_attention: whether its attention is fp8.
+        sample_rows: rows whose hidden states are sampled, or guide the sampling of other rows.
+        longest: number of keys of the longest sequence.
+        num_sequences: number of sequences.
+        kept_keys: number of keys of the longest sequence with cached keys.
+        keeps: whether the step writes keys and values to the cache.
+        fp8_attention: whether attention is fp8.
     """
 
     rows: int
@@ -191,7 +193,7 @@ class StepShape(NamedTuple):
         return self._replace(rows=rows, sample_rows=sample_rows)
 
     def with_rows(self, rows: int) -> StepShape:
-        """Return this step with so many rows, of which no more are sampled."""
+        """Return this step with `rows` rows, of which at most `rows` are sampled."""
         is_whole = self.fp8_attention and rows >= self.rows
         sample_rows = min(self.sample_rows, rows)
         return self._replace(rows=rows, sample_rows=sample_rows, fp8_attention=is_whole)
@@ -209,19 +211,21 @@ class StepShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Demand:
-    """Rows and memory that a request takes while it runs.
+    """Rows and memory that a request uses while it runs.
 
     Attributes:
-        length: positions of its sequence.
-        sample_positions: most positions sampled in one step.
+        length: number of positions of its sequence.
+        sample_positions: maximum positions sampled in one step.
         num_sequences: 2 with guidance, which runs the sequence twice.
-        keeps_cache: whether the keys and values of all positions are kept, in every sequence.
-        window: most positions that most of its forwards compute, as keys and values of the others
-            are kept; None where every forward may compute all.
+        keeps_cache: whether the keys and values of all positions are cached, in every sequence.
+        window: maximum positions of most of its forwards, if the keys and values of other positions
+            are cached; None if every forward may compute all positions.
         first: positions of its first forward; None for all.
-        host_layers: number of layers whose kept keys and values lie in host memory.
-        spare: positions, besides its own, for requests that read its prompt's keys and values.
-        reads_prompt: whether it reads the prompt of another request, which counts what both keep.
+        host_layers: number of layers whose cached keys and values are in host memory.
+        spare: positions, in addition to its own, for requests that read its prompt's keys and
+            values.
+        reads_prompt: whether it reads the prompt of another request, whose demand includes both
+            caches.
         unit: granularity, in positions, at which a forward can be cut; None if forwards cannot be
             cut. With a unit, pages are not counted here.
         once: whether it has only one forward.
@@ -249,21 +253,21 @@ class Demand:
         return (self.first or self.length) * self.num_sequences
 
     def largest_rows(self, row_budget: int) -> int:
-        """Rows of the largest forward; one that can be cut has at most `row_budget`."""
+        """Return the rows of the largest forward, at most `row_budget` if it can be cut."""
         rows = self.steady_rows if self.reads_prompt else self.length * self.num_sequences
         return rows if self.unit is None else min(rows, max(row_budget // self.unit, 1) * self.unit)
 
     @property
     def steady_rows(self) -> int:
-        """Most rows in most steps."""
+        """Maximum rows in most steps."""
         return (self.window or self.length) * self.num_sequences
 
     @property
     def shared_rows(self) -> int:
-        """Most rows in every step shared with others.
+        """Maximum rows in every step shared with others.
 
-        Half of them for a request with a single forward: while it takes part in a step, another one
-        may wait for the step behind, so that a device need not wait for whoever comes next.
+        Half of the rows for a request with a single forward. While it takes part in a step, another
+        request may wait for the next step, so that the device need not wait for new requests.
         """
         return -(-self.steady_rows // 2) if self.once else self.steady_rows
 

@@ -22,10 +22,10 @@ MAX_KNOWN_PLACES = 4096
 def activation_pool(
     budget_bytes: int, device: torch.device, *, use_vmm: bool, chunk_bytes: int | None = None
 ) -> ActivationPool:
-    """Make a pool, on virtual memory if that is wanted, built and the device is CUDA's.
+    """Create a pool, on virtual memory if requested, built and supported by the device.
 
     Args:
-        budget_bytes: most bytes in use at a time.
+        budget_bytes: maximum bytes in use at a time.
         device: device of the buffers.
         use_vmm: False uses PyTorch's allocator everywhere.
         chunk_bytes: unit of physical memory; None for the allocator's default.
@@ -39,13 +39,13 @@ def activation_pool(
 
 
 class ArenaPool(ActivationPool):
-    """Pool on one arena: buffers at its front, what PyTorch allocates in pools behind.
+    """Pool on one arena: buffers at its front, PyTorch's allocations in pools behind them.
 
-    The same offset is the same memory for as long as it is held, and what PyTorch allocates within
-    `temporaries` is seen, so nothing has to be announced.
+    The same offset is the same memory for as long as it is held. PyTorch's allocations within
+    `temporaries` are measured, so they need not be announced.
 
     Args:
-        budget_bytes: most physical memory of buffers, temporaries and graphs together.
+        budget_bytes: maximum physical memory of buffers, temporaries and graphs together.
         device: a CUDA device.
         chunk_bytes: unit of physical memory; None for the allocator's default.
     """
@@ -58,7 +58,7 @@ class ArenaPool(ActivationPool):
         index = torch.cuda.current_device() if device.index is None else device.index
         super().__init__(budget_bytes, torch.device("cuda", index))
         card = torch.cuda.get_device_properties(index).total_memory
-        # Addresses cost next to nothing: each of the three regions could hold the whole card.
+        # Addresses cost almost nothing, so each of the three regions could hold the whole card.
         self._arena = vmm.Arena(
             4 * card, chunk_bytes=chunk_bytes, limit_bytes=budget_bytes, device=index
         )
@@ -67,7 +67,7 @@ class ArenaPool(ActivationPool):
         self._known: dict[tuple[int, int], PoolSlice] = {}
 
     def expect(self, name: str, num_bytes: int) -> None:
-        """Count nothing: `other_bytes` has PyTorch's memory once it is allocated."""
+        """Count nothing, because `other_bytes` includes PyTorch's memory once it is allocated."""
 
     def _slice_at(self, offset: int, num_bytes: int) -> PoolSlice:
         pool_slice = self._known.get((offset, num_bytes))
@@ -82,7 +82,7 @@ class ArenaPool(ActivationPool):
         try:
             self._arena.grow(offset + num_bytes)
         except (vmm.LimitError, vmm.OutOfMemoryError):
-            self.drop_unused()  # comes back as spares
+            self.drop_unused()  # the memory comes back as spares
             self._grow_or_say_why(offset + num_bytes)
         return self._arena.tensor(offset, (num_bytes,), torch.uint8)
 
@@ -132,12 +132,12 @@ class ArenaPool(ActivationPool):
             pool.trim()
         try:
             self._arena.shrink(self._end)
-        except vmm.InUseError as error:  # a graph's buffers, for instance
+        except vmm.InUseError as error:  # a graph's buffers, for example
             self._arena.shrink(error.end_bytes)
         self._arena.trim()
 
     def close(self) -> None:
-        """Give everything back; memory of tensors and graphs when these are gone."""
+        """Release everything; memory of tensors and graphs is released when they are gone."""
         self._known.clear()
         self._scopes = [(0, {})]
         for pool in (self._temporaries, self._graphs):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of weights that can be given back while nothing runs, and comes back where it was.
+"""Memory of weights that can be released while nothing runs, and comes back where it was.
 
 ```
 addresses of the range    0 ............... used
 awake                     | tensors of weights |      backed by memory
-asleep                    |     not backed     |      their contents: on the host, or nowhere
+asleep                    |     not backed     |      contents on the host, or discarded
 ```
 
 The tensors stay, so objects that hold them or their addresses (layers, CUDA graphs) stay valid.
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
     from torch import nn
 
 ALIGNMENT = 512  # bytes
-CHUNK_BYTES = 32 << 20  # mapped at a time; all of them come and go together
-MAX_UNUSED_BYTES = 1 << 30  # that PyTorch may keep of what has moved
-_NAN_BYTE = 0xFF  # four of them are NaN in fp32, two in bf16; one is in e4m3
+CHUNK_BYTES = 32 << 20  # bytes mapped at a time; all chunks are mapped and released together
+MAX_UNUSED_BYTES = 1 << 30  # maximum bytes that PyTorch may cache after weights have moved
+_NAN_BYTE = 0xFF  # four such bytes are NaN in fp32, two in bf16, one in e4m3
 
 
 class WeightMemory:
-    """Memory of weights on a device that cannot be given back: only their contents go.
+    """Memory of weights that cannot be released: sleep only discards their contents.
 
     Args:
         model: the loaded model; its own buffers, which are computed, stay as they are.
     """
 
-    num_bytes = 0  # that are given back while they sleep
+    num_bytes = 0  # bytes that are released during sleep
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
     def suspend(self, *, keeps: bool) -> None:
-        """Let the weights sleep; without `keeps` their contents are lost."""
+        """Put the weights to sleep; without `keeps` their contents are lost."""
         if not keeps:
             for _, _, weight in _weights(self._model):
                 weight.view(-1).view(torch.uint8).fill_(_NAN_BYTE)
@@ -56,11 +56,11 @@ class ArenaWeights(WeightMemory):
     """Memory of weights in a range of a GPU's addresses.
 
     Args:
-        model: the loaded model, whose weights move there; nothing may hold them yet.
+        model: the loaded model, whose weights move there; no other object may hold them yet.
         device: a CUDA device.
 
     Raises:
-        ServerConfigError: there is no such memory on this machine.
+        ServerConfigError: this machine does not support such memory.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -72,7 +72,7 @@ class ArenaWeights(WeightMemory):
         index = torch.cuda.current_device() if device.index is None else device.index
         card = torch.cuda.get_device_properties(index).total_memory
         self._arena = vmm.Arena(card, device=index, chunk_bytes=CHUNK_BYTES)
-        self._host = torch.empty(0, dtype=torch.uint8)  # pinned once, which takes long
+        self._host = torch.empty(0, dtype=torch.uint8)  # pinned once, because pinning takes long
         self._keeps = False
         end, moved, left = 0, dict[int, torch.Tensor](), 0
         for owner, name, weight in _weights(model):
@@ -88,7 +88,8 @@ class ArenaWeights(WeightMemory):
                 owner._parameters[name].data = place  # type: ignore[union-attr]
             else:
                 owner._buffers[name] = place
-            if left > MAX_UNUSED_BYTES:  # PyTorch keeps what the weights had
+            # PyTorch caches the previous memory of the weights.
+            if left > MAX_UNUSED_BYTES:
                 left = 0
                 torch.cuda.empty_cache()
         self.num_bytes = end
@@ -114,7 +115,7 @@ class ArenaWeights(WeightMemory):
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Yield each tensor of weights with its module and its name there; shared ones repeat."""
+    """Yield each weight tensor with its module and its name there; shared tensors repeat."""
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             yield module, name, parameter.data

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling: hidden states of sample rows become candidates."""
+"""Sampling: turns hidden states of sample rows into candidates."""
 
 from vllm.diffusion.sampling.alone import sample_group
 from vllm.diffusion.sampling.editing import LogitEditor, RowEdits

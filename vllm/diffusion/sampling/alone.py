@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose rows are sampled by themselves: in PyTorch, with log probabilities, or jointly."""
+"""Samples requests one by one: in PyTorch, with log probabilities, or with joint choices."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ if TYPE_CHECKING:
 def sample_group(logits: torch.Tensor, group: RowGroup, model: LogitsModel) -> ops.Sampled:
     """Return token, score (larger is more certain) and greedy token of every row of one group.
 
-    The greedy token is the argmax of the noise-free logits where the scoring wants it, else the
+    The greedy token is the argmax of the noise-free logits if the scoring requires it, else the
     token. Ties go to the lowest token id.
 
     Args:
         logits: [R, columns of this rank]; may be overwritten.
-        group: the request whose rows they are; guidance has been applied.
-        model: the model whose columns they are.
+        group: the request of these rows; guidance has been applied.
+        model: the model, which defines the columns.
     """
     first_column = model.vocab_start
-    if group.adjust is not None:  # works on whole rows, so ranks exchange their columns
+    # The function works on whole rows, so ranks exchange their columns.
+    if group.adjust is not None:
         logits, first_column = ops.gather_columns(logits, model.vocab_size), 0
         logits = group.adjust(logits, group.positions)
         read_jointly(logits, [group], group.rows.start)
@@ -45,11 +46,11 @@ def sample_group(logits: torch.Tensor, group: RowGroup, model: LogitsModel) -> o
 
 
 def read_jointly(logits: torch.Tensor, groups: Sequence[RowGroup], first: int) -> None:
-    """Show whole rows of logits to the joint choices of requests.
+    """Pass whole rows of logits to the joint choices of requests.
 
     Args:
         logits: [R, V].
-        groups: requests whose rows they are; rows of others may stand between them.
+        groups: the requests of these rows; rows of other requests may be in between.
         first: index of the first of these rows in the hidden states.
     """
     samples = []
@@ -65,14 +66,15 @@ def read_jointly(logits: torch.Tensor, groups: Sequence[RowGroup], first: int) -
 def sample_alone(
     logits: torch.Tensor, group: RowGroup, model: LogitsModel
 ) -> Samples[torch.Tensor]:
-    """Sample a group without a key; arguments as for `sample_group`, result as of `sample`."""
+    """Sample a group without a key; arguments as for `sample_group`, result as for `sample`."""
     if not group.has_extras:
         return Samples.of(sample_plain(logits, group, model.vocab_start, model.vocab_size))
-    # Log probabilities before the choice, which may overwrite the logits.
+    # Log probabilities come before the choice, which may overwrite the logits.
     if group.token_ids is not None:
         (token_ids,) = ops.to_device((group.token_ids,), logits.device)
         top = None
-        if group.num_top:  # ranks exchange their columns for the best of all tokens
+        # The best of all tokens are needed, so ranks exchange their columns.
+        if group.num_top:
             whole = ops.gather_columns(logits, model.vocab_size)
             top = whole.topk(group.num_top, dim=-1).indices
             token_ids = torch.cat([token_ids, top], dim=1)
@@ -83,7 +85,7 @@ def sample_alone(
         return Samples.of(sample_group(logits, group, model), extras)
     if not group.params.has_extras:
         return Samples.of(sample_group(logits, group, model))
-    # Ranks exchange their columns for ranks among all tokens.
+    # A rank among all tokens needs all columns, so tensor-parallel ranks exchange them.
     whole = ops.gather_columns(logits, model.vocab_size)
     kept = _without(whole, group.forbidden)
     sampled = sample_group(logits, group, model)
@@ -106,8 +108,8 @@ def _logprobs(distribution: torch.Tensor, sampled: ops.Sampled, group: RowGroup)
 
 
 def _without(logits: torch.Tensor, forbidden: tuple[int, ...]) -> torch.Tensor:
-    """Return a copy of whole rows of logits, [R, V] fp32, with -inf for `forbidden` columns."""
+    """Return a copy of whole rows of logits, [R, V] fp32, with -inf in `forbidden` columns."""
     kept = logits.to(torch.float32, copy=True)
-    for token in forbidden:  # a list as an index would make the host wait for the device
+    for token in forbidden:  # indexing with a list would make the host wait for the device
         kept[:, token] = -torch.inf
     return kept

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits as the edits of their requests leave them, in float32."""
+"""Applies the edits of requests to their logits, in float32."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.sampling.editing import RowEdits
     from vllm.diffusion.sampling.row_group import RowGroup
 
-A = TypeVar("A")  # an array of the host, or a tensor of the device
+A = TypeVar("A")  # an array on the host or a tensor on the device
 
 
 def edited(
@@ -28,9 +28,9 @@ def edited(
     """Yield the edited logits of a run of groups, fp32, and the groups that they belong to.
 
     Args:
-        logits: [R, C], the groups' rows one after another, columns of this rank; unchanged.
+        logits: [R, C], rows of the groups one after another, columns of this rank; unchanged.
         run: groups with edits; several have at most `most_rows` rows together.
-        most_rows: rows that are copied at a time.
+        most_rows: maximum number of rows that are copied at a time.
         first_column: token id of the first column.
     """
     if len(run) > 1:
@@ -55,7 +55,7 @@ def _changed(logits: torch.Tensor, groups: list[RowGroup], first_column: int) ->
 
 
 class _Columns(NamedTuple, Generic[A]):
-    """Changes of a request in the columns of a rank; as of `RowEdits`, and ids as columns."""
+    """Changes of a request in the columns of a rank: fields of `RowEdits`, with ids as columns."""
 
     allowed: A
     biased: A

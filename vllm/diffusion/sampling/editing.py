@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes of candidates' logits that a request asks for: penalties, biases, forbidden tokens.
 
-They are upstream's, in its order and in float32: allowed tokens, bad words, least length, bias,
-repetition, frequency and presence penalty. What has been committed when the forward begins counts;
-tokens that one forward commits do not see each other.
+They are upstream's, in its order and in float32: allowed tokens, bad words, minimum length, bias,
+repetition, frequency and presence penalty. They count the tokens that are committed before the
+forward. Tokens that one forward commits do not affect each other.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.params import DiffusionParams
 
 
-MAX_COMPARED = 65536  # tokens at once, to bound the memory of a comparison
+MAX_COMPARED = 65536  # tokens compared at once, to limit memory
 
 
 class RowEdits(NamedTuple):
     """Changes of R rows of logits, on the host. C tokens are counted, F logits are forbidden.
 
     Attributes:
-        edits: what is asked for.
+        edits: the requested edits.
         allowed, biased: [A], [B] int64, tokens of `allowed_token_ids` and of `logit_bias`.
-        bias: [B] float32, what is added to the logits of `biased`.
-        counted: [C] int64, ascending: tokens that stand in the prompt or in the answer.
-        in_prompt: [C] bool, whether they stand in the prompt.
-        counts: [1, C] or [R, C] float32, how often they stand in the answer.
+        bias: [B] float32, values to add to the logits of `biased`.
+        counted: [C] int64, ascending: tokens that appear in the prompt or in the answer.
+        in_prompt: [C] bool, whether they appear in the prompt.
+        counts: [1, C] or [R, C] float32, how often they appear in the answer.
         never: [N] int64, tokens that are forbidden in every row.
         early: rows in which the tokens of `ends` are forbidden, too.
         ends: [K] int64, tokens that end an answer.
-        rows, columns: [F] int64, row and token of each other logit that is forbidden.
+        rows, columns: [F] int64, row and token of each other forbidden logit.
     """
 
     edits: Edits
@@ -53,7 +53,7 @@ class RowEdits(NamedTuple):
     columns: Array
 
     def piece(self, rows: slice) -> RowEdits:
-        """Return the changes of some of the rows, which count from the first of them."""
+        """Return the changes of some of the rows, counted from the first of them."""
         is_within = (self.rows >= rows.start) & (self.rows < rows.stop)
         counts = self.counts if len(self.counts) == 1 else self.counts[rows]
         own_rows, columns = self.rows[is_within] - rows.start, self.columns[is_within]
@@ -63,15 +63,15 @@ class RowEdits(NamedTuple):
 
 
 class LogitEditor:
-    """Finder of the changes that a request's edits ask for, forward after forward.
+    """Computes the changes of logits for a request's edits, forward by forward.
 
-    Tokens of the answer are those committed on its canvas, and in the gaps of its prompt. Those
-    that would end the answer are not counted: an answer has none before its end.
+    Tokens of the answer are the tokens committed on its canvas and in the gaps of its prompt.
+    Tokens that would end the answer are not counted, because an answer has none before its end.
 
     Args:
         params: parameters of the request, with edits.
-        tokens: [T] int64, its sequence before decoding.
-        prompt_length: tokens before the canvas.
+        tokens: [T] int64, sequence of the request before decoding.
+        prompt_length: number of tokens before the canvas.
     """
 
     def __init__(self, params: DiffusionParams, tokens: Array, prompt_length: int) -> None:
@@ -87,7 +87,8 @@ class LogitEditor:
         self._start = prompt_length
         self._ends = _ids(sorted(params.stop_ids))
         self._open = tokens == params.mask_id
-        self._open[prompt_length + params.num_open :] = False  # what fills it up is no answer
+        # Positions that only fill up the last block are not part of the answer.
+        self._open[prompt_length + params.num_open :] = False
         prompt = tokens[:prompt_length][tokens[:prompt_length] != params.mask_id]
         suffix = _ids(params.suffix_ids)
         self._prompt = np.unique(np.concatenate((prompt, suffix)))
@@ -120,7 +121,7 @@ class LogitEditor:
         )
 
     def _counted(self, tokens: Array, positions: Array) -> tuple[Array, Array, Array]:
-        """Return tokens, whether they stand in the prompt, and how often in the answer."""
+        """Return tokens, whether they appear in the prompt, and their counts in the answer."""
         answer = tokens[self._open & (tokens != self._mask_id)]
         answer = answer[~np.isin(answer, self._ends)]
         unique, times = np.unique(answer, return_counts=True)
@@ -128,16 +129,17 @@ class LogitEditor:
         counts = np.zeros((1, counted.size), dtype=np.float32)
         counts[0, np.searchsorted(counted, unique)] = times
         answer_tokens = tokens[positions]
-        # a token does not count where it may be replaced
+        # A token does not count at a position where it may be replaced.
         if (answer_tokens != self._mask_id).any():
             is_counted = np.atleast_1d(self._open[positions] & ~np.isin(answer_tokens, self._ends))
             counts = counts - ((counted == answer_tokens[:, None]) & is_counted[:, None])
         return counted, np.isin(counted, self._prompt), counts
 
     def _completed(self, tokens: Array, positions: Array) -> tuple[Array, Array]:
-        """Return rows, and tokens that would complete a bad word there with what stands around.
+        """Return rows, and the tokens that would complete a bad word there with the tokens around.
 
-        Around the canvas nothing counts; around gaps of the prompt, all that stands there.
+        For positions on the canvas, only tokens of the canvas count; for gaps of the prompt, all
+        tokens.
         """
         lowest = 0 if positions.size and positions[0] < self._start else self._start
         nothing = np.empty(0, dtype=np.int64)
@@ -162,7 +164,7 @@ class LogitEditor:
         return np.repeat(np.arange(positions.size), times), columns[order]
 
     def _covered(self, starts: Array, length: int) -> tuple[Array, Array]:
-        """Return positions of whole words that begin at `starts`: in the prompt, on the canvas."""
+        """Return positions of the whole words at `starts`: in the prompt, and on the canvas."""
         every = _union(starts, length)
         on_canvas = _union(starts[starts >= self._start], length)
         return every[every < self._start], on_canvas
@@ -170,7 +172,7 @@ class LogitEditor:
     def _without_blocked_rows(
         self, early: slice, rows: Array, columns: Array
     ) -> tuple[Array, Array]:
-        """Return what completes bad words, without rows where no allowed token would be left."""
+        """Drop rows in which forbidding bad words would leave no allowed token."""
         allowed = np.setdiff1d(self._allowed, self._never)
         is_early = (rows >= early.start) & (rows < early.stop)
         is_end = np.isin(columns, self._early_ends)
@@ -197,10 +199,10 @@ def _union(starts: Array, length: int) -> Array:
 
 
 def _nearly_at(word: Array, tokens: Array, starts: Array) -> tuple[Array, Array]:
-    """Return where a word stands but for one token at most, and the place in it of that token.
+    """Return where a word appears except for one token at most, and the index of that token in it.
 
-    The place is -1 where the whole word stands. Few starts are left after some tokens of the word,
-    so the parts that are compared at once grow.
+    The index is -1 if the whole word appears. Few starts are left after some tokens of the word, so
+    the parts that are compared at once grow.
 
     Args:
         word: [L] int64.

@@ -24,9 +24,9 @@ _NUMBERS: dict[str, type[np.generic]] = {
 
 
 def filters_of(params: DiffusionParams, scoring: CandidateScoring) -> ops.Filters | None:
-    """Return what a request's parameters cut off, for a rule's scoring; None for nothing.
+    """Return the filters of a request for a rule's scoring; None for none.
 
-    Only Dream's reference cuts without temperature, where it changes scores; it has no min-p.
+    Only Dream's reference filters at temperature 0, where filters change scores; it has no min-p.
     """
     is_drawn = params.temperature > 0
     if not is_drawn and scoring.draw != "categorical":
@@ -46,7 +46,7 @@ def filters_of(params: DiffusionParams, scoring: CandidateScoring) -> ops.Filter
 
 
 def kind_of(filters: ops.Filters) -> ops.Filters:
-    """Return filters without their numbers: what a launch cannot mix."""
+    """Return filters without their numbers, that is, the part that a launch cannot mix."""
     return replace(filters, min_p=0.0, top_k=0, top_p=1.0)
 
 
@@ -59,5 +59,5 @@ def numbers_of(
 
 
 def with_numbers(kind: ops.Filters, parameters: Mapping[str, Any]) -> ops.Filters:
-    """Return filters of a kind with these numbers, or tensors of one value a row."""
+    """Return filters of a kind with these numbers, or with tensors of one value per row."""
     return replace(kind, **{name: parameters[name] for name in _NUMBERS})

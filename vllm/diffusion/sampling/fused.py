@@ -2,7 +2,7 @@
 """Sampling of many requests' rows by one launch.
 
 Requests differ in temperature, seed, step and special tokens; these become parameters of each row.
-All rows of a launch have one `LaunchKey` in common: the settings that a launch cannot mix.
+All rows of a launch have the same `LaunchKey`: the settings that a launch cannot mix.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class LaunchKey(NamedTuple):
 
     Attributes:
         score: name of the score, as in `ops.candidates`.
-        epsilon: added to probabilities in the logarithm of the entropy.
+        epsilon: number added to probabilities in the logarithm of the entropy.
         purpose: purpose of the noise, for its random stream.
-        is_tempered: scores are taken at the temperature.
-        has_greedy: whether the argmax of the noise-free logits is wanted.
+        is_tempered: whether scores are computed at the temperature.
+        has_greedy: whether the argmax of the noise-free logits is needed.
         dtype: dtype of the scores.
         filters: kind of the filters, without their numbers; None for none.
     """
@@ -53,11 +53,12 @@ class LaunchKey(NamedTuple):
 
 
 def launch_key(group: RowGroup, logits: torch.Tensor) -> LaunchKey | None:
-    """Return the key of a group's launch; None where the group needs more than a launch does.
+    """Return the key of a group's launch; None if the group needs more than a launch provides.
 
-    More is: float64, scores that each operation rounds to a narrow dtype, or forbidden tokens that
-    count in the probability of others. Dream's draw on CPU stays as its reference rounds it, where
-    probabilities that are equal in fp32 compete.
+    A launch does not provide float64, scores that each operation rounds to a narrow dtype, or
+    forbidden tokens that count in the probability of other tokens. Dream's draw on CPU stays in
+    PyTorch, because its reference rounds there so that tokens with equal fp32 probabilities
+    compete.
     """
     scoring, filters = group.scoring, group.filters
     dtype = group.confidence_dtype(logits)
@@ -66,7 +67,7 @@ def launch_key(group: RowGroup, logits: torch.Tensor) -> LaunchKey | None:
         return None
     if is_categorical and not logits.is_cuda:
         return None
-    # One rounding of the probability at the end is what PyTorch's softmax does, too.
+    # PyTorch's softmax also rounds the probability once, at the end.
     is_rounded_once = logits.is_cuda and scoring.score == "confidence" and not is_categorical
     if dtype != torch.float32 and not is_rounded_once:
         return None
@@ -92,11 +93,11 @@ def sample_fused(
     """Return token, score (larger is more certain) and greedy token of the rows of `groups`.
 
     Args:
-        logits: [R, C], the groups' rows one after another; this rank's columns.
+        logits: [R, C], rows of the groups one after another; columns of this rank.
         groups: requests whose key is `key`.
         key: the settings that they share.
         first_column: token id of the first column.
-        vocab_size: columns of all ranks.
+        vocab_size: number of columns of all ranks.
     """
     rows, is_random = _parameters(groups, key, logits.device)
     sampled = ops.candidates(
@@ -116,7 +117,7 @@ def sample_in_head(
         matrix: [V, D], the output matrix.
 
     Returns:
-        None where some group wants more of its logits than that, or where storing them is faster.
+        None if some group needs more of its logits, or if storing them is faster.
     """
     if not groups or not ops.samples_in_head(normed, matrix):
         return None
@@ -140,11 +141,11 @@ def sample_in_head(
 def _scored(
     sampled: ops.Sampled, rows: ops.Rows, is_random: bool | torch.Tensor, key: LaunchKey
 ) -> ops.Sampled:
-    """Convert scores to the key's dtype and order (larger is more certain), some to random ones."""
+    """Convert scores to the key's dtype and sign (larger is more certain); some become random."""
     sign = -1 if key.score == "entropy" else 1
     scores = (sign * sampled.score).to(key.dtype)
     if is_random is not False and rows.positions is not None:
-        # Where entropies are compared, the number stands for the entropy.
+        # If entropies are compared, the random number replaces the entropy.
         u = sign * ops.philox_uniform(rows.seed, REMASKING, rows.step, rows.positions, range(1))
         scores = u[:, 0] if is_random is True else torch.where(is_random, u[:, 0], scores.double())
     return ops.Sampled(sampled.token, scores, sampled.greedy if key.has_greedy else sampled.token)
@@ -153,7 +154,7 @@ def _scored(
 def _parameters(
     groups: Sequence[RowGroup], key: LaunchKey, device: torch.device
 ) -> tuple[ops.Rows, bool | torch.Tensor]:
-    """Return the rows' parameters, and whether scores are random; at most one copy is made."""
+    """Return the rows' parameters, and whether scores are random; makes at most one copy."""
     forbidden, excluded = [g.forbidden for g in groups], [g.excluded for g in groups]
     columns = tuple(sorted({token for tokens in (*forbidden, *excluded) for token in tokens}))
     is_random = [g.params.remasking == "random" and not key.is_tempered for g in groups]
@@ -200,7 +201,7 @@ def _parameters(
 def spread(
     values: dict[str, tuple[list[Any], type[np.generic]]], counts: list[int], device: torch.device
 ) -> dict[str, Any]:
-    """Spread values of requests over their rows: one number where all agree, else [R]."""
+    """Spread values of requests over their rows: one number if all are equal, else [R]."""
     arrays: dict[str, Any] = {}
     on_host = {}
     for name, (numbers, dtype) in values.items():
@@ -214,7 +215,7 @@ def spread(
 
 
 def bits_of(tokens: tuple[int, ...], columns: tuple[int, ...]) -> int:
-    """Return a mask that names columns, bit by bit."""
+    """Return a bit mask of the columns of `tokens`."""
     return sum(1 << columns.index(token) for token in set(tokens))
 
 

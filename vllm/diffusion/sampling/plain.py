@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling of one request's rows in PyTorch's arithmetic, at any precision.
 
-A token is the argmax of noisy logits, of those that min-p, top-k and top-p keep at the temperature,
-and scored by the whole distribution; or it is drawn from its distribution and scored by what is
-left:
+There are two ways to choose a token. Either it is the argmax of the noisy logits that min-p, top-k
+and top-p keep at the temperature, and its score comes from the whole distribution. Or it is drawn
+from its distribution, and its score comes from the filtered distribution:
 
 - Dream (Ye et al., arXiv:2508.15487, reference `diffusion_generate`): temperature, top-p and top-k
-  come before the softmax, and the score is taken from what they leave.
+  come before the softmax, and the score is taken from the filtered distribution.
 - Block-causal families: temperature, top-k, top-p, in this order, and none of them at temperature
-  0. LLaDA2.x and Fast-dLLM v2 score what is left; SDAR what there was before top-k and top-p.
+  0. LLaDA2.x and Fast-dLLM v2 score the filtered distribution; SDAR scores the distribution before
+  top-k and top-p.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ def sample_plain(
     """Return token, score (larger is more certain) and greedy token of every row.
 
     Args:
-        logits: [R, C], of this rank's columns; may be overwritten.
-        group: the request whose rows they are.
+        logits: [R, C], columns of this rank; may be overwritten.
+        group: the request of these rows.
         first_column: token id of the first column.
-        vocab_size: columns of all ranks.
+        vocab_size: number of columns of all ranks.
     """
     params, scoring, filters = group.params, group.scoring, group.filters
-    # Both work on whole rows, so ranks exchange their columns.
+    # Drawing and filtering work on whole rows, so ranks exchange their columns.
     if scoring.is_categorical or filters is not None:
         logits, first_column = ops.gather_columns(logits, vocab_size), 0
     columns = range(first_column, first_column + logits.shape[1])
@@ -69,7 +70,7 @@ def sample_plain(
         greedy, _ = most_likely(logits, excluded=())
     if params.remasking == "random":
         u = ops.philox_uniform(group.seed, REMASKING, group.step, group.positions, range(1))
-        # Where entropies are compared, the number stands for the entropy.
+        # If entropies are compared, the random number replaces the entropy.
         scores = -u[:, 0] if scoring.score == "negative_entropy" else u[:, 0]
     elif scoring.score == "negative_entropy":
         scores = ops.negative_entropy(
@@ -86,8 +87,8 @@ def sample_plain(
 def draw_categorical(logits: torch.Tensor, group: RowGroup) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token [R] int64 and score [R] of every row of `logits` [R, V].
 
-    At temperature 0 the token is the argmax of the probabilities (the lowest id among those that
-    round to the same number). Otherwise it is drawn by the Gumbel-max method.
+    At temperature 0 the token is the argmax of the probabilities (the lowest id among probabilities
+    that round to the same number). Otherwise it is drawn by the Gumbel-max method.
     """
     if group.params.temperature > 0:
         logits = logits / group.params.temperature
@@ -109,11 +110,11 @@ def draw_categorical(logits: torch.Tensor, group: RowGroup) -> tuple[torch.Tenso
 
 
 def _without(logits: torch.Tensor, columns: tuple[int, ...]) -> torch.Tensor:
-    """Return `logits` [R, V] with -inf in some columns, which is a copy if there are any."""
+    """Return `logits` [R, V] with -inf in some columns, as a copy if there are any."""
     if not columns:
         return logits
     masked = logits.clone()
-    for column in columns:  # a list as an index would make the host wait for the device
+    for column in columns:  # indexing with a list would make the host wait for the device
         masked[:, column] = -torch.inf
     return masked
 

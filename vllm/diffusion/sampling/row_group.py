@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Input of sampling: rows of requests, and the part of a model that makes logits of them."""
+"""Input of sampling: rows of requests, and the part of a model that computes their logits."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class LogitsModel(Protocol):
-    """The part of a model that sampling needs."""
+    """The part of a model that sampling requires."""
 
     vocab_start: int  # first column of this rank
-    vocab_size: int  # columns of all ranks
+    vocab_size: int  # number of columns of all ranks
 
     @property
     def head_matrix(self) -> torch.Tensor | None:
@@ -44,19 +44,20 @@ class RowGroup:
     """The sample rows of one request.
 
     Attributes:
-        params: the request's parameters, seed included.
+        params: parameters of the request, including the seed.
         scoring: scores that its decoding rule needs.
         step: number of the request's step, from 0.
-        forbid_mask: the mask token must not be proposed.
+        forbid_mask: whether the mask token must not be proposed.
         rows: R consecutive rows of the hidden states, which predict the masked positions.
         unconditional_rows: rows of these positions in the prompt-masked sequence, with guidance.
         positions: [R] int64, positions relative to the canvas.
         adjust: function of logits [R, V] and canvas positions [R] that returns changed logits.
-        token_ids: [R, k] int64 on the host: tokens whose log probabilities are wanted.
+        token_ids: [R, k] int64 on the host: tokens whose log probabilities are needed.
         joints: choices that bind several rows, each with its rows; they read whole rows of logits,
-            and are made when all parts of the step have been read.
+            and are made after all parts of the step have been read.
         edits: changes of logits that the request asks for; None for none.
-        num_extra_draws: further draws from the same logits, with the noise of later steps.
+        num_extra_draws: number of further draws from the same logits, with the noise of later
+            steps.
     """
 
     params: DiffusionParams
@@ -74,17 +75,17 @@ class RowGroup:
 
     @property
     def num_top(self) -> int:
-        """Number of most likely tokens wanted besides those of `token_ids`."""
+        """Number of most likely tokens needed in addition to `token_ids`."""
         return 0 if self.params.score is None else self.params.score.num_top
 
     @property
     def has_extras(self) -> bool:
-        """Whether more than candidates is wanted of the logits."""
+        """Whether the request needs more of the logits than candidates."""
         return self.is_alone or self.params.return_trajectory
 
     @property
     def is_alone(self) -> bool:
-        """Whether it wants of its logits what no launch over several requests gives."""
+        """Whether the request needs something of its logits that no shared launch computes."""
         wants_logprobs = self.params.num_logprobs is not None or self.token_ids is not None
         return self.adjust is not None or wants_logprobs
 
@@ -98,7 +99,7 @@ class RowGroup:
     def counted(self) -> tuple[int, ...]:
         """Forbidden token ids that keep their probability, as in loops that may propose them.
 
-        Filters leave none of them.
+        With filters there are none.
         """
         return () if self.params.has_filters else self.params.forbidden_ids
 
@@ -106,9 +107,9 @@ class RowGroup:
     def excluded(self) -> tuple[int, ...]:
         """Token ids that count as probability zero although they may be chosen.
 
-        In the reference the noisy and the noise-free logits are one tensor at temperature 0, and
-        its end-of-sequence column is masked in the noisy one: so both ids at temperature 0, else
-        only end-of-turn.
+        In the reference, the noisy and the noise-free logits are one tensor at temperature 0, and
+        the end-of-sequence column of the noisy logits is masked. So both ids are excluded at
+        temperature 0, and otherwise only end-of-turn.
         """
         if not self.params.confidence_eos_eot_inf:
             return ()
@@ -117,7 +118,7 @@ class RowGroup:
 
     @property
     def filters(self) -> ops.Filters | None:
-        """What is cut off the distribution before a draw; None for nothing."""
+        """Filters applied to the distribution before a draw; None for none."""
         return filters_of(self.params, self.scoring) if self.params.has_filters else None
 
     @property
@@ -127,7 +128,7 @@ class RowGroup:
         return self.params.seed
 
     def confidence_dtype(self, logits: torch.Tensor) -> torch.dtype:
-        """Dtype in which scores are computed; edited logits are fp32."""
+        """Return the dtype in which scores are computed; edited logits are fp32."""
         dtypes = {"float32": torch.float32, "float64": torch.float64}
         dtype = logits.dtype if self.edits is None else torch.float32
         return dtypes.get(self.params.confidence_dtype, dtype)
@@ -137,7 +138,7 @@ class RowGroup:
         return replace(self, step=self.step + count) if count else self
 
     def piece(self, rows: slice) -> RowGroup:
-        """Return the group of some of its rows, counted from its first one."""
+        """Return the group of some of its rows, counted from its first row."""
         token_ids = None if self.token_ids is None else self.token_ids[rows]
         joints = []
         for joint, joint_rows in self.joints:

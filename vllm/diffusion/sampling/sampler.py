@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling: from hidden states of sample rows to candidates, a token and a score per row.
+"""Sampling: turns hidden states of sample rows into candidates, a token and a score per row.
 
 Logits exist for one chunk of rows at a time. The order of operations is that of the LLaDA reference
 loop: guidance, a request's edits, forbidden columns, filters of the draw, noise, choice of the
-token, score from the noise-free logits; and for Dream's that of `diffusion_generate`: temperature,
-top-p, top-k, draw. Rows of requests with one `LaunchKey` are sampled by one launch (`fused`),
-others in PyTorch (`plain`).
+token, score from the noise-free logits. For Dream it is the order of `diffusion_generate`:
+temperature, top-p, top-k, draw. One launch samples all rows of requests with the same `LaunchKey`
+(`fused`); PyTorch samples all other rows (`plain`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from vllm.diffusion.sampling.row_group import LogitsModel, RowGroup
 
 
-BYTES_OF_COPIES = 24  # of a logit, where PyTorch sorts, draws or takes logarithms in fp32
-BYTES_OF_EDITS = 4  # of a logit that is edited
-COPIES_BYTES = 128 << 20  # of the rows that are copied at a time
+# Bytes per logit when PyTorch sorts, draws or takes logarithms in fp32.
+BYTES_OF_COPIES = 24
+BYTES_OF_EDITS = 4  # bytes per edited logit
+COPIES_BYTES = 128 << 20  # bytes of the rows that are copied at a time
 
 
 def sample(
@@ -43,8 +44,8 @@ def sample(
 
     Args:
         model: final norm and output head.
-        parts: hidden states [r, D] after the last layer and the groups whose rows they are, one
-            after another. The logits of one part exist at a time, if they are stored at all.
+        parts: hidden states [r, D] after the last layer and the groups of these rows, one after
+            another. The logits of only one part exist at a time, if they are stored at all.
         buffers: memory of normed rows and logits; None allocates.
 
     Returns:
@@ -69,9 +70,9 @@ def _runs(
 ) -> Iterator[tuple[list[RowGroup], LaunchKey | None]]:
     """Yield neighbouring groups that one launch serves, with its key.
 
-    Guided groups, those that are sampled alone and those without a key form runs of their own.
-    Groups with edits share runs with each other, of the rows that are copied at a time; so do those
-    that want trajectories.
+    Guided groups, groups that are sampled alone and groups without a key form separate runs. Groups
+    with edits share runs with each other, up to the number of rows that are copied at a time. So do
+    groups with trajectories.
     """
     run: list[RowGroup] = []
     key: LaunchKey | None = None
@@ -93,7 +94,7 @@ def _runs(
 
 
 def _rows_at_a_time(model: LogitsModel, bytes_of_copies: int) -> int:
-    """Return the number of rows of which copies are made at a time."""
+    """Return the number of rows that are copied at a time."""
     return max(COPIES_BYTES // (bytes_of_copies * model.vocab_size), 1)
 
 
@@ -103,7 +104,7 @@ def _sample_run(
     key: LaunchKey | None,
     model: LogitsModel,
 ) -> Samples[torch.Tensor]:
-    """Sample a run of groups whose rows are among those of `logits`; result as of `sample`."""
+    """Sample a run of groups whose rows are among the rows of `logits`; result as for `sample`."""
     lead = run[0]
     run_logits = logits[lead.rows.start : run[-1].rows.stop]
     if lead.unconditional_rows is not None:
@@ -123,7 +124,7 @@ def _sample_rows(
 ) -> Samples[torch.Tensor]:
     """Sample a run of groups from its rows of logits, which may be overwritten.
 
-    Three rows follow for each extra draw, of the group that has most.
+    The table has three more rows for each extra draw of the group with the most extra draws.
     """
     lead = run[0]
     readers = [group for group in run if group.joints and group.adjust is None]
@@ -150,6 +151,6 @@ def _draw(
             return Samples.of(samples)
         traced = candidate_logprobs(logits, run, samples, model.vocab_start, model.vocab_size)
         return Samples.of(samples, [traced])
-    # The others make copies of their logits: of a few rows at a time.
+    # All other groups copy their logits, so they are sampled a few rows at a time.
     pieces = pieces_of(len(logits), _rows_at_a_time(model, BYTES_OF_COPIES))
     return Samples.joined([sample_alone(logits[rows], lead.piece(rows), model) for rows in pieces])

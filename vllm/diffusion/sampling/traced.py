@@ -27,12 +27,12 @@ def candidate_logprobs(
     """Return the fields of `CandidateLogprobs`, [5, R] float64.
 
     Args:
-        logits: [R, C], the groups' rows one after another; this rank's columns, as the model and
-            the requests' edits leave them.
+        logits: [R, C], rows of the groups one after another; this rank's columns, after changes by
+            the model and by the requests' edits.
         groups: the requests.
         sampled: samples of the rows.
         first_column: token id of the first column.
-        vocab_size: columns of all ranks.
+        vocab_size: number of columns of all ranks.
     """
     forbidden = [g.forbidden for g in groups]
     columns = tuple(sorted({token for tokens in forbidden for token in tokens}))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door by which guests of the scheduler have a say in who starts."""
+"""Base class of gates: guests of the scheduler that take part in admission."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ if TYPE_CHECKING:
 
 
 class AdmissionGate:
-    """The door of a guest of the scheduler; this one takes in nobody, and guests override it.
+    """Base class of gates, which accepts no requests; gates override its methods.
 
-    A request hears only of the gates that took it in when it arrived.
+    A gate's methods are called only for requests that it accepted on arrival.
     """
 
     def arrived(self, item: RequestState) -> bool:
-        """Look at a request that has arrived; return whether this gate is to hear of it again.
+        """Handle the arrival of a request; return whether this gate takes part in its admission.
 
         Raises:
-            ActivationBudgetError: it can never start.
+            ActivationBudgetError: the request can never start.
         """
         return False
 
     def prepare(self, item: RequestState) -> None:
-        """Update what a waiting request would need if it started now. Called once a step."""
+        """Update what a waiting request would need if it started now. Called once per step."""
 
     def waits_for(self, item: RequestState) -> WaitsFor | None:
-        """Return what a request waits for other than room, None if for nothing.
+        """Return what a request waits for, except memory; None if it does not wait.
 
         Later requests that start meanwhile do not count as overtaking it.
         """
         return None
 
     def reserve(self, item: RequestState) -> bool:
-        """Reserve what a request needs that fits beside the others; False if there is too little.
+        """Reserve what a request needs in addition to running requests; return False if it cannot.
 
-        Where all gates return True, the request starts.
+        The request starts if all its gates return True.
         """
         return True
 
     def started(self, item: RequestState) -> None:
-        """Take in that a request starts."""
+        """Handle the start of a request."""
 
     def advanced(self, item: RequestState) -> None:
-        """Take in that a step of a running request is over."""
+        """Handle the end of a step of a running request."""
 
     def weights_changed(self, items: Sequence[RequestState], generation: int) -> None:
-        """Handle a weight update: all requests, running and waiting, go on with this generation."""
+        """Handle a weight update: all running and waiting requests continue with `generation`."""
 
     def left(self, item: RequestState) -> None:
-        """Take in that a request is over, whether it has started or not."""
+        """Handle the end of a request, whether it has started or not."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Likelihood calls: the requests of one arrive one by one and start together, to share a step."""
+"""Likelihood calls: all requests of a call start together, to share a step."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.engine.scheduler.request_state import RequestState, WaitsFor
 
-LONGEST_WAIT_S = 0.05  # from a call's first request on; then the others start without the missing
+# Seconds after the first request of a call; then its requests start without the missing ones.
+LONGEST_WAIT_S = 0.05
 
 
 class _Call(NamedTuple):
-    """A likelihood call of which some requests have not arrived."""
+    """A likelihood call with missing requests."""
 
     num_arrived: int
     since: float
 
 
 class LikelihoodCalls(AdmissionGate):
-    """Gate of the requests of likelihood calls: they wait until all of their call have arrived.
+    """Gate of likelihood requests: they wait until all requests of their call have arrived.
 
     Args:
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -35,7 +36,7 @@ class LikelihoodCalls(AdmissionGate):
         self._incomplete: dict[str, _Call] = {}
 
     def arrived(self, item: RequestState) -> bool:
-        """Count a request toward its call; requests that are alone in theirs are not concerned."""
+        """Count a request toward its call; reject requests that are alone in their call."""
         score = item.params.score
         if score is None or score.group_size == 1:
             return False

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharing of the device between long and short requests: whose steps come in slices, and when.
+"""Shares the device between long and short requests: decides whose steps run in slices, and when.
 
-A request is long while its next step takes longer than the longest pause that others may see, or
-has fp8 attention, whose scales are those of one request. Its step is computed slice by slice, half
-a pause each: the device is given the next one when the one before begins, so what arrives meanwhile
-waits for two at most. While short requests run, a slice is due only when the long ones have had
-less than their share of the time.
+A request is long while its next step takes longer than the longest allowed pause of other requests,
+or uses fp8 attention, whose scales belong to one request. Its step is computed slice by slice, each
+half a pause long. The device receives the next slice when the previous one begins, so a new request
+waits for two slices at most. While short requests run, a slice is due only when long requests have
+had less than their share of the time.
 
-Workers follow these decisions alone, so that all ranks do the same. They report how long slices
-took, from which the ratio to the predictions is learned.
+Workers follow only these decisions, so that all ranks do the same. They report the times of slices,
+from which the policy learns the ratio to the predictions.
 """
 
 from __future__ import annotations
@@ -35,26 +35,27 @@ if TYPE_CHECKING:
 
 
 class SpeedEstimate:
-    """Ratio of the seconds that the device takes to those that the planner predicts.
+    """Ratio of measured seconds of the device to the planner's predicted seconds.
 
-    It is the median over the last slices, each of the weight of its work: a slice may wait until a
-    kernel is compiled, and the steps planned after it must not be cut to pieces for that.
+    It is the median over the last slices, weighted by their work. A slice may wait until a kernel
+    is compiled, and such an outlier must not make later plans cut steps into small chunks.
 
     Args:
-        prior_s: predicted seconds that the prior ratio, 1, weighs as much as.
+        prior_s: weight of the prior ratio, 1, in predicted seconds.
 
     Attributes:
-        factor: the ratio, rounded to two digits so that plans for given seconds are found again.
+        factor: the ratio, rounded to two digits so that cached plans can be reused.
     """
 
-    MAX_REPORTS = 64  # reports of slices
+    MAX_REPORTS = 64  # maximum number of recorded slices
 
     def __init__(self, prior_s: float) -> None:
-        self._seen = deque([(1.0, prior_s)], maxlen=self.MAX_REPORTS)  # ratios, predicted seconds
+        # Pairs (ratio, predicted seconds).
+        self._seen = deque([(1.0, prior_s)], maxlen=self.MAX_REPORTS)
         self.factor = 1.0
 
     def learn(self, slice_timing: SliceTiming) -> None:
-        if not slice_timing.seconds:  # of a plan that predicts nothing
+        if not slice_timing.seconds:  # the plan predicts no time
             return
         self._seen.append((slice_timing.taken_s / slice_timing.seconds, slice_timing.seconds))
         ratios, weights = zip(*sorted(self._seen), strict=True)
@@ -63,15 +64,16 @@ class SpeedEstimate:
 
 
 class LongStepPolicy:
-    """Decides which requests are long, and names the next slice.
+    """Decides which requests are long, and chooses the next slice.
 
     Args:
-        settings: share of the time of long requests, and longest pause of short ones.
+        settings: share of the time of long requests, and longest pause of short requests.
 
     Attributes:
         longest_pause_s: seconds that a short request may wait without progress.
         speed: speed of the device.
-        is_idle: no running request may be long, and no slice is under way: steps need no sharing.
+        is_idle: whether no running request may be long and no slice is in flight, so that steps
+            need no sharing.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -79,8 +81,9 @@ class LongStepPolicy:
         self.speed = SpeedEstimate(self.longest_pause_s)
         self.is_idle = True
         self._paused: PausedStep | None = None
-        self._is_shared = False  # both kinds took part in the step that runs
-        self._owed_s = 0.0  # seconds that long requests have had less than their share
+        self._is_shared = False  # whether requests of both kinds take part in the current step
+        # Seconds by which long requests have had less than their share.
+        self._owed_s = 0.0
         self._predicted_s: WeakKeyDictionary[RequestState, dict[int, float]] = WeakKeyDictionary()
 
     @property
@@ -89,7 +92,7 @@ class LongStepPolicy:
         return self.longest_pause_s / 2
 
     def started(self, item: RequestState, admission: Admission) -> None:
-        """Take in that a request runs."""
+        """Handle the start of a request."""
         if self.is_long(item, math.inf, admission):
             self.is_idle = False
 
@@ -100,15 +103,15 @@ class LongStepPolicy:
         running: Iterable[RequestState],
         admission: Admission | None,
     ) -> None:
-        """Take in what the workers report of slices.
+        """Update the policy from the workers' reports of slices.
 
-        Need not be called while nothing is reported of slices and `is_idle`.
+        May be skipped while no slices are reported and `is_idle`.
 
         Args:
             done: results of a step.
-            passed_s: seconds since the results before them.
-            running: the requests that run.
-            admission: says what fits; None while the size of the memory is unknown.
+            passed_s: seconds since the previous results.
+            running: the running requests.
+            admission: decides what fits; None while the size of the memory is unknown.
         """
         self._paused = done.paused
         if self._is_shared:
@@ -116,7 +119,8 @@ class LongStepPolicy:
         if done.slice_timing is not None:
             self.speed.learn(done.slice_timing)
             self._owed_s += done.slice_timing.num_slices * self.slice_s - done.slice_timing.taken_s
-        if not self._is_shared:  # they have had at least the slices that a newcomer waits for
+        # Long requests have had at least the slices that a new request waits for.
+        if not self._is_shared:
             self._owed_s = max(self._owed_s, -self.longest_pause_s)
         has_slices = self._is_shared or self._paused is not None
         self.is_idle = not has_slices and not (
@@ -124,12 +128,12 @@ class LongStepPolicy:
             and any(self.is_long(item, math.inf, admission) for item in running)
         )
 
-    # ---- who is long ----
+    # ---- which requests are long ----
 
     def is_long(self, item: RequestState, rows: float, admission: Admission) -> bool:
-        """Whether a step of at most `rows` rows of this request shares no step with others.
+        """Whether a step of at most `rows` rows of this request must not be shared with others.
 
-        It takes longer than a pause may, or has fp8 attention.
+        It takes longer than the longest pause, or uses fp8 attention.
         """
         max_rows = item.demand.largest_rows(admission.row_budget)
         if item.demand.fp8_attention and rows >= item.demand.length * item.demand.num_sequences:
@@ -143,11 +147,11 @@ class LongStepPolicy:
         return True
 
     def long(self, running: Mapping[str, RequestState], admission: Admission) -> list[str]:
-        """Return the long requests, in the order of their turns, and any whose step has begun.
+        """Return the long requests in the order of their turns, and any request with a begun step.
 
         Args:
-            running: in the order of their turns.
-            admission: says what fits, and how long it takes.
+            running: running requests, in the order of their turns.
+            admission: decides what fits, and predicts times.
         """
         paused = None if self._paused is None else self._paused.req_id
         return [
@@ -169,11 +173,11 @@ class LongStepPolicy:
         """Return the rows of the next step, by request, and the slice among them, if one is due.
 
         Args:
-            long: the long requests among those that run.
-            running: in the order of their turns.
-            launched: requests of the steps that are under way; long ones among them stay whole.
-            admission: says what fits, and how long it takes.
-            next_step: chooses who of given requests takes part in a step as a whole.
+            long: the long requests among the running ones.
+            running: running requests, in the order of their turns.
+            launched: requests of the steps in flight; long requests among them stay whole.
+            admission: decides what fits, and predicts times.
+            next_step: chooses which of the given requests take part in a step as a whole.
         """
         cut = {req_id: running[req_id] for req_id in long if req_id not in launched}
         rows = next_step({req_id: item for req_id, item in running.items() if req_id not in cut})
@@ -188,12 +192,12 @@ class LongStepPolicy:
     def next_slice(
         self, long: Sequence[RequestState], admission: Admission, *, is_shared: bool
     ) -> StepSlice | None:
-        """Return the next slice of the step that has begun, else the first one of the next step.
+        """Return the next slice of the step that has begun, else the first slice of the next step.
 
         Args:
             long: requests that may get a slice, in the order of their turns.
-            admission: says what fits, and how long it takes.
-            is_shared: short requests take part in the same step.
+            admission: decides what fits, and predicts times.
+            is_shared: whether short requests take part in the same step.
         """
         self._is_shared = is_shared and bool(long)
         if not long or (is_shared and self._owed_s < 0):
@@ -202,13 +206,13 @@ class LongStepPolicy:
         item = next((item for item in long if item.req_id == paused), long[0])
         units = {item.req_id: item.demand.unit} if item.demand.unit else {}
         rows = take_turns({item.req_id: item.next_rows}, admission.row_budget, units)
-        self._owed_s -= self.slice_s  # until it is known what it took
+        self._owed_s -= self.slice_s  # corrected when the measured time is reported
         return StepSlice(item.req_id, rows[item.req_id], self.slice_s / self.speed.factor)
 
     def _fits_beside(
         self, rows: Mapping[str, int], running: Mapping[str, RequestState], admission: Admission
     ) -> bool:
-        """Whether a step of these requests fits beside what a paused step holds of the pool."""
+        """Whether a step of these requests fits into the memory that a paused step leaves."""
         if self._paused is None or not rows:
             return True
         demands = [running[req_id].demand for req_id in rows]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observation of steps and requests: metrics for the server, where statistics are read."""
+"""Records metrics of steps and requests for the server, if statistics are enabled."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.scheduler.request_state import RequestState
     from vllm.v1.request import Request
 
-STATISTICS_S = 0.1  # seconds between two messages that carry statistics alone
+STATISTICS_S = 0.1  # minimum seconds between two messages that carry only statistics
 ANSWERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 class Observer:
-    """Records events, and hands them out as upstream's statistics."""
+    """Records events, and returns them as upstream's statistics."""
 
     def __init__(self) -> None:
         self._seen = metrics.Observations()
-        self._last_report = 0.0  # time.monotonic() of the newest results
-        self._last_statistics = 0.0  # the same clock, when statistics were sent
-        self._last_waiting = 0.0  # the same clock, when waiting requests were; 0 if none were
-        self.peak_bytes = 0  # of all steps
+        self._last_report = 0.0  # time.monotonic() of the latest results
+        self._last_statistics = 0.0  # the same clock: last time that statistics were sent
+        # The same clock: last time that waiting requests were sent; 0 if there were none.
+        self._last_waiting = 0.0
+        self.peak_bytes = 0  # peak of all steps
 
     # ---- requests ----
 
@@ -43,7 +44,7 @@ class Observer:
         request.record_event(EngineCoreEventType.QUEUED)
 
     def refused(self, reason: str) -> None:
-        """Record that a request is not served to its end; `reason` is the metric's label."""
+        """Record that a request ends with an error; `reason` is the metric's label."""
         self._seen.count(metrics.REQUESTS_REFUSED, label=reason)
 
     def timed_out(self) -> None:
@@ -54,7 +55,7 @@ class Observer:
         request.record_event(EngineCoreEventType.SCHEDULED)
 
     def progressed(self, item: RequestState, result: StepResult) -> None:
-        """Record a step's result of `item`; must be called before `item` takes it in."""
+        """Record a step's result of `item`; must be called before `item.advance`."""
         self._seen.count(metrics.FORWARDS, result.num_forwards - item.num_forwards)
         self._seen.count(metrics.REQUEST_STEPS, result.num_steps - item.num_steps)
         self._seen.count(metrics.DRAFT_STATES, result.num_drafts - item.num_drafts)
@@ -66,7 +67,7 @@ class Observer:
             self._seen.observe(metrics.TIME_TO_FIRST_COMMIT, waited)
 
     def ended(self, item: RequestState) -> None:
-        """Record that a request has stopped running, for whatever reason."""
+        """Record that a request has stopped running, for any reason."""
         if not item.num_forwards:
             return
         self._seen.observe(metrics.TOKENS_PER_FORWARD, item.num_committed / item.num_forwards)
@@ -92,7 +93,7 @@ class Observer:
         self._seen.count(metrics.DENOISE_STEPS)
         self._seen.observe(metrics.STEP_BATCH_SIZE, len(done.results))
         self._seen.observe(metrics.STEP_ROWS, done.num_rows)
-        # A step may be scheduled before the results of the one before it are known.
+        # A step may be scheduled before the results of the previous step are known.
         self._seen.observe(metrics.STEP_TIME, now - max(step.scheduled_at, self._last_report))
         self._last_report = now
 
@@ -101,7 +102,7 @@ class Observer:
     def are_statistics_due(self) -> bool:
         """Whether to send statistics without an output.
 
-        Such a message costs the server as much as a small step.
+        Such a message costs the server as much time as a small step.
         """
         return time.monotonic() - self._last_statistics >= STATISTICS_S
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages to the client of a request, in upstream's types.
 
-What upstream's output has no field for travels in its `kv_transfer_params`, which its front end
-passes on unchanged.
+Data without a field in upstream's output travels in its `kv_transfer_params`, which upstream's
+front end passes on unchanged.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 def progress(
     item: RequestState, new_token_ids: list[int], result: StepResult
 ) -> list[EngineCoreOutput]:
-    """Make the outputs of a step: tokens that are now final, and at the end the report.
+    """Create the outputs of a step: tokens that are now final, and at the end the report.
 
-    An answer that is closed stops behind its last token. Upstream takes the last token of an output
-    that stops for one that ends the answer and leaves it out of the text, so the end comes by
-    itself.
+    A closed answer stops after its last token. Upstream omits the last token of a stopping output
+    from the text, because it takes this token for a stop token. So the end is sent as a separate
+    output.
     """
     logprobs = result.logprobs
     output = EngineCoreOutput(
@@ -50,7 +50,7 @@ def progress(
 
 
 def refusal(request: Request, message: str) -> EngineCoreOutput:
-    """Make the output that says why a request is not served to its end; its status must be set."""
+    """Create the output with the error that ends a request; the request's status must be set."""
     return EngineCoreOutput(
         request_id=request.request_id,
         new_token_ids=[],
@@ -60,7 +60,7 @@ def refusal(request: Request, message: str) -> EngineCoreOutput:
 
 
 def timeout(item: RequestState, message: str) -> EngineCoreOutput:
-    """Make the output of a request that ended before it was complete; its status must be set."""
+    """Create the output of a request that timed out; the request's status must be set."""
     fields = {"error": message, "timeout_s": item.params.timeout_s, **_report(item)}
     return EngineCoreOutput(
         request_id=item.req_id,
@@ -71,10 +71,10 @@ def timeout(item: RequestState, message: str) -> EngineCoreOutput:
 
 
 class Outbox:
-    """Outputs that clients get with the results of the next step.
+    """Outputs that clients receive with the results of the next step.
 
     Args:
-        lists_finished: whether clients want the ids of the requests that have ended.
+        lists_finished: whether clients need the ids of finished requests.
     """
 
     def __init__(self, *, lists_finished: bool) -> None:
@@ -89,7 +89,7 @@ class Outbox:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no client has news."""
+        """Whether there are no messages for any client."""
         return not self._outputs and not self._finished
 
     def put(self, request: Request, *outputs: EngineCoreOutput) -> None:
@@ -98,12 +98,12 @@ class Outbox:
             self._outputs[request.client_index] += outputs
 
     def note_end(self, request: Request) -> None:
-        """Add that a request has ended."""
+        """Record the end of a request for its client."""
         if self._lists_finished:
             self._finished[request.client_index].add(request.request_id)
 
     def take(self, stats: SchedulerStats | None) -> dict[int, EngineCoreOutputs]:
-        """Empty the box: return a message for each client with news; the first has `stats`, too."""
+        """Empty the outbox: return one message per client; the first message also has `stats`."""
         messages = {client: EngineCoreOutputs(outputs=o) for client, o in self._outputs.items()}
         for client, req_ids in self._finished.items():
             messages.setdefault(client, EngineCoreOutputs()).finished_requests = req_ids
@@ -123,9 +123,10 @@ def _common(request: Request) -> dict[str, Any]:
 
 
 def _side_channel(item: RequestState, result: StepResult) -> dict[str, Any] | None:
-    """Fields that upstream's output lacks; the report is sent with the last output.
+    """Return fields that upstream's output lacks; the report is sent with the last output.
 
-    The front end finds stop strings by itself, so with them every output may be the last one.
+    The front end finds stop strings by itself, so for requests with stop strings every output may
+    be the last one.
     """
     fields: dict[str, Any] = {}
     if item.request.is_finished() or item.request.sampling_params.stop:
@@ -161,7 +162,7 @@ def _report(item: RequestState) -> dict[str, Any]:
 
 
 def _num_end_tokens(item: RequestState) -> int:
-    """Canvas positions from the token that ended the answer on; 0 where none did."""
+    """Return the number of canvas positions from the stop token on; 0 without a stop token."""
     answer = item.request.output_token_ids
     if not answer or answer[-1] not in item.params.stop_ids:
         return 0

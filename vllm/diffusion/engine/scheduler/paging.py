@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assignment of the store's pages to requests with exact keys and values (block-causal families).
+"""Assigns pages of the store to requests with an exact cache (block-causal families).
 
-Upstream's KV cache manager counts the pages, shares those of equal prefixes, and evicts the least
-recently used. A page is published, so that other requests may find it, once a finished step has
-made all of it final; until then only its own request reads it.
+Upstream's KV cache manager counts the pages, shares the pages of equal prefixes, and evicts the
+least recently used pages. A page is published, so that other requests can find it, once a finished
+step has made all its positions final. Until then only its own request reads it.
 
 ```
 positions of a request   [0, num_kept) final | [num_kept, next_end) next forward | ahead | no page
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 BLOCKS_AHEAD = 2
 MAX_SCRATCH_PAGES, PAGES_PER_SCRATCH = 64, 32
-_WEIGHTS = "|W"  # begins the end of a salt
+_WEIGHTS = "|W"  # separator before the weight generation in a salt
 
 logger = init_logger(__name__)
 
 
 def most_positions(num_pages: int, max_model_len: int) -> int:
-    """Positions that one request may have in a store of `num_pages` pages.
+    """Return the maximum positions of one request in a store of `num_pages` pages.
 
     Upstream's manager keeps one page for itself. A sequence ends with a whole block, so it may be
     longer than prompt and answer.
@@ -49,26 +49,26 @@ def most_positions(num_pages: int, max_model_len: int) -> int:
 
 
 def scratch_pages(num_pages: int) -> int:
-    """Pages that the store has beside `num_pages` that requests may have: for drafts."""
+    """Return the number of draft pages in addition to `num_pages` pages for requests."""
     return min(MAX_SCRATCH_PAGES, num_pages // PAGES_PER_SCRATCH)
 
 
 def without_scratch(num_pages: int) -> int:
-    """Pages that requests may have in a store of `num_pages`."""
+    """Return the number of pages for requests in a store of `num_pages` pages."""
     return num_pages - min(MAX_SCRATCH_PAGES, (num_pages + 1) // (PAGES_PER_SCRATCH + 1))
 
 
 class Paging(AdmissionGate):
-    """Gate of requests whose keys and values lie in pages; hands out the pages of the store.
+    """Gate of requests with pages; assigns the pages of the store.
 
     Args:
         vllm_config: configuration of the engine.
-        kv_cache_config: upstream's, made from the worker's sizes.
+        kv_cache_config: upstream's configuration, made from the worker's sizes.
         hash_block_size: tokens covered by one hash.
-        log_stats: whether statistics are read.
+        log_stats: whether statistics are enabled.
 
     Attributes:
-        manager: upstream's, which counts the pages.
+        manager: upstream's manager, which counts the pages.
         num_bytes: bytes of the store.
     """
 
@@ -82,7 +82,8 @@ class Paging(AdmissionGate):
     ) -> None:
         self.manager = KVCacheManager(
             kv_cache_config,
-            max_model_len=kv_cache_config.num_blocks * PAGE_SIZE,  # it cuts what is longer
+            # the manager truncates longer requests
+            max_model_len=kv_cache_config.num_blocks * PAGE_SIZE,
             scheduler_block_size=PAGE_SIZE,
             hash_block_size=hash_block_size,
             enable_caching=vllm_config.cache_config.enable_prefix_caching,
@@ -94,14 +95,14 @@ class Paging(AdmissionGate):
         max_model_len = vllm_config.model_config.max_model_len
         self._most_positions = most_positions(kv_cache_config.num_blocks, max_model_len)
         self._new_pages: dict[str, NewPages] = {}
-        self._is_short = False  # somebody waits for pages
-        self._generation = 0  # of the weights
+        self._is_short = False  # whether a request waits for pages
+        self._generation = 0  # weight generation
 
     def arrived(self, item: RequestState) -> bool:
-        """Add the block length to a request's hashes, where keys and values depend on it.
+        """Add the block length to a request's hashes if its keys and values depend on it.
 
         Raises:
-            ActivationBudgetError: it would not fit even alone.
+            ActivationBudgetError: the request would not fit even alone.
         """
         if not item.is_paged:
             return False
@@ -117,7 +118,7 @@ class Paging(AdmissionGate):
         return True
 
     def _hash(self, item: RequestState) -> None:
-        """Name what a request's pages hold: its tokens, its blocks, and the weights."""
+        """Hash the content of a request's pages: its tokens, its block length, and the weights."""
         request = item.request
         salt = str(request.cache_salt).partition(_WEIGHTS)[0]
         request.cache_salt = salt + (f"{_WEIGHTS}{self._generation}" if self._generation else "")
@@ -128,20 +129,22 @@ class Paging(AdmissionGate):
         self._generation = generation
         paged = [item for item in items if item.is_paged]
         if not self.reset(paged):
-            logger.warning("kept keys and values of other weights stay until they are evicted")
+            logger.warning("cached keys and values of other weights stay until they are evicted")
         for item in paged:
             self._hash(item)
-            if item.request.prefill_stats is not None:  # what it found is of no use any more
+            # The cached prefix that it found is no longer valid.
+            if item.request.prefill_stats is not None:
                 item.request.prefill_stats.set(item.request.num_prompt_tokens, 0, 0)
 
     def provide(self, running: Iterable[RequestState], in_flight: Collection[str]) -> None:
-        """Reserve pages for every next forward, and beyond, as a worker launches one step ahead.
+        """Reserve pages for every next forward and for some blocks more.
 
-        The oldest requests come first. Where there are too few pages, they take those of the newest
-        request, unless its step is under way.
+        The reserve is needed because a worker launches one step ahead. The oldest requests come
+        first. If there are too few pages, they take the pages of the latest request, unless its
+        step is in flight.
 
         Args:
-            running: the requests that run.
+            running: the running requests.
             in_flight: requests of the step that the worker has launched.
         """
         paged = sorted((item for item in running if item.is_paged), key=lambda item: item.started)
@@ -159,16 +162,16 @@ class Paging(AdmissionGate):
             self._give(item, min(ahead, item.demand.length))
 
     def reserve(self, item: RequestState) -> bool:
-        """Give a request the pages of its first forward; False if there are too few.
+        """Give a request the pages of its first forward; return False if there are too few.
 
-        Requests that have started before and wait for pages come first.
+        Requests that have started earlier and wait for pages come first.
         """
         return not self._is_short and self._give(item, item.next_end)
 
     def _give(self, item: RequestState, end: int) -> bool:
         """Give a request pages for its positions [0, `end`); return whether it has them now.
 
-        A request without pages begins with those that already hold its prefix.
+        A request without pages starts with the published pages of its prefix.
         """
         if item.num_pages * PAGE_SIZE >= end:
             return True
@@ -194,7 +197,7 @@ class Paging(AdmissionGate):
         return True
 
     def _begin(self, item: RequestState, num_found: int) -> None:
-        """Start a request whose first `num_found` positions are computed already."""
+        """Start a request whose first `num_found` positions are already computed."""
         request = item.request
         self.manager.record_prefix_cache_stats(request, num_found)
         if request.num_preemptions == 0 and request.prefill_stats is not None:
@@ -204,10 +207,10 @@ class Paging(AdmissionGate):
         item.keep(num_found)
 
     def reset(self, running: Iterable[RequestState]) -> bool:
-        """Forget all published pages; False if some page is in use.
+        """Withdraw all published pages; return False if some page is in use.
 
         Args:
-            running: requests whose pages are taken away first.
+            running: requests that are preempted first.
         """
         for item in running:
             if item.num_pages:
@@ -215,7 +218,7 @@ class Paging(AdmissionGate):
         return bool(self.manager.reset_prefix_cache())
 
     def preempt(self, item: RequestState) -> None:
-        """Take away a request's pages; it continues when there are some again."""
+        """Take away a request's pages; it continues when there are enough pages again."""
         request = item.request
         self.manager.free(request)
         request.status = RequestStatus.PREEMPTED
@@ -226,7 +229,7 @@ class Paging(AdmissionGate):
         self._new_pages[item.req_id] = NewPages([], 0)
 
     def advanced(self, item: RequestState) -> None:
-        """Let other requests find the final part of a request's keys and values."""
+        """Publish the final part of a request's keys and values for other requests."""
         request = item.request
         if item.num_pages == 0 or item.num_kept == request.num_computed_tokens:
             return
@@ -235,7 +238,7 @@ class Paging(AdmissionGate):
             self.manager.cache_blocks(request, min(item.num_kept, request.num_tokens))
 
     def left(self, item: RequestState) -> None:
-        """Release the pages of an ended request; published ones stay until they are needed."""
+        """Release the pages of a finished request; published pages stay until they are evicted."""
         if item.num_pages:
             self.manager.free(item.request)
             item.num_pages = 0
@@ -247,7 +250,7 @@ class Paging(AdmissionGate):
         return taken
 
     def put_into(self, stats: SchedulerStats) -> None:
-        """Write how full the store is, and how many prefixes were found, into `stats`."""
+        """Write the usage of the store and the prefix cache hits into `stats`."""
         stats.kv_cache_usage = self.manager.usage
         prefix_stats = self.manager.make_prefix_cache_stats()
         if prefix_stats is not None:
@@ -255,6 +258,6 @@ class Paging(AdmissionGate):
 
 
 def _shares(item: RequestState) -> bool:
-    """Whether a request's pages hold what their hashes name: whole blocks of these tokens."""
+    """Whether a request's pages hold what their hashes identify: whole blocks of these tokens."""
     params = item.params
     return PAGE_SIZE % params.kept_unit == 0 and not params.allow_infill

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that share a prompt: what their first forwards have in common is computed once.
+"""Requests that share a prompt: the common part of their first forwards is computed once.
 
-A request for n answers comes as n requests, which differ in their seeds alone. One of them computes
-its first forward, and the others wait for it. What they read of it depends on the cache:
+A request for n answers arrives as n requests that differ only in their seeds. One of them computes
+its first forward, and the others wait for it. What they reuse depends on the cache:
 
-- `frozen`: the prompt's keys and values, where they lie. The request that computes them reserves
-  room for what the others do not share. In their first forward the others compute the canvas.
-- `none`: the hidden states of the sample rows. Their first forward is over when they start.
-- `prefix`, `dual`, `delayed`: these hidden states, and a copy of all keys and values that the first
-  forward has left. The next one overwrites some of them, so a request that starts after it computes
-  its own.
-- `exact`: the prompt's keys and values, like every request whose prompt begins alike.
+- `frozen`: the prompt's keys and values, in the same pages. The request that computes them reserves
+  the memory that the others do not share. In their first forward the others compute the canvas.
+- `none`: the hidden states of the sample rows. Their first forward is complete when they start.
+- `prefix`, `dual`, `delayed`: these hidden states, and a copy of all keys and values after the
+  first forward. The second forward overwrites some of them, so a request that starts later computes
+  its own first forward.
+- `exact`: the prompt's keys and values, like all requests with a common prefix.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.scheduler.request_state import RequestState, WaitsFor
     from vllm.diffusion.request.params import DiffusionParams
 
-# First forwards that have fewer rows all together cost no more than one of them.
+# If their first forwards have fewer rows in total, they cost no more than one first forward.
 MIN_SHARED_ROWS = 256
 
 
 class Prompt(NamedTuple):
-    """Key of a prompt group: what the first forward depends on; `params` are without seed."""
+    """Key of a prompt group: all that the first forward depends on; `params` have no seed."""
 
     token_ids: bytes
     params: DiffusionParams
@@ -43,12 +43,12 @@ class Prompt(NamedTuple):
 
 @dataclass(eq=False)
 class _PromptGroup:
-    """Requests of one prompt, and those of them that share what one of them has computed.
+    """Requests with one prompt, and the running requests that share one computation of it.
 
     Attributes:
-        key: what they have in common.
+        key: key of the group.
         num_known: number of requests, waiting or running.
-        members: running requests, of which the first one's demand includes the room of all.
+        members: running requests; the first one's demand includes the memory of all.
         num_places: number of requests that may still join.
     """
 
@@ -63,15 +63,15 @@ class _PromptGroup:
 
 
 class PromptGroups(AdmissionGate):
-    """Gate of requests that share a prompt: one of them computes it, and the others wait for it."""
+    """Gate of requests that share a prompt: one request computes it, and the others wait for it."""
 
     def __init__(self) -> None:
         self._groups: dict[Prompt, _PromptGroup] = {}
-        # A key may be long, so it is compared once, when a request arrives.
+        # A key may be long, so it is compared only once, when a request arrives.
         self._group_of: dict[RequestState, _PromptGroup] = {}
 
     def arrived(self, item: RequestState) -> bool:
-        """Take in one of several answers; it is expected to compute its prompt, for now."""
+        """Accept one of several answers; at first it is expected to compute its prompt itself."""
         if item.params.num_answers == 1 or not _may_share(item):
             return False
         token_ids = np.array(item.request.prompt_token_ids or []).tobytes()
@@ -82,7 +82,7 @@ class PromptGroups(AdmissionGate):
         return True
 
     def prepare(self, item: RequestState) -> None:
-        """Set a waiting request's demand by whose prompt it would read if it started now."""
+        """Set a waiting request's demand by the prompt that it would read if it started now."""
         group = self._group_of[item]
         if not group.members or not group.num_places:
             _make_prompt_owner(item)
@@ -93,16 +93,16 @@ class PromptGroups(AdmissionGate):
             item.next_rows = item.demand.first_rows
 
     def waits_for(self, item: RequestState) -> WaitsFor | None:
-        """Return "prompt" while another request computes what this one is to begin with."""
+        """Return "prompt" while another request computes the start of this one's first forward."""
         group = self._group_of[item]
         if not group.members or not group.num_places:
-            is_ready = item.prompt_of is None  # else it is prepared anew in the next step
+            is_ready = item.prompt_of is None  # otherwise it is prepared again in the next step
         else:
             is_ready = item.prompt_of is not None and group.first.num_forwards > 0
         return None if is_ready else "prompt"
 
     def started(self, item: RequestState) -> None:
-        """Make a request a member of its group, which it founds if it computes the prompt."""
+        """Add a request to its group; the first member is the one that computes the prompt."""
         group = self._group_of[item]
         if not group.members:
             demand, is_frozen = item.demand, item.params.cache == "frozen"
@@ -113,7 +113,7 @@ class PromptGroups(AdmissionGate):
             group.num_places -= 1
 
     def weights_changed(self, items: Sequence[RequestState], generation: int) -> None:
-        """Part all groups: those that run compute their prompts again, each by itself."""
+        """Dissolve all groups: each running request computes its prompt again by itself."""
         for group in self._groups.values():
             for item in [*group.members][1:]:
                 if item.params.cache == "frozen":
@@ -121,7 +121,7 @@ class PromptGroups(AdmissionGate):
             group.members.clear()
 
     def left(self, item: RequestState) -> None:
-        """Remove a request; if it computed the prompt, the next one's demand counts all room."""
+        """Remove a request; if it was the first member, the next one takes over its demand."""
         group = self._group_of.pop(item)
         group.num_known -= 1
         if not group.num_known:
@@ -135,7 +135,7 @@ class PromptGroups(AdmissionGate):
 
 
 def _make_prompt_owner(item: RequestState) -> None:
-    """Let a request compute its prompt, and reserve room for those that will read it."""
+    """Make a request compute its prompt, and reserve memory for the requests that will read it."""
     item.prompt_of = None
     if item.params.cache == "frozen":
         demand = replace(item.demand, reads_prompt=False)
@@ -145,7 +145,7 @@ def _make_prompt_owner(item: RequestState) -> None:
 
 
 def _may_share(item: RequestState) -> bool:
-    """Whether a request's first forward has something that is worth sharing."""
+    """Whether sharing a request's first forward saves time."""
     params, demand, request = item.params, item.demand, item.request
     if params.cache == "frozen":
         return params.mask_id not in (request.prompt_token_ids or [])
@@ -157,14 +157,14 @@ def _may_share(item: RequestState) -> bool:
 
 
 def own_positions(item: RequestState) -> int:
-    """Positions, in whole pages, that a sequence keeps beside the prompt that it shares.
+    """Return the positions, in whole pages, of a sequence besides the shared part of its prompt.
 
     ```
     prompt [0, P), frozen ......... | canvas [P, length)
     whole pages of it, shared ... | own positions, in whole pages
     ```
 
-    Where the row before the canvas predicts the canvas's first token, that row is not shared.
+    If the row before the canvas predicts the first token of the canvas, that row is not shared.
     """
     frozen: int = item.request.num_prompt_tokens - item.params.logit_shift
     return in_whole_pages(item.demand.length) - max(frozen, 0) // PAGE_SIZE * PAGE_SIZE

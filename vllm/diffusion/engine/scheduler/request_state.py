@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-# What a request waits for: rows of a step (`--max-num-batched-tokens`), memory, fewer running
-# requests (`--max-num-seqs`), the end of those that run (`force_single_batch`), the prompt that
-# another one computes, the rest of its call, its turn behind earlier ones.
+# Reasons to wait: rows of a step (`--max-num-batched-tokens`), memory, the number of running
+# requests (`--max-num-seqs`), the end of running requests (`force_single_batch`), the prompt that
+# another request computes, the missing requests of its call, its turn after earlier requests.
 WaitsFor = Literal["rows", "memory", "requests", "others", "prompt", "call", "order"]
 
 
 class GateLike(Protocol):
-    """A gate as a request knows it; `AdmissionGate` says what each call is for."""
+    """The part of a gate that a request calls; `AdmissionGate` documents the methods."""
 
     def prepare(self, item: RequestState) -> None: ...
 
@@ -54,17 +54,17 @@ class RequestState:
     """A request with its decided parameters, from arrival to its last token; compared by identity.
 
     Attributes:
-        gates: the gates that have taken it in.
+        gates: the gates that accepted the request.
         started: time.monotonic() of admission; 0 before.
-        deadline: time.monotonic() at which it ends, complete or not.
-        waits_for: reason for which it waits, until it is admitted.
-        num_overtaken: later requests that have started before it.
+        deadline: time.monotonic() at which the request ends, complete or not.
+        waits_for: reason for which the request waits, until it is admitted.
+        num_overtaken: number of later requests that have started before it.
         next_rows: rows of its next forward.
-        num_kept: positions from 0 whose keys and values are kept.
-        num_pages: pages that it has, where the scheduler hands them out.
-        prompt_of: the request that has computed what its first forward begins with.
+        num_kept: number of positions, from 0, whose keys and values are cached.
+        num_pages: number of its pages, if the scheduler assigns them.
+        prompt_of: the request that has computed the beginning of its first forward.
         largest: usage of its step with the highest peak.
-        labels: of the weights, by the number of changes before them.
+        labels: labels of weights, by the number of weight changes before them.
     """
 
     request: Request
@@ -91,10 +91,10 @@ class RequestState:
 
     @classmethod
     def of(cls, request: Request, model: ServedModel) -> RequestState:
-        """Make the state of a request that has arrived, with the decision that it brings.
+        """Create the state of a request that has arrived, with its decided parameters.
 
         Raises:
-            InvalidParameterError: it asks for what this model cannot do.
+            InvalidParameterError: the request requires something that this model cannot do.
         """
         request.prefill_stats.set(request.num_prompt_tokens, 0, 0)
         prompt = request.prompt_token_ids or []
@@ -122,17 +122,17 @@ class RequestState:
 
     @property
     def is_paged(self) -> bool:
-        """Whether the scheduler hands out pages for its keys and values."""
+        """Whether the scheduler assigns pages for its keys and values."""
         return self.params.cache == "exact"
 
     @property
     def has_pages(self) -> bool:
-        """Whether all positions of its next forward have a page, where that is needed."""
+        """Whether all positions of its next forward have pages, if it needs any."""
         return not self.is_paged or self.num_pages * PAGE_SIZE >= self.next_end
 
     @property
     def next_end(self) -> int:
-        """Positions, from 0, that have keys in its next forward, where these are in pages."""
+        """Number of positions, from 0, that have keys in its next forward, if it is paged."""
         return self.num_kept + self.next_rows
 
     def keep(self, num_kept: int) -> None:
@@ -140,7 +140,7 @@ class RequestState:
         self.num_kept, self.next_rows = num_kept, self.next_end - num_kept
 
     def start(self) -> NewCanvas:
-        """Mark the request as running and return what the workers need of it."""
+        """Mark the request as running and return the message for the workers."""
         for gate in self.gates:
             gate.started(self)
         self.started = time.monotonic()
@@ -156,7 +156,7 @@ class RequestState:
         )
 
     def advance(self, result: StepResult, usage: StepUsage | None) -> list[int]:
-        """Take in the result of a step, and the memory that it used.
+        """Update the request with the result of a step and the memory that it used.
 
         Returns:
             The new final tokens that belong to the answer.
@@ -175,22 +175,22 @@ class RequestState:
 
     @property
     def num_accepted(self) -> int:
-        """Drafts that were accepted."""
+        """Number of accepted drafts."""
         return self.num_steps - self.num_forwards
 
     @property
     def num_forwards_saved(self) -> int:
-        """Forwards that it did without: those of steps that were not run, or shared one."""
+        """Number of saved forwards: of steps that were not run, or that shared a forward."""
         unneeded = forwards_saved(self.params, self.num_steps, self.num_committed)
         return unneeded + self.num_accepted
 
     def leave(self) -> None:
-        """Tell the gates that the request is over, whether it has started or not."""
+        """Report the end of the request to its gates, whether it has started or not."""
         for gate in self.gates:
             gate.left(self)
 
     def _accept(self, result: StepResult) -> list[int]:
-        """Return the new final tokens that belong to the answer; note how the answer ends."""
+        """Return the new final tokens that belong to the answer; record how the answer ends."""
         request, tokens = self.request, result.new_token_ids
         if result.scores is not None:
             request.status = RequestStatus.FINISHED_STOPPED
@@ -211,5 +211,5 @@ class RequestState:
 
 
 def seconds_since_arrival(request: Request) -> float:
-    """Seconds since the server's process stamped the request, by the clock that both share."""
+    """Return the seconds since the server stamped the request, by the clock that both share."""
     return float(max(time.time() - request.arrival_time, 0.0))

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step-level continuous batching: an engine step is one denoise step of the running requests.
 
-Requests wait in line until their steps fit beside those that run (`waiting.py`), and then take
-part in every step, or take turns where not all their rows fit into one (`turns.py`). The worker
-owns the canvas; the scheduler sees only the tokens that became final. It learns the size of the
+Requests wait until they fit together with the running requests (`waiting.py`). Then they take part
+in every step, or take turns if their rows do not all fit into one step (`turns.py`). The worker
+owns the canvas; the scheduler receives only tokens that became final. It learns the size of the
 memory from the worker's first answer, so the very first step is empty.
 
-What only some requests need is a guest: a gate, which hears of the requests that it takes in and of
-no others (`AdmissionGate`), and the sharing of steps with long requests (`long_step_policy.py`).
+Capabilities that only some requests need are guests: gates, which are called only for requests that
+they accepted (`AdmissionGate`), and the sharing of steps with long requests
+(`long_step_policy.py`).
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class DiffusionScheduler(CanvasSchedulerInterface):
 
     Attributes:
         last_usage: memory of the last step; None before the first.
-        paging: pages of exact keys and values; None for families that have none.
-        long_steps: sharing of steps with long requests; None where no step is cut.
+        paging: pages of exact caches; None for families without them.
+        long_steps: sharing of steps with long requests; None if steps are never cut.
     """
 
     def __init__(
@@ -76,21 +77,24 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         log_stats: bool = False,
     ) -> None:
         log_filter.drop_irrelevant_lines()
-        watchdog.follow_parent()  # a forked process has not passed the plugin
+        watchdog.follow_parent()  # a forked process has not run the plugin
         self._model = served_model(vllm_config)
         self._vllm_config = vllm_config
         self._row_budget = row_budget(vllm_config)
-        self._admission: Admission | None = None  # until the worker has said what memory there is
+        # None until the worker has reported the size of the memory.
+        self._admission: Admission | None = None
         self.last_usage: StepUsage | None = None
         self._waiting = WaitingLine(vllm_config.scheduler_config.max_num_seqs)
         self._running: dict[str, RequestState] = {}  # in the order of their turns
-        self._launched: list[list[str]] = []  # requests of each step that is under way already
+        self._launched: list[list[str]] = []  # requests of each step in flight
         self._outbox = outputs.Outbox(lists_finished=include_finished_set)
-        self._next_deadline = math.inf  # time.monotonic() before which no request is late
-        self._heard_at = 0.0  # time.monotonic() of the newest results
+        # No request times out before this time.monotonic().
+        self._next_deadline = math.inf
+        self._heard_at = 0.0  # time.monotonic() of the latest results
         self._finished_req_ids: set[str] = set()
-        self._generation = 0  # of the weights, as workers have said
-        self.labels = {0: trainer_calls.DEFAULT}  # of the weights, by the number of changes before
+        self._generation = 0  # weight generation that workers have reported
+        # Labels of weights, by the number of weight changes before them.
+        self.labels = {0: trainer_calls.DEFAULT}
         trainer_calls.patch_engine_core()
         # Guests.
         self._observer = Observer() if log_stats else None
@@ -104,10 +108,10 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         others = (PromptGroups(), LikelihoodCalls())
         self._gates = others if self.paging is None else (self.paging, *others)
 
-    # ---- requests come and go ----
+    # ---- arrival and end of requests ----
 
     def add_request(self, request: Request) -> None:
-        """Queue a request, with the decision that it brings; a failure ends it with an error."""
+        """Queue a request with its decided parameters; a failure ends it with an error."""
         if self._observer is not None:
             self._observer.arrived(request)
         try:
@@ -122,7 +126,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             self._waiting.append(item)
 
     def _refuse(self, request: Request, message: str, reason: str) -> None:
-        """End a request with an error, which its client gets with the results of the next step."""
+        """End a request with an error, which its client receives with the next step's results."""
         logger.warning("request %s refused: %s", request.request_id, message)
         if self._observer is not None:
             self._observer.refused(reason)
@@ -130,7 +134,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         self._outbox.put(request, outputs.refusal(request, message))
 
     def _end_late_requests(self) -> None:
-        """End requests whose time is over; their clients hear of it with the next results."""
+        """End requests that timed out; their clients are informed with the next results."""
         now = time.monotonic()
         if now < self._next_deadline:
             return
@@ -176,7 +180,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
     # ---- one step ----
 
     def schedule(self, throttle_prefills: bool = False) -> DiffusionSchedulerOutput:
-        """Start requests that wait, and say who takes part in the next step."""
+        """Start waiting requests, and choose the requests of the next step."""
         self._end_late_requests()
         launched = set().union(*self._launched)
         if self.paging is not None:
@@ -204,7 +208,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         )
 
     def _start_waiting(self) -> list[NewCanvas]:
-        """Start the waiting requests that fit; return what the workers need of them."""
+        """Start the waiting requests that fit; return the messages for the workers."""
         admission, policy = self._admission, self.long_steps
         if admission is None:
             return []
@@ -228,10 +232,10 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         return admitted
 
     def _divide(self, launched: set[str]) -> tuple[dict[str, int], StepSlice | None, list[str]]:
-        """Divide the next step: rows by request, the slice among them, if any; the long requests.
+        """Divide the next step: return rows by request, the slice if any, and the long requests.
 
         Args:
-            launched: requests of the steps that are under way.
+            launched: requests of the steps in flight.
         """
         turns = by_priority(self._running, _priority)
         is_paused = self._pause_state == PauseState.PAUSED_ALL
@@ -245,9 +249,10 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         return (*policy.share(long, turns, launched, admission, next_step), long)
 
     def _next_step(self, turns: Mapping[str, RequestState]) -> dict[str, int]:
-        """Return the rows of those of `turns` that take part in the next step as a whole.
+        """Return the rows of the requests in `turns` that take part in the next step as a whole.
 
-        These are the requests of the first step that is under way, else those whose turn it is.
+        These are the requests of the first step in flight if there is one, else the requests whose
+        turn it is.
         """
         launched = self._launched_step(turns)
         if launched:
@@ -259,7 +264,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         )
 
     def _launched_step(self, turns: Mapping[str, RequestState]) -> dict[str, int]:
-        """Return the rows of those of `turns` that are in the first step under way, if any is."""
+        """Return the rows of the first step in flight that has requests of `turns`, if any."""
         for req_ids in self._launched:
             launched = {req_id: turns[req_id].next_rows for req_id in req_ids if req_id in turns}
             if launched:
@@ -269,7 +274,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
     def update_from_output(
         self, scheduler_output: DiffusionSchedulerOutput, model_runner_output: DiffusionRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Take in the results of a step, and return what clients hear of it."""
+        """Update all requests with the results of a step, and return the messages to clients."""
         done = model_runner_output
         if self._observer is not None:
             self._observer.stepped(scheduler_output, done)
@@ -279,7 +284,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             self._invalidate(done)
         for req_id, result in done.results.items():
             item = self._running.get(req_id)
-            if item is not None:  # else it was aborted while the step ran
+            if item is not None:  # otherwise it was aborted while the step ran
                 self._outbox.put(item.request, *self._advance(item, result, done.usage))
         move_to_end(self._running, done.results)
         has_news = not self._outbox.is_empty or not (self._running or len(self._waiting))
@@ -314,7 +319,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
     def _advance(
         self, item: RequestState, result: StepResult, usage: StepUsage | None
     ) -> list[EngineCoreOutput]:
-        """Take in a request's result and return the outputs for its client."""
+        """Update a request with its result and return the outputs for its client."""
         request = item.request
         if result.error is not None:
             self._refuse(request, result.error, reason="engine")
@@ -328,10 +333,10 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             return []
         return outputs.progress(item, new_token_ids, result)
 
-    # ---- state that upstream asks for ----
+    # ---- state that upstream requests ----
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> None:
-        """Return no bitmask: upstream asks in every step, and languages are the workers' matter."""
+        """Return no bitmask: upstream asks in every step, but workers handle languages."""
 
     def make_stats(self, *, only_if_due: bool = False) -> SchedulerStats | None:
         observer = self._observer

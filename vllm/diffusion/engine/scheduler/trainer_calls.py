@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trainers ask of upstream's engine, and its scheduler or workers have a say in."""
+"""Patches of upstream's `EngineCore` for trainers' calls (weight version, sleep)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from vllm.v1.engine import UtilityResult
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.serial_utils import MsgpackEncoder
 
-_RETURN_OBJECTS = frozenset({"get_model"})  # methods of workers whose results no process can send
-DEFAULT = "default"  # upstream's label of weights, before anybody has given one
+# worker methods whose results cannot be sent between processes
+_RETURN_OBJECTS = frozenset({"get_model"})
+DEFAULT = "default"  # upstream's label of weights before a trainer sets one
 
 
 def patch_engine_core() -> None:
-    """Patch upstream's engine: refusals of `sleep` and `collective_rpc`, labels of weights."""
+    """Make `sleep` and `collective_rpc` fail early, and pass weight versions to our scheduler."""
     set_version, sleep = EngineCore.set_weight_version, EngineCore.sleep
     if hasattr(set_version, "__wrapped__"):
         return
@@ -43,7 +44,7 @@ def patch_engine_core() -> None:
         if isinstance(method, str) and (method.startswith("_") or method in _RETURN_OBJECTS):
             raise ServerConfigError(f"method: given {method!r}; wanted one whose result is data")
         results = call_all(engine, method, *args, **options)
-        # A result that cannot be sent would end the thread that sends all other results.
+        # A result that cannot be encoded would end the thread that sends all other results.
         MsgpackEncoder().encode(UtilityResult(results))
         return results
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trajectories as clients see them: lists of numbers, with the parameters that they depend on."""
+"""Trajectories in the clients' form: lists of numbers, and the parameters they depend on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ALWAYS = (
 def trajectory_of(item: RequestState, trajectory: Trajectory) -> dict[str, Any]:
     """Return the `trajectory` of an answer.
 
-    Where the scheduler has not ended it, the front end may, by a stop string.
+    If the scheduler has not ended the answer, the front end may still end it by a stop string.
     """
     request, params = item.request, item.params
     reason = request.get_finished_reason()
@@ -73,7 +73,7 @@ def parameters_of(params: DiffusionParams) -> dict[str, Any]:
 
 
 def _label(item: RequestState, trajectory: Trajectory) -> str | None:
-    """Return the label of the weights that computed all steps; it stays until another is given."""
+    """Return the label of the weights that computed all steps; labels are valid until replaced."""
     (generation, _), *others = trajectory.weight_steps
     return None if others else item.labels[max(g for g in item.labels if g <= generation)]
 

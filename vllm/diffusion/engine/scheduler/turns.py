@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of the requests that take part in a step when not all their rows fit."""
+"""Chooses the requests of a step if their rows do not all fit into it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class NextForward(NamedTuple):
 
     Attributes:
         rows: number of rows.
-        keeps: whether it keeps keys and values; one graph serves no mixture of both.
+        keeps: whether the forward uses a cache; one graph cannot serve forwards with and without a
+            cache.
         is_window: whether it computes only some of the positions.
         unit: granularity, in rows, at which it can be cut; None if it cannot be cut.
     """
@@ -28,13 +29,14 @@ class NextForward(NamedTuple):
 
 
 class StepLimits(NamedTuple):
-    """Limits above which a step takes only some of the waiting requests, so that two steps
-    alternate.
+    """Limits above which a step takes only some of the waiting requests.
+
+    Two such steps then alternate.
 
     Attributes:
-        rows: rows of windows that one graph serves; more would not cost less each.
-        requests: number of requests beyond which the host takes longer than a device for a second
-            step.
+        rows: maximum rows of windows that one graph serves; larger steps are not faster per row.
+        requests: number of requests above which the host takes longer than a device needs for a
+            second step.
     """
 
     rows: int
@@ -46,10 +48,11 @@ def take_turns(
 ) -> dict[str, int]:
     """Return the requests of the next step, with their rows.
 
-    They are taken in order as long as their rows fit; one that does not fit waits, and smaller ones
-    behind it may go. The first always goes, alone if its rows are beyond the budget. Whoever took
-    part goes to the end of the order (`move_to_end`), so nobody waits for more steps than there are
-    requests before it. Where a forward may be computed in parts, the part that fits is taken.
+    Requests are taken in order as long as their rows fit. A request that does not fit waits, and
+    smaller requests after it may be taken. The first request is always taken, alone if its rows
+    exceed the budget. Requests that took part go to the end of the order (`move_to_end`), so no
+    request waits for more steps than there are requests before it. If a forward may be computed in
+    parts, the part that fits is taken.
 
     Args:
         next_rows: rows of the next forward of each request, in the order of their turns.
@@ -71,14 +74,14 @@ def take_turns(
 
 
 def by_priority(turns: Mapping[str, T], priority: Callable[[T], int]) -> Mapping[str, T]:
-    """Sort by priority, lowest number first; equal ones stay in the order of their turns."""
+    """Sort by priority, lowest number first; equal priorities stay in the order of their turns."""
     if len({priority(item) for item in turns.values()}) < 2:
         return turns
     return dict(sorted(turns.items(), key=lambda turn: priority(turn[1])))
 
 
 def move_to_end(turns: dict[str, T], req_ids: Iterable[str]) -> None:
-    """Move the requests `req_ids` behind all others, in their order."""
+    """Move the requests `req_ids` to the end, in their order."""
     for req_id in req_ids:
         if req_id in turns:
             turns[req_id] = turns.pop(req_id)

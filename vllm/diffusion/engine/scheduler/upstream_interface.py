@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What upstream asks of a scheduler beside steps; what canvases have no use for.
+"""Methods of upstream's scheduler interface that do not concern steps.
 
-Canvases know no drafts, encoder caches or connectors.
+Canvases have no draft models, encoder caches or connectors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CanvasSchedulerInterface(SchedulerInterface):
-    """Upstream's interface but for requests and steps, which are `DiffusionScheduler`'s."""
+    """Implements upstream's interface except for requests and steps (see `DiffusionScheduler`)."""
 
     paging: Paging | None
     _running: dict[str, RequestState]
@@ -52,16 +52,16 @@ class CanvasSchedulerInterface(SchedulerInterface):
     def reset_encoder_cache(self) -> None:
         pass
 
-    # ---- state that upstream asks for ----
+    # ---- state that upstream requests ----
 
     @abstractmethod
     def _launched_step(self, turns: Mapping[str, RequestState]) -> dict[str, int]: ...
 
     def get_num_unfinished_requests(self) -> int:
-        """Return for how much there are steps to take: 0 ends a pause's wait.
+        """Return the amount of unfinished work: 0 ends the wait of a pause.
 
-        While all requests are paused, that is what was launched before and what clients have not
-        heard; while only newcomers are, also what runs.
+        While all requests are paused, this counts launched steps and unsent outputs. While only new
+        requests are paused, it also counts running requests.
         """
         count = self._outbox.num_outputs
         if self._pause_state == PauseState.PAUSED_ALL:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting requests: they start in order of arrival, once their steps fit beside those that run.
+"""Waiting requests: they start in order of arrival, once they fit together with running requests.
 
 Requests with a lower priority number come before all others.
 
-A request that would not fit alone is refused. One that does not fit now lets later ones that do
-pass, at most `MAX_OVERTAKEN` of them: then everybody waits until it has started. So small requests
-do not wait for room that only a large one needs, and no stream of small ones can keep a large one
-out.
+A request that would not fit alone is refused. A request that does not fit now lets later requests
+overtake it, at most `MAX_OVERTAKEN` of them; after that, all later requests wait until it has
+started. So small requests do not wait for memory that only a large request needs, and a stream of
+small requests cannot block a large one forever.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.scheduler.request_state import RequestState, WaitsFor
     from vllm.diffusion.memory import Admission
 
-MAX_OVERTAKEN = 16  # requests that may start before one that came earlier
-MAX_PASSED = 16  # waiting requests that do not fit and are looked past in one step
+MAX_OVERTAKEN = 16  # maximum number of later requests that may start before a request
+MAX_PASSED = 16  # maximum number of waiting requests that are skipped in one step
 
 
 class WaitingLine:
@@ -36,11 +36,11 @@ class WaitingLine:
 
     def __init__(self, max_running: int) -> None:
         self._max_running = max_running
-        self._line: list[RequestState] = []  # with those that have left, as far as nobody reads it
+        self._line: list[RequestState] = []  # may still contain requests in `_left`
         self._left: set[RequestState] = set()
         self._by_id: dict[str, list[RequestState]] = {}
-        self._gated: dict[RequestState, None] = {}  # those that a gate has taken in
-        # Those whose `waits_for` the last call has set.
+        self._gated: dict[RequestState, None] = {}  # requests that a gate has accepted
+        # Requests whose `waits_for` the last call has set.
         self._looked_at: dict[RequestState, None] = {}
 
     def __len__(self) -> int:
@@ -48,14 +48,14 @@ class WaitingLine:
 
     @property
     def requests(self) -> list[RequestState]:
-        """The queue, to be read only."""
+        """The queue; read only."""
         if self._left:
             self._line = [item for item in self._line if item not in self._left]
             self._left.clear()
         return self._line
 
     def named(self, req_id: str) -> list[RequestState]:
-        """Return the waiting requests of an id."""
+        """Return the waiting requests with an id."""
         return list(self._by_id.get(req_id, ()))
 
     def append(self, item: RequestState) -> None:
@@ -82,25 +82,25 @@ class WaitingLine:
         admission: Admission,
         is_long: Callable[[RequestState], bool] = lambda _: False,
     ) -> Iterator[tuple[RequestState, ActivationBudgetError | None]]:
-        """Remove and yield the requests that start now, and those that never can, with the reason.
+        """Remove and yield the requests that start now, and those that never can, with the error.
 
-        Every request that stays has the reason in its `waits_for`.
+        Every request that stays has its reason in `waits_for`.
 
         Args:
-            running: the requests that run; the caller adds each request that starts before it asks
-                for the next one.
+            running: the running requests; the caller adds each started request before it continues.
             admission: decides what fits.
-            is_long: whether all steps of a request come in slices, so that it shares none.
+            is_long: whether all steps of a request run in slices, so that it shares no step.
         """
         for item in self._looked_at:
             item.waits_for = "order"
         for item in self._gated:
             for gate in item.gates:
                 gate.prepare(item)
-        is_long = cache(is_long)  # each of those that run is asked about again for each that waits
+        is_long = cache(is_long)  # called for all running requests, once per waiting request
         stay: dict[RequestState, None] = {}
         self._looked_at = stay
-        passed: list[RequestState] = []  # came earlier, do not fit now; the first was passed most
+        # Earlier requests that do not fit now. The first was overtaken most often.
+        passed: list[RequestState] = []
         while len(stay) < len(self.requests) and len(passed) < MAX_PASSED:
             if passed and passed[0].num_overtaken >= MAX_OVERTAKEN:
                 return
@@ -131,9 +131,9 @@ class WaitingLine:
         admission: Admission,
         is_long: Callable[[RequestState], bool],
     ) -> WaitsFor | None:
-        """Return what keeps a request from joining those that run, None if nothing does.
+        """Return what keeps a request from starting; None if nothing does.
 
-        If nothing does, its gates have reserved what it needs.
+        If nothing does, the request's gates have reserved what it needs.
         """
         if running:
             if item.params.force_single_batch or any(r.params.force_single_batch for r in running):
@@ -148,7 +148,7 @@ class WaitingLine:
 
 
 def _refusal(item: RequestState, admission: Admission) -> ActivationBudgetError | None:
-    """Return why a request would not fit even alone; else decide where it keeps what."""
+    """Return the error if a request would not fit even alone; else place its cached layers."""
     try:
         item.demand = admission.check(item.demand)
     except ActivationBudgetError as error:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks of an engine stay together when one of them fails.
+"""Keeps the ranks of an engine consistent when one of them fails.
 
-All ranks run the same code on their hosts. After each call that may fail they compare outcomes and
-continue alike: what failed on one rank has failed on all, so its requests end on all of them.
+All ranks run the same code on their hosts. After each call that may fail, they compare outcomes and
+continue in the same way: if the call fails on one rank, it counts as failed on all ranks, so its
+requests end everywhere.
 """
 
 from __future__ import annotations
@@ -29,36 +30,37 @@ _CODE = (1 << _CODE_BITS) - 1
 
 
 class Barrier(Protocol):
-    """A place where ranks wait for each other within a step."""
+    """A point within a step at which ranks wait for each other."""
 
     @property
     def can_reset(self) -> bool:
-        """Whether ranks can go on after one of them has left the others waiting."""
+        """Whether ranks can continue after one of them has left the others waiting."""
 
     def stop_waiting(self) -> None:
-        """Announce that this rank has failed and makes no more calls, to ranks that wait for it."""
+        """Announce to waiting ranks that this rank has failed and makes no more calls."""
 
     def reset(self) -> None:
-        """Forget calls that not all ranks have made; every rank must call this."""
+        """Discard calls that only some ranks have made; every rank must call this."""
 
 
 class Agreement:
-    """Outcome of a call, agreed between all ranks; a single rank has nobody to ask.
+    """Agreement of all ranks on the outcome of a call; a single rank needs no agreement.
 
     Args:
-        barriers: groups in which ranks of the same steps wait for each other; none for one rank.
-        board: counters shared by all ranks, if they are on one host. Without it an error ends the
-            engine, as other ranks wait for this one.
+        barriers: groups in which ranks of the same steps wait for each other; none for a single
+            rank.
+        board: counters shared by all ranks if they are on one host. Without it an error ends the
+            engine, because other ranks wait for this rank.
     """
 
     def __init__(self, *barriers: Barrier, board: HostBoard | None = None) -> None:
         self._barriers, self._board = barriers, board
 
     def reach(self, error: Exception | None) -> Exception | None:
-        """Return this rank's error, or a stand-in for another rank's; None if all ranks succeeded.
+        """Return this rank's error, or a stand-in for another's; None if all ranks succeeded.
 
         Raises:
-            Exception: this rank's error, where the others could not go on.
+            Exception: this rank's error, if the other ranks could not continue.
         """
         if not self._barriers:
             return error
@@ -81,7 +83,7 @@ class Agreement:
         return RankError("another rank failed")
 
     def all_reduce_max(self, number: int) -> int:
-        """Return the largest number given by any rank.
+        """Return the largest number that any rank passes.
 
         Raises:
             RankError: another rank has failed.
@@ -95,7 +97,7 @@ class Agreement:
 
 
 def _worst(board: HostBoard, code: int) -> int:
-    """Return the worst code of any rank, once no rank asks for a number any more."""
+    """Return the worst code of any rank, after all calls of `all_reduce_max` have ended."""
     while True:
         codes = board.exchange(code)
         if all(other & _CODE != NUMBER for other in codes):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of one denoise step, packed without padding, on the host.
 
-Whole sequences come first, one after the other; with guidance a request has two, its own and the
-unconditional one, whose prompt is masked. The windows of requests that keep keys and values follow.
-What a request computes of one sequence is a run of rows that read the same keys, or, where the
-family's visibility is block-causal, the keys of their own blocks and of those before.
+Whole sequences come first, one after the other. With guidance a request has two sequences: its own
+and the unconditional one, whose prompt is masked. The windows of requests with a cache follow. The
+rows that a request computes of one sequence all read the same keys. In block-causal families they
+read the keys of their own block and of earlier blocks instead.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.worker.window import Window
     from vllm.diffusion.ops import Array
 
-A = TypeVar("A")  # an array of the host, or a tensor of the device
+A = TypeVar("A")  # an array on the host or a tensor on the device
 
 
 class StepInputs(NamedTuple, Generic[A]):
-    """Inputs of the layers in a step, as arrays of the host or as tensors of the device.
+    """Inputs of the layers in a step, as host arrays or device tensors.
 
     Attributes:
         token_ids: [T] int64.
         positions: [T] int64, from 0 in every sequence.
-        slot_mapping: [W] int64, the store's row of each of the last W rows; negative for none.
-        layouts: for every chunk of the attend stage, then for those of the last layer where these
-            differ: which keys its rows read, those of this step and those in the store.
-        num_adapter_rows: last rows, whose candidates are drafts.
+        slot_mapping: [W] int64, row of the page store for each of the last W rows; negative for
+            none.
+        layouts: the keys that the rows of every attend chunk read, of this step and from the store;
+            then the same for the chunks of the last layer if they differ.
+        num_adapter_rows: number of rows at the end whose candidates are drafts.
     """
 
     token_ids: A
@@ -55,23 +56,25 @@ class Packing:
     """Layout of the rows of a step; the next step often has the same one.
 
     A request has one sequence, and with guidance also the unconditional one. The rows of S
-    sequences follow one another: first of those that keep nothing, then of windows of all
-    positions, then of windows of some, which read kept keys. Columns are [S] int64.
+    sequences follow one another: first sequences without a cache, then windows of all positions,
+    then windows of some positions, which read cached keys. Columns are [S] int64.
 
     Attributes:
-        canvases: the requests, and drafts of their states, in the order of their rows.
+        canvases: the requests, and the drafts of their states, in the order of their rows.
         windows: per request, the positions that are computed.
-        pages: where the store has the keys and values that are kept.
+        pages: the page table of the cached keys and values.
         positions: [T] int64, from 0 in every sequence.
-        slot_mapping: [W] int64, the store's row of each of the last W rows, which belong to
+        slot_mapping: [W] int64, row of the page store for each of the last W rows, which belong to
             windows.
-        ends: column, the row behind the last of each sequence.
-        firsts: column, the position of its first row.
-        num_keys: column, the keys that its rows read.
+        ends: column, last row + 1 of each sequence.
+        firsts: column, position of the first row of each sequence.
+        num_keys: column, number of keys that the rows of each sequence read.
         block_lengths: column, as in `Span`.
-        first_keys: column, where the key of position 0 lies: a row of the batch, or of `pages`.
-        first_kept: column, where `pages` has it; where it is not kept, `first_keys`.
-        num_own: sequences that read keys of this step; those behind them read kept ones.
+        first_keys: column, location of the key of position 0: a row of the batch, or of `pages`.
+        first_kept: column, location of position 0 in `pages`; for sequences without a cache, the
+            location in the batch.
+        num_own: number of sequences that read keys of this step; the later sequences read cached
+            keys.
     """
 
     canvases: tuple[BatchItem, ...]
@@ -89,7 +92,7 @@ class Packing:
 
     @cached_property
     def sequences(self) -> tuple[Span, ...]:
-        """All sequences, their queries as rows of the batch; replaying a graph needs none."""
+        """All sequences, with queries as rows of the batch; replaying a graph needs none."""
         numbers = (
             *(self.ends, self.first_keys, self.first_keys + self.num_keys),
             *(self.block_lengths, self.firsts),
@@ -100,7 +103,7 @@ class Packing:
 
     @cached_property
     def of_requests(self) -> tuple[tuple[Span, ...], ...]:
-        """Sequences of each request; of one in parts, the part that is sampled."""
+        """Sequences of each request; for a sequence in parts, only the sampled part."""
         sequences = iter(self.sequences)
         sizes = [
             (c.window.num_sequences, w) for c, w in zip(self.canvases, self.windows, strict=True)
@@ -109,24 +112,24 @@ class Packing:
 
     @cached_property
     def longest(self) -> int:
-        """Number of keys of the sequence that reads most."""
+        """Number of keys of the sequence that reads the most keys."""
         return int(self.num_keys.max())
 
     @cached_property
     def kept_keys(self) -> int:
-        """Keys of the longest sequence that reads its cache; 0 if none does."""
+        """Number of keys of the longest sequence that reads its cache; 0 if none does."""
         return int(self.num_keys[self.num_own :].max(initial=0))
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Input of one step, which it does not outlive.
+    """Input of one step.
 
     Attributes:
         token_ids: [T] int64.
         targets: per request, the target of the forward.
         packing: layout of the rows.
-        logit_shift: 1 where the token at a position is read from the row before it, else 0.
+        logit_shift: 1 if the token at a position is predicted by the row before it, else 0.
     """
 
     token_ids: Array
@@ -152,12 +155,12 @@ class StepBatch:
 
     @property
     def num_whole(self) -> int:
-        """Number of rows of sequences that keep nothing; these come first."""
+        """Number of rows of sequences without a cache; these rows come first."""
         return self.num_rows - self.slot_mapping.size
 
     @cached_property
     def shape(self) -> StepShape:
-        """Sizes that a plan depends on."""
+        """The sizes that a plan depends on."""
         return StepShape(
             rows=self.num_rows,
             sample_rows=self.sample_rows,
@@ -170,7 +173,7 @@ class StepBatch:
 
     @cached_property
     def sample_rows(self) -> int:
-        """Number of rows whose logits are computed: two for a position that is guided."""
+        """Number of rows whose logits are computed: two per position with guidance."""
         requests = zip(self.targets, self.canvases, strict=True)
         return sum([target.eligible.size * item.window.num_sequences for target, item in requests])
 
@@ -181,7 +184,7 @@ class StepBatch:
 
     @cached_property
     def num_adapter_rows(self) -> int:
-        """Number of rows that draft over kept keys; these are the last ones."""
+        """Number of rows at the end that draft with cached keys."""
         drafting = zip(self.targets, self.packing.windows, strict=True)
         return sum([w.num_rows for target, w in drafting if target.is_draft and w.reads_kept])
 
@@ -192,23 +195,23 @@ class StepBatch:
     def inputs(
         self, attend_chunks: Iterable[Iterable[slice]], rows: slice = slice(None)
     ) -> StepInputs[Array]:
-        """Return the inputs of some rows, where the attend stage runs in these chunks.
+        """Return the inputs of `rows` for these chunks of the attend stage.
 
-        A chunk is made of ranges of rows of the batch, in their order.
+        A chunk consists of ranges of rows of the batch, in ascending order.
         """
         layouts = tuple([self.layouts(*chunk) for chunk in attend_chunks])
         tokens_and_positions = self.token_ids[rows], self.positions[rows]
         return StepInputs(*tokens_and_positions, self.slot_mapping, layouts, self.num_adapter_rows)
 
     def layouts(self, *chunk: slice) -> tuple[AttentionLayout[Array], ...]:
-        """Return which keys a chunk of rows reads; arguments are as for `inputs`."""
+        """Return the keys that a chunk of rows reads; a chunk is as in `inputs`."""
         runs: list[Span] = []
         last: Span | None = None
         for rows, sequence in product(chunk, self.packing.sequences):
             start, end = max(sequence.q_start, rows.start), min(sequence.q_end, rows.stop)
             if start >= end:
                 continue
-            if last is sequence and last.block_length == 0:  # all its rows read the same
+            if last is sequence and last.block_length == 0:  # all its rows read the same keys
                 runs[-1] = runs[-1]._replace(q_end=runs[-1].q_end + end - start)
                 continue
             last, first = sequence, sequence.first + start - sequence.q_start
@@ -222,15 +225,15 @@ def build_batch(
     pages: PageTable,
     before: Packing | None = None,
 ) -> StepBatch:
-    """Pack the rows that `canvases` need computed in this step.
+    """Pack the rows that the requests compute in this step.
 
     Args:
         canvases: the requests of the step.
-        logit_shift: 1 where the token at a position is read from the row before it, else 0.
-        pages: where the store has the keys and values that are kept.
-        before: packing of an earlier step, reused if nothing moved.
+        logit_shift: 1 if the token at a position is predicted by the row before it, else 0.
+        pages: the page table of the cached keys and values.
+        before: packing of an earlier step, reused if nothing has moved.
     """
-    # What keeps nothing comes first, what reads keys that this step does not compute last.
+    # Rows without a cache come first. Rows that read keys from the cache come last.
     forwards = sorted([(canvas, *canvas.next_forward()) for canvas in canvases], key=_kind)
     items, targets, windows = zip(*forwards, strict=True)
     rows = [
@@ -245,7 +248,7 @@ def build_batch(
 
 
 def _kind(forward: tuple[BatchItem, ForwardTarget, Window]) -> int:
-    """Sort key of a request's rows: first what keeps nothing, last what drafts over the store."""
+    """Sort key of a request's rows: rows without a cache first, drafts with cached keys last."""
     canvas, target, window = forward
     reads_kept = window.reads_kept
     return (canvas.window.cache is not None) + reads_kept + (target.is_draft and reads_kept)

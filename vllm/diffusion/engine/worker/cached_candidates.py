@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates of the latest step of a request, from which its next states are drafted."""
+"""Candidates of a request's latest step, from which its next states are drafted."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 
 def has_random_scores(canvas: Canvas) -> bool:
-    """Whether random numbers, known before a step, are the scores of a request."""
+    """Whether the scores of a request are random numbers, which are known before the step."""
     return canvas.params.remasking == "random" and not canvas.rule.scoring.is_categorical
 
 
 class CachedCandidates:
-    """Candidates of the state that a request committed last; the next states are drafted from them.
+    """Candidates of the state that a request committed last, used to draft the next states.
 
     Args:
         canvas: the request.
-        rows: sample rows of their step.
-        samples: the table of its samples.
+        rows: sample rows of the step.
+        samples: table of the step's samples.
         number: index of the state in the step.
     """
 
     def __init__(self, canvas: Canvas, rows: SampleRows, samples: Array, number: int) -> None:
         self._canvas, self._rows, self._samples, self._number = canvas, rows, samples, number
-        self._step = canvas.num_steps - 1  # of these candidates
+        self._step = canvas.num_steps - 1  # step of these candidates
         self._num_extra_draws = rows.batch.canvases[number].num_extra_draws
         self._is_random = has_random_scores(canvas)
         self._known: dict[int, Candidates | None] = {}

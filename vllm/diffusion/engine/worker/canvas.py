@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of one request on a worker: its canvas, and the progress of decoding."""
+"""State of one request on a worker: its canvas and its decoding progress."""
 
 from __future__ import annotations
 
@@ -34,26 +34,27 @@ _NO_POSITIONS = np.empty(0, dtype=np.int64)
 
 
 class Canvas:
-    """Prompt and canvas of a request as one row of tokens, on the host.
+    """Hold the prompt and the canvas of a request as one row of tokens, on the host.
 
-    Only `begin` and `commit` write tokens. What the rule has settled never changes, so the canvas
-    up to there is final and can be reported. A block-causal family's last block is never cut: its
-    row may be longer than prompt and canvas.
+    Only `begin` and `commit` write tokens. Tokens that the rule has settled never change, so the
+    canvas up to the last settled token is final and can be reported. The last block of a
+    block-causal family is never cut, so the row may be longer than prompt and canvas.
 
     Attributes:
-        req_id: the request.
-        params: its parameters.
+        req_id: ID of the request.
+        params: parameters of the request.
         tokens: [T] int64, in whole blocks.
         length: T.
-        rule: its decoding rule, with its state.
-        window: what its next forward computes, and the keys and values that it keeps.
-        wants_logprobs: log probabilities are wanted of proposed tokens, or of tokens to be scored.
-        num_steps: steps so far: forwards of the loop that takes one at a time. It numbers a step's
-            random numbers.
+        rule: decoding rule of the request, with its state.
+        window: the positions of the next forward, and the cached keys and values.
+        wants_logprobs: whether the request needs log probabilities, of proposed tokens or of tokens
+            to be scored.
+        num_steps: denoise steps so far, as if none were speculative; also the counter of the random
+            stream.
         num_accepted: steps whose forward was a draft of an earlier step.
         num_drafts: drafts that were evaluated.
-        num_extra_draws: further draws of tokens that its next drafts need.
-        is_complete: all of the answer is final.
+        num_extra_draws: extra draws of tokens that the next drafts need.
+        is_complete: whether the whole answer is final.
     """
 
     def __init__(
@@ -65,9 +66,11 @@ class Canvas:
         self.length = num_positions(visibility, self.prompt_length, self.params.gen_length)
         self.tokens = self._masked_row(new.prompt_token_ids, self.params)
         self.window = ForwardWindow(self.params, visibility, self.prompt_length, self.length, cache)
-        self._known = self.tokens != self.params.mask_id  # guidance hides what was known at first
+        # positions that the unconditional sequence of guidance masks
+        self._known = self.tokens != self.params.mask_id
         self._prompt_holes = (~self._known[: self.prompt_length]).nonzero()[0]
-        if self.params.score is not None:  # the target of a likelihood stays where it is known
+        # The context of a likelihood is known; its target is masked.
+        if self.params.score is not None:
             self._known[self.params.score.context_length :] = False
         self.rule = make_rule(self.params, self.prompt_length)
         self.wants_logprobs = self.params.has_extras or self.rule.token_ids is not None
@@ -76,18 +79,20 @@ class Canvas:
         self._guests = guests_of(self.params, self.tokens, self.prompt_length, self.rule)
         self._are_only_watching = all(guest.only_watches for guest in self._guests)
         self._num_final = 0  # canvas positions from 0
-        self._next_news = 0  # with fewer positions settled a commit makes nothing final
-        self._unreported: list[int] = []  # tokens that became final since the newest report
+        # A commit with fewer settled positions makes no token final.
+        self._next_news = 0
+        self._unreported: list[int] = []  # tokens that became final since the latest report
         self._num_committed: int | None = None  # see `_look`
-        self._target: ForwardTarget | None = None  # begun and not committed
-        self._is_for_rule = True  # the forward under way
-        self._is_over = False  # the rule has nothing left to fill
+        # target of a forward that has begun and is not committed
+        self._target: ForwardTarget | None = None
+        self._is_for_rule = True  # whether the current forward reaches the rule's rows
+        self._is_over = False  # whether the rule has no masks left to fill
         self.num_steps = self.num_accepted = self.num_drafts = 0
         self.num_extra_draws = 0
         self.is_complete = False
 
     def _masked_row(self, prompt: list[int], params: DiffusionParams) -> Array:
-        """Build the row of prompt and canvas; a suffix stands right behind the longest answer."""
+        """Build the row of prompt and canvas; a suffix comes right after the longest answer."""
         row = np.full(self.length, params.mask_id, dtype=np.int64)
         row[: len(prompt)] = prompt
         if params.suffix_ids and params.eos_id is not None:
@@ -97,14 +102,14 @@ class Canvas:
         return row
 
     def token_ids(self, positions: Array) -> Array | None:
-        """Tokens [R, k] whose log probabilities are wanted at canvas positions [R]."""
+        """Return the tokens [R, k] whose log probabilities are needed at canvas positions [R]."""
         if self.rule.token_ids is None or self._target is None:
             return None
         eligible = self._target.eligible - self.prompt_length
         return self.rule.token_ids[np.searchsorted(eligible, positions)]
 
     def joints(self, target: ForwardTarget) -> list[Joint]:
-        """Joint choices of the next forward; empty where candidates do not depend on each other."""
+        """Return the joint choices of the next forward; empty if candidates are independent."""
         return [
             joint
             for guest in self._guests
@@ -112,9 +117,9 @@ class Canvas:
         ]
 
     def edits(self, positions: Array, tokens: Array | None = None) -> RowEdits | None:
-        """Changes of the logits at canvas positions [R] that the request asks for, if any.
+        """Return the changes of logits at canvas positions [R] that the request asks for, if any.
 
-        `tokens` [T] are those that count, by default its own.
+        `tokens` [T] is the row that the changes depend on; by default the tokens of the request.
         """
         if self._editor is None:
             return None
@@ -123,25 +128,25 @@ class Canvas:
 
     @property
     def adjust_logits(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-        """Change of logits [R, V] at canvas positions [R] that the rule wants, if it wants one."""
+        """The rule's change of logits [R, V] at canvas positions [R], or None."""
         return self.rule.adjust_logits if self.rule.adjusts_logits else None
 
     @property
     def sequences(self) -> tuple[Array, ...]:
-        """Tokens [T] of each sequence."""
+        """The tokens [T] of each sequence."""
         return self.sequences_of(self.tokens)
 
     def sequences_of(self, tokens: Array) -> tuple[Array, ...]:
-        """Rows [T] to compute for a row of tokens; the unconditional one masks what was known."""
+        """Return the rows [T] to compute; the unconditional row masks initially known tokens."""
         if self.window.num_sequences == 1:
             return (tokens,)
         return tokens, np.where(self._known, self.params.mask_id, tokens)
 
     @property
     def next_rows(self) -> int:
-        """Rows of the next forward if nothing cuts it.
+        """Rows of the next forward if its window is not cut.
 
-        All rows if the rule fails: its error is reported when the forward is launched.
+        All rows if the rule fails: the launch of the forward reports the error.
         """
         try:
             self.begin()
@@ -152,37 +157,38 @@ class Canvas:
 
     @property
     def next_size(self) -> NextForward:
-        """Sizes of the next forward, by which the loop decides when it is launched."""
+        """Sizes of the next forward, from which the loop decides when to launch it."""
         if self._target is None or self.window.size is None:
-            rows = self.next_rows  # which begins it, or says what counts where the rule fails
+            # Begins the next forward; if the rule fails, all rows count.
+            rows = self.next_rows
             return self.window.next_size(rows)
         return self.window.size
 
     @property
     def num_forwards(self) -> int:
-        """Forwards so far; one may serve several steps."""
+        """Number of forwards so far; one forward may serve several steps."""
         return self.num_steps - self.num_accepted
 
     @property
     def has_made_one_forward(self) -> bool:
-        """Whether the first forward is over and no other one is under way."""
+        """Whether the first forward has ended and no second one has begun."""
         return self.num_forwards == 1 and not self.window.is_in_flight
 
     @property
     def keeps_approximately(self) -> bool:
-        """Whether it keeps keys and values of all positions, in pages of the worker's."""
+        """Whether it caches keys and values of all positions, in pages that the worker assigns."""
         return self.params.cache not in ("none", "exact")
 
     def assign(self, cache: KeptSequence | None, num_kept: int | None) -> None:
-        """Use other pages from now on; arguments as for `ForwardWindow.assign`."""
+        """Replace the pages of the request; the arguments are those of `ForwardWindow.assign`."""
         self.window.assign(cache, num_kept)
         self._next_news = 0
 
     def next_forward(self) -> tuple[ForwardTarget, Window]:
-        """Begin the next forward: return its target, and what it computes.
+        """Begin the next forward: return its target and its window.
 
-        Where the window is cut before the rule's rows, the target is empty and the rule takes no
-        part.
+        If the window is cut before the rule's rows, the target is empty and the rule skips this
+        forward.
         """
         target = self.begin()
         window = self.window.begin()
@@ -190,9 +196,10 @@ class Canvas:
         return (target if self._is_for_rule else ForwardTarget(_NO_POSITIONS, target.rows)), window
 
     def begin(self) -> ForwardTarget:
-        """Return the target of the next forward, after the fill that the rule wants before it.
+        """Return the target of the next forward, and fill the tokens that the rule sets before it.
 
-        Calls return an equal target until it is committed: a failed forward may be repeated.
+        Repeated calls return an equal target until it is committed, because a failed forward may be
+        repeated.
         """
         return self._is_for(self._prepare()) if self._target is None else self._target
 
@@ -216,15 +223,15 @@ class Canvas:
         return target
 
     def draws(self, positions: Array, step: int | None = None) -> Array | None:
-        """Uniform random numbers [R] for a commit's positions, by default the next commit's.
+        """Return uniform random numbers [R] for the positions of a commit.
 
-        None if the rule has none.
+        `step` is by default the next step. Returns None if the rule uses no random numbers.
         """
         purpose = self.rule.draw_purpose
         return None if purpose is None else self.uniform(purpose, positions, step)
 
     def uniform(self, purpose: int, positions: Array, step: int | None = None) -> Array | None:
-        """Uniform random numbers [R] of a step for one purpose; None without a seed."""
+        """Return uniform random numbers [R] of a step for one purpose; None without a seed."""
         if self.params.seed is None:
             return None
         on_canvas = torch.from_numpy(positions - self.prompt_length)
@@ -235,14 +242,14 @@ class Canvas:
 
     @property
     def pick(self) -> ScorePick | None:
-        """The rule's choice for a batched decision; None where others take part in it."""
+        """The rule's choice for a batched decision; None if a guest takes part in the choice."""
         is_plain = self._is_for_rule and self._are_only_watching and not self._is_over
         return self.rule.pick if is_plain else None
 
     def commit(self, candidates: Candidates | BatchedCommit) -> None:
-        """Let the rule choose, write the chosen tokens, and collect those that became final.
+        """Choose and write tokens, and collect the tokens that became final.
 
-        The device may be waiting for the next forward, so all else is left to `report`.
+        The device may be waiting for the next forward, so all other work is left to `report`.
         """
         target, written = None, _NO_POSITIONS
         if isinstance(candidates, BatchedCommit):
@@ -261,14 +268,15 @@ class Canvas:
         forward, self._is_for_rule = self.window.end(), True
         self._num_committed = None
         if num_settled < self._next_news:
-            return  # most often no block was finished
+            return  # in most steps no block is finished
         if forward is not None and num_settled >= self.window.least_committed:
             num_unchanged = min(written.tolist(), default=self.length)
             num_final = min(num_settled, num_unchanged, self._first_hole)
             self.window.computed(forward, num_final)
         start, end = self._num_final, min(num_settled - self.prompt_length, self._canvas.size)
         if end > start or not self._canvas.size:
-            # The answer does not end before its prompt is whole, unless the rule leaves it so.
+            # The answer may not end before all masks of its prompt are filled, unless the rule has
+            # ended.
             if self._is_over or self._first_hole == self.length:
                 self._num_final = max(start, end)
             final = self._canvas[start : self._num_final].tolist()
@@ -279,9 +287,10 @@ class Canvas:
             self._next_news = min(self.window.least_committed, following)
 
     def _end_answer(self, final: list[int], start: int) -> None:
-        """Note whether the newest tokens end the answer, `start` of which were final before.
+        """Set `is_complete` if the new final tokens, which follow `start` others, end the answer.
 
-        Where a guest waits for more, the last of them is not final yet and leaves `final`.
+        If a guest does not allow the end yet, the last token stays open and is removed from
+        `final`.
         """
         end = self.params.answer_end(final, start)
         if end is not None and self._guests and not self._is_over:
@@ -292,29 +301,30 @@ class Canvas:
         self.is_complete = end is not None
 
     def use_weights(self, generation: int) -> None:
-        """Take in which weights compute the next forward."""
+        """Set the weight generation that computes the next forward."""
         for guest in self._guests:
             guest.use_weights(generation)
 
     def invalidate(self) -> None:
-        """Let the next forward compute all positions; what is committed stays."""
+        """Make the next forward compute all positions; committed tokens stay."""
         self.window.invalidate()
         self._next_news = 0
         if not self.keeps_approximately or self.params.cache == "frozen" or self.is_complete:
             return
-        with suppress(Exception):  # the launch of the forward reports an error of its rule
+        # If the rule fails here, the launch of the forward reports its error.
+        with suppress(Exception):
             self._is_for(self.begin()._replace(rows=(0, self.length)))
 
     @property
     def _first_hole(self) -> int:
-        """First position of the prompt that is still masked; `length` if none is."""
+        """First masked position of the prompt; `length` if there is none."""
         if not self._prompt_holes.size:
             return self.length
         masked = self._prompt_holes[self.tokens[self._prompt_holes] == self.params.mask_id]
         return int(masked[0]) if masked.size else self.length
 
     def _chosen(self, candidates: Candidates) -> Commit:
-        """Return what is committed of these candidates: the rule's choice, as guests leave it."""
+        """Return the commit: the rule's choice, changed by the guests."""
         commit = self.rule.decide(candidates)
         for guest in self._guests:
             commit = guest.commit(self.tokens, candidates, commit)
@@ -327,13 +337,13 @@ class Canvas:
 
     @property
     def num_committed(self) -> int:
-        """Number of committed canvas positions after the newest commit, without a given suffix."""
+        """Number of committed canvas positions after the latest commit, without a given suffix."""
         return self._look()
 
     def _look(self) -> int:
-        """Count committed positions, and let guests see the canvas, once after each commit.
+        """Count committed positions and show the canvas to the guests, once after each commit.
 
-        Must run before tokens are filled for what follows.
+        Must run before the rule fills tokens for the next forward.
         """
         if self._num_committed is None:
             num_masked = int(np.count_nonzero(self._canvas == self.params.mask_id))
@@ -344,10 +354,11 @@ class Canvas:
         return self._num_committed
 
     def report(self) -> StepResult:
-        """Return what clients see of the commits since the newest report."""
+        """Return the results of all commits since the latest report."""
         num_committed, more = self.num_committed, dict[str, Any]()
         if self.is_complete and self.params.early_stop:
-            self._prepare()  # which fills what stands behind the end
+            # Fills the positions after the end of the answer.
+            self._prepare()
         new_tokens, self._unreported = self._unreported, []
         final = range(self._num_final - len(new_tokens), self._num_final)
         for guest in self._guests:
@@ -366,6 +377,6 @@ class Canvas:
         )
 
     def _infilled(self) -> dict[int, int]:
-        """Tokens that have replaced mask tokens of the prompt, by position."""
+        """Return the tokens that have replaced mask tokens of the prompt, by position."""
         filled = self._prompt_holes[self.tokens[self._prompt_holes] != self.params.mask_id]
         return {int(p): int(self.tokens[p]) for p in filled}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capabilities that take part in a request's steps, beside its decoding rule."""
+"""Base class of guests: capabilities that take part in a request's steps besides its rule."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ if TYPE_CHECKING:
 
 
 class CanvasGuest:
-    """A capability that a request has asked for; this one changes nothing. All ranks have it.
+    """Base class of guests, which changes nothing. All ranks create the same guests.
 
     Attributes:
-        only_watches: it never changes what is committed, and need not see the candidates for that:
-            it may hear of a commit by `watch`.
+        only_watches: whether the guest never changes a commit and does not need candidates, so that
+            `watch` is enough for it.
     """
 
     only_watches = False
 
     def begin(self, tokens: Array) -> None:
-        """Take in, and perhaps write to, the sequence [T] before the first forward."""
+        """Read, and perhaps change, the sequence [T] before the first forward."""
 
     def joints(
         self, tokens: Array, target: ForwardTarget, scoring: CandidateScoring, step: int
     ) -> list[Joint]:
-        """Return choices that bind several candidates of the next forward, by position."""
+        """Return the joint choices of candidates of the next forward, by position."""
         return []
 
     def fill(self, start: int, token: int, end: int | None) -> None:
-        """Take in that the rule sets all positions from `start` on, before `end`, to `token`."""
+        """Handle a fill: the rule sets all positions from `start`, before `end`, to `token`."""
 
     def commit(self, tokens: Array, candidates: Candidates, commit: Commit) -> Commit:
-        """Return what is committed where the rule has chosen `commit` among `candidates`."""
+        """Return what to commit if the rule has chosen `commit` from `candidates`."""
         return commit
 
     def watch(self, commit: BatchedCommit, *, is_mask_forbidden: bool) -> None:
-        """Take in a commit that was chosen together with those of other requests.
+        """Handle a commit that was chosen together with the commits of other requests.
 
         Args:
             commit: the commit.
-            is_mask_forbidden: whether the mask token could not be proposed.
+            is_mask_forbidden: whether the mask token was excluded from the proposals.
         """
 
     def may_end(self, tokens: Array, end: int) -> bool:
-        """Whether the answer may end with what is before canvas position `end`."""
+        """Whether the answer may end before canvas position `end`."""
         return True
 
     def use_weights(self, generation: int) -> None:
-        """Take in which weights compute the next forward."""
+        """Set the weight generation that computes the next forward."""
 
     def look(self, tokens: Array, step: int) -> None:
-        """Take in the sequence as it is after step number `step`, from 1."""
+        """Handle the sequence as it is after step number `step`, from 1."""
 
     def report(self, tokens: Array, final: range, *, is_complete: bool) -> dict[str, Any]:
-        """Return fields of `StepResult`; canvas positions `final` became final with the commit."""
+        """Return fields of `StepResult`; the latest commits made canvas positions `final` final."""
         return {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door of what takes part in a request's steps beside its rule; most requests have none."""
+"""Creates the guests of a canvas; most requests have none."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 def editor_of(params: DiffusionParams, tokens: Array, prompt_length: int) -> LogitEditor | None:
-    """Make what changes logits as the request asks, from its sequence [T] before decoding."""
+    """Create the editor of a request's logits, given its sequence [T] before decoding."""
     return None if params.edits is None else LogitEditor(params, tokens, prompt_length)
 
 
 def guests_of(
     params: DiffusionParams, tokens: Array, prompt_length: int, rule: DecodingRule
 ) -> tuple[CanvasGuest, ...]:
-    """Make the capabilities that a request asks for, in the order in which they take part.
+    """Create the guests that a request asks for, in the order in which they take part.
 
-    They may write to `tokens` [T] what every answer begins with.
+    They may write the fixed beginning of an answer to `tokens` [T].
     """
     guests: list[CanvasGuest] = []
     if params.guide is not None:
@@ -36,7 +36,8 @@ def guests_of(
         guests.append(Proposals(params, prompt_length))
     if params.complete_blocks:
         guests.append(CompleteBlocks(params, tokens, prompt_length, rule))
-    if params.return_trajectory:  # after those that change what is committed
+    # The recorder comes after all guests that change a commit.
+    if params.return_trajectory:
         guests.append(Recorder(params, tokens, prompt_length, rule))
     for guest in guests:
         guest.begin(tokens)

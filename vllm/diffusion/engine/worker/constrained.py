@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of a request whose answer must be in a language, and the tokens it may still commit."""
+"""Constrained answers: keeps a request's answer in a formal language."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from vllm.diffusion.ops import Array
     from vllm.diffusion.request.params import DiffusionParams
 
-_MAX_LANGUAGE_BYTES = 256 << 20  # of the languages that a process keeps
-_languages: OrderedDict[bytes, Language] = OrderedDict()  # by their packed form, last used last
+# Maximum bytes of the languages that a process caches.
+_MAX_LANGUAGE_BYTES = 256 << 20
+# by packed form, in the order of their last use
+_languages: OrderedDict[bytes, Language] = OrderedDict()
 
 
 def _language(packed: bytes) -> Language:
-    """Return a language; those that were used last are kept."""
+    """Return a language; recently used languages are cached."""
     language = _languages.pop(packed, None) or Language.unpacked(packed)
     _languages[packed] = language
     while (
@@ -42,8 +44,8 @@ class _Stretch:
 
     Attributes:
         rows: positions of the sequence.
-        limit: most of them that the string may take.
-        state: automaton state behind the first `num_passed` ones, which never change any more.
+        limit: maximum number of these positions that the string may take.
+        state: automaton state after the first `num_passed` positions, which never change again.
     """
 
     rows: range
@@ -66,13 +68,14 @@ def gaps(tokens: Array, mask_id: int) -> list[range]:
 class Constraint(CanvasGuest):
     """Constraint that takes all candidates of a stretch from one string of the language.
 
-    Any part of them that a rule commits stays completable. Only a rule that replaces committed
-    tokens may mix two strings: where that is not completable, it takes over all of the newer one.
+    Any subset of the candidates that a rule commits can still be completed to a string. Only a rule
+    that replaces committed tokens may mix two strings. If the mixture cannot be completed, the
+    constraint commits all candidates of the later string.
 
     Args:
         params: parameters of the request, with a guide.
-        tokens: its sequence before decoding.
-        prompt_length: tokens before the canvas.
+        tokens: sequence of the request before decoding.
+        prompt_length: number of tokens before the canvas.
     """
 
     def __init__(self, params: DiffusionParams, tokens: Array, prompt_length: int) -> None:
@@ -86,7 +89,7 @@ class Constraint(CanvasGuest):
         self._stretches = [*(_Stretch(hole, len(hole)) for hole in holes), canvas]
 
     def begin(self, tokens: Array) -> None:
-        """Write what every answer begins with, as far as there is room for what follows."""
+        """Write the fixed prefix of every answer, up to the token after which room runs out."""
         prefix = self._params.guide.prefix if self._params.guide is not None else ()
         for stretch in self._stretches:
             state = 0
@@ -97,7 +100,7 @@ class Constraint(CanvasGuest):
                 tokens[stretch.rows.start + index] = token
 
     def report(self, tokens: Array, final: range, *, is_complete: bool) -> dict[str, Any]:
-        """Tell whether the answer is a whole string that no text could continue."""
+        """Report whether the answer is a whole string that no text could continue."""
         return {"is_closed": is_complete and self._is_closed(tokens)}
 
     def _is_closed(self, tokens: Array) -> bool:
@@ -164,7 +167,8 @@ class Constraint(CanvasGuest):
     ) -> OpenWindow:
         """Make the window of a stretch.
 
-        It reaches from the first position that may change to the last one that is filled or may be.
+        It reaches from the first position that may change to the last position that is, or may be,
+        filled.
         """
         start = stretch.rows.start
         tokens_within, eligible = tokens[start : stretch.rows.stop], eligible - start
@@ -182,7 +186,7 @@ class Constraint(CanvasGuest):
         return OpenWindow(on_canvas, stretch.state, kinds, stretch.limit - end)
 
     def _pass(self, stretch: _Stretch, tokens_within: Array, first: int) -> None:
-        """Advance to the state before position `first`, up to which nothing changes any more."""
+        """Advance the state to position `first`; no earlier position changes again."""
         for token in tokens_within[stretch.num_passed : first].tolist():
             stretch.state = self._language.advance(stretch.state, token)
         stretch.num_passed = max(stretch.num_passed, first)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that come as files: upstream's transfer engine `disk`, for trainers that share a folder.
+"""Weight updates from files: upstream's transfer engine `disk`, for trainers with a shared folder.
 
-It needs no GPU. Files are safetensors below the folder that the server names
-(`additional_config`'s `dllm`, `weight_update_root`); no others are read.
+It needs no GPU. It reads safetensors files below the folder that the server configures
+(`additional_config`'s `dllm`, `weight_update_root`), and no other files.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class DiskInitInfo(WeightTransferInitInfo):
-    """Nothing: there is nobody to meet."""
+    """No settings: this engine has no connection to set up."""
 
 
 @dataclass
 class DiskUpdateInfo(WeightTransferUpdateInfo):
-    """Files of safetensors, all of them readable.
+    """Readable safetensors files.
 
-    A message names one file or a folder of files, below the server's folder for updates.
+    A message names one file or a folder of files below the server's folder for updates.
     """
 
     files: list[Path]
@@ -79,7 +79,10 @@ class DiskTransfer(WeightTransferEngine[DiskInitInfo, DiskUpdateInfo]):
         pass
 
     def update_weights(self, update_info: dict[str, object]) -> None:
-        """Load what a message of the trainer names; upstream's would wait for an accelerator."""
+        """Load the files that a message of the trainer names.
+
+        Upstream's method would wait for an accelerator.
+        """
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: DiskUpdateInfo) -> None:
@@ -87,10 +90,10 @@ class DiskTransfer(WeightTransferEngine[DiskInitInfo, DiskUpdateInfo]):
 
 
 def allowed_path(path: str, root: str | None) -> Path:
-    """Return the real path of a file or folder that an update names.
+    """Return the real path of a file or folder of an update.
 
     Raises:
-        CheckpointError: it is not below `root`, or there is no `root`.
+        CheckpointError: the path is not below `root`, or there is no `root`.
     """
     if root is None:
         raise CheckpointError(
@@ -105,14 +108,14 @@ def allowed_path(path: str, root: str | None) -> Path:
 
 
 def readable_files(path: Path, given: str | None = None) -> list[Path]:
-    """Return a file of safetensors, or all such files of a folder, after reading their headers.
+    """Return a safetensors file, or all such files of a folder, after reading their headers.
 
     Args:
         path: file or folder.
-        given: what errors call it; the path as it is.
+        given: path to quote in errors; by default `path`.
 
     Raises:
-        CheckpointError: there are none, or a file is of another form, or cut off.
+        CheckpointError: there are no files, or a file has another format or is truncated.
     """
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     message = f"path: given {given or str(path)!r}; wanted a file of safetensors, or a folder"
@@ -128,15 +131,15 @@ def readable_files(path: Path, given: str | None = None) -> list[Path]:
 
 
 def tensors_in(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of files of safetensors.
+    """Yield the tensors of safetensors files.
 
     Raises:
-        CheckpointError: a file is of another form, or cut off.
+        CheckpointError: a file has another format or is truncated.
     """
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                for name in tensors.keys():  # noqa: SIM118 (not a mapping)
                     yield name, tensors.get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(f"{file.name}: {error}") from error

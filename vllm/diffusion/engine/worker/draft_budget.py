@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses how many drafts a step evaluates: drafts that save more time than their rows take.
+"""Chooses how many drafts to verify per step: as many as save more time than their rows take.
 
-Two tables decide: acceptance rates, which are learned, and the time of a step by its rows. Both
-depend on counts alone, never on a clock, so all ranks decide alike.
+Two tables decide: the acceptance rates, which are learned, and the time of a step by its number of
+rows. Both depend on counts alone, never on a clock, so all ranks make the same decision.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.ops import Array
 
-MARGIN = 0.02  # share of a step's time per draft: the host drafts and accepts
+# Share of a step's time that each draft costs, because the host drafts and accepts.
+MARGIN = 0.02
 DECAY = 0.98  # weight of an old trial relative to the next one
-PRIOR_COUNT = 2.0  # prior trials, half of which were accepted
+PRIOR_COUNT = 2.0  # prior trials, half of them accepted
 
-# Drafts of a kind share the algorithm, the number of tokens that it commits, cache and noise.
+# Drafts of one kind share the algorithm, the number of tokens per commit, the cache and the noise.
 Kind: TypeAlias = "Hashable"
 
 
@@ -37,8 +38,8 @@ class AcceptanceRates:
     def chance(self, kind: Kind, count: int | None, depth: int) -> float:
         """Return the acceptance rate of drafts whose parent was accepted.
 
-        A depth without trials has the rate of the depth before it. `count` is None if the rule
-        decides how many candidates are committed.
+        A depth without trials has the rate of the next smaller depth. `count` is None if the rule
+        decides how many candidates it commits.
         """
         accepted, trials = self._counts(kind, count, depth)
         return accepted / trials
@@ -51,17 +52,17 @@ class AcceptanceRates:
         return PRIOR_COUNT * 0.5 ** (count or 1), PRIOR_COUNT
 
     def learn(self, kind: Kind, count: int | None, depth: int, *, is_accepted: bool) -> None:
-        """Record whether a draft was accepted whose parent was."""
+        """Record whether a draft was accepted, given that its parent was accepted."""
         accepted, trials = self._counts(kind, count, depth)
         self._known[kind, count, depth] = accepted * DECAY + is_accepted, trials * DECAY + 1
 
 
 class DraftOffer(NamedTuple):
-    """Drafts that a request could have.
+    """The drafts that a request could have.
 
     Attributes:
-        chances: chance of each to be reached, descending.
-        rows: rows of each.
+        chances: chance of each draft to be reached, descending.
+        rows: number of rows of each draft.
     """
 
     chances: Sequence[float]
@@ -69,11 +70,11 @@ class DraftOffer(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """Time of a step by its rows, which count as the next larger size.
+    """Times of steps by number of rows, which is rounded up to the next listed size.
 
     Attributes:
-        rows: [N] int64, sizes, ascending.
-        seconds: [N + 1] float64, their times; the last is that of more rows.
+        rows: [N] int64, the listed sizes, ascending.
+        seconds: [N + 1] float64, their times; the last entry is the time of larger steps.
     """
 
     rows: Array
@@ -81,7 +82,7 @@ class StepTimes(NamedTuple):
 
     @classmethod
     def of(cls, known: Mapping[int, float]) -> StepTimes:
-        """Make the table of known times; a step of more rows never pays."""
+        """Build the table from known times; steps with more rows than the table never pay."""
         rows = sorted(known)
         return cls(np.array(rows), np.array([*(known[size] for size in rows), np.inf]))
 
@@ -94,15 +95,15 @@ class StepTimes(NamedTuple):
 def choose_num_drafts(
     offers: Sequence[DraftOffer], num_requests: int, rows: int, times: StepTimes
 ) -> list[int]:
-    """Return how many of its first drafts each request should have.
+    """Return the number of drafts of each request, which are always its first ones.
 
-    Takes drafts of all requests, the likeliest first, up to the number that maximises the expected
-    number of committed steps per second.
+    Takes drafts of all requests in descending order of chance, up to the number that maximises the
+    expected number of committed steps per second.
 
     Args:
-        offers: drafts that requests could have.
-        num_requests: requests of the step.
-        rows: its rows without drafts.
+        offers: the drafts that requests could have.
+        num_requests: number of requests of the step.
+        rows: number of rows without drafts.
         times: times of steps.
     """
     sizes = [len(offer.chances) for offer in offers]

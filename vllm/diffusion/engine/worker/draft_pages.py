@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages in which drafts keep the keys and values that they compute."""
+"""Pages for the keys and values that drafts compute."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MAX_DRAFTS_WITH_PAGES = 64  # drafts of all requests
 
 
 class DraftPages:
-    """Pages for drafts, of requests that keep keys and values.
+    """Pages for the drafts of requests with cached keys and values.
 
     A forward writes the keys and values of its window, so the certain state and its drafts cannot
-    share pages there. A draft has pages of its own for the positions of one window. The rest of
-    these pages is a copy of the request's pages. Only forwards of other windows change the
-    originals, so the copy is made again when the window changes.
+    share the pages of the window. Each draft has its own pages for the positions of one window, and
+    all its other keys and values are a copy of the request's pages. Only forwards of other windows
+    change the originals, so the copy is repeated when the window changes.
 
     Args:
         pages: the pages of all requests.
@@ -33,12 +33,12 @@ class DraftPages:
 
     def __init__(self, pages: PageAllocator, *, can_grow: bool) -> None:
         self._pages, self._can_grow = pages, can_grow
-        self._held: dict[str, _RequestPages] = {}  # by request
+        self._held: dict[str, _RequestPages] = {}  # by request ID
 
     def of(self, canvas: Canvas, first: int, stop: int, count: int) -> list[KeptSequence]:
-        """Return the pages of at most `count` drafts, for positions `first` to `stop` of a request.
+        """Return the pages of up to `count` drafts, for positions `first` to `stop` of a request.
 
-        There are fewer if the page store is full.
+        Returns fewer if the page store is full.
         """
         held = self._held.get(canvas.req_id)
         own_pages = first // PAGE_SIZE, num_pages(stop)
@@ -63,7 +63,7 @@ class DraftPages:
         return held.sequences[:count]
 
     def invalidate_copies(self, req_id: str, window: Window) -> None:
-        """Invalidate copies that the next forward of a request, of another window, may change."""
+        """Invalidate copies that the next forward of a request, with another window, may change."""
         held = self._held.get(req_id)
         if held is not None and not held.window[0] <= window.first < window.stop <= held.window[1]:
             held.window = -1, -1
@@ -82,7 +82,13 @@ class DraftPages:
 
 @dataclass
 class _RequestPages:
-    """Draft pages of a request: in place of which of its pages, and for which positions."""
+    """Draft pages of a request.
+
+    Attributes:
+        own_pages: first and last + 1 of the request's pages that the draft pages replace.
+        window: first and last + 1 of the positions for which the copies are valid.
+        sequences: pages of each draft.
+    """
 
     own_pages: tuple[int, int]
     window: tuple[int, int]

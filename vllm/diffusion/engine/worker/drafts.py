@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts: states that a step packs like requests of their own."""
+"""Drafts: predicted states that a step packs like requests of their own."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class DraftWindow(NamedTuple):
-    """Where a draft keeps the keys and values that it computes, as `ForwardWindow` does.
+    """The pages and sequences of a draft, in the form of `ForwardWindow`.
 
     Attributes:
-        cache: the request's pages, but draft pages for the positions of the window; None if the
-            request keeps nothing.
+        cache: the request's pages, with draft pages for the positions of the window; None if the
+            request has no cache.
         kept_starts, num_sequences: as for the request.
         has_fp8_attention: as in `ForwardWindow`.
     """
@@ -33,12 +33,12 @@ class DraftWindow(NamedTuple):
 
 
 class Draft:
-    """A drafted state, which a step packs like a request of its own.
+    """A predicted state that a step packs like a request of its own.
 
     Args:
         canvas: the request.
-        state: the drafted state.
-        positions: positions that are computed.
+        state: the predicted state.
+        positions: the positions that are computed.
     """
 
     adjust_logits = None
@@ -54,7 +54,7 @@ class Draft:
 
     @property
     def num_rows(self) -> int:
-        """Rows of its forward."""
+        """Number of rows of the draft's forward."""
         return self.positions.num_rows * self.window.num_sequences
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First forwards of requests that share a prompt: their hidden states, for those that wait."""
+"""Hidden states of the first forward of a prompt, shared by requests with the same prompt."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class SharedRows(NamedTuple):
     """Sample rows of one request, with their hidden states.
 
     Attributes:
-        part: the request's rows alone.
-        hidden: [r, D], their hidden states after the last layer, in host memory.
+        part: the rows of the request alone.
+        hidden: [r, D], hidden states of these rows after the last layer, in host memory.
     """
 
     part: SamplePart[Array]
@@ -38,11 +38,11 @@ class SharedRows(NamedTuple):
 
 
 class FirstForwards:
-    """Hidden states of the sample rows of first forwards, while requests may still need them.
+    """Hidden states of the sample rows of first forwards, kept while requests may need them.
 
     Args:
         forward: computes steps.
-        pages: the pages of kept keys and values.
+        pages: the pages of cached keys and values.
         canvases: the running requests.
     """
 
@@ -50,10 +50,10 @@ class FirstForwards:
         self, forward: ForwardPass, pages: PageAllocator, canvases: Mapping[str, Canvas]
     ) -> None:
         self._forward, self._pages, self._canvases = forward, pages, canvases
-        self._known: dict[str, dict[int, SharedRows]] = {}  # by request, and by its first position
+        self._known: dict[str, dict[int, SharedRows]] = {}  # by request, then by first position
 
     def note(self, batch: StepBatch, part: SamplePart[Array], hidden: Tensor) -> None:
-        """Keep, of a part's `hidden` states [r, D], those that other requests will need."""
+        """Keep the `hidden` states [r, D] of a part that other requests will need."""
         for number, piece_rows, unconditional in part.pieces:
             canvas = batch.canvases[number]
             if not is_shared(canvas) or batch.targets[number].eligible.size > MAX_SHARED_ROWS:
@@ -71,7 +71,7 @@ class FirstForwards:
             self._known.setdefault(canvas.req_id, {})[int(alone.positions[0])] = known
 
     def serves(self, new: NewCanvas) -> bool:
-        """Whether a request may take its first step from another one's; copies what that keeps."""
+        """Whether a request can take its first step from another one; if so, copy its cache."""
         canvas = self._canvases[new.req_id]
         if new.prompt_of is None or not is_shared(canvas):
             return False
@@ -83,14 +83,14 @@ class FirstForwards:
         return True
 
     def sampled(self, rows: SampleRows, new: NewCanvas) -> Tensor | None:
-        """Sample a request's first forward from hidden states that another one left.
+        """Sample a request's first forward from the hidden states of another request.
 
         Args:
             rows: sample rows of the forward, whose layers are not computed.
-            new: the request, for which the hidden states are then held, too.
+            new: the request; the hidden states are also kept under its name.
 
         Returns:
-            the table of its samples; None if nothing is known.
+            the table of its samples; None if there are no hidden states.
         """
         known = self._known.get(new.prompt_of or "")
         if known is None:
@@ -105,29 +105,29 @@ class FirstForwards:
         return forward.broadcast_samples(rows.choose_jointly(Samples.joined(samples)))
 
     def requests_to_copy(self, req_ids: Iterable[str]) -> list[str]:
-        """Return the requests whose keys and values others may copy with the next message."""
+        """Return the requests whose keys and values can be copied with the next message."""
         return [req_id for req_id in req_ids if is_copied(self._canvases[req_id])]
 
     def clear(self) -> None:
-        """Drop everything, as other weights would compute other hidden states."""
+        """Drop all hidden states after a change of the weights."""
         self._known.clear()
 
     def remove(self, req_id: str) -> None:
-        """Drop a request that has gone; others may hold what it shared."""
+        """Drop a finished request; other requests may still hold the hidden states it shared."""
         self._known.pop(req_id, None)
 
 
 def is_shared(canvas: BatchItem) -> bool:
-    """Whether the next forward is the first one, and equal for all requests of its prompt."""
+    """Whether the next forward is the first one and is equal for all requests with this prompt."""
     return canvas.num_steps == 0 and shares_first_forward(canvas.params)
 
 
 def is_copied(canvas: Canvas) -> bool:
-    """Whether others may now copy what a request keeps: it is as its first forward left it."""
+    """Whether other requests can copy the cache of a request: only its first forward has run."""
     shares = canvas.window.cache is not None and shares_first_forward(canvas.params)
     return shares and canvas.has_made_one_forward
 
 
 def shares_first_forward(params: DiffusionParams) -> bool:
-    """Whether several answers are wanted whose first forwards are equal."""
+    """Whether a request belongs to several answers whose first forwards are equal."""
     return params.num_answers > 1 and params.cache not in ("frozen", "exact")

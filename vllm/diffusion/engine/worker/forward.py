@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One forward of a packed batch: layers x stages x chunks, then the samples of its sample rows.
+"""The forward pass of a packed batch: layers x stages x chunks, then samples of its sample rows.
 
-Only attention mixes rows, so every other stage may run on any chunk of rows. The residual stream
-and one layer's keys and values are all that lives from stage to stage; requests with a cache keep
-the keys and values of every layer. Of the last layer all rows have keys and values, but only the
-sample rows get the rest; where rows choose their experts by windows, all do.
+Only attention mixes rows, so every other stage may run on any chunk of rows. Only the residual
+stream and one layer's keys and values stay in memory from stage to stage; requests with a cache
+keep the keys and values of every layer. In the last layer all rows compute keys and values, but
+only the sample rows run the remaining stages. If the model routes rows to experts by windows, all
+rows run all stages.
 
-The layers are a generator that stops before every chunk, so that whoever runs it may do something
-else in between; what it yields is the time that the plan predicts for the chunk.
+The layers are a generator that stops before every chunk, so that its caller may do other work in
+between. It yields the time in seconds that the plan predicts for the chunk.
 """
 
 from __future__ import annotations
@@ -44,18 +45,19 @@ if TYPE_CHECKING:
 _ALL = slice(None)
 
 T = TypeVar("T")
-# Work that stops before every chunk and says what the plan predicts for it, in seconds.
+# Work that stops before every chunk and yields the predicted seconds of the chunk.
 Chunked: TypeAlias = Generator[float, None, T]
 
 
 class BodyOutputs(NamedTuple):
-    """Results of the layers that the sample rows need.
+    """Results of the layers, as input of the last layer's sample rows.
 
     Attributes:
-        x: [T, D], the residual stream before the last layer, or after it where all of it ran.
+        x: [T, D], the residual stream before the last layer, or after it if the last layer ran on
+            all rows.
         positions: [T] int64.
-        rotary: rotary tables of all rows, where they are kept.
-        keys_values: [T, KV, hd] each, of the last layer; None where all of it ran.
+        rotary: rotary tables of all rows; None if they are not kept.
+        keys_values: [T, KV, hd] each, of the last layer; None if the last layer ran on all rows.
     """
 
     x: Tensor
@@ -70,12 +72,12 @@ class ForwardPass:
     Args:
         model: the loaded model.
         pool: memory of steps.
-        caches: kept keys and values.
+        caches: cached keys and values.
         ranks: ranks that compute the same steps.
 
     Attributes:
-        note_first: takes a part of a step and its hidden states [r, D], which other requests may
-            need; None where no request shares its prompt.
+        note_first: receives a part of a step and its hidden states [r, D], which other requests may
+            need; None if no request shares its prompt.
     """
 
     def __init__(
@@ -90,9 +92,10 @@ class ForwardPass:
         Args:
             rows: the step's sample rows.
             plan: plan of the step.
-            body: the layers' results, where a graph has computed them.
+            body: the layers' results if a graph has computed them.
         """
-        batch, parts = rows.batch, tuple(rows.parts(plan.rows.logits))  # while the graph runs
+        # The host builds the parts while the graph runs.
+        batch, parts = rows.batch, tuple(rows.parts(plan.rows.logits))
         pool, model, caches = self.pool, self.model, self.caches
         with pool.scope("step"):
             stages.INPUTS.expect(pool, batch.num_rows)
@@ -126,9 +129,9 @@ class ForwardPass:
         return sample(self.model, [(hidden, rows.row_groups(part, positions))], self.pool)
 
     def broadcast_samples(self, samples: Samples[Tensor]) -> Tensor:
-        """Return the table of rank 0's samples, of a step that all ranks have computed.
+        """Return the samples table of rank 0 on every rank, so that all commit the same tokens.
 
-        So all of them commit the same tokens.
+        All ranks must have computed the step.
         """
         table: Tensor = samples.table
         if self.ranks.sequence.size == 1 or not table.numel():
@@ -156,10 +159,10 @@ def run_body(
     *,
     to_the_end: bool = False,
 ) -> Chunked[BodyOutputs]:
-    """Run all layers on all rows, except what follows the keys and values of the last one.
+    """Run all layers on all rows, except the stages after the keys and values of the last layer.
 
-    What lives from stage to stage is taken from `residents`, what one stage needs from `scratch`.
-    With `to_the_end` the last layer runs like the others.
+    `residents` holds buffers that live from stage to stage, `scratch` buffers of a single stage.
+    With `to_the_end` the last layer runs all its stages, too.
     """
     num_rows, last = inputs.token_ids.numel(), len(model.layers) - 1
     (listed,) = stages.residual(model.dtype, model.hidden_size)
@@ -168,7 +171,7 @@ def run_body(
 
     num_heads = model.num_heads if plan.layout.keep_queries else 0
     product = _projections(model, num_heads, num_rows, residents)
-    # What a chunk is does not depend on the layer, so it is worked out once.
+    # The chunks are the same for all layers, so they are computed once.
     writing = list(chunks(num_rows, plan.rows.keys_values))
     attending = list(zip(chunks(num_rows, plan.rows.attend), inputs.layouts, strict=True))
     feeding = list(chunks(num_rows, plan.rows.feed_forward))
@@ -215,9 +218,9 @@ def run_last_layer(
     scratch: Buffers,
     caches: PageStore,
 ) -> Generator[Tensor]:
-    """Run the rest of the last layer on the sample rows alone, yielding [r, D] part by part.
+    """Run the remaining stages of the last layer on the sample rows, yielding [r, D] per part.
 
-    A yielded tensor is valid until the next one is asked for.
+    A yielded tensor is valid until the next one is requested.
     """
     index = len(model.layers) - 1
     layer = model.layers[index]
@@ -242,7 +245,7 @@ def run_last_layer(
 def _projections(
     model: DiffusionModel, num_heads: int, num_rows: int, residents: Buffers
 ) -> Tensor:
-    """Take room for a layer's keys and values of all rows, and for so many heads of queries."""
+    """Allocate a layer's keys and values of all rows, with `num_heads` query heads."""
     listed = stages.fused_heads(model.dtype, num_heads, model.num_kv_heads, model.head_dim)
     return listed.take(residents, num_rows)
 
@@ -250,9 +253,9 @@ def _projections(
 def target_of(
     rows: slice, num_rows: int, index: int, slot_mapping: Tensor, caches: PageStore
 ) -> KeyTarget | None:
-    """Return where a layer's keys and values of a chunk are stored, or None.
+    """Return where a layer stores the keys and values of a chunk, or None.
 
-    The slots of the batch's last rows are `slot_mapping` [W].
+    `slot_mapping` [W] holds the slots of the last W rows of the batch.
     """
     first = num_rows - slot_mapping.numel()
     slots = slot_mapping[max(rows.start - first, 0) : max(rows.stop - first, 0)]
@@ -267,13 +270,13 @@ def sources_of(
     caches: PageStore,
     heads: slice = _ALL,
 ) -> list[KeySource]:
-    """Return where the rows of a chunk find their keys and values.
+    """Return the sources of the keys and values that the rows of a chunk read.
 
     Args:
-        layouts: which keys the rows read.
+        layouts: the keys that the rows read.
         k, v: [T, heads, hd], keys and values of this step.
         index: index of the layer.
-        caches: the store.
+        caches: the page store.
         heads: the key/value heads in `k` and `v`.
     """
     return [

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step of one request with fp8 attention: keys and values of a layer lie on the device as fp8.
+"""Steps of one request with fp8 attention: the device holds keys and values of a layer in fp8.
 
-Before a group of heads of a layer is computed, some rows of the request are surveyed; from them
-follow the keys' mean and the scales. With ranks that divide the rows each surveys its own, and all
-of them merge what they found.
+Before a group of heads of a layer is computed, some rows of the request are surveyed to derive the
+mean of the keys and the scales. If ranks divide the rows, each rank surveys its own rows, and all
+ranks merge their surveys.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def run_fp8(
 
 
 class Fp8Forward(StreamedForward):
-    """Layers of one step with fp8 attention; arguments are those of `StreamedForward`."""
+    """Layers of one step with fp8 attention; the arguments are those of `StreamedForward`."""
 
     keys_dtype = fp8_stages.FP8
 
@@ -56,7 +56,7 @@ class Fp8Forward(StreamedForward):
         self._surveyed = list(zip(pieces, on_device, strict=True))
 
     def begin(self, index: int, group: HeadGroup) -> None:
-        """Find the mean of the keys, and the scales, of a group of heads of a layer."""
+        """Compute the mean of the keys and the scales of a group of heads of a layer."""
         attention, model, pool = self.model.layers[index].fp8_attention, self.model, self.pool
         nothing = torch.empty(0, model.hidden_size, dtype=model.dtype, device=self.k.device)
         none = model.rotary(self.inputs.positions[:0])
@@ -84,7 +84,7 @@ class Fp8Forward(StreamedForward):
         attention.keys_values(group, x, rotary, self._known, k, v, self.pool, target)
 
     def keep(self, index: int, group: HeadGroup) -> None:
-        """Do nothing: each chunk has stored its own, in the model dtype."""
+        """Do nothing, because each chunk has stored its keys and values in the model dtype."""
 
     def own_keys_values(self) -> Listed:
         return fp8_stages.keys_values(self.group_heads, self.model.head_dim)

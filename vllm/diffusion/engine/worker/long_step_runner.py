@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A long step that is handed out in slices, with other steps between them.
+"""Runs a long step in slices, with other steps in between.
 
-The generator over its chunks stays here; what it holds of the pool lies in a frame, in front of the
-buffers of the steps that run meanwhile. The message gives the work of a slice in seconds as the
-planner predicts them, so every rank stops after the same chunk. How long slices take is measured
-only for the scheduler.
+This module keeps the generator over the step's chunks. The step's memory in the pool is a frame
+that precedes the buffers of the steps that run meanwhile. The scheduler's message gives the work of
+a slice in seconds, as predicted by the planner, so every rank stops after the same chunk. The
+measured times of slices are only reported to the scheduler.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _SlicedStep:
     work: Chunked[torch.Tensor]
     cache_generation: int | None
     peak_bytes: int = 0
-    next_s: float = 0.0  # predicted of the chunk that it stands before
+    next_s: float = 0.0  # predicted seconds of the next chunk
 
     @property
     def req_id(self) -> str:
@@ -82,7 +82,7 @@ class _Stopwatch:
 
     @property
     def taken_s(self) -> float:
-        """Seconds measured, once `has_ended`."""
+        """Measured seconds; valid once `has_ended`."""
         if self._events is None:
             return self._taken_s
         started, ended = self._events
@@ -94,9 +94,9 @@ class LongStepRunner:
 
     Args:
         chunks: computes a step chunk by chunk.
-        account: bytes of the pool that are taken.
+        account: account of the bytes of the pool that are in use.
         pool: the device's pool.
-        caches: kept keys and values, in the pool.
+        caches: cached keys and values, in the pool.
         device: device of the pool.
     """
 
@@ -110,7 +110,7 @@ class LongStepRunner:
     ) -> None:
         self._chunks, self._account = chunks, account
         self._pool, self._caches = pool, caches
-        # Rows in host memory are not those of the steps in between.
+        # The steps in between need their own rows in host memory.
         self._host = HostBuffers(is_pinned=device.type == "cuda")
         self._paused: _SlicedStep | None = None
         self._device = device
@@ -124,9 +124,9 @@ class LongStepRunner:
         return PausedStep(self._paused.req_id, self._pool.frame_bytes)
 
     def is_of(self, canvas: Canvas) -> bool:
-        """Whether the paused step is this request's and its keys and values have not moved.
+        """Whether the paused step belongs to this request and its keys and values have not moved.
 
-        Otherwise it cannot continue, as the device holds where they were.
+        If they have moved, the step cannot continue, because the device holds their old addresses.
         """
         paused = self._paused
         if paused is None or paused.rows.batch.canvases[0] is not canvas:
@@ -137,7 +137,7 @@ class LongStepRunner:
         return None if canvas.window.cache is None else self._caches.generation
 
     def begin(self, batch: StepBatch, plan: Plan, planner_us: float) -> None:
-        """Take a step of one request, of which nothing is computed yet; no other may be paused."""
+        """Begin a step of one request, without computing any chunk; no other step may be paused."""
         rows = SampleRows(batch)
         self._account.make_room(batch.num_rows, plan)
         self._pool.begin_frame()
@@ -151,10 +151,10 @@ class LongStepRunner:
         )
 
     def run(self, step_slice: StepSlice) -> Step | None:
-        """Launch the next slice of the begun step; return the step if that was the last one.
+        """Launch the next slice of the current step; return the step after its last slice.
 
-        Returns when the slice before it is over. So a GPU has work while the host turns to others,
-        and its queue holds no more than this slice.
+        Waits until the previous slice has ended. So a GPU has work while the host handles other
+        steps, and its queue holds no more than this slice.
         """
         paused = self._paused
         if paused is None:
@@ -177,7 +177,7 @@ class LongStepRunner:
         """Run chunks of at most `seconds` predicted seconds, but at least one chunk.
 
         Returns:
-            the predicted seconds of these chunks, and the samples after the last of all.
+            the predicted seconds of these chunks, and the samples if the step's last chunk has run.
         """
         done_s = 0.0
         with self._pool.within_frame(), self._pool.temporaries():
@@ -191,7 +191,7 @@ class LongStepRunner:
         return done_s, None
 
     def pop_timing(self) -> SliceTiming | None:
-        """Sum the slices that have ended since the last call; None if there are none."""
+        """Sum the times of slices that have ended since the last call; None if there are none."""
         over = []
         while self._in_flight and self._in_flight[0][1].has_ended:
             over.append(self._in_flight.popleft())
@@ -201,9 +201,9 @@ class LongStepRunner:
         return SliceTiming(sum(seconds for seconds, _ in over), taken_s, len(over))
 
     def drop(self, req_id: str | None = None) -> bool:
-        """Forget the paused step and give back its memory; whether there was one.
+        """Drop the paused step and release its memory; return whether there was one.
 
-        `req_id` names the only request whose step is dropped; None means any.
+        With `req_id`, only the step of this request is dropped; None means any.
         """
         paused = self._paused
         if paused is None or req_id not in (None, paused.req_id):

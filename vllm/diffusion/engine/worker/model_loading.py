@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start of a worker: the model, the ranks that compute with it, and the runner of its steps."""
+"""Start of a worker: loads the model, connects its ranks, and creates the runner."""
 
 from __future__ import annotations
 
@@ -42,17 +42,18 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# Most rows that tensor-parallel ranks sum at a time; the memory for it is twice their bytes.
+# Maximum number of rows that tensor-parallel ranks sum at a time. The memory for it is twice their
+# bytes.
 _SUMMED_ROWS = 8192
 
 
 def load_model(
     vllm_config: VllmConfig, load_config: LoadConfig
 ) -> tuple[DiffusionModel, WeightMemory]:
-    """Load the model, ready for its first step, and log its size.
+    """Load the model, prepare it for its first step, and log its size.
 
     Returns:
-        the model, and the memory of its weights, which may be lent where that is wanted.
+        the model, and its weight memory, which can be released if sleep mode is enabled.
     """
     start, dtype = time.perf_counter(), vllm_config.model_config.dtype
     with set_current_vllm_config(vllm_config), set_default_torch_dtype(dtype):
@@ -62,7 +63,7 @@ def load_model(
         if load_config.load_format != "dummy":
             load_draft_adapter(model, vllm_config.model_config.model)
             _warn_of_broken(model)
-    model.is_loaded = True  # dummy weights, too, may be replaced tensor by tensor
+    model.is_loaded = True  # dummy weights can also be replaced tensor by tensor
     device = model.rotary_frequencies.device
     memory = WeightMemory(model)
     if vllm_config.model_config.enable_sleep_mode and device.type == "cuda":
@@ -71,13 +72,13 @@ def load_model(
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     unknown = vllm_config.model_config.hf_config.unknown_keys
     if unknown and vllm_config.parallel_config.rank == 0:
-        logger.warning("config.json: nothing here knows the keys %s; they change nothing", unknown)
+        logger.warning("config.json: the keys %s are unknown and have no effect", unknown)
     seconds = time.perf_counter() - start
     logger.info("model loaded: %s of weights in %.1f s", readable(size), seconds)
     count, quantised, plain = quantised_sizes(model, dtype)
     if count:
         logger.info(
-            "quantised: %d matrices as %s, %.2f GiB instead of %.2f GiB; the rest is plain",
+            "quantised: %d matrices as %s, %.2f GiB instead of %.2f GiB; others are plain",
             count,
             vllm_config.quant_config.get_name(),
             quantised / 2**30,
@@ -87,10 +88,10 @@ def load_model(
 
 
 def _warn_of_broken(model: DiffusionModel) -> None:
-    """Log a warning if weights are no numbers, from which no answer can come."""
+    """Log a warning if weights contain NaN or infinite numbers, which make all answers noise."""
     plain = [(n, p) for n, p in model.named_parameters() if p.is_floating_point()]
     names = [name for name, p in plain if p.numel() and p.dtype.itemsize > 1]
-    # Both carry NaN on, and neither needs memory.
+    # Minimum and maximum both propagate NaN, and neither needs memory.
     ends = [torch.stack(p.detach().aminmax()).float() for n, p in plain if n in {*names}]
     if not ends:
         return
@@ -98,7 +99,7 @@ def _warn_of_broken(model: DiffusionModel) -> None:
     broken = [name for name, whole in zip(names, is_whole, strict=True) if not whole]
     if broken:
         logger.warning(
-            "weights: NaN or infinite numbers in %d of %d tensors, %s first; answers are noise",
+            "weights: NaN or infinite numbers in %d of %d tensors, first %s; answers are noise",
             len(broken),
             len(names),
             broken[0],
@@ -106,9 +107,9 @@ def _warn_of_broken(model: DiffusionModel) -> None:
 
 
 def join_ranks(ranks: Ranks, model: DiffusionModel, device: torch.device) -> Agreement | None:
-    """Let tensor-parallel ranks sum; return how all ranks agree on failures, if several."""
+    """Set up sums of tensor-parallel ranks; return how several ranks agree on failures."""
     tensor, sequence = ranks.tensor, ranks.sequence
-    # Nobody can end what a card waits for with NCCL, as those that divide rows do.
+    # With NCCL no rank can end a wait of a GPU. Ranks that divide rows use NCCL on GPUs.
     may_fail = sequence.size == 1 or device.type == "cpu"
     board = ranks.every.join_board() if may_fail else None
     row_bytes = model.hidden_size * model.dtype.itemsize
@@ -126,7 +127,7 @@ def join_ranks(ranks: Ranks, model: DiffusionModel, device: torch.device) -> Agr
 
 
 def why_no_graphs(model: DiffusionModel, device: torch.device, *, is_eager: bool) -> str | None:
-    """Why the layers run without CUDA graphs; None if they run with them."""
+    """Return why the layers run without CUDA graphs; None if they run with graphs."""
     if device.type != "cuda":
         return "none (no GPU)"
     if is_eager:
@@ -148,7 +149,7 @@ def make_runner(
     has_graphs: bool,
     is_reporting: bool,
 ) -> DiffusionModelRunner:
-    """Make the runner of a loaded model's steps, with the memory that is left on the device."""
+    """Create the runner of a loaded model, with the free memory of the device."""
     rates, weighs = rates_of(device, ranks.every), settings_of(vllm_config).weighs_guesses
     utilization = vllm_config.cache_config.gpu_memory_utilization
     budget = activation_budget(device, utilization, ranks.every)

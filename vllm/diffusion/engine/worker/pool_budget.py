@@ -14,15 +14,15 @@ from vllm.diffusion.core.errors import ServerConfigError
 if TYPE_CHECKING:
     from vllm.diffusion.parallel.groups import RankGroup
 
-# What runs outside of the pool on a GPU: libraries' workspaces, kernels loaded later, the small
-# tensors of steps that a graph runs.
+# Memory outside of the pool on a GPU: workspaces of libraries, kernels that are loaded later, and
+# the small tensors of steps with a graph.
 OUTSIDE_BYTES = 512 << 20
-# Part of the pool that no plan uses: what PyTorch rounds its temporaries up to.
+# Part of the pool that no plan uses, because PyTorch rounds its temporaries up.
 ROUNDING_SHARE, MAX_ROUNDING_BYTES = 1 / 64, 128 << 20
 
 
 def activation_budget(device: torch.device, utilization: float, ranks: RankGroup) -> int:
-    """Return the bytes of the activation pool: as configured, else what is free less a margin.
+    """Return the bytes of the activation pool: as configured, else the free bytes less a margin.
 
     Args:
         device: the device, with the weights loaded.
@@ -30,10 +30,10 @@ def activation_budget(device: torch.device, utilization: float, ranks: RankGroup
         ranks: all ranks of the engine.
 
     Returns:
-        the least that any rank has, as all of them follow the same plans.
+        the minimum over all ranks, because all ranks follow the same plans.
 
     Raises:
-        ServerConfigError: nothing is free.
+        ServerConfigError: no memory is free.
     """
     free_bytes = _free_bytes(device, utilization)
     budget = ranks.all_reduce_min(envs.activation_pool_size_bytes() or free_bytes)
@@ -57,7 +57,7 @@ def _free_bytes(device: torch.device, utilization: float) -> int:
     some = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     torch.mm(some, some)
     torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()  # what loading the weights has left behind
+    torch.cuda.empty_cache()  # memory that loading the weights has left reserved
     free, total = torch.cuda.mem_get_info(device)
     taken = total - free
     return min(free, int(total * utilization) - taken) - OUTSIDE_BYTES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The newest proposal for every position of a canvas, kept for requests that ask to see it."""
+"""Keeps the latest proposal for every position of a canvas, for requests that ask for it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class Proposals(CanvasGuest):
-    """Newest proposed tokens and their log probabilities, by canvas position.
+    """Latest proposed tokens and their log probabilities, by canvas position.
 
-    For a committed position these are of the forward that committed its token, also where a rule
-    goes on asking whether another one should stand there.
+    For a committed position these values come from the forward that committed its token. They stay
+    the same even if the rule later considers a replacement.
 
     Args:
         params: the request's parameters; `num_logprobs` is not None.
@@ -38,12 +38,15 @@ class Proposals(CanvasGuest):
         self._view: CanvasView | None = None
         self._num_top = params.num_logprobs or 0
         self._mask_id = params.mask_id
-        shape = (params.gen_length, 1 + self._num_top)  # the token, then the most likely ones
+        # the proposed token, then the most likely tokens
+        shape = (params.gen_length, 1 + self._num_top)
         self._tokens = np.full(shape, params.mask_id, dtype=np.int32)
         self._logprobs = np.full(shape, np.nan, dtype=np.float32)
         self._ranks = np.ones(params.gen_length, dtype=np.int32)
         self._drafted = np.zeros(params.gen_length, dtype=np.bool_)
-        self._is_draft = False  # the next commit; the first after a look is a forward's own
+        # Whether the next commit is a draft's. The first commit after `look` belongs to the forward
+        # itself.
+        self._is_draft = False
 
     def begin(self, tokens: NDArray[np.int64]) -> None:
         """Record the tokens on the canvas before the first forward as certain."""
@@ -53,10 +56,10 @@ class Proposals(CanvasGuest):
         self._logprobs[known] = 0.0
 
     def commit(self, tokens: NDArray[np.int64], candidates: Candidates, commit: Commit) -> Commit:
-        """Record what a forward proposed, and what was committed instead.
+        """Record what a forward proposed and what was committed.
 
-        A committed token that was neither proposed nor the greedy one has no log probability until
-        a forward proposes it.
+        A committed token has no log probability until a forward proposes it, unless it is the
+        proposed or the greedy token.
         """
         if candidates.logprobs is not None and candidates.positions.size:
             logprobs = Logprobs.unpack(torch.from_numpy(candidates.logprobs), self._num_top)
@@ -71,7 +74,7 @@ class Proposals(CanvasGuest):
         return commit
 
     def _confirms(self, candidates: Candidates, standing: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether a forward proposes the token that stands there, which has no probability yet."""
+        """Whether a forward proposes the token of a position that has no probability yet."""
         places = candidates.positions - self._prompt_length
         is_unknown = np.isnan(self._logprobs[places.clip(0, len(self._ranks) - 1), 0])
         confirms: NDArray[np.bool_] = is_unknown & (candidates.tokens == standing)
@@ -95,7 +98,8 @@ class Proposals(CanvasGuest):
             if known is not None:
                 value = np.where(tokens == known, own_value, value)
                 rank = np.where(tokens == known, own_rank, rank)
-        if self._params.thinking_token_budget is not None:  # what ends thinking then is certain
+        # The token that ends thinking is certain when the budget is used up.
+        if self._params.thinking_token_budget is not None:
             is_given = np.isnan(value) & (tokens == self._params.think_ids[1])
             value = np.where(is_given, 0.0, value)
         positions = candidates.positions - self._prompt_length
@@ -116,7 +120,7 @@ class Proposals(CanvasGuest):
         self._ranks[filled] = 1
 
     def look(self, tokens: NDArray[np.int64], step: int) -> None:
-        """Keep the whole canvas after forward number `step`, where the request asks to see it."""
+        """Record the whole canvas after forward number `step` if the request asks for it."""
         self._is_draft = False
         if self._params.stream_canvas:
             self._view = self._view_of(tokens[self._canvas], step)
@@ -124,7 +128,7 @@ class Proposals(CanvasGuest):
     def report(
         self, tokens: NDArray[np.int64], final: range, *, is_complete: bool
     ) -> dict[str, Any]:
-        """Return the log probabilities of what became final, and the canvas."""
+        """Return the log probabilities of the new final tokens, and the canvas."""
         wants_logprobs = self._params.logprobs is not None
         return {
             "logprobs": self._logprobs_of(final.start, final.stop) if wants_logprobs else None,
@@ -134,7 +138,7 @@ class Proposals(CanvasGuest):
     def _logprobs_of(self, start: int, end: int) -> LogprobsLists:
         """Return the log probabilities of committed positions, in upstream's type.
 
-        Where there is none, it is that of a token without a chance: JSON cannot write NaN.
+        A missing log probability is reported as minus infinity, because JSON has no NaN.
         """
         logprobs = self._logprobs[start:end]
         return LogprobsLists(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of trajectories, and answers that end with whole blocks: guests of a canvas."""
+"""Guests of a canvas that record trajectories, or that end answers with whole blocks."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
-# With more, the end of many answers at once would keep the device waiting.
+# A larger number would make the device wait if many answers end at once.
+
 MAX_PENDING_COMMITS = 32
 
 
 class BlockTracker:
-    """Blocks of a canvas, as its rule fills them.
+    """The blocks of a canvas, as its rule fills them.
 
     Args:
-        params: the request's parameters.
-        prompt_length: tokens before the canvas.
-        length: positions of prompt and canvas.
+        params: parameters of the request.
+        prompt_length: number of tokens before the canvas.
+        length: number of positions of prompt and canvas.
         rule: the decoding rule, which may choose where blocks end.
     """
 
@@ -40,7 +41,8 @@ class BlockTracker:
     ) -> None:
         self._rule, self._prompt_length = rule, prompt_length
         end, width = length - prompt_length, params.block_length
-        if params.has_causal_context:  # whose row has room for a whole block behind the answer
+        # The row has room for a whole block after the answer.
+        if params.has_causal_context:
             end = params.num_blocks * width
         is_grid = params.is_block_causal and not params.has_causal_context
         record = algorithms_of(is_block_causal=params.is_block_causal)[params.algorithm]
@@ -51,9 +53,9 @@ class BlockTracker:
 
     @property
     def bounds(self) -> Array:
-        """Canvas positions [B + 1] where blocks begin, in order, and where the last one ends.
+        """Canvas positions [B + 1]: the start of each block in order, and the end of the last.
 
-        They are of the blocks that there are so far, of one position before there is any.
+        Only blocks that exist so far count; before the first block, a block of one position.
         """
         sized = self._rule.block_bounds
         if sized is None:
@@ -64,13 +66,13 @@ class BlockTracker:
 
 
 class _Noted(NamedTuple):
-    """A commit as it was noted.
+    """A recorded commit.
 
     Attributes:
         step: number of the step.
         eligible: [R] int64, ascending: positions of the candidates.
-        rows: [5, R], their `CandidateLogprobs`.
-        positions, tokens: [K] int64, what was committed.
+        rows: [5, R], the `CandidateLogprobs` of the candidates.
+        positions, tokens: [K] int64, the committed positions and their tokens.
     """
 
     step: int
@@ -81,16 +83,16 @@ class _Noted(NamedTuple):
 
 
 class Recorder(CanvasGuest):
-    """Record of which step committed which token, and how probable it was.
+    """Records which step committed which token, and the token's probability.
 
-    While a step commits, the device may wait: then commits are only noted, and looked at many at a
-    time.
+    The device may wait while a step commits. So commits are only noted, and processed later, many
+    at a time.
 
     Args:
-        params: the request's parameters, with `return_trajectory`.
-        tokens: its sequence [T] before decoding.
-        prompt_length: tokens before the canvas.
-        rule: its decoding rule.
+        params: parameters of the request, with `return_trajectory`.
+        tokens: sequence [T] of the request before decoding.
+        prompt_length: number of tokens before the canvas.
+        rule: decoding rule of the request.
     """
 
     only_watches = True
@@ -100,23 +102,25 @@ class Recorder(CanvasGuest):
     ) -> None:
         self._params, self._prompt_length, self._rule = params, prompt_length, rule
         self._blocks = BlockTracker(params, prompt_length, len(tokens), rule)
-        # Of the extras, behind log probabilities that the client sees; others have more of them.
+        # First row of the extras after the log probabilities that the client receives, if there are
+        # any.
         first_row = 0 if params.num_logprobs is None else 4 + 2 * params.num_logprobs
         self._rows = slice(first_row, first_row + len(CandidateLogprobs._fields))
-        self._holes = np.empty(0, dtype=np.int64)  # of the prompt
-        self._tokens = tokens.copy()  # as they were before what is noted
-        # The latter: step, start, token and end of a fill.
+        self._holes = np.empty(0, dtype=np.int64)  # mask positions of the prompt
+        self._tokens = tokens.copy()  # tokens before the commits in `_noted`
+        # Commits and fills that are not processed yet. A fill is (step, start, token, end).
         self._noted: list[_Noted | tuple[int, int, int, int | None]] = []
         self._steps = np.zeros(len(tokens), dtype=np.int32)
         self._logprobs = np.full(len(tokens), np.nan, dtype=np.float32)
         self._entropies = np.full(len(tokens), np.nan, dtype=np.float32)
         self._is_filled = np.zeros(len(tokens), dtype=np.bool_)
-        self._first_eligible = np.zeros(len(tokens), dtype=np.int32)  # step; 0 for none
-        self._commits: list[tuple[Array, Array, Array, Array]] = []  # as `_put` has them
-        self._replaces = False  # some position was written twice, or may be
+        # first step with a candidate at each position; 0 for none
+        self._first_eligible = np.zeros(len(tokens), dtype=np.int32)
+        self._commits: list[tuple[Array, Array, Array, Array]] = []  # arguments of `_put`
+        self._replaces = False  # whether some position was, or may have been, written twice
         self._mask_forbidden: list[int] = []
         self._weight_steps: list[tuple[int, int]] = []
-        self._step = 0  # that has been noted
+        self._step = 0  # number of the last noted step
 
     def begin(self, tokens: Array) -> None:
         self._tokens[:] = tokens
@@ -129,7 +133,7 @@ class Recorder(CanvasGuest):
         if self._weight_steps and self._weight_steps[-1][0] == generation:
             return
         if self._weight_steps and self._weight_steps[-1][1] == following:
-            self._weight_steps.pop()  # no step was computed with them
+            self._weight_steps.pop()  # no step was computed with these weights
         self._weight_steps.append((generation, following))
 
     def fill(self, start: int, token: int, end: int | None) -> None:
@@ -161,13 +165,13 @@ class Recorder(CanvasGuest):
             self._mask_forbidden.append(self._step)
         if eligible is None or logprobs is None or not eligible.size:
             return
-        rows = logprobs[self._rows].copy()  # the step's buffer is used again
+        rows = logprobs[self._rows].copy()  # the step's buffer is reused
         self._noted.append(_Noted(self._step, eligible, rows, commit.positions, commit.tokens))
         if len(self._noted) >= MAX_PENDING_COMMITS:
             self._catch_up()
 
     def _catch_up(self) -> None:
-        """Look at what has been noted: at commits all at once, as far as no fill comes between."""
+        """Process all notes: the commits between two fills are processed together."""
         noted, self._noted = self._noted, []
         commits: list[_Noted] = []
         for item in noted:
@@ -193,13 +197,15 @@ class Recorder(CanvasGuest):
         eligible, positions, tokens = (np.concatenate(parts[index]) for index in (0, 2, 3))
         seen, placed = (np.repeat(steps, [part.size for part in parts[index]]) for index in (0, 2))
         width, total = len(self._tokens), np.iinfo(np.int32).max
-        # Both in ascending order of step, then of position.
+        # Both arrays are in ascending order of step, then of position.
         at = np.searchsorted(seen * width + eligible, placed * width + positions)
         logprobs = CandidateLogprobs.unpack(np.concatenate(parts[1], axis=1)[:, at])
         first = np.zeros(width, dtype=np.int32)
-        first[eligible[::-1]] = seen[::-1]  # of several numbers the last one stays
+        # if a position occurs several times, the last assignment wins
+        first[eligible[::-1]] = seen[::-1]
         self._first_eligible = np.where(self._first_eligible > 0, self._first_eligible, first)
-        # Rules that replace tokens have candidates where one stands.
+        # Rules that replace tokens have candidates at positions that already hold a token.
+
         stands = np.where(self._steps >= 0, 0, total)
         is_token = tokens != self._params.mask_id
         filled = np.full(width, total)
@@ -231,7 +237,7 @@ class Recorder(CanvasGuest):
         starts, stops = bounds[:-1], bounds[1:]
         recorded = slice(start, start + stops[-1])
         steps, seen = self._steps[recorded], self._first_eligible[recorded]
-        # Of a block the first step that had candidates there, or that committed.
+        # For each block, the first step that had candidates there, or that committed.
         first, committed = (
             np.minimum.reduceat(np.where(numbers > 0, numbers, never), starts)
             for numbers in (seen, steps)
@@ -272,9 +278,9 @@ class Recorder(CanvasGuest):
 
 
 class CompleteBlocks(CanvasGuest):
-    """Answers end when the block is filled in which their last token stands.
+    """Makes answers end only when the block of their last token is filled.
 
-    Arguments are those of `Recorder`.
+    The arguments are those of `Recorder`.
     """
 
     only_watches = True
@@ -287,7 +293,8 @@ class CompleteBlocks(CanvasGuest):
 
     def may_end(self, tokens: Array, end: int) -> bool:
         bounds, canvas = self._blocks.bounds, tokens[self._prompt_length :]
-        behind = np.searchsorted(bounds, end)  # the first bound that does not stand before the end
+        # Index of the first bound that is not before the end.
+        behind = np.searchsorted(bounds, end)
         if behind == len(bounds):
             return True
         return not (canvas[bounds[behind - 1] : bounds[behind]] == self._mask_id).any()

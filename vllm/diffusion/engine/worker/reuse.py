@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reuse of keys and values: which positions a forward computes, by what is kept between forwards.
+"""Reuse of keys and values: decides which positions a forward computes.
 
-Without a cache everything is computed anew; approximate and frozen caches keep all positions, exact
-ones those that are final.
+Without a cache every forward computes all positions. Approximate and frozen caches keep keys and
+values of all positions, exact caches those of final positions.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ ALL_ROWS = sys.maxsize
 
 
 class Windows(ABC):
-    """Decides what the forwards of one request compute.
+    """Decides which positions the forwards of one request compute.
 
     Attributes:
-        kept: positions from 0 whose keys and values are kept.
+        kept: number of positions from 0 whose keys and values are cached.
         unit: granularity, in rows, at which a forward can be cut; None if it cannot be cut.
-        least_committed: `computed` has no effect below this number of committed positions; callers
-            may skip it.
-        is_causal: what `ForwardTarget` says of the rule's next forward.
+        least_committed: number of committed positions below which `computed` has no effect; callers
+            may then skip it.
+        is_causal: `ForwardTarget.is_causal` of the rule's next forward.
     """
 
     is_causal = False
@@ -39,38 +39,39 @@ class Windows(ABC):
 
     @abstractmethod
     def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:
-        """Return the next forward, where the rule works on positions `rows`.
+        """Return the next forward if the rule works on positions `rows`.
 
-        It serves the rule only if it reaches the end of these. Otherwise it computes keys and
-        values that the rule's forward will read, and another one follows.
+        The forward serves the rule only if it reaches the end of `rows`. Otherwise it computes keys
+        and values that the rule's forward will read, and another forward follows.
 
         Args:
             rows: first position and last + 1.
-            room: rows that it may have, at least a unit; ignored where it cannot be cut.
+            room: maximum rows of the forward, at least a unit; ignored if the forward cannot be
+                cut.
         """
 
-    def computed(self, forward: Forward, committed: int) -> None:  # noqa: B027 (most keep nothing)
-        """Take in that a forward is over.
+    def computed(self, forward: Forward, committed: int) -> None:  # noqa: B027 (few use it)
+        """Record a finished forward.
 
         Args:
             forward: the forward, as returned by `next`.
-            committed: positions from 0 whose tokens in it never change again.
+            committed: number of positions from 0 whose tokens never change again.
         """
 
     def keep(self, num_kept: int) -> None:
-        """Set the number of positions from 0 whose keys and values are kept."""
+        """Set the number of positions from 0 whose keys and values are cached."""
         self.kept = num_kept
 
-    def invalidate(self) -> None:  # noqa: B027 (most of them keep nothing)
-        """Let the next forward compute all positions, as the weights have changed."""
+    def invalidate(self) -> None:  # noqa: B027 (few classes use it)
+        """Make the next forward compute all positions, because the weights have changed."""
 
 
 class Whole(Windows):
-    """Windows without a cache: everything that the rule's rows see is computed anew.
+    """Windows without a cache: every forward computes all keys that the rule's rows attend to.
 
     Args:
         visibility: which positions attend to which.
-        length: positions of the sequence.
+        length: number of positions of the sequence.
     """
 
     def __init__(self, visibility: Visibility, length: int) -> None:
@@ -83,11 +84,11 @@ class Whole(Windows):
 
 
 class Approximate(Windows):
-    """Windows with keys and values of all positions kept; those outside the rows may be outdated.
+    """Windows with cached keys and values of all positions; outside the rows they may be outdated.
 
     Args:
-        length: positions of the sequence.
-        logit_shift: rows before a position that predict its token.
+        length: number of positions of the sequence.
+        logit_shift: number of rows before a position that predict its token.
     """
 
     def __init__(self, length: int, logit_shift: int) -> None:
@@ -99,21 +100,21 @@ class Approximate(Windows):
 
 
 class Frozen(Windows):
-    """Windows with the prompt's keys and values kept from the first forward that saw all of it.
+    """Windows that cache the prompt's keys and values after the first forward on the whole prompt.
 
-    That is the first forward, unless the prompt has masks to fill. From then on a forward computes
-    the canvas, and the row before it where that predicts its first token.
+    This is the first forward, unless the prompt has masks to fill. Later forwards compute the
+    canvas, and also the row before it if that row predicts the first token of the canvas.
 
     Args:
-        prompt_length: positions before the canvas.
-        length: positions of prompt and canvas.
-        logit_shift: rows before a position that predict its token.
+        prompt_length: number of positions before the canvas.
+        length: number of positions of prompt and canvas.
+        logit_shift: number of rows before a position that predict its token.
     """
 
     def __init__(self, prompt_length: int, length: int, logit_shift: int) -> None:
         self.kept, self.least_committed = length, prompt_length
         self._canvas_start = max(prompt_length - logit_shift, 0)
-        self._start = 0  # of the next forward
+        self._start = 0  # first position of the next forward
 
     def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:
         return Forward(range(self._start, self.kept), self.kept)
@@ -127,16 +128,16 @@ class Frozen(Windows):
 
 
 class Exact(Windows):
-    """Windows with keys and values of whole blocks kept once they are final.
+    """Windows that cache keys and values of whole blocks once they are final.
 
-    A forward starts where these end. So the prompt, a block that has just been finished and what a
-    request lost when its pages were taken away are all computed in the same way: together with the
-    rule's rows, or in parts of whole blocks before them. A causal context is kept up to any
-    position, and computed before a block that is denoised, which leaves nothing.
+    A forward starts at the end of the cached positions. So the prompt, a finished block, and
+    positions whose pages were taken away are all computed in the same way: together with the rule's
+    rows, or before them in parts of whole blocks. A causal context is cached up to any position. It
+    is computed before the block that is denoised, whose forward caches nothing.
 
     Args:
         visibility: blocks of the request.
-        fuses: a finished block may be computed together with the next one.
+        fuses: whether a finished block may be computed together with the next one.
     """
 
     def __init__(self, visibility: Visibility, *, fuses: bool) -> None:
@@ -151,7 +152,7 @@ class Exact(Windows):
             end = start
         if end - kept > room:
             end = kept + room - room % self._visibility.block_length
-            if kept < start:  # no row of the rule is kept before it has been sampled
+            if kept < start:  # no row of the rule is cached before it has been sampled
                 end = min(end, start)
         return Forward(range(kept, end), kept, is_causal=self.is_causal or is_apart)
 
@@ -170,10 +171,10 @@ class Exact(Windows):
 def windows_of(
     params: DiffusionParams, visibility: Visibility, prompt_length: int, length: int
 ) -> Windows:
-    """Return the windows of a request of `length` positions, the first of which are its prompt.
+    """Return the windows of a request of `length` positions, which begin with its prompt.
 
     Raises:
-        ValueError: exact keys and values of a family whose keys are never final.
+        ValueError: an exact cache for a family whose keys are never final.
     """
     if params.cache == "none":
         return Whole(visibility, length)

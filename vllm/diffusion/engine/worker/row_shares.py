@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Division of a step's rows between ranks.
 
-Rank r has the r-th of equal shares of consecutive rows; the last shares may be shorter, or empty.
-All ranks cut a share of full length into the same chunks and leave out the rows that they lack, so
-all of them meet in every chunk of attention.
+Rank r has the r-th of equal shares of consecutive rows; the last shares may be shorter or empty.
+All ranks cut a share of full length into the same chunks and skip rows that they do not have, so
+all ranks meet in every chunk of attention.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ if TYPE_CHECKING:
     from vllm.diffusion.parallel.groups import RankGroup, Ranks
 
 
-FP8_UNIT = 1024  # rows of fp8 attention in the last layer are whole multiples
+# In the last layer, fp8 attention processes a multiple of this many rows.
+FP8_UNIT = 1024
 
 
 class Chunk(NamedTuple):
-    """Rows that go through a stage at a time.
+    """Rows that pass through a stage at a time.
 
     Attributes:
-        rows: rows of a share of full length, counted from its first one.
-        local: the part of these that this rank's share has.
-        places: per rank, its rows of the chunk, counted in the step.
-        exchange: exchange of their heads between ranks; None where one rank has all.
+        rows: rows of a share of full length, counted from the start of the share.
+        local: the part of these rows in this rank's share.
+        places: per rank, its rows of the chunk, as rows of the step.
+        exchange: exchange of attention heads between ranks; None for a single rank.
     """
 
     rows: slice
@@ -49,7 +50,7 @@ class RowPartition:
     """Shares of the rows of one step.
 
     Args:
-        ranks: ranks that divide the step; a single one has all rows.
+        ranks: ranks that divide the step; a single rank has all rows.
         num_rows: number of rows of the step.
 
     Attributes:
@@ -66,7 +67,7 @@ class RowPartition:
 
     @property
     def local(self) -> slice:
-        """Rows of the step that this rank has."""
+        """The rows of the step in this rank's share."""
         return self.shares[self.peers.rank]
 
     def chunks(self, rows_per_chunk: int) -> list[Chunk]:
@@ -74,9 +75,10 @@ class RowPartition:
         return [self._chunk(rows) for rows in chunks(self.longest, rows_per_chunk)]
 
     def narrowed(self, all_chunks: Sequence[Chunk], rows: Array, unit: int = 1) -> list[Chunk]:
-        """Narrow chunks to the ranges that hold some of `rows` [R] of the step; drop empty ones.
+        """Narrow chunks to ranges that contain some of `rows` [R] of the step; drop empty ones.
 
-        Ranges begin and end at multiples of `unit`, counted in the share, or with their chunks.
+        Ranges begin and end at multiples of `unit` rows of the share, or at the ends of their
+        chunks.
         """
         places, narrow = self.in_share(rows), []
         for chunk in all_chunks:
@@ -89,7 +91,7 @@ class RowPartition:
         return narrow
 
     def _chunk(self, rows: slice) -> Chunk:
-        """Make the chunk of these rows of a share of full length."""
+        """Make the chunk for these rows of a share of full length."""
         first = self.local.start
         places = [
             slice(*(min(share.start + row, share.stop) for row in (rows.start, rows.stop)))
@@ -101,20 +103,21 @@ class RowPartition:
         return Chunk(rows, slice(local.start - first, local.stop - first), places, exchange)
 
     def in_share(self, rows: Array) -> Array:
-        """Offset [R] of each row of the step in the share that holds it."""
+        """Return the offset [R] of each row of the step in its share."""
         places: Array = rows % self.longest
         return places
 
     def on_rank(self, rows: Array) -> Array:
-        """Rank [R] whose share holds each row of the step."""
+        """Return the rank [R] whose share contains each row of the step."""
         ranks: Array = rows // self.longest
         return ranks
 
 
 class StageChunks(NamedTuple):
-    """Chunks of every stage of a step; for the last layer, only those with sample rows.
+    """Chunks of every stage of a step; for the last layer, only chunks with sample rows.
 
-    Where rows choose their experts by windows, chunks hold whole windows in the last layer, too.
+    If the model routes rows to experts by windows, chunks hold whole windows in the last layer,
+    too.
     """
 
     keys_values: list[Chunk]
@@ -134,7 +137,7 @@ class StageChunks(NamedTuple):
     ) -> StageChunks:
         """Cut a step as planned; `parts` are its sample rows."""
         attend = division.chunks(plan.rows.attend)
-        # Every new number of rows takes time before fp8 attention can begin.
+        # Every new number of rows costs setup time before fp8 attention can start.
         unit = FP8_UNIT if plan.layout.fp8_attention else 1
         feed_forward = division.chunks(plan.rows.feed_forward)
         rows = np.concatenate([_NO_ROWS, *(part.rows for part in parts)])
@@ -148,14 +151,14 @@ class StageChunks(NamedTuple):
 
 
 class LogitsExchange(NamedTuple):
-    """Sample rows that the ranks process at a time, one part each.
+    """Sample rows that the ranks process in one round, one part per rank.
 
     Attributes:
-        part: this rank's part; None where none is left.
-        given: [g] int64: rows of this rank's share that the parts of all ranks need, part by part.
+        part: this rank's part; None if no part is left.
+        given: [g] int64, rows of this rank's share that the parts of all ranks need, part by part.
         sent: per rank, the number of these rows that its part needs.
-        received: per rank, the number of rows of this rank's part that it holds, in the order of
-            the part's rows.
+        received: per rank, the number of its rows that this rank's part needs, in the order of the
+            part's rows.
     """
 
     part: SamplePart[Array] | None
@@ -170,12 +173,12 @@ class LogitsExchange(NamedTuple):
 
 
 def to_first(parts: Sequence[SamplePart[Array]], size: int) -> list[SamplePart[Array]]:
-    """Deal all parts to the first of `size` ranks, and empty ones to the others."""
+    """Assign all parts to the first of `size` ranks, and empty parts to the other ranks."""
     return [dealt for part in parts for dealt in (part, *[EMPTY_PART] * (size - 1))]
 
 
 def rounds_of(parts: Sequence[SamplePart[Array]], division: RowPartition) -> list[LogitsExchange]:
-    """Deal the parts, whose rows ascend, to the ranks in turn."""
+    """Assign the parts, whose rows ascend, to the ranks in turn."""
     rank, size = division.peers.rank, division.peers.size
     rounds = []
     for first in range(0, len(parts), size):
@@ -192,17 +195,19 @@ def rounds_of(parts: Sequence[SamplePart[Array]], division: RowPartition) -> lis
 def gathered(
     table: torch.Tensor, parts: Sequence[SamplePart[Array]], peers: RankGroup
 ) -> torch.Tensor:
-    """Collect what all ranks have sampled, in the order of the parts: one record crosses a row.
+    """Gather the samples of all ranks, in the order of the parts.
+
+    Each column is the record of one sample.
 
     Args:
         table: [3 or more, n], the table of `Samples` of this rank's parts, one after the other.
-        parts: all parts of the step, at least one; rank r has sampled every size-th, from the r-th
-            on.
+        parts: all parts of the step, at least one; rank r has sampled every size-th part, starting
+            with the r-th.
         peers: the ranks.
     """
     counts = [part.num_sampled for part in parts]
     width = max(sum(counts[rank :: peers.size]) for rank in range(peers.size))
-    # log probabilities may be wanted of some parts only
+    # Only some parts may have rows of log probabilities, so the heights may differ.
     height = -peers.all_reduce_min(-table.shape[0])
     padded = table.new_zeros(height, width)
     padded[: table.shape[0], : table.shape[1]] = table

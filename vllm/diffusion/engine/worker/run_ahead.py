@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of the step that is launched behind those under way, before their results are there."""
+"""Chooses the step to launch after the steps in flight, before their results are collected."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ def next_behind(
     apart: Collection[str],
     limits: StepLimits,
 ) -> dict[str, int]:
-    """Return the requests of the step that can follow without waiting, with their rows.
+    """Return the requests of the next step that can be launched without waiting, with their rows.
 
-    A step in chunks launches more kernels than a GPU's queue holds, so launching would wait for it.
+    A step in chunks is never launched ahead: it launches more kernels than a GPU's queue holds, so
+    the launch would wait.
 
     Args:
         runner: owner of the requests.
         in_flight: requests whose step has been launched.
-        apart: requests that are kept apart.
-        limits: limits above which a step takes only some requests.
+        apart: requests that never join such steps.
+        limits: limits on the sizes of such steps; larger batches are split.
     """
     canvases = by_priority(runner.canvases, lambda canvas: canvas.params.priority or 0)
     sizes = {
@@ -47,18 +48,18 @@ def step_behind(
     row_budget: int,
     limits: StepLimits,
 ) -> dict[str, int]:
-    """Return the requests of the step that follows those under way, with their rows; maybe none.
+    """Return the requests of the step after the steps in flight, with their rows; may be empty.
 
-    Requests that keep keys and values share steps, and so do the others; windows have their own
-    where a graph does not hold them beside the rest. Where one step does not hold all of a kind, it
-    takes a share of them, so that the host can take in the results of one share while the device
-    computes another. Where it does, nobody steps before those under way are back, and all go
-    together.
+    Requests with a cache share steps, and requests without a cache share steps. Windows have
+    separate steps if one graph cannot hold them together with all other rows of requests with a
+    cache. If one step cannot hold all requests of a kind, it takes a share of them, so that the
+    host can process the results of one share while the device computes another. If one step can
+    hold all of them, they wait until the steps in flight are collected, and step together.
 
     Args:
         in_flight: requests whose step has been launched.
-        forwards: next forwards of all requests, in the order of their turns; of those under way,
-            the launched ones.
+        forwards: next forwards of all requests, in the order of their turns; for requests in
+            flight, the launched forwards.
         row_budget: rows that several requests may share in one step.
         limits: limits above which a step takes a share.
     """
@@ -74,7 +75,7 @@ def step_behind(
         are_windows = forward.is_window and not fit_a_graph
         alike = kinds.pop((forward.keeps, are_windows), None)
         if alike is None:
-            continue  # looked at already
+            continue  # this kind has been handled already
         all_rows = sum([forwards[req_id].rows for req_id in alike])
         rows = min(row_budget, max(limits.rows, 0 if are_windows else -(-all_rows // 2)))
         max_requests = max(limits.requests, -(-len(alike) // 2))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One denoise step of the named requests: built, planned, computed, sampled and committed.
+"""Run denoise steps: build, plan, compute, sample and commit one step of the given requests.
 
-`StepLoop`, above, decides whose step is next and handles what may go wrong on the way.
+`StepLoop` calls this module. It decides which requests step next and handles errors.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# The requests of a step, and why those failed that did.
+# The requests of a step, each with the error that ended it, or None.
 Outcomes: TypeAlias = "dict[str, Exception | None]"
 
 
@@ -60,18 +60,20 @@ class DiffusionModelRunner:
 
     Args:
         model: the loaded model.
-        planner: plans chunk sizes of steps.
-        pool: memory of steps and of kept keys and values, on the model's device.
+        planner: plans the chunk sizes of steps.
+        pool: memory for steps and for cached keys and values, on the model's device.
         device: device of the model.
-        is_reporting: this rank writes the log lines of steps.
+        is_reporting: whether this rank writes the log lines of steps.
         agreement: agreement with the ranks that run the same steps; None for one rank.
         graph_memory: memory for CUDA graphs of the layers; None runs without graphs.
         max_model_len: positions of the longest sequence.
-        ranks: ranks that compute the same steps; None where there are no others.
-        weighs_guesses: draft no more states than save time, or as many as requests ask for.
+        ranks: ranks that compute the same steps; None for a single rank.
+        weighs_guesses: whether to draft only states that are expected to save time; otherwise every
+            request gets the number of drafts that it asks for.
     """
 
-    vllm_config: VllmConfig  # set by the worker; trainers' extensions of it look for it here
+    # Set by the worker. Worker extensions of trainers read it here.
+    vllm_config: VllmConfig
 
     def __init__(
         self,
@@ -109,25 +111,26 @@ class DiffusionModelRunner:
                 max_model_len,
             )
         self.canvases: dict[str, Canvas] = {}
-        self.generation = 0  # how often all that was computed has been dropped
-        self.weights = model.weight_generation  # with which the next step is computed
+        self.generation = 0  # incremented whenever cached results are invalidated
+        self.weights = model.weight_generation  # weight generation of the next step
         ranks = self._ranks = ranks or Ranks()
         self._account = PoolAccount(pool, self.pages, graph_memory, ranks)
         self._forward = ForwardPass(model, pool, self.caches, ranks)
-        self._firsts: FirstForwards | None = None  # from the first request that shares a prompt on
+        # created for the first request that shares a prompt
+        self._firsts: FirstForwards | None = None
         self._weighs_guesses = weighs_guesses
-        self._speculation: Speculation | None = None  # from the first request that asks for it on
-        self.long_steps: LongStepRunner | None = None  # from the first long step on
+        self._speculation: Speculation | None = None  # created for the first request with drafts
+        self.long_steps: LongStepRunner | None = None  # created for the first long step
         self._log = StepLog() if is_reporting else None
-        self.usage = self.idle_usage  # of the newest step whose results were handed out
-        self._packing: Packing | None = None  # of the newest step
-        # Not yet reported; time.perf_counter() at its end.
+        self.usage = self.idle_usage  # usage of the latest collected step
+        self._packing: Packing | None = None  # packing of the latest step
+        # Collected steps that are not reported yet, each with the time.perf_counter() of its end.
         self._over: list[tuple[Step, float]] = []
 
     # ---- one denoise step ----
 
     def launch(self, req_ids: list[str]) -> Step:
-        """Give the device one denoise step of the named requests, without waiting for a GPU."""
+        """Launch one denoise step of the given requests without waiting for a GPU."""
         started = time.perf_counter()
         canvases = [self.canvases[req_id] for req_id in req_ids]
         packed: Sequence[BatchItem] = canvases
@@ -148,7 +151,7 @@ class DiffusionModelRunner:
     def _chunks(
         self, rows: SampleRows, plan: Plan, host: HostBuffers, body: BodyOutputs | None = None
     ) -> Chunked[torch.Tensor]:
-        """Compute a step chunk by chunk; arguments and result as of the two ways to do so."""
+        """Compute a step chunk by chunk with the forward pass that its plan requires."""
         if plan.layout.fp8_attention:
             from vllm.diffusion.engine.worker.fp8_step import run_fp8
 
@@ -158,7 +161,7 @@ class DiffusionModelRunner:
         return self._forward.run(rows, plan, body)
 
     def collect(self, step: Step) -> Outcomes:
-        """Commit what a step found; requests that have gone meanwhile are left out."""
+        """Commit the candidates of a step; skip requests that were removed since its launch."""
         candidates = step.rows.candidates_of(step.samples)
         outcomes = {}
         for packed, row_candidates in zip(step.batch.canvases, candidates, strict=True):
@@ -173,7 +176,7 @@ class DiffusionModelRunner:
     def report_collected(self) -> None:
         """Log collected steps and publish their memory use.
 
-        Called after the next launch, so the GPU never waits for it.
+        Called after the next launch, so that the GPU never waits for it.
         """
         if self._speculation is not None:
             self._speculation.learn_from_probes()
@@ -195,7 +198,10 @@ class DiffusionModelRunner:
         return self.long_steps.run(part)
 
     def drop_paused_step(self) -> bool:
-        """Give back the memory of a paused step, which will begin anew; whether there was one."""
+        """Release the memory of a paused step, if there is one, and return whether there was.
+
+        The step starts again later.
+        """
         return self.long_steps is not None and self.long_steps.drop()
 
     def _planned(
@@ -205,12 +211,13 @@ class DiffusionModelRunner:
         generation = self.caches.generation
         batch = self._batch(canvases)
         plan, planner_us = self._plan(batch, longest_chunk_s)
-        if self.caches.generation != generation:  # kept keys have moved to make room for it
+        # The cached keys have moved to make room for this step.
+        if self.caches.generation != generation:
             batch = self._batch(canvases)
         return batch, plan, planner_us
 
     def drop_drafts(self) -> bool:
-        """Draft nothing in the next step; return whether the last one may have had drafts."""
+        """Skip drafts in the next step; return whether the previous step may have had drafts."""
         return self._speculation is not None and self._speculation.pause()
 
     def _batch(self, canvases: Sequence[BatchItem]) -> StepBatch:
@@ -220,7 +227,7 @@ class DiffusionModelRunner:
         return batch
 
     def _plan(self, batch: StepBatch, longest_chunk_s: float) -> tuple[Plan, float]:
-        """Return the plan of a batch and the microseconds that finding it took."""
+        """Return the plan of a batch and the microseconds that planning took."""
         started, num_found = time.perf_counter(), self.planner.num_found
         plan = self._account.plan(batch.shape, self.planner, longest_chunk_s)
         if self.planner.num_found > num_found and self._log is not None:
@@ -231,15 +238,20 @@ class DiffusionModelRunner:
     # ---- requests ----
 
     def start(self, new: NewCanvas) -> None:
-        """Take in a request. Raises where there is no memory for what it keeps."""
+        """Start a request.
+
+        Raises one of `OUT_OF_MEMORY` if there is no memory for its cached keys and values.
+        """
         canvas = Canvas(new, visibility=self.model.family.visibility)
         canvas.use_weights(self.weights)
         length, layers, owner = canvas.window.num_places, new.host_layers, new.prompt_of or ""
-        if new.params.cache == "frozen" and self.pages.holds(owner):  # else it has failed since
+        # If the store does not hold pages of `owner`, that request has failed.
+        if new.params.cache == "frozen" and self.pages.holds(owner):
             canvas.window.read_prompt(
                 self.pages.share(new.req_id, owner, length, canvas.window.frozen_positions)
             )
-        elif new.params.cache not in ("none", "exact"):  # exact ones get pages by `assign`
+        # Requests with an exact cache get their pages by `assign`.
+        elif new.params.cache not in ("none", "exact"):
             canvas.window.cache = self.pages.allocate(new.req_id, length, layers)
         if layers and self._log is not None:
             self._log.host_layers(new.req_id, self.caches)
@@ -250,14 +262,18 @@ class DiffusionModelRunner:
         if new.params.num_speculative_states and not layers and self._ranks.sequence.size == 1:
             if self._speculation is None:
                 times = step_times_of(self.graphs, self.planner, weighs=self._weighs_guesses)
-                # Graphs would be captured anew, and another rank might not have the memory.
+                # Growing the store would require new captures of the graphs, and another rank might
+                # lack the memory.
                 can_grow = self.graphs is None and self.agreement is None
                 self._speculation = Speculation(self.canvases, self.pages, times, can_grow=can_grow)
             self._speculation.start(canvas)
 
     @torch.inference_mode()
     def run_known_step(self, new: NewCanvas) -> Outcomes:
-        """Run a started request's first step from what another one computed; empty if unknown."""
+        """Run the first step of a started request from another request's results.
+
+        Returns an empty dictionary if these results are not available.
+        """
         firsts = self._firsts
         if firsts is None or not firsts.serves(new):
             return {}
@@ -269,7 +285,7 @@ class DiffusionModelRunner:
         return {new.req_id: _commit(self.canvases[new.req_id], candidates)}
 
     def invalidate(self) -> None:
-        """Drop what is kept of forwards between steps, but for keys and values in pages."""
+        """Drop everything that is cached between forwards, except keys and values in pages."""
         self.drop_paused_step()
         if self._speculation is not None:
             self._speculation.reset()
@@ -278,15 +294,15 @@ class DiffusionModelRunner:
         self._packing = None
 
     def requests_to_copy(self, req_ids: Iterable[str]) -> list[str]:
-        """Return the requests whose keys and values others may copy with the next message."""
+        """Return the requests whose keys and values can be copied with the next message."""
         return [] if self._firsts is None else self._firsts.requests_to_copy(req_ids)
 
     def assign(self, new_pages: Mapping[str, NewPages]) -> None:
-        """Take in the pages that the scheduler hands to requests."""
+        """Give requests the pages that the scheduler has assigned to them."""
         for req_id, new in new_pages.items():
             canvas = self.canvases.get(req_id)
             if canvas is None:
-                continue  # it could not start
+                continue  # its start failed
             if new.num_kept is not None and self.long_steps is not None:
                 self.long_steps.drop(req_id)
             if self._speculation is not None:
@@ -307,15 +323,15 @@ class DiffusionModelRunner:
         if self._firsts is not None:
             self._firsts.remove(req_id)
 
-    # ---- what memory there is ----
+    # ---- memory ----
 
     @property
     def budget_bytes(self) -> int:
-        """Bytes that steps and kept keys and values may take together."""
+        """Bytes available to steps and to cached keys and values together."""
         return self.planner.budget_bytes - self._account.fixed_bytes
 
     def runs_whole(self, num_rows: int) -> bool:
-        """Whether a step of so many rows would run without chunks in the memory that is free."""
+        """Whether a step of `num_rows` rows would run without chunks in the free memory."""
         return self.planner.runs_whole(num_rows, self._account.kept_bytes)
 
     @property
@@ -327,7 +343,7 @@ class DiffusionModelRunner:
 
 
 def _commit(canvas: Canvas, result: Candidates | BatchedCommit) -> Exception | None:
-    """Commit what a step found for a request; return the error that ends it alone, if any."""
+    """Commit the candidates of a request; return the error that ends this request alone, if any."""
     if isinstance(result, Candidates) and result.scores.size and np.isnan(result.scores).all():
         return BrokenLogitsError()
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a step whose logits are computed: in parts, how they are sampled, whose they are."""
+"""The rows of a step whose logits are computed: their parts, sampling settings and requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.ops import Array
 
-A = TypeVar("A")  # an array of the host, or a tensor of the device
+A = TypeVar("A")  # an array on the host or a tensor on the device
 
 
 class SamplePart(NamedTuple, Generic[A]):
@@ -37,9 +37,9 @@ class SamplePart(NamedTuple, Generic[A]):
         rows: [r] int64, rows of the batch.
         positions: [r] int64, relative to the canvas.
         layouts: keys that the rows read in the last layer.
-        pieces: per request: its index in the batch, then the ranges of `rows` of its own sequence
-            and of its unconditional one, if it is guided.
-        num_adapter_rows: last of `rows`, whose candidates are drafts.
+        pieces: one per request: its index in the batch, the range of `rows` of its own sequence,
+            and the range of its unconditional sequence, or None without guidance.
+        num_adapter_rows: number of `rows` at the end whose candidates are drafts.
     """
 
     rows: A
@@ -50,7 +50,7 @@ class SamplePart(NamedTuple, Generic[A]):
 
     @property
     def num_sampled(self) -> int:
-        """Number of rows that are sampled; unconditional rows only guide them."""
+        """Number of rows that are sampled; unconditional rows are not."""
         return sum(rows.stop - rows.start for _, rows, _ in self.pieces)
 
 
@@ -59,15 +59,16 @@ EMPTY_PART = SamplePart(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class SampleRows:
-    """Sample rows of a step: of every request, in the order of the batch, its eligible positions.
+    """Sample rows of a step: the eligible positions of every request, in the order of the batch.
 
-    With guidance a position has two rows, of its own sequence and of the unconditional one.
+    With guidance a position has two rows: one of its own sequence and one of the unconditional
+    sequence.
     """
 
     batch: StepBatch
 
     def parts(self, rows_per_part: int) -> Iterator[SamplePart[Array]]:
-        """Yield the sample rows, at most `rows_per_part` at a time (two of a guided request)."""
+        """Yield the sample rows in parts of at most `rows_per_part`, but at least one position."""
         part = _PartBuilder(self.batch)
         for number, target in enumerate(self.batch.targets):
             done, weight = 0, self.batch.canvases[number].window.num_sequences
@@ -109,7 +110,7 @@ class SampleRows:
 
     @cached_property
     def joints(self) -> tuple[list[Joint], ...]:
-        """Joint choices of each request; empty where candidates do not depend on each other."""
+        """Joint choices of each request; empty for independent candidates."""
         joints = [
             c.joints(target)
             for c, target in zip(self.batch.canvases, self.batch.targets, strict=True)
@@ -134,13 +135,13 @@ class SampleRows:
         return samples
 
     def candidates_of(self, table: ops.HostCopy) -> list[Candidates | BatchedCommit]:
-        """Split what was sampled by request: its candidates, or already the choice among them.
+        """Split the samples of a step by request, into its candidates or its finished choice.
 
-        `table` is that of all samples of the step; this call waits for it.
+        `table` holds all samples of the step; this call waits for it.
         """
         picks = [canvas.pick for canvas in self.batch.canvases]
         together = None
-        if len(picks) - picks.count(None) > 1:  # one has it sooner by itself
+        if len(picks) - picks.count(None) > 1:  # a single request decides faster by itself
             together = BatchedChoice(
                 picks, self.batch.targets, self.batch.canvases[0].params.mask_id
             )
@@ -152,12 +153,13 @@ class SampleRows:
             logprobs = extras[:, start:end] if canvas.wants_logprobs else None
             given = scores[start:end], canvas.draws(target.eligible), logprobs
             awaited.append((target.eligible, slice(start, end), *given))
-        table.wait()  # the device waits from here on
+        table.wait()  # from here on the device waits
         tokens, greedy = (x.astype(np.int64) for x in (samples.tokens, samples.greedy))
         choices: list[BatchedCommit | None] = [None] * len(self.batch.targets)
         if together is not None:
             choices = together.decide(tokens, scores)
-        if np.isnan(scores).any():  # which the requests of these rows are to see
+        # A batched choice would hide NaN scores, so these requests receive their candidates.
+        if np.isnan(scores).any():
             choices = [
                 None if np.isnan(scores[columns]).any() else choice
                 for choice, (_, columns, *_) in zip(choices, awaited, strict=True)
@@ -171,10 +173,11 @@ class SampleRows:
         ]
 
     def candidates(self, samples: Array, number: int, draw: int = 0) -> Candidates:
-        """Return the candidates of one request, by its index in the batch, also of a joint choice.
+        """Return the candidates of one request, by its index in the batch.
 
-        Without log probabilities; `samples` is the table of all samples, on the host. `draw` is the
-        number of a later draw, from 1.
+        This also works after a joint choice. The candidates have no log probabilities. `samples` is
+        the table of all samples, on the host. `draw` is the number of an extra draw, from 1, or 0
+        for the first draw.
         """
         end = int(self._ends[number])
         target = self.batch.targets[number]
@@ -184,14 +187,14 @@ class SampleRows:
 
     @cached_property
     def _ends(self) -> Array:
-        """Columns of the table behind those of each request."""
+        """For each request, the end of its columns in the table."""
         return np.cumsum([target.eligible.size for target in self.batch.targets])
 
 
 def _with_logprobs(
     choice: BatchedCommit | None, eligible: Array, logprobs: Array | None
 ) -> BatchedCommit | None:
-    """Return a choice, with the log probabilities of all that it was made from, if wanted."""
+    """Add the log probabilities of all candidates to a choice, if the request needs them."""
     if choice is None or logprobs is None:
         return choice
     return choice._replace(eligible=eligible, logprobs=logprobs)
@@ -203,11 +206,12 @@ class _PartBuilder:
     def __init__(self, batch: StepBatch) -> None:
         self.num_rows = 0
         self._batch = batch
-        self._rows: list[tuple[Array, Span, int, int]] = []  # the last: prompt's length, shift
+        # Each entry: positions, sequence, prompt length, logit shift.
+        self._rows: list[tuple[Array, Span, int, int]] = []
         self._pieces: list[tuple[int, slice, slice | None]] = []
 
     def add(self, number: int, positions: Array) -> None:
-        """Add the rows that predict `positions` [r] of the request with this index in the batch."""
+        """Add the rows that predict `positions` [r] of the request at this index of the batch."""
         prompt_length, places = self._batch.canvases[number].prompt_length, []
         shift = 1 if self._batch.targets[number].is_causal else self._batch.logit_shift
         for sequence in self._batch.packing.of_requests[number]:
@@ -245,9 +249,9 @@ class _PartBuilder:
 
 
 def _runs(sequence: Span, positions: Array) -> list[Span]:
-    """Split rows of a sequence, of `positions` [r] in ascending order, by the keys that they read.
+    """Split the rows of a sequence at `positions` [r], ascending, by the keys that they read.
 
-    Of each run's queries only the number counts.
+    Only the number of queries of each run is meaningful.
     """
     _, _, start, stop, block_length, _, in_pages = sequence
     if not block_length:
@@ -255,7 +259,7 @@ def _runs(sequence: Span, positions: Array) -> list[Span]:
     runs = []
     while positions.size:
         end = (int(positions[0]) // block_length + 1) * block_length
-        is_last = positions[-1] < end  # most often all of them are in one block
+        is_last = positions[-1] < end  # usually all positions are in one block
         count = positions.size if is_last else int(np.searchsorted(positions, end))
         runs.append(Span(0, count, start, min(start + end, stop), in_pages=in_pages))
         positions = positions[count:]

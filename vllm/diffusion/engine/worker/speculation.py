@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lossless speculation: a step also evaluates drafts, states that a request may reach next.
+"""Lossless speculation: a step also evaluates drafts, that is, predicted next states.
 
-A round is one forward of a request and, in the same step, of drafts of the states that follow
-(`decoding/drafting.py`). A draft is accepted only if it is the state that the request reaches. Then
-its candidates equal those of a forward of that state, so they are committed, too.
+A round evaluates one forward of a request and, in the same step, drafts of the states that follow
+(`decoding/drafting.py`). A draft is accepted only if it is exactly the state that the request
+reaches. Its candidates then equal the candidates of a forward of that state, so they are committed,
+too.
 
     round          certain      drafts                        steps
     forward        S3           S4?    S5?    S5'?
@@ -53,9 +54,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-MAX_BLOCKS = 3  # blocks of a window with exact keys: two are finished, but not kept yet
-MAX_EXTRA_DRAWS = 3  # each samples all rows once more
-MAX_REQUESTS = 32  # requests of a step with drafts: the host drafts
+MAX_BLOCKS = 3  # blocks of a window with exact keys: two may be finished, but not cached yet
+MAX_EXTRA_DRAWS = 3  # each extra draw samples all rows once more
+MAX_REQUESTS = 32  # requests of a step with drafts; the host drafts, so more would cost too much
 _FINISHED = RuntimeError("its request is over")
 # Back-off when drafting does not pay: steps to wait before probing again, for batches of up to
 # SMALL_BATCH requests and for larger ones, and steps to probe.
@@ -66,8 +67,8 @@ NOISY_INTERVAL = 4  # steps between probes of a request that samples tokens and 
 def can_speculate(params: DiffusionParams) -> bool:
     """Whether a request's steps may have drafts.
 
-    The tokens of a guided answer are chosen together, by a search over the certain state. Delayed
-    caches keep what every forward writes.
+    A search over the certain state chooses the tokens of a guided answer together. Delayed caches
+    keep the keys and values of every forward.
     """
     return params.guide is None and params.score is None and params.cache != "delayed"
 
@@ -90,12 +91,13 @@ class _Probe(NamedTuple):
 
 
 class Speculation:
-    """Adds drafts to the steps of some requests, and accepts the drafts that are reached.
+    """Adds drafts to the steps of some requests, and accepts the drafts that they reach.
 
     Args:
         canvases: all running requests.
         pages: pages of kept keys and values.
-        times: times of steps, of windows or not; None drafts as many states as requests ask for.
+        times: function that returns the times of steps with or without windows; None drafts as many
+            states as requests ask for.
         can_grow: whether the page store may grow for drafts.
     """
 
@@ -111,7 +113,7 @@ class Speculation:
         self._times = None if times is None else cache(times)
         self._rates = AcceptanceRates()
         self._drafting: dict[str, _RequestDrafting] = {}  # by request
-        self._sources: dict[str, CachedCandidates] = {}  # by request, from its first commit on
+        self._sources: dict[str, CachedCandidates] = {}  # by request, after its first commit
         self._probes: list[_Probe] = []
         self._num_rounds = self._backoff_until = 0
         self._failed = False
@@ -125,7 +127,8 @@ class Speculation:
         is_chain = table[params.algorithm].speculates == "chain"
         drafter = Drafter(
             is_chain=is_chain or has_random_scores(canvas),
-            crosses_blocks=params.is_block_causal,  # whose windows end with the block
+            # The windows of block-causal families end with the block.
+            crosses_blocks=params.is_block_causal,
         )
         quota = params.gen_length / (params.steps or params.gen_length)
         if params.steps_per_block is not None:
@@ -141,7 +144,7 @@ class Speculation:
         self._pages.release(req_id)
 
     def pause(self) -> bool:
-        """Draft nothing in the next step, and release all draft pages.
+        """Skip drafts in the next step, and release all draft pages.
 
         Returns:
             whether the step could have had drafts.
@@ -157,7 +160,7 @@ class Speculation:
         self._rates.clear()
 
     def release_draft_pages(self, req_id: str) -> None:
-        """Release the draft pages of a request, which gets other pages."""
+        """Release the draft pages of a request whose own pages have changed."""
         self._pages.release(req_id)
 
     # ---- before a step ----
@@ -167,7 +170,7 @@ class Speculation:
 
         Args:
             canvases: the requests.
-            most_rows: rows that the step may have.
+            most_rows: maximum number of rows of the step.
         """
         self._num_rounds += 1
         if not self._drafting or self._is_backing_off(len(canvases)):
@@ -199,7 +202,7 @@ class Speculation:
         return packed
 
     def _is_backing_off(self, num_requests: int) -> bool:
-        """Whether steps of `num_requests` requests are neither drafted for nor probed."""
+        """Whether a step of `num_requests` requests skips both drafts and probes."""
         return num_requests > MAX_REQUESTS or self._num_rounds < self._backoff_until
 
     def _release_drafts(self, canvases: Sequence[Canvas]) -> None:
@@ -212,12 +215,13 @@ class Speculation:
     def _num_drafts(
         self, eligible: Sequence[Canvas], canvases: Sequence[Canvas], rows: int
     ) -> dict[str, int]:
-        """Return the largest number of drafts of each request that may have some."""
+        """Return the maximum number of drafts of each eligible request."""
         limits = {canvas.req_id: canvas.params.num_speculative_states for canvas in eligible}
         if self._times is None or not eligible:
             return limits
         times = self._times(all(canvas.window.cache is not None for canvas in canvases))
-        known: dict[tuple[Kind, int], list[float]] = {}  # requests are often alike
+        # cached, because requests often have equal chances
+        known: dict[tuple[Kind, int], list[float]] = {}
         offers = []
         for canvas in eligible:
             (drafter, kind, chance), limit = self._drafting[canvas.req_id], limits[canvas.req_id]
@@ -262,7 +266,7 @@ class Speculation:
     def _draft_states(
         self, canvas: Canvas, certain: DraftState, source: CachedCandidates, max_drafts: int
     ) -> list[DraftState]:
-        """Draft states; none if a rule fails on drafted tokens."""
+        """Draft states; return none if a rule fails on drafted tokens."""
         drafter, _, chance = self._drafting[canvas.req_id]
         try:
             return drafter.draft(certain, source, max_drafts, chance)
@@ -297,11 +301,12 @@ class Speculation:
                 self._learn_from(step)
 
     def _learn_from(self, step: _Probe) -> None:
-        """Learn from a step whose commits are known by now."""
+        """Learn from a step whose commit is known."""
         canvas, kind = step.canvas, self._drafting[step.canvas.req_id].kind
         try:
             target = canvas.begin()
-        except Exception:  # the next step reports it
+        # The next step reports this error.
+        except Exception:
             return
         for state in self._draft_states(canvas, step.certain, step.source, MAX_DRAFTED_COMMITS):
             if state.depth == 1:
@@ -323,8 +328,8 @@ class Speculation:
             rows: sample rows of the step.
             samples: table of its samples, on the host.
             candidates: candidates or commit of each item of the batch.
-            outcomes: requests whose own candidates were committed, and why those fail that do; the
-                failures of further commits are added.
+            outcomes: requests whose own candidates were committed, each with its error or None;
+                errors of further commits are added.
         """
         if len(rows.batch.canvases) == len(outcomes) and self._is_backing_off(len(outcomes)):
             return
@@ -350,7 +355,7 @@ class Speculation:
             self._learn(self._drafting[req_id].kind, drafts, reached)
 
     def _learn(self, kind: Kind, drafts: Mapping[int, Draft], reached: Sequence[int]) -> None:
-        """Learn from drafts whose parents were reached; `reached` lists the accepted ones."""
+        """Learn from the drafts whose parents were reached; `reached` lists the accepted drafts."""
         states = [drafts[number].state for number in reached]
         for number, draft in drafts.items():
             _, _, _, _, parent, count = state = draft.state
@@ -362,12 +367,12 @@ class Speculation:
 def step_times_of(
     graphs: GraphRunner | None, planner: Planner, *, weighs: bool
 ) -> Callable[[bool], StepTimes] | None:
-    """Return the times of steps, of windows or not; None if drafts are not weighed.
+    """Return the function that gives step times, with or without windows; None without weighing.
 
     Args:
-        graphs: the graphs, timed at start, if there are any.
-        planner: predicts times without graphs.
-        weighs: whether drafts are weighed.
+        graphs: the graphs, which are timed at start; None without graphs.
+        planner: predicts the times if there are no graphs.
+        weighs: whether the costs of drafts are weighed.
     """
     if not weighs:
         return None
@@ -377,7 +382,8 @@ def step_times_of(
     def predicted(are_windows: bool) -> StepTimes:
         seconds = {}
         for n in ROW_BUCKETS:
-            with suppress(ActivationBudgetError):  # a step that does not fit never pays
+            # A step that does not fit never pays.
+            with suppress(ActivationBudgetError):
                 shape = StepShape(n, n, n, num_sequences=2, keeps=are_windows)
                 seconds[n] = planner.plan(shape).predicted_seconds
         return StepTimes.of(seconds)
@@ -386,7 +392,7 @@ def step_times_of(
 
 
 def serves_drafts(batch: StepBatch, plan: Plan, graphs: GraphRunner | None) -> bool:
-    """Whether drafts cost a step only their rows: it is whole, and one graph serves it."""
+    """Whether drafts cost a step only their rows: it has no chunks, and one graph serves it."""
     has_graph = graphs is None or graphs.serves(batch)
     return has_graph and plan.is_whole(batch.num_rows)
 
@@ -394,7 +400,7 @@ def serves_drafts(batch: StepBatch, plan: Plan, graphs: GraphRunner | None) -> b
 def _accept(
     canvas: Canvas, drafts: dict[int, Draft], candidates: Sequence[Candidates | BatchedCommit]
 ) -> list[int]:
-    """Commit the candidates of the drafts, by index, that a request reaches one after another.
+    """Commit the candidates of each draft that the request reaches, one after another.
 
     Returns:
         the indices of the accepted drafts, in order.
@@ -415,9 +421,9 @@ def _accept(
 
 
 def _num_extra_draws(canvas: Canvas, number: int) -> int:
-    """Return the number of extra draws from which `number` drafts of a request are made.
+    """Return the number of extra draws that `number` drafts of a request need.
 
-    Without drafts there is one, now and then, to learn whether drafts would be accepted.
+    Without drafts there is one extra draw in some steps, to learn whether drafts would be accepted.
     """
     if canvas.params.temperature == 0 or canvas.wants_logprobs:
         return 0
@@ -425,10 +431,10 @@ def _num_extra_draws(canvas: Canvas, number: int) -> int:
 
 
 def _may_draft(canvas: Canvas, target: ForwardTarget, window: Window) -> bool:
-    """Whether a request's next forward may have drafts: they have pages, or need none.
+    """Whether the next forward of a request may have drafts: they have pages, or need none.
 
-    A forward of all positions that refreshes keys has none, nor has one that computes more than
-    the rule needs.
+    A forward of all positions that refreshes keys has no drafts, nor has a forward that computes
+    more rows than the rule needs.
     """
     if not target.eligible.size or canvas.window.cache is None:
         return target.eligible.size > 0

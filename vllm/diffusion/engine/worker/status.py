@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report of what a worker runs on, and of what it is doing.
+"""Reports which kernels a worker uses, and the state of its requests.
 
-Nothing falls back in silence: the log says what was found on the machine. The status page of the
-server asks for plain values between steps.
+No fallback is silent: the log states what was found on the machine. The status page of the server
+requests plain values between steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# What multiplies up to 256 rows, and what would do so faster.
+# For each tier: the kernels that multiply up to 256 rows, and what would be faster.
 _PRODUCTS = {
     dispatch.KernelTier.HOPPER: "kernels",
     dispatch.KernelTier.PORTABLE: "kernels, products by those for every card; "
@@ -36,11 +36,11 @@ _PRODUCTS = {
 
 
 def status_of(runner: DiffusionModelRunner) -> dict[str, Any]:
-    """Return the bytes that parts of a rank's pool take, and the progress of its requests.
+    """Return the bytes in use by each part of a rank's pool, and the progress of its requests.
 
-    `pages` are those of kept keys and values, `used_pages` those of them that somebody has;
-    `graphs` is never given back; `paused` is held by a step between two slices. The rest is for
-    steps. `products` says what multiplies few rows.
+    `pages` counts the pages of cached keys and values, and `used_pages` the pages that requests
+    hold. `graphs` is never released. `paused` is held by a step between two slices. Steps use all
+    other bytes. `products` states which kernels multiply few rows.
     """
     caches = runner.caches
     return {
@@ -96,7 +96,7 @@ def build_info(
 def log_build_info(
     info: dict[str, str], device: torch.device, budget_bytes: int, why_no_graphs: str | None
 ) -> None:
-    """Log one line for each part; a room that a GPU lacks is a warning with what builds it."""
+    """Log one line for each part; warn of packages that are not built for this GPU."""
     on_gpu = device.type == "cuda"
     for room in rooms():
         if on_gpu and not room.is_built:

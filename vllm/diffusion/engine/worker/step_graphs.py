@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA graphs of the layers at small row counts, where launching costs more than computing.
 
-A graph is captured for a bucket of shapes and replayed for every batch that fits: rows are padded
-to the bucket's with one more sequence that nothing reads, sequences with empty ones. The sample
-rows go through the last layer and the sampler outside of the graph, while it still runs; where it
-is over before that is launched, all rows go through the last layer within it.
+A graph is captured for a bucket of shapes and replayed for every batch that fits. Rows are padded
+to the bucket's size with one extra sequence that nothing reads, and sequences are padded with empty
+ones. The sample rows go through the last layer and the sampler outside of the graph, while the
+graph still runs. For small buckets the graph would end before that launch, so all rows go through
+the last layer within the graph.
 """
 
 from __future__ import annotations
@@ -43,24 +44,26 @@ ROW_BUCKETS = (
     *range(1536, 2048, 256),
     *range(2048, 4096 + 1, 512),
 )
-# For models without experts. Beyond this, layers take longer than their launch, and the attention
-# of a graph is slower for long sequences (docs/measurements/steps.md). Layers with experts finish
-# sooner, and experts would be read in vain if windows came in shares.
+# Limits for models without experts. Beyond them, layers take longer than their launch, and the
+# attention of a graph is slower for long sequences (docs/measurements/steps.md). Layers with
+# experts finish sooner, and experts would be read in vain if windows came in shares.
 MAX_WHOLE_ROWS = 1536
 MAX_WHOLE_ROWS_FP8 = 3072
 MAX_WINDOW_ROWS = 1024
-ENDED_ROWS = 128  # up to which all rows go through the last layer
-MAX_TIMED_ROWS = 512  # of a step: more rows take longer on any card, so drafts save nothing
-MAX_SEQUENCES = 256  # of a bucket: every program of attention counts them
+ENDED_ROWS = 128  # maximum rows of buckets in which all rows go through the last layer
+# Maximum rows of timed steps. More rows take longer on any card, so drafts save nothing.
+MAX_TIMED_ROWS = 512
+# Maximum sequences of a bucket; every program of attention counts them.
+MAX_SEQUENCES = 256
 
 
 class Bucket(NamedTuple):
     """Sizes of the batches that one graph serves.
 
     Attributes:
-        rows: most rows.
-        sequences: most sequences, besides the one that pads the rows.
-        is_cached: all rows belong to windows of kept keys and values; else none does.
+        rows: maximum number of rows.
+        sequences: maximum number of sequences, without the padding sequence.
+        is_cached: whether all rows belong to windows with cached keys; otherwise no row does.
     """
 
     rows: int
@@ -78,9 +81,9 @@ class Bucket(NamedTuple):
         """Return empty inputs of the bucket's sizes, in one chunk, to be filled by `fill`.
 
         Args:
-            pages: where the kept keys are that the rows read; None where they read none.
-            max_keys: most keys of a sequence.
-            has_blocks: sequences may be on grids of blocks.
+            pages: page table of the cached keys that the rows read; None if they read none.
+            max_keys: maximum number of keys of a sequence.
+            has_blocks: whether sequences may be on grids of blocks.
         """
 
         def numbers(size: int, dtype: type = np.int32) -> Array:
@@ -106,15 +109,15 @@ class Bucket(NamedTuple):
 def fill(inputs: StepInputs[Array], batch: StepBatch, before: Packing | None = None) -> None:
     """Write a batch and its padding into inputs of a bucket that holds it.
 
-    Rows that are left form one more sequence, which nothing reads. Among whole sequences it attends
-    to itself, so that no row holds NaN; among windows it has no keys, and attention to nothing is
-    zero.
+    Unused rows form one extra sequence that nothing reads. In buckets of whole sequences it attends
+    to itself, so that no row holds NaN. In buckets of windows it has no keys, and attention without
+    keys is zero.
 
     Args:
         inputs: arrays to write to.
         batch: the step.
-        before: packing of the batch that the inputs hold, if any; if it is this batch's, only
-            tokens are written.
+        before: packing of the batch that the inputs hold, if any. If it is also the packing of this
+            batch, only tokens are written.
     """
     packing, num_rows, size = batch.packing, batch.num_rows, inputs.token_ids.size
     if packing is before:
@@ -146,29 +149,32 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     inputs: ops.GraphInputs
     outputs: BodyOutputs
-    generation: int  # of the store whose addresses the graph holds
-    # Packing of the inputs. It knows requests, which must not be kept once they are gone.
+    # Generation of the store whose addresses the graph holds.
+    generation: int
+    # Packing of the inputs, as a weak reference: it refers to requests, which must not outlive
+    # their end.
     packing: Callable[[], Packing | None] = lambda: None
 
 
 class GraphRunner:
-    """Captures the layers once a bucket, and replays them.
+    """Captures the layers once per bucket, and replays them.
 
     Args:
-        model: the loaded model, 16-bit, on a GPU of its own.
-        pool: pool of the layers' results: outside all scopes, as graphs hold addresses.
-        caches: kept keys and values.
+        model: the loaded model, 16-bit, on its own GPU.
+        pool: pool of the layers' results, which are outside all scopes because graphs hold
+            addresses.
+        caches: cached keys and values.
         planner: plans of the steps.
-        memory: memory that graphs may take; batches run without a graph when it is used up.
-        agreement: agreement with the ranks whose graphs meet this one's.
-        max_keys: keys of the longest sequence.
+        memory: memory for graphs; batches run without a graph when it is used up.
+        agreement: agreement with the ranks whose graphs synchronise with this rank's graphs.
+        max_keys: number of keys of the longest sequence.
 
     Attributes:
-        times: times of the layers, of windows (True) and of whole sequences, see `measure`.
-        captures_more: whether buckets get their first graph when they are needed. A server clears
-            it when clients may come; buckets without a graph then do without. A graph whose keys
-            and values have moved is captured anew all the same, which takes the time of a launch
-            without a graph: its kernels are loaded.
+        times: times of the layers, of windows (True) and of whole sequences (False), see `measure`.
+        captures_more: whether buckets get their first graph on demand. A server clears it before it
+            accepts requests; buckets without a graph then run without. A graph whose keys and
+            values have moved is still captured again. That takes the time of a launch without a
+            graph, because its kernels are loaded.
     """
 
     def __init__(
@@ -189,8 +195,8 @@ class GraphRunner:
         self._max_keys = max_keys
         self._reads_pages = model.reads_pages(caches.device)
         self._has_blocks = model.family.is_block_causal
-        self._table = caches.table  # at the address that graphs know
-        self._copied: PageTable | None = None  # contents of the table
+        self._table = caches.table  # at the address that graphs read
+        self._copied: PageTable | None = None  # table whose contents were copied last
         self._captured: dict[Bucket, _Captured] = {}
         self.captures_more = True
         self.buckets = buckets_of(model.config, is_fp8=model.is_fp8)
@@ -204,16 +210,16 @@ class GraphRunner:
         return self._memory.used_bytes
 
     def run(self, batch: StepBatch, plan: Plan) -> BodyOutputs | None:
-        """Run the layers of a batch by its bucket's graph; None where no graph serves it."""
+        """Run the layers of a batch with the graph of its bucket; None if no graph serves it."""
         if not plan.is_whole(batch.num_rows):
             return None
         bucket = self.buckets.find(batch)
         if bucket is None or (batch.slot_mapping.size and self._caches.host_layers):
             return None
         if (bucket.is_cached or self._has_blocks) and not self._reads_pages:
-            return None  # other kernels need the host's spans
+            return None  # other kernels need the spans on the host
         if batch.num_adapter_rows and self._model.adapts_drafts:
-            return None  # of some rows only
+            return None  # graphs cannot apply the adapter to some rows only
         if bucket.is_cached:
             self._copy_table()
         captured = self._captured.get(bucket)
@@ -228,7 +234,7 @@ class GraphRunner:
         return captured.outputs
 
     def serves(self, batch: StepBatch) -> bool:
-        """Whether a graph serves a batch, if it is computed as a whole."""
+        """Whether a graph serves a batch that is computed as a whole."""
         bucket = self.buckets.find(batch)
         return bucket is not None and (self.captures_more or bucket in self._captured)
 
@@ -238,7 +244,7 @@ class GraphRunner:
         for bucket, captured in self._captured.items():
             is_stale = captured.generation != self._caches.generation * bucket.is_cached
             if is_stale or bucket.sequences == 1 or bucket.rows > MAX_TIMED_ROWS:
-                continue  # what is stale writes to pages of the past
+                continue  # a stale graph still writes to the previous page addresses
             took_us = self._agreement.all_reduce_max(
                 round(1e6 * min(_replayed(captured.graph) for _ in "12"))
             )
@@ -247,7 +253,7 @@ class GraphRunner:
         self.times = {is_cached: StepTimes.of(known) for is_cached, known in seconds.items()}
 
     def _copy_table(self) -> None:
-        """Update the page table that graphs read from the store's."""
+        """Copy the store's page table to the address that graphs read."""
         table = self._caches.table
         if table is self._copied:
             return
@@ -258,15 +264,16 @@ class GraphRunner:
 
     def _capture(self, bucket: Bucket, batch: StepBatch, plan: Plan) -> _Captured | None:
         if self._pool.has_frame:
-            return None  # what a graph writes lies in front of all steps
+            return None  # the graph's outputs must precede the buffers of all steps
         stale = self._captured.pop(bucket, None)
         if stale is None and not self.captures_more:
             return None
         has_room = stale is not None or self._memory.has_room_for(self._bytes_of(batch))
-        if self._agreement.all_reduce_max(int(not has_room)):  # of any rank
+        # No rank captures a graph if any rank lacks the memory.
+        if self._agreement.all_reduce_max(int(not has_room)):
             return None
         if stale is not None:
-            stale.inputs.wait()  # before their memory is another's
+            stale.inputs.wait()  # before their memory is reused
         pages, max_keys = (self._table, self._max_keys) if bucket.is_cached else (None, bucket.rows)
         inputs = bucket.inputs(pages, max_keys, has_blocks=self._has_blocks)
         given = ops.GraphInputs(inputs, self._caches.device)
@@ -281,7 +288,8 @@ class GraphRunner:
             return run_to_end(work)
 
         if stale is None:
-            run()  # libraries choose kernels and allocate workspaces outside of the capture
+            # Libraries choose kernels and allocate workspaces outside of the capture.
+            run()
         graph = torch.cuda.CUDAGraph()
         ops.align_ranks()
         with self._memory.capture(graph):
@@ -293,7 +301,7 @@ class GraphRunner:
         return self._captured[bucket]
 
     def _bytes_of(self, batch: StepBatch) -> int:
-        """Memory of the layers at once, by the plan; no graph computes sample rows."""
+        """Return the planned peak memory of the layers; no graph computes sample rows."""
         shape = batch.shape._replace(sample_rows=1)
         return self._planner.plan(shape).predicted_peak_bytes
 
@@ -316,7 +324,7 @@ class Buckets:
     Attributes:
         whole: row counts for sequences that are computed as a whole, ascending.
         windows: row counts for windows, ascending.
-        rows_per_sequence: least average of rows a sequence, in a bucket for several sequences.
+        rows_per_sequence: minimum average of rows per sequence, in a bucket for several sequences.
     """
 
     whole: tuple[int, ...]
@@ -324,7 +332,7 @@ class Buckets:
     rows_per_sequence: int
 
     def find(self, batch: StepBatch) -> Bucket | None:
-        """Return the smallest bucket that holds a batch, None if there is none."""
+        """Return the smallest bucket that holds a batch, or None."""
         num_sequences = batch.packing.ends.size
         is_cached = batch.num_whole == 0
         if not is_cached and batch.num_whole < batch.num_rows:

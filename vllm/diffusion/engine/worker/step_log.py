@@ -17,19 +17,20 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-SLOW_STEP_MS = 10_000.0  # steps from here on are logged at INFO: at most six lines a minute
+SLOW_STEP_MS = 10_000.0  # Slower steps are logged at INFO: at most six lines a minute.
 
 
 class StepLog:
     """Writes the log lines of one rank."""
 
     def __init__(self) -> None:
-        self._tells_every_step = envs.log_diffusion_steps()
+        self._logs_every_step = envs.log_diffusion_steps()
         self._last_plan: tuple[int, tuple[object, ...]] | None = None
-        self._last_end = 0.0  # of a step; the next one may have been launched before
+        # End of the last step. The next step may have been launched earlier.
+        self._last_end = 0.0
 
     def plan(self, num_rows: int, plan: Plan, free_bytes: int) -> None:
-        """Log a new plan; steps that differ only in their sample rows are cut alike."""
+        """Log a new plan; steps that differ only in their sample rows share a plan."""
         key = (num_rows, plan.sizes)
         is_known = key == self._last_plan
         self._last_plan = key
@@ -37,7 +38,7 @@ class StepLog:
         logger.log(level, "plan for T = %d with %s: %s", num_rows, readable(free_bytes), plan)
 
     def host_layers(self, req_id: str, caches: PageStore) -> None:
-        """Log that a request keeps more keys and values than the device has room for."""
+        """Log that the keys and values of a request do not fit on the device."""
         logger.info(
             "request %s: keys and values of %d layers in host memory: %s; on the device: %s",
             req_id,
@@ -49,10 +50,10 @@ class StepLog:
     def step(
         self, started: float, ended: float, batch: StepBatch, usage: StepUsage, plan: Plan
     ) -> None:
-        """Log a step that ran from `started` to `ended`, of `time.perf_counter()`."""
+        """Log a step that ran from `started` to `ended`, times of `time.perf_counter()`."""
         elapsed_ms = 1000 * (ended - max(started, self._last_end))
         self._last_end = ended
-        at_info = self._tells_every_step or elapsed_ms >= SLOW_STEP_MS
+        at_info = self._logs_every_step or elapsed_ms >= SLOW_STEP_MS
         (logger.info if at_info else logger.debug)(
             "execute_diffusion_once time = %.3f ms, requests = %d, rows = %d, sampled = %d, "
             "predicted = %.3f ms",

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loop over engine steps: each is collected before the next is launched, or launched behind it.
+"""The loop over engine steps: it launches steps, collects them, and handles their failures.
 
-A failure in a step ends the requests that it concerns, never the engine. A rule that raises ends
-its own request, on every rank. A step that runs out of memory is tried again without the requests
-that take most. Any other failure ends all requests of the step, on all ranks that run it
-(`agreement`).
+On GPUs the next step is launched before the previous results are returned. A failure in a step ends
+the affected requests, never the engine. A rule that raises an error ends its own request, on every
+rank. A step that runs out of memory is tried again without the requests that use the most memory.
+Any other failure ends all requests of the step, on all ranks that run it (`agreement`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-MAX_IN_FLIGHT = 2  # steps: one that computes, and one that follows it without a pause
+# Number of steps: one that runs, and one that follows it without a pause.
+MAX_IN_FLIGHT = 2
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -43,8 +44,8 @@ class LaunchResult(NamedTuple):
     """Result of launching a step; failed requests are reported when the step is collected.
 
     Attributes:
-        step: None where nothing could be launched.
-        failures: per request that does not take part, why.
+        step: the launched step; None if nothing could be launched.
+        failures: the error of each request that does not take part.
     """
 
     step: Step | None
@@ -61,11 +62,11 @@ class StepLoop:
     Args:
         runner: owner of the requests.
         agreement: agreement with the ranks that run the same steps; None for one rank.
-        runs_ahead: a step is launched before the results of the one before are handed out.
-        limits: limits above which a step takes only some requests, where it is launched so.
+        runs_ahead: whether to launch a step before the results of the previous one are returned.
+        limits: limits on the sizes of steps that are launched ahead; larger batches are split.
 
     Attributes:
-        step_pause: the pause of steps; None while steps go on.
+        step_pause: the current pause of steps; None while steps run.
     """
 
     def __init__(
@@ -78,15 +79,15 @@ class StepLoop:
     ) -> None:
         self._runner, self._agreement = runner, agreement
         self.runs_ahead, self.limits = runs_ahead, limits
-        self._in_flight: list[LaunchResult] = []  # in the order in which they were launched
-        self._restarted: str | None = None  # whose long step has run out of memory once
-        self._num_rows = 0  # of the steps collected for this message
+        self._in_flight: list[LaunchResult] = []  # in the order of their launches
+        self._restarted: str | None = None  # request whose long step has run out of memory once
+        self._num_rows = 0  # rows of the steps collected for this message
         self.step_pause: StepPause | None = None
 
     def execute(self, message: DiffusionSchedulerOutput) -> DiffusionRunnerOutput:
-        """Take in started and finished requests, then return the results of one step.
+        """Start and remove requests, then return the results of one step.
 
-        Requests that start while a step is under way take part in one after it.
+        Requests that start while a step is in flight take part in a later step.
         """
         self._num_rows = 0
         self._remove_finished(message.finished_req_ids)
@@ -134,7 +135,7 @@ class StepLoop:
         )
 
     def pause_steps(self) -> StepPause:
-        """Collect the steps in flight, and take no other step until the pause ends."""
+        """Collect the steps in flight, and run no other step until the pause ends."""
         pause = self.step_pause = self.step_pause or StepPause(self._runner, self._results)
         while self._in_flight:
             pause.add(self._collect(self._in_flight.pop(0)))
@@ -143,7 +144,7 @@ class StepLoop:
         return pause
 
     def _remove_finished(self, req_ids: Collection[str]) -> None:
-        """Drop requests that are over, and steps under way whose requests have all gone."""
+        """Remove finished requests, and steps in flight without any running request."""
         for req_id in req_ids:
             self._runner.remove(req_id)
         if req_ids:
@@ -151,21 +152,22 @@ class StepLoop:
             self._in_flight = [s for s in self._in_flight if not running.isdisjoint(s.req_ids)]
 
     def _start_all(self, admitted: Sequence[NewCanvas]) -> dict[str, StepResult]:
-        """Take in requests.
+        """Start requests.
 
         Returns:
-            the failures of those for whose keys and values there is no memory, and the results of
-            those whose first step needs nothing but what another request has computed.
+            the failures of requests without memory for their keys and values, and the results of
+                requests whose first step is computed from another request's results.
         """
         results = {}
         if kept := sum(new.kept_positions for new in admitted if not new.host_layers):
-            self._runner.pages.provide(kept)  # so that those of others move once
+            # Grow the store once for all requests, so that cached keys move only once.
+            self._runner.pages.provide(kept)
         for new in admitted:
             error = self._start(new)
             if isinstance(error, OUT_OF_MEMORY):
                 self._runner.drop_drafts()
                 self._runner.drop_paused_step()
-                self._runner.pool.trim()  # what steps have left behind
+                self._runner.pool.trim()  # release memory that earlier steps have left reserved
                 error = self._start(new)
             if error is not None:
                 results[new.req_id] = self._failed(new.req_id, error)
@@ -182,15 +184,15 @@ class StepLoop:
 
     @torch.inference_mode()
     def _ahead(self, rows: Mapping[str, int], apart: Collection[str]) -> dict[str, StepResult]:
-        """Collect one step, with the next one launched before its results are handed out.
+        """Collect one step, and launch the next one before its results are returned.
 
-        So the device computes while results are on their way to the clients. Where one step does
-        not hold everybody, a second one follows it, so that the device computes while the results
-        of the first are taken in. Requests that are kept apart take part in neither.
+        The device computes while results are on their way to the clients. If a step does not hold
+        all requests, a second step follows it, so that the device computes while the scheduler
+        handles the results of the first. Requests in `apart` take part in neither step.
 
         Args:
-            rows: requests that take part, with their rows, if no step is under way.
-            apart: requests that are kept apart.
+            rows: requests that take part if no step is in flight, with their rows.
+            apart: requests that never join these steps.
         """
         if not self._in_flight:
             self._in_flight.append(self._launch(rows))
@@ -202,15 +204,15 @@ class StepLoop:
 
     @torch.inference_mode()
     def _drain(self) -> dict[str, StepResult]:
-        """Collect the first step under way, if there is one, and launch none."""
+        """Collect the first step in flight, if there is one, and launch none."""
         return self._results(self._collect(self._in_flight.pop(0))) if self._in_flight else {}
 
     @torch.inference_mode()
     def _slice(self, step_slice: StepSlice) -> dict[str, StepResult]:
-        """Run the next slice of a long step; return the request's result if it was the last one.
+        """Run the next slice of a long step; return the request's result after the last slice.
 
-        Where memory runs out, what steps have left behind is given back, and the step begins anew
-        with the next slice, once.
+        If memory runs out, memory that earlier steps have left reserved is released, and the step
+        starts again with the next slice. This happens once per request.
         """
         failures: dict[str, Exception] = {}
         step, req_id = None, step_slice.req_id
@@ -229,14 +231,14 @@ class StepLoop:
         return self._results(self._collect(LaunchResult(step, failures)))
 
     def _start(self, new: NewCanvas) -> Exception | None:
-        """Take in a request; return why it could not start on some rank, if so."""
+        """Start a request; return its error if it cannot start on some rank."""
         _, failure = self._tried(f"request {new.req_id} cannot start", self._runner.start, new)
         if failure is not None:
             self._runner.remove(new.req_id)
         return failure
 
     def _launch_behind(self, apart: Collection[str]) -> None:
-        """Launch the step that follows those under way, if that can be done without waiting."""
+        """Launch the step after the steps in flight, if it can be launched without waiting."""
         in_flight = {req_id for launched in self._in_flight for req_id in launched.req_ids}
         if len(self._in_flight) == MAX_IN_FLIGHT or in_flight.issuperset(self._runner.canvases):
             return
@@ -245,11 +247,12 @@ class StepLoop:
             self._in_flight.append(self._launch(taken))
 
     def _launch(self, rows: Mapping[str, int]) -> LaunchResult:
-        """Launch a step with these rows a request.
+        """Launch a step in which each request may compute the given rows.
 
-        Where memory runs out, drafts are left out, then what other steps have left behind is
-        released, then what a paused step holds, then the requests that take most are left out, each
-        time with another try. Where it fails for another reason, what fails alone is left out.
+        If memory runs out, the loop tries again after each of these measures, in this order: leave
+        out drafts, release memory that other steps have left reserved, release the memory of a
+        paused step, leave out the request with the most rows. If the launch fails for another
+        reason, requests that also fail alone are left out.
         """
         failures: dict[str, Exception] = {}
         ready = [req_id for req_id in rows if self._is_ready(req_id, failures, rows[req_id])]
@@ -276,7 +279,7 @@ class StepLoop:
         return LaunchResult(None, failures)
 
     def _failing_alone(self, req_ids: Iterable[str]) -> dict[str, Exception]:
-        """Return the requests that fail in a step of their own, too, and why."""
+        """Return the requests that also fail in a step of their own, with their errors."""
         failing = {}
         for req_id in req_ids:
             what = f"a denoise step of request {req_id} alone could not be launched"
@@ -286,7 +289,7 @@ class StepLoop:
         return failing
 
     def _is_ready(self, req_id: str, failures: dict[str, Exception], room: int = ALL_ROWS) -> bool:
-        """Whether a request's rule can begin the step; else `failures` gets its error."""
+        """Whether a request's rule can begin the step; if not, add its error to `failures`."""
         canvas = self._runner.canvases[req_id]
         canvas.window.room = room
         try:
@@ -298,11 +301,11 @@ class StepLoop:
         return True
 
     def _largest(self, req_ids: list[str]) -> str:
-        """Return the request with the most rows, the last one of several."""
+        """Return the request with the most rows; the last one if several have the same number."""
         return max(reversed(req_ids), key=lambda req_id: self._runner.canvases[req_id].next_rows)
 
     def _collect(self, launched: LaunchResult) -> Outcomes:
-        """Wait for a step and commit it; requests that have gone meanwhile are left out."""
+        """Wait for a step and commit it; skip requests that were removed since its launch."""
         step, failures = launched
         outcomes: Outcomes = {}
         if step is not None:
@@ -320,9 +323,9 @@ class StepLoop:
     def _tried(
         self, what: str, call: Callable[[A], T], argument: A
     ) -> tuple[T | None, Exception | None]:
-        """Call, and return the result, or the failure of any rank; `what` is for the log.
+        """Call a function; return its result or any rank's failure. `what` is the log message.
 
-        Memory that runs out is not logged here: the caller decides which request ends.
+        Out-of-memory errors are not logged here, because the caller decides which request ends.
         """
         result, failure = None, None
         try:
@@ -330,13 +333,13 @@ class StepLoop:
         except Exception as error:
             if not isinstance(error, OUT_OF_MEMORY):
                 logger.exception(what)
-            failure = error.with_traceback(None)  # whose frames hold tensors
+            failure = error.with_traceback(None)  # the frames of its traceback hold tensors
         if self._agreement is not None:
             failure = self._agreement.reach(failure)
         return (result, None) if failure is None else (None, failure)
 
     def _results(self, outcomes: Outcomes) -> dict[str, StepResult]:
-        """Make the clients' results of a committed step."""
+        """Return the clients' results of a committed step."""
         return {req_id: self._result(req_id, error) for req_id, error in outcomes.items()}
 
     def _result(self, req_id: str, error: Exception | None) -> StepResult:
@@ -344,7 +347,7 @@ class StepLoop:
             try:
                 return self._runner.canvases[req_id].report()
             except Exception as failure:
-                logger.exception("what became of request %s cannot be told", req_id)
+                logger.exception("the result of request %s could not be reported", req_id)
                 error = failure
         return self._failed(req_id, error)
 

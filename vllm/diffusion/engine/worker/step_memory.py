@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a step: what it may take of the pool, and what it took."""
+"""Accounts for memory of steps: how much a step may use, and how much it used."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     )
     from vllm.diffusion.parallel.groups import Ranks
 
-# Reserved pages that nobody uses are given back where a step in chunks then takes at most this part
-# of its time.
+# Unused reserved pages are released if a step in chunks then takes at most this share of its time.
 WORTH_TRIMMING = 0.95
-SHORT_ROWS = 4_096  # of a step; memory that PyTorch keeps of a shorter one is not worth a wait
+# Rows of a step. Memory that PyTorch keeps after a shorter step is not worth a wait.
+SHORT_ROWS = 4_096
 
 
 class StepMemory(NamedTuple):
-    """Memory that a step took of the pool, as far as the host knows it at launch."""
+    """Memory that a step uses, measured by the host at launch."""
 
     plan: Plan
     planner_us: float
     peak_bytes: int
 
     def usage(self, idle: StepUsage) -> StepUsage:
-        """Memory report of a finished step; `idle` supplies the fields that do not depend on it.
+        """Return the memory report of a finished step; `idle` supplies all other fields.
 
-        The average is the part of the measured peak that the plan predicts.
+        The average is the measured peak times the ratio of average to peak in the plan.
         """
         predicted = self.plan.predicted_average_bytes / max(self.plan.predicted_peak_bytes, 1)
         return replace(
@@ -51,13 +51,13 @@ class StepMemory(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A launched step, to be waited for and committed.
+    """A launched step, to be collected and committed.
 
     Attributes:
-        started: time.perf_counter() before its first instruction.
-        rows: its sample rows.
-        samples: the table of their samples.
-        memory: memory that it took.
+        started: time.perf_counter() before the launch.
+        rows: sample rows of the step.
+        samples: table of their samples.
+        memory: memory that the step uses.
     """
 
     started: float
@@ -75,12 +75,12 @@ class Step(NamedTuple):
 
 
 class PoolAccount:
-    """Account of the bytes of the pool that a step cannot have, by which it is planned.
+    """Account of the bytes of the pool that are not available to a step, used to plan it.
 
     Args:
-        pool: memory of steps and of what is kept between them.
-        pages: pages of kept keys and values, in the pool.
-        graphs: memory of captured graphs, if there are any.
+        pool: memory of steps and of cached data.
+        pages: pages of cached keys and values, in the pool.
+        graphs: memory of captured graphs; None without graphs.
         ranks: ranks that compute the same steps.
     """
 
@@ -97,7 +97,7 @@ class PoolAccount:
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes that are never given back: graphs, and the buffers that they write to."""
+        """Bytes that are never released: graphs, and the buffers that they write to."""
         graphs = 0 if self._graphs is None else self._graphs.used_bytes
         return graphs + self._pool.outermost_bytes
 
@@ -110,23 +110,23 @@ class PoolAccount:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that outlive a step, or that a step holds while it waits for its next slice."""
+        """Bytes that outlive a step, or that a paused step holds until its next slice."""
         return self.fixed_bytes + self._pages.store.reserved_bytes + self._pool.frame_bytes
 
     def memory(self, plan: Plan, planner_us: float, peak_bytes: int | None = None) -> StepMemory:
-        """Return the memory of a step; `peak_bytes` of the pool are by default its peak."""
+        """Return the memory of a step; `peak_bytes` defaults to the current peak of the pool."""
         peak = self._pool.peak_bytes if peak_bytes is None else peak_bytes
         return StepMemory(plan, planner_us, self.unseen_bytes + peak)
 
     def plan(self, shape: StepShape, planner: Planner, longest_chunk_s: float) -> Plan:
-        """Return the plan of a step beside what is kept.
+        """Return the plan of a step in the memory that is not occupied by cached data.
 
-        The caches give back pages that nobody uses if no plan fits beside them, or if a step in
-        chunks would gain by it. The next requests that keep keys and values then reserve pages
-        anew, and capture their graphs again.
+        If no plan fits, or if a step in chunks would become clearly faster, the caches release
+        unused pages. Later requests with a cache then reserve these pages again, and their graphs
+        are captured again.
 
         Raises:
-            ActivationBudgetError: it does not fit.
+            ActivationBudgetError: the step does not fit.
         """
         try:
             plan = planner.plan_alike(shape, self._kept_by_all(shape, planner), longest_chunk_s)
@@ -138,7 +138,7 @@ class PoolAccount:
         return planner.plan_alike(shape, self._kept_by_all(shape, planner), longest_chunk_s)
 
     def _kept_by_all(self, shape: StepShape, planner: Planner) -> int:
-        """Bytes of the pool that the step cannot have; on any rank, if all must cut alike."""
+        """Return the bytes of the pool that the step cannot use; if ranks share it, the maximum."""
         kept_bytes, ranks = self.kept_bytes, self._ranks.sequence
         if ranks.size > 1 and planner.search.divides(shape):
             return -ranks.all_reduce_min(-kept_bytes)
@@ -147,7 +147,7 @@ class PoolAccount:
     def _gains(
         self, shape: StepShape, planner: Planner, plan: Plan, longest_chunk_s: float
     ) -> bool:
-        """Whether the step would take clearly less time without the pages that nobody uses."""
+        """Whether the step would become clearly faster if unused pages were released."""
         unused = self._pages.unused_bytes
         if not unused or self._pool.has_frame:
             return False
@@ -157,9 +157,9 @@ class PoolAccount:
     def make_room(self, num_rows: int, plan: Plan) -> None:
         """Release memory of other sizes before a long step: buffers and PyTorch's temporaries.
 
-        For a whole step longer than those before, release PyTorch's alone, which would else take
-        more beside what it has cached. Not to be called within the pool's `temporaries`, whose
-        memory stays to the end.
+        Before a whole step that is longer than all earlier ones, release only PyTorch's
+        temporaries; otherwise PyTorch would allocate more in addition to its cache. Must not be
+        called within the pool's `temporaries`, whose memory stays until their end.
         """
         if plan.is_whole(num_rows):
             if num_rows > self._most_rows:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner, Outcomes
 
-_PAUSED_S = 1e-3  # seconds between two messages while no step is taken
+_PAUSED_S = 1e-3  # seconds between two messages during a pause
 
 
 class StepPause:
@@ -45,7 +45,7 @@ class StepPause:
         self, runner: DiffusionModelRunner, results: Callable[[Outcomes], dict[str, StepResult]]
     ) -> None:
         self._runner, self._results = runner, results
-        self._settled: list[dict[str, StepResult]] = []  # for the next messages
+        self._settled: list[dict[str, StepResult]] = []  # results for the next messages
         self.reason: str | None = None
 
     def add(self, outcomes: Outcomes) -> None:
@@ -62,7 +62,7 @@ class StepPause:
         return not self._settled and self.reason is None and self._is_known(message)
 
     def admitted(self, message: DiffusionSchedulerOutput) -> list[NewCanvas]:
-        """Return requests that start, without prompts that were computed with other weights."""
+        """Return the requests to start, without prompts that were computed with other weights."""
         if self._is_known(message):
             return message.admitted
         return [replace(new, prompt_of=None) for new in message.admitted]
@@ -73,7 +73,8 @@ class StepPause:
             running = self._runner.canvases
             return {r: result for r, result in self._settled.pop(0).items() if r in running}
         if self.reason is not None:
-            time.sleep(_PAUSED_S)  # do not spin: the caller that resumes needs this core
+            # Do not spin: the caller that resumes needs this core.
+            time.sleep(_PAUSED_S)
         return {}
 
     def add_results_to(
@@ -93,11 +94,11 @@ class StepPause:
 
 
 def invalidate_results(runner: DiffusionModelRunner) -> Outcomes:
-    """Drop cached results: the weights have changed, or keys and values are gone.
+    """Drop cached results: the weights have changed, or keys and values were released.
 
     Returns:
-        failures by request: it read another request's prompt, and there is no memory for a cache
-        of its own.
+        failures by request: a request that read another request's prompt had no memory for its own
+            cache.
     """
     failures: Outcomes = {}
     runner.generation += 1
@@ -117,10 +118,10 @@ def invalidate_results(runner: DiffusionModelRunner) -> Outcomes:
 
 
 def release_kv_cache(runner: DiffusionModelRunner) -> tuple[int, int] | None:
-    """Release kept keys and values, and the pool's memory, while nothing runs.
+    """Release cached keys and values, and the pool's memory, while nothing runs.
 
     Returns:
-        the sizes that `restore_kv_cache` needs.
+        the sizes that `restore_kv_cache` requires.
     """
     runner.invalidate()  # drafts hold pages, too
     store, pages = runner.caches, runner.pages
@@ -134,10 +135,10 @@ def release_kv_cache(runner: DiffusionModelRunner) -> tuple[int, int] | None:
 
 
 def restore_kv_cache(runner: DiffusionModelRunner, fixed: tuple[int, int] | None) -> Outcomes:
-    """Allocate the memory again; requests begin their next forwards without kept keys and values.
+    """Allocate the memory again; requests start their next forwards without cached keys.
 
     Returns:
-        as `invalidate_results`.
+        failures, as `invalidate_results`.
     """
     if fixed is not None:
         runner.pages.fix(*fixed)

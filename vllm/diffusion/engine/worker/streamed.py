@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward that needs less device memory than one layer's keys and values and all rows.
+"""Forward pass that needs less device memory than one layer's keys, values and rows take.
 
-Keys and values exist for one group of heads at a time, and rows of the residual stream may lie in
-host memory and visit the device in chunks. Every group adds its part of a layer's attention to the
-updated rows while other groups still need the rows as they were. So there are two stores of rows,
-which change places from layer to layer; with one group a chunk is updated in place.
+Keys and values exist for one group of heads at a time. Rows of the residual stream may be in host
+memory and visit the device in chunks. Every group adds its part of a layer's attention to the
+updated rows, while other groups still need the original rows. So there are two stores of rows,
+which are swapped from layer to layer; with one group a chunk is updated in place.
 
-Where ranks divide the rows, each has its share of the two stores, and the keys and values of all
-rows for its heads.
+If ranks divide the rows, each rank has its share of the two stores, and the keys and values of all
+rows for its own heads.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def run_streamed(
 ) -> Chunked[Tensor]:
     """Compute a step by groups of heads, with rows on the host or divided between ranks.
 
-    Ranks then deal out the parts of the sample rows, and all return the same samples. Where a
-    request chooses several rows together, the first rank takes all of them. Arguments and result
-    are those of `ForwardPass.run`; `host` is memory for rows that are not on the device, `kind`
-    computes the layers, in another way than `StreamedForward` itself.
+    With several ranks, the parts of the sample rows are dealt to them, and all ranks return the
+    same samples. If a request chooses several rows together, the first rank samples all parts.
+    Arguments and result are those of `ForwardPass.run`. `host` provides memory for rows that are
+    not on the device; `kind` is the class that computes the layers, by default `StreamedForward`.
     """
     batch, pool, caches = rows.batch, forward.pool, forward.caches
     ranks = forward.ranks if plan.layout.shards > 1 else Ranks()
@@ -108,20 +108,21 @@ def run_streamed(
 
 
 class StreamedForward:
-    """Layers of one step, by groups of heads.
+    """Computes the layers of one step by groups of heads.
 
     Args:
         model: the model.
-        plan: head groups, chunks, and where the residual stream lies.
+        plan: head groups, chunks, and location of the residual stream.
         inputs: inputs of this rank's rows, and of the chunks of all ranks.
         division: shares of the rows.
         cuts: chunks of every stage.
         pool: memory of the device.
-        host: memory of the host, pinned where there is a GPU.
-        caches: kept keys and values.
+        host: memory of the host, pinned if there is a GPU.
+        caches: cached keys and values.
     """
 
-    keys_dtype: torch.dtype | None = None  # of the step's keys and values; None: the model's
+    # Dtype of the step's keys and values; None for the model's dtype.
+    keys_dtype: torch.dtype | None = None
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class StreamedForward:
         self.model, self.inputs, self.pool, self.caches = model, inputs, pool, caches
         num_groups = plan.layout.head_groups
         self._groups = [HeadGroup(i, num_groups) for i in range(num_groups)]
-        # Of full length, so that all ranks have taken as much of their pools.
+        # Stores have full length on every rank, so that all ranks use the same part of their pools.
         shape = (division.longest, model.hidden_size)
         stores: list[ResidualRows] = []
         for store in residual(model.dtype, model.hidden_size, num_groups):
@@ -157,7 +158,7 @@ class StreamedForward:
         self._last_layouts = inputs.layouts[count:]
 
     def run(self) -> Chunked[None]:
-        """Run all layers on all rows; the last one only on the chunks that hold sample rows."""
+        """Run all layers on all rows; the last layer only on chunks with sample rows."""
         yield from self._embed()
         cuts, last = self.cuts, len(self.model.layers) - 1
         for index in range(last + 1):
@@ -174,9 +175,9 @@ class StreamedForward:
             yield from self._feed_forward(index, feed_forward)
 
     def hidden(self, taken: LogitsExchange, given: Tensor) -> Tensor:
-        """After `run`, return the hidden states [r, D] of this rank's part of a round.
+        """Return the hidden states [r, D] of this rank's part of a round, after `run`.
 
-        `given` are the rows that this rank has of all parts, on the device.
+        `given` lists the rows, on the device, that this rank holds of all parts.
         """
         local_hidden, others = read_rows(self.model.dtype, self.model.hidden_size)
         if self.peers.size == 1:
@@ -187,7 +188,7 @@ class StreamedForward:
         return hidden
 
     def _select(self, listed: Buffer, rows: Tensor, host_rows: Array) -> Tensor:
-        """Gather rows [r], equal on the device and on the host, of this rank's share: [r, D]."""
+        """Gather rows [r] of this rank's share, given on the device and on the host: [r, D]."""
         x = listed.take(self.pool, len(host_rows))
         self.x.select(rows, host_rows, x)
         return x
@@ -238,12 +239,12 @@ class StreamedForward:
         _keep(self.k, self.v, index, self.inputs.slot_mapping, self.caches, heads)
 
     def own_keys_values(self) -> Listed:
-        """Buffers of a chunk's own keys and values, before ranks exchange them."""
+        """Return the buffers of a chunk's own keys and values, before ranks exchange them."""
         model = self.model
         return keys_values(model.dtype, self.group_heads, model.head_dim, is_own=True)
 
     def _own(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Where keys and values of this rank's rows are written: in place, or to be exchanged."""
+        """Return the buffers for this rank's keys and values: in place, or to be exchanged."""
         if chunk.exchange is None:
             return self.k[chunk.local], self.v[chunk.local]
         num_rows = chunk.local.stop - chunk.local.start
@@ -251,7 +252,7 @@ class StreamedForward:
         return k, v
 
     def _give(self, x: Tensor, target: Tensor, chunk: Chunk) -> None:
-        """Exchange heads of this rank's rows for all rows of its heads, and put these in place."""
+        """Exchange heads of this rank's rows for all rows of its heads, and store these rows."""
         if chunk.exchange is None:
             return
         with self.pool.scope("keys-values"):
@@ -288,7 +289,7 @@ class StreamedForward:
 
         Args:
             index, group, chunk, x: as for `project`.
-            layouts: keys that the rows of the chunk read, those of other ranks included.
+            layouts: keys that the rows of the chunk read, including keys of other ranks.
             updated: [R, D], written; may be x.
         """
         heads = group.part(self.model.num_kv_heads)

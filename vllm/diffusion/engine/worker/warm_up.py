@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps run before the first request, so that no request waits for kernels or graphs."""
+"""Warm-up steps before the first request, so that no request waits for kernels or graphs."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.worker.step_graphs import Buckets
     from vllm.diffusion.request.served_model import ServedModel
 
-# Positions of a request that are sampled, at most: the last layer and the logits are computed for
-# these alone, and products of other row counts are other kernels.
+# Maximum number of sampled positions of a request. The last layer and the logits are computed for
+# these positions alone, and products of other row counts use other kernels.
 _CANVAS = 256
-_BLOCK = 64  # of longer sequences, or less where blocks must tile them
+_BLOCK = 64  # block length of longer sequences; shorter if blocks must tile them
 
 
 def warm_up(
@@ -38,20 +38,21 @@ def warm_up(
     row_budget: int,
     shows_progress: bool,
 ) -> None:
-    """Run steps of one sequence and of several, with and without a cache, of every size.
+    """Run steps of one sequence and of several sequences, with and without a cache, of every size.
 
-    The sizes are those of the graphs' buckets that some batch of the server has, and two that no
-    graph serves. Tokens are drawn where there is a cache, and the most likely ones taken where
-    there is none, as the two are sampled by different kernels. Pages are provided before, as many
-    as several requests may keep, because graphs hold their addresses.
+    The sizes are the graph buckets that some batch of the server can have, and two sizes without a
+    graph. Steps with a cache sample tokens and steps without a cache take the most likely ones,
+    because these use different kernels. The pages that several requests may keep are allocated
+    first, because graphs hold their addresses.
 
     Args:
-        runner: with its model loaded and no request running.
+        runner: runner with a loaded model and without requests.
         model: facts about the model.
         row_budget: rows that several requests may share in a step.
-        shows_progress: draw a progress bar.
+        shows_progress: whether to draw a progress bar.
     """
-    model = replace(model, defaults={})  # a server's defaults need not fit such canvases
+    # The server's defaults may not fit these canvases.
+    model = replace(model, defaults={})
     buckets = buckets_of(runner.model.config, is_fp8=runner.model.is_fp8)
     positions = runner.planner.cached_positions
     if runner.graphs is not None:
@@ -61,7 +62,8 @@ def warm_up(
         steps = [step for step in steps if _num_pages(step) <= runner.caches.num_pages]
     with _garbage_frozen():
         for requests in tqdm(steps, desc="Capturing CUDA graphs", disable=not shows_progress):
-            with suppress(*OUT_OF_MEMORY):  # of a small pool; then requests do without, too
+            # With a small pool, requests run without graphs, too.
+            with suppress(*OUT_OF_MEMORY):
                 run_alone(runner, requests, _pages(requests))
     if runner.graphs is not None:
         runner.graphs.captures_more = False
@@ -71,9 +73,9 @@ def warm_up(
 def run_alone(
     runner: DiffusionModelRunner, requests: Sequence[NewCanvas], pages: Mapping[str, NewPages]
 ) -> None:
-    """Run a step of requests, then forget them; errors are raised on all ranks.
+    """Run a step of requests, then remove them; errors are raised on all ranks.
 
-    Where requests begin with a seed of their own, the step that denoises follows.
+    If requests begin with a seed of their own, the step that denoises follows.
     """
     failure: Exception | None = None
     try:
@@ -123,11 +125,13 @@ def _steps(
             longest = min(room, model.max_model_len)
             if longest > below:
                 yield [_request(model, "warm-up", longest, cache)]
-                if below <= ENDED_ROWS < longest:  # where the last layer runs on samples alone
+                # Here the last layer runs on sample rows alone.
+                if below <= ENDED_ROWS < longest:
                     yield [_request(model, "warm-up", longest, cache, num_sampled=1)]
             shared = min(room, row_budget)
             number = max(2, ceil(shared / model.max_model_len))
-            if shared > below:  # a lone request, too, with guidance or drafts
+            # A single request can also have several sequences, with guidance or drafts.
+            if shared > below:
                 unit = model.block_unit
                 units = shared // unit
                 lengths = [unit * ((units + i) // number) for i in range(number)]
@@ -135,20 +139,20 @@ def _steps(
 
 
 def _sizes(rows: tuple[int, ...], row_budget: int) -> tuple[int, ...]:
-    """Sizes of steps: rows of the buckets; above these twice the largest, and the row budget."""
+    """Return the row counts of buckets, then twice the largest one, and the row budget."""
     return tuple(
         sorted({*rows, *(n for n in (2 * rows[-1], row_budget) if rows[-1] < n <= row_budget)})
     )
 
 
 def _num_pages(requests: list[NewCanvas]) -> int:
-    """Number of pages of a store that holds all keys and values of these requests."""
+    """Return the number of pages of a store that holds all keys and values of these requests."""
     taken = (pages.page_ids for pages in _pages(requests).values())
     return max((max(page_ids) + 1 for page_ids in taken), default=0)
 
 
 def _pages(requests: list[NewCanvas]) -> dict[str, NewPages]:
-    """Assign pages, from 0 on, to the requests that get theirs from the scheduler."""
+    """Assign pages, from 0, to the requests whose pages the scheduler would assign."""
     given, start = {}, 0
     for new in requests:
         if new.params.cache == "exact":
@@ -160,9 +164,9 @@ def _pages(requests: list[NewCanvas]) -> dict[str, NewPages]:
 def _request(
     model: ServedModel, req_id: str, length: int, cache: str, num_sampled: int = _CANVAS
 ) -> NewCanvas:
-    """Make a request whose first forward computes `length` positions, or nearly as many.
+    """Create a request whose first forward computes about `length` positions.
 
-    Of these it samples `num_sampled`, if the sequence has as many.
+    The forward samples `num_sampled` of them, or fewer if the sequence is shorter.
     """
     canvas = min(num_sampled, length - 1)
     parameters: dict[str, object] = {
@@ -170,7 +174,7 @@ def _request(
         "block_length": canvas,
         "steps": canvas,
     }
-    if model.family.is_block_causal:  # then the last block is the one that is decoded
+    if model.family.is_block_causal:  # the last block is decoded
         unit = model.block_unit
         units = max(length // unit, 1)
         length = block_length = unit * units
@@ -178,7 +182,7 @@ def _request(
             block_length = unit * gcd(units, max(_BLOCK // unit, 1))
         canvas = min(num_sampled, max(block_length - 1, 1))
         parameters = {"block_length": block_length}
-    if model.family.has_causal_context:  # a block behind one token, or a prompt that is read
+    if model.family.has_causal_context:  # a block after one token, or a prompt to be prefilled
         canvas = length - 1 if 2 < length <= num_sampled else 1
         parameters = {"block_length": canvas}
     prompt = [0 if model.ids.mask else 1] * (length - canvas)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trainers ask of a worker: its weights, by upstream's names of methods.
+"""A worker's calls for trainers: weight updates and sleep, with upstream's method names.
 
 ```
-start_weight_update     steps under way are collected, and none is taken
-update_weights          some tensors, in place; any number of times
-finish_weight_update    a new generation of weights: what the old one computed is dropped
+start_weight_update     collects the steps in flight, and pauses steps
+update_weights          writes some tensors in place; may be called any number of times
+finish_weight_update    starts a new generation of weights, and drops results of the old one
 ```
 
-Memory addresses stay, so do CUDA graphs.
+Memory addresses stay the same, so CUDA graphs stay valid.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_UPDATE = "an update of the weights is under way"
+_UPDATE = "an update of the weights is in progress"
 _KV_CACHE, _DISCARDED = "kv_cache", "discarded"
 
 
@@ -58,14 +58,14 @@ class RefusedCallError(RuntimeError):
 
 
 def _by_all_ranks(what: str | None = None) -> Callable[[Call], Call]:
-    """Let all ranks succeed in a call, or none: a failure of one is all ranks'.
+    """Make a call fail on all ranks if it fails on one.
 
-    Upstream's executor reads the answers of ranks up to the first error, and would take those
-    behind it for answers to the next call. So only the last rank reports a failure.
+    Upstream's executor stops reading at the first error, so only the last rank reports a failure.
+    Otherwise replies of later ranks would be mistaken for replies to the next call.
 
     Args:
-        what: what has happened where the call fails, after which no step is taken; None where
-            steps may go on.
+        what: message for a failed call, after which steps stay paused; None if steps may continue
+            after a failure.
     """
 
     def wrapped(call: Call) -> Call:
@@ -94,13 +94,13 @@ def _by_all_ranks(what: str | None = None) -> Callable[[Call], Call]:
 
 
 class RefusedUpdateError(RefusedCallError, ValueError):
-    """Tensors that cannot be read, refused by all ranks before a weight has changed."""
+    """Unreadable tensors, refused by all ranks before a weight has changed."""
 
 
 class WeightSink(nn.Module):
-    """The model as upstream's transfer engines see it: it loads tensors, and has no parameters.
+    """The model for upstream's transfer engines: it loads tensors but has no parameters.
 
-    They would move parameters away to reload whole layers; ours are written in place.
+    Upstream's engines would move parameters away to reload whole layers; ours are written in place.
     """
 
     def __init__(self, model: DiffusionModel) -> None:
@@ -121,22 +121,24 @@ class WeightWorker(WorkerBase):
     weights: WeightMemory
     _transfer: WeightTransferEngine[Any, Any] | None = None
     _is_updating = False
-    _has_loaded = False  # whether tensors have come since the update began
+    _has_loaded = False  # whether tensors have arrived since the update began
     _may_cancel = False  # whether the last update was refused before a weight changed
-    _failed_before: str | None = None  # why no step was taken when the update began
-    _did_last = False  # whether the last call of an update was carried out
-    _fixed_pages: tuple[int, int] | None = None  # of keys and values, while their memory is lent
-    _reasons: Mapping[str, str] = MappingProxyType({})  # why no step is taken, by who says so
+    _failed_before: str | None = None  # reason why steps were paused when the update began
+    _did_last = False  # whether the last call of an update succeeded
+    # sizes of the page store, while its memory is released
+    _fixed_pages: tuple[int, int] | None = None
+    _reasons: Mapping[str, str] = MappingProxyType({})  # reasons why steps are paused, by holder
 
     # ---- updates ----
 
     @_by_all_ranks()
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Meet the trainer, as the engine of `weight_transfer_config` does."""
+        """Connect to the trainer with the engine of `weight_transfer_config`."""
         transfer = self._transfer_engine()
         transfer.init_transfer_engine(transfer.parse_init_info(init_info))
         group = getattr(transfer, "model_update_group", None)
-        if group is not None and group.disabled:  # whose broadcasts would say and do nothing
+        # a disabled group's broadcasts would silently do nothing
+        if group is not None and group.disabled:
             version = ".".join(map(str, torch.cuda.nccl.version()))
             raise RefusedCallError(
                 f"weight_transfer_config: given NCCL {version}; wanted one that vLLM's transfers "
@@ -145,7 +147,7 @@ class WeightWorker(WorkerBase):
 
     @_by_all_ranks()
     def shutdown_weight_transfer_engine(self) -> None:
-        """Leave the trainer."""
+        """Disconnect from the trainer."""
         self._check_turn("shutdown_weight_transfer_engine", is_updating=False)
         if self._transfer is not None:
             self._transfer.shutdown()
@@ -153,7 +155,7 @@ class WeightWorker(WorkerBase):
 
     @_by_all_ranks("the update could not start")
     def start_weight_update(self) -> None:
-        """Take no step from now on, and have none under way."""
+        """Pause steps, and collect the steps in flight."""
         self._check_turn("start_weight_update", is_updating=False)
         model, transfer = self.model_runner.model, self._transfer_engine()
         _check_can_change(model)
@@ -167,7 +169,7 @@ class WeightWorker(WorkerBase):
 
     @_by_all_ranks()
     def start_draft_weight_update(self) -> None:
-        """Refuse: there is no draft model."""
+        """Refuse the call, because there is no draft model."""
         raise RefusedCallError(
             "start_draft_weight_update: wanted start_weight_update: no draft model"
         )
@@ -177,7 +179,7 @@ class WeightWorker(WorkerBase):
 
     @_by_all_ranks("the weights are partly new")
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Load some tensors of the trainer; of a list, what is meant for this rank."""
+        """Load some tensors of the trainer; from a list, load this rank's entry."""
         self._check_turn("update_weights", is_updating=True)
         own_info, transfer = self._info_of_this_rank(update_info), self._transfer_engine()
         refusal: Exception | None = None
@@ -211,7 +213,7 @@ class WeightWorker(WorkerBase):
 
     @_by_all_ranks("the update could not end")
     def finish_weight_update(self) -> None:
-        """Go on with the new weights."""
+        """Resume steps with the new weights."""
         self._check_turn("finish_weight_update", is_updating=True)
         transfer = self._transfer_engine()
         transfer.finish_weight_update()
@@ -220,7 +222,7 @@ class WeightWorker(WorkerBase):
 
     @_by_all_ranks("the weights are partly new")
     def reload_weights(self, weights_path: str | None = None, **unknown: Any) -> None:
-        """Load a whole checkpoint in place: that of a folder, or the served one."""
+        """Load a whole checkpoint in place: from a folder, or the served one."""
         if unknown:
             raise RefusedCallError(
                 f"reload_weights: given {', '.join(unknown)}; wanted weights_path or nothing"
@@ -239,7 +241,7 @@ class WeightWorker(WorkerBase):
 
     @_by_all_ranks()
     def fail_with_others(self, reason: str) -> None:
-        """Take no step, as a call of an update failed on another replica and not on all."""
+        """Pause steps after a call of an update has failed on some replicas only."""
         self._may_cancel = False
         if self._did_last or self._is_updating:
             self._did_last = False
@@ -247,7 +249,7 @@ class WeightWorker(WorkerBase):
 
     @_by_all_ranks()
     def reset_weights(self) -> None:
-        """Set all weights to zero, so that a check sees whether an update brings all of them."""
+        """Set all weights to zero, so that a check can detect an incomplete update."""
         model = self.model_runner.model
         self.loop.pause_steps()
         for weight in stored_weights(model).values():
@@ -256,22 +258,22 @@ class WeightWorker(WorkerBase):
         model.end_update()
 
     def _check_turn(self, name: str, *, is_updating: bool) -> None:
-        """Refuse a call that is not meant for now."""
+        """Refuse a call that is out of order."""
         if self._is_updating != is_updating:
             before = "start" if is_updating else "finish"
             raise RefusedCallError(f"{name}: wanted {before}_weight_update before")
 
     def _hold(self, who: str, reason: str | None) -> None:
-        """Take no step for a reason, or no longer for this one."""
+        """Set the reason for which `who` pauses steps; None removes it."""
         others = {name: why for name, why in self._reasons.items() if name != who}
         self._reasons = others if reason is None else {**others, who: reason}
         self.loop.pause_steps().reason = next(iter(self._reasons.values()), None)
 
     def _end_update(self, *, must_be_complete: bool) -> None:
-        """End an update, with the tensors that did not come as an error or a line of the log."""
+        """End an update; report missing tensors as an error or in the log."""
         missing = self.model_runner.model.end_update()
         if missing:
-            message = f"{len(missing)} tensors did not come: {', '.join(missing[:8])}"
+            message = f"{len(missing)} tensors did not arrive: {', '.join(missing[:8])}"
             if must_be_complete or _DISCARDED in self._reasons:
                 raise CheckpointError(f"finish_weight_update: {message}")
             logger.warning("update of the weights: %s; they stay as they were", message)
@@ -280,19 +282,19 @@ class WeightWorker(WorkerBase):
             self._hold(who, None)
 
     def has_succeeded(self) -> bool:
-        """Return whether the last call of an update succeeded here."""
+        """Return whether the last call of an update succeeded on this rank."""
         return self._did_last
 
     @_by_all_ranks()
     def cancel_update(self) -> None:
-        """Forget an update that was refused before a weight changed; steps go on as before it."""
+        """Cancel an update that was refused before a weight changed; steps may continue."""
         if self._may_cancel:
             self._may_cancel = False
             self.model_runner.model.cancel_update()
             self._hold("update", self._failed_before)
 
     def _transfer_engine(self) -> WeightTransferEngine[Any, Any]:
-        """Return the engine of `weight_transfer_config`; made at first use."""
+        """Return the engine of `weight_transfer_config`, created at first use."""
         config = self.vllm_config.weight_transfer_config
         if config is None:
             raise RefusedCallError(
@@ -307,51 +309,52 @@ class WeightWorker(WorkerBase):
         return self._transfer
 
     def agree_on_failure(self, failure: Exception | None) -> Exception | None:
-        """Return the failure of any rank, on all of them; None if there is none."""
+        """Return the failure of any rank, on all ranks; None if there is none."""
         if (agreement := self.model_runner.agreement) is not None:
-            with suppress(Exception):  # this rank's: here the others hear of it in any case
+            # this rank's failure: the gather below also reports it to the other ranks
+            with suppress(Exception):
                 agreement.reach(failure)
         failures = self.ranks.every.all_gather_object(None if failure is None else str(failure))
         others = [text for text in failures if text is not None]
         return RuntimeError(others[0]) if failure is None and others else failure
 
     def fail_update(self, what: str, failure: Exception) -> None:
-        """End an update that has failed; no step is taken before another one has ended."""
+        """End a failed update; steps stay paused until another update has ended."""
         self._is_updating = False
         if self._transfer is not None:
             self._transfer.reset_weight_update_target()
         self._hold("update", f"{what}: {failure}")
-        logger.error("%s: %s; no step is taken before an update has ended", what, failure)
+        logger.error("%s: %s; steps are paused until an update has ended", what, failure)
 
     def holds_steps(self) -> bool:
         """Return whether requests wait: while weights change or sleep, and after a failure."""
         return bool(self._reasons)
 
     def weight_generation(self) -> int:
-        """Return how often the weights have changed."""
+        """Return the number of weight changes so far."""
         return self.model_runner.model.weight_generation
 
-    # ---- memory that is lent ----
+    # ---- sleep mode ----
 
     @_by_all_ranks()
     def sleep(self, level: int = 1) -> None:
-        """Give memory back: keys and values, the pool's, and that of the weights.
+        """Release memory of the cache, of the pool, and of the weights.
 
-        Level 1 keeps the contents of the weights on the host; level 2 does not, so that an update
-        must bring all of them before the next step.
+        Level 1 copies the weights to the host. Level 2 discards them, so an update must bring all
+        of them before the next step.
         """
         self._release_kv_cache()
         if "weights" in self._reasons:
             return
         self.weights.suspend(keeps=level < 2)
-        self._hold("weights", "the weights sleep")
+        self._hold("weights", "the weights are asleep")
         if level >= 2:
             self._hold(_DISCARDED, "the weights were discarded; an update must bring all of them")
         logger.info("asleep: level %d, %.2f GiB of weights", level, self.weights.num_bytes / 2**30)
 
     @_by_all_ranks()
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take memory again: of `weights`, of `kv_cache`, or of both."""
+        """Allocate memory again: for `weights`, for `kv_cache`, or for both."""
         if "weights" in self._reasons and (tags is None or "weights" in tags):
             self.weights.resume()
             self._hold("weights", None)
@@ -361,7 +364,7 @@ class WeightWorker(WorkerBase):
 
     @_by_all_ranks()
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Give back keys and values, and the pool's memory."""
+        """Release keys and values, and the pool's memory."""
         if _KV_CACHE in tags:
             self._release_kv_cache()
 
@@ -370,12 +373,12 @@ class WeightWorker(WorkerBase):
             return
         self.loop.pause_steps()
         self._fixed_pages = release_kv_cache(self.model_runner)
-        self._hold(_KV_CACHE, "the memory of keys and values is lent")
+        self._hold(_KV_CACHE, "the memory of keys and values is released")
 
     # ---- checks ----
 
     def compute_weight_checksums(self) -> dict[str, str]:
-        """Return a digest of each tensor of weights on this rank; names are unique among ranks."""
+        """Return a digest of each weight tensor on this rank; names are unique among ranks."""
         prefix = self._rank_name()
         return {
             f"{prefix}{name}": _digest(weight)
@@ -383,7 +386,7 @@ class WeightWorker(WorkerBase):
         }
 
     def _rank_name(self) -> str:
-        """Return upstream's name of this rank, with its place among those that divide rows."""
+        """Return upstream's name of this rank, with its index among the ranks that divide rows."""
         places = {
             "dp": self.parallel_config.data_parallel_index,
             "pp": get_pp_group().rank_in_group,
@@ -395,16 +398,16 @@ class WeightWorker(WorkerBase):
         return "".join(f"{name}{place}:" for name, place in places.items())
 
     def shutdown(self) -> None:
-        """Leave the trainer, if there is one."""
+        """Disconnect from the trainer, if there is one."""
         if self._transfer is not None:
             self._transfer.shutdown()
 
 
 def _check_can_change(model: DiffusionModel) -> None:
-    """Refuse a model whose tensors are stored in another form than the checkpoint has them.
+    """Refuse a model whose tensors are stored in another form than in the checkpoint.
 
     Raises:
-        RefusedCallError: naming that form.
+        RefusedCallError: names that form.
     """
     form = ops.repacked_form(model.modules())
     if form is not None:

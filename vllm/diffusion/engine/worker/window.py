@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows: the positions that a request's next forward computes, by what it keeps between forwards.
+"""Windows: the positions that a request's next forward computes, given its cached keys.
 
-A decoding rule says which positions it works on. Everything before them takes part in the forward
-too: by kept keys and values, or by being computed again.
+A decoding rule states the positions that it works on. All positions before them take part in the
+forward, too: their keys are cached or computed again.
 
     positions   0 ........ kept ........ first ====== stop ...... length
                 [0, kept): keys that earlier forwards stored
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 
 
 class Window(NamedTuple):
-    """Positions that a forward computes of a sequence, and the keys that these read.
+    """Positions of a sequence that a forward computes, and the keys that they read.
 
     Attributes:
         forward: the forward as `visibility` describes it.
         first, stop: positions that are computed, half-open.
-        reads_kept: some of the keys that are read are not computed by the forward.
-        parts: its positions by what they see, in order; those of the last part are sampled.
+        reads_kept: whether the rows read keys that the forward does not compute.
+        parts: the positions grouped by the keys that they attend to, in order; only the last part
+            is sampled.
     """
 
     forward: Forward
@@ -52,21 +53,21 @@ class Window(NamedTuple):
 
 
 class ForwardWindow:
-    """The window of a request's next forward, and where the keys and values lie that it keeps.
+    """The window of a request's next forward, and its cached keys and values.
 
     Args:
         params: the request's parameters.
         visibility: which positions attend to which.
         prompt_length: positions before the canvas.
         length: positions of a sequence.
-        cache: keys and values kept between forwards, if any.
+        cache: cached keys and values, if any.
 
     Attributes:
-        cache: the same; where the scheduler hands out pages, only those it has handed out.
-        room: rows that the next forward may have.
-        num_sequences: sequences that are computed: 1, or 2 with guidance.
-        reads_prompt: the prompt's keys and values lie where another request has them.
-        kept_starts: per sequence, index of its position 0 among the kept positions.
+        cache: the same; if the scheduler assigns pages, only the pages assigned so far.
+        room: maximum rows of the next forward.
+        num_sequences: number of sequences that are computed: 1, or 2 with guidance.
+        reads_prompt: whether the prompt's keys and values are in pages of another request.
+        kept_starts: per sequence, index of its position 0 among the cached positions.
     """
 
     def __init__(
@@ -86,20 +87,22 @@ class ForwardWindow:
         self._may_have_fp8 = params.has_fp8_attention(length)
         kept_length = length if cache is None else cache.length
         self._windows = windows_of(params, visibility, prompt_length, kept_length)
-        self._in_flight: Forward | None = None  # and its keys and values have a place
-        self._target = (0, 0)  # of the next forward; most often as before, and so are these:
-        self._uncut: Window | None = None  # its window if nothing cuts it
-        self._most_rows = ALL_ROWS  # that it may have
-        self.size: NextForward | None = None  # what that is
+        # a forward that has begun and writes to pages of the request
+        self._in_flight: Forward | None = None
+        # Rows of the next forward's target. It rarely changes, so the values below are cached.
+        self._target = (0, 0)
+        self._uncut: Window | None = None  # window of the next forward if nothing cuts it
+        self._most_rows = ALL_ROWS  # maximum rows of the next forward
+        self.size: NextForward | None = None  # size of the next forward
 
     @property
     def has_fp8_attention(self) -> bool:
-        """Whether the next forward computes all positions, with fp8 attention."""
+        """Whether the next forward computes all positions with fp8 attention."""
         return self._may_have_fp8 and self._next().num_rows == self._length
 
     @property
     def num_kept(self) -> int:
-        """Number of positions, from 0, whose keys and values are kept."""
+        """Number of positions, from 0, whose keys and values are cached."""
         return self._windows.kept
 
     @property
@@ -109,44 +112,45 @@ class ForwardWindow:
 
     @property
     def least_committed(self) -> int:
-        """`computed` has no effect below this number of committed positions."""
+        """Number of committed positions below which `computed` has no effect."""
         return self._windows.least_committed
 
     @property
     def num_places(self) -> int:
-        """Number of places for kept positions, with the gap between two sequences."""
+        """Number of slots for cached positions, including the gap between two sequences."""
         return self.kept_starts[-1] + self._length
 
     @property
     def frozen_positions(self) -> tuple[range, ...]:
-        """Kept positions that no forward writes once the prompt is frozen."""
+        """Cached positions that no forward writes once the prompt is frozen."""
         return tuple(range(start, start + self._num_frozen) for start in self.kept_starts)
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a forward was begun and not committed."""
+        """Whether a forward has begun and is not committed."""
         return self._in_flight is not None
 
     def aim(self, rows: tuple[int, int], *, is_causal: bool = False) -> None:
-        """Set the positions, first and last + 1, and the kind, of the rule's next forward."""
+        """Set the rule's rows, as (first, last + 1), and the kind of the next forward."""
         if rows != self._target or is_causal != self._windows.is_causal:
             self._target, self._windows.is_causal = rows, is_causal
             self.reset()
 
     def reset(self) -> None:
-        """Forget what the next forward is, as what it depends on has changed."""
+        """Invalidate the cached window of the next forward."""
         self._uncut = self.size = None
 
     def next_rows(self) -> int:
-        """Rows of the next forward if nothing cuts it; guidance runs the window twice."""
+        """Rows of the next forward if nothing cuts it; with guidance the window counts twice."""
         return self._next().num_rows * self.num_sequences
 
     def next_size(self, rows: int) -> NextForward:
-        """Sizes of the next forward, of `rows` rows if nothing cuts it."""
+        """Sizes of the next forward, which has `rows` rows if nothing cuts it."""
         unit = self.unit
         if self.size is not None:
             return self.size
-        if unit is not None:  # of the rows, those that have pages for their keys and values
+        # Count only rows that have pages for their keys and values.
+        if unit is not None:
             rows = min(rows, self._most_rows // unit * unit)
             self.size = NextForward(rows, keeps=True, unit=unit)
         else:
@@ -161,7 +165,7 @@ class ForwardWindow:
         return self._uncut
 
     def of(self, rows: tuple[int, int]) -> Window | None:
-        """Return the window of a forward that a rule might want next; None if it must be cut."""
+        """Return the window of a forward that a rule may choose next; None if it must be cut."""
         window = Window.of(self._windows.next(rows), self._visibility)
         has_pages = self.cache is None or window.stop <= self.cache.length
         return window if window.stop == rows[1] and has_pages else None
@@ -173,7 +177,7 @@ class ForwardWindow:
         return 0 if self.cache is None else self.cache.length - self.num_kept
 
     def begin(self) -> Window:
-        """Begin the next forward: return its window, cut to the room and the pages there are."""
+        """Begin the next forward: return its window, cut to the available rows and pages."""
         window, room = self._next(), min(self.room, self._most_rows)
         if window.stop - window.first > room:
             window = Window.of(self._windows.next(self._target, room), self._visibility)
@@ -181,36 +185,37 @@ class ForwardWindow:
         return window
 
     def end(self) -> Forward | None:
-        """End the forward under way; None if what it wrote to is not the request's any more."""
+        """End the current forward; return None if its pages no longer belong to the request."""
         ended, self._in_flight = self._in_flight, None
         return ended
 
     def computed(self, forward: Forward, committed: int) -> None:
-        """Take in an ended forward in which `committed` positions, from 0, never change again."""
+        """Record a finished forward; its first `committed` positions never change again."""
         self._windows.computed(forward, committed)
         self.reset()
 
     def read_prompt(self, cache: KeptSequence) -> None:
-        """Use the prompt's keys and values that another request's first forward computed."""
+        """Use the prompt's keys and values from another request's first forward."""
         self.cache, self.reads_prompt = cache, True
         self._windows.computed(Forward(range(self._length)), self._length)
 
     def invalidate(self) -> None:
-        """Begin the next forward without kept keys and values; they stay where they were."""
+        """Make the next forward ignore cached keys and values; the pages stay assigned."""
         self._windows.invalidate()
         self.reset()
         self.reads_prompt = False
 
     def assign(self, cache: KeptSequence | None, num_kept: int | None) -> None:
-        """Use other pages from now on.
+        """Replace the pages of the request.
 
         Args:
             cache: the pages; None if there are none.
-            num_kept: positions from 0 whose keys and values the pages hold; None if they extend
-                those that the request had.
+            num_kept: positions from 0 whose keys and values the pages hold; None if the pages
+                extend the previous ones.
         """
         self.cache = cache
         self.reset()
         if num_kept is not None:
             self._windows.keep(num_kept)
-            self._in_flight = None  # what is under way writes to pages of the past
+            # The current forward writes to the previous pages.
+            self._in_flight = None

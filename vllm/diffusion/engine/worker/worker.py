@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# Most rows that tensor-parallel ranks sum at a time; the memory for it is twice their bytes.
+# Maximum number of rows that tensor-parallel ranks sum at a time. The memory for it is twice their
+# bytes.
 _SUMMED_ROWS = 8192
 
 
@@ -53,9 +54,9 @@ class DiffusionWorker(WeightWorker):
     """Loads the model and runs denoise steps."""
 
     def init_device(self) -> None:
-        watchdog.follow_parent()  # a forked process has not passed the plugin
+        watchdog.follow_parent()  # a forked process has not run the plugin
         log_filter.drop_irrelevant_lines()
-        # Upstream would import its own quantisation, two seconds, to log nothing of it.
+        # Upstream would import its own quantisation, which takes two seconds, only to log nothing.
         base_loader._get_online_quantization_config = lambda config: None
         if self.device_config.device_type == "cuda":
             index = self.current_platform.logical_device_id_to_visible_device_id(self.local_rank)
@@ -65,7 +66,8 @@ class DiffusionWorker(WeightWorker):
             self.current_platform.check_if_supports_dtype(self.model_config.dtype)
         else:
             self.device = torch.device("cpu")
-            # Upstream's loaders empty the accelerator's cache, which raises where there is none.
+            # Upstream's loaders empty the accelerator's cache, which raises an error without an
+            # accelerator.
             torch.accelerator.empty_cache = lambda: None
         parallel = self.parallel_config
         set_custom_all_reduce(not parallel.disable_custom_all_reduce)
@@ -116,34 +118,34 @@ class DiffusionWorker(WeightWorker):
             log_build_info(self.build_info(), device, budget, no_graphs)
             if self.ranks.sequence.size > 1:
                 rows = f"{self.model_runner.planner.search.min_rows:,} rows"
-                logger.info("%d ranks divide steps from %s on", self.ranks.sequence.size, rows)
+                logger.info("%d ranks divide steps of at least %s", self.ranks.sequence.size, rows)
             if not model.family.is_block_causal:
                 host = readable(self.model_runner.planner.host_bytes)
-                logger.info("kept keys and values: in the pool, else %s of host memory", host)
+                logger.info("cached keys and values: in the pool, then %s of host memory", host)
 
     def build_info(self) -> dict[str, str]:
-        """Return what the engine runs on; the API server asks for it."""
+        """Return the build and the settings of the engine, for the API server."""
         runner, device = self.model_runner, self._device()
         backends = runner.model.attention_backends(device)
         return build_info(device, backends, runner.pool, has_graphs=runner.graphs is not None)
 
     def capacity(self) -> tuple[int, Rates]:
-        """Return the bytes that steps and caches may take, and the device's rates.
+        """Return the bytes available to steps and caches, and the device's rates.
 
-        The API server asks for it.
+        For the API server.
         """
         runner = self.model_runner
         return runner.budget_bytes - runner.pages.fixed_bytes, runner.planner.rates
 
     def status(self) -> dict[str, Any]:
-        """Return what this rank is doing; the server's status page asks for it."""
+        """Return the activity of this rank, for the server's status page."""
         return status_of(self.model_runner)
 
     def execute_model(self, scheduler_output: DiffusionSchedulerOutput) -> DiffusionRunnerOutput:
         return self.loop.execute(scheduler_output)
 
     def execute_dummy_batch(self) -> None:
-        """Do nothing: data-parallel replicas are independent."""
+        """Do nothing, because data-parallel replicas are independent."""
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
@@ -154,7 +156,8 @@ class DiffusionWorker(WeightWorker):
     def update_max_model_len(self, max_model_len: int) -> None:
         self.model_config.max_model_len = max_model_len
 
-    # Upstream asks every worker about its KV cache. Block-causal families have one, in our layout.
+    # Upstream asks every worker for the layout of its KV cache. Only block-causal families describe
+    # one.
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         model = self.model_runner.model
@@ -172,9 +175,9 @@ class DiffusionWorker(WeightWorker):
         return [next(iter(KVCacheLayout)).name]
 
     def determine_available_memory(self) -> int:
-        """Bytes of the pages that fit into the part of the pool that is meant for them.
+        """Return the bytes of the pages that fit into the pool's share for the cache.
 
-        Without those that drafts have.
+        Pages of drafts are not included.
         """
         planner = self.model_runner.planner
         num_pages = without_scratch(planner.cached_positions // pages.PAGE_SIZE)
@@ -206,7 +209,7 @@ class DiffusionWorker(WeightWorker):
                 shows_progress=self.is_driver_worker,
             )
             logger.info(
-                "CUDA graphs: %d captured in %.1f s, %.2f GiB; Triton's kernels before, in %.1f s",
+                "CUDA graphs: %d captured in %.1f s, %.2f GiB; Triton kernels compiled in %.1f s",
                 len(graphs),
                 time.perf_counter() - compiled,
                 graphs.used_bytes / 2**30,

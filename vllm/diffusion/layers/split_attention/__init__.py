@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention whose keys are split among programs if queries are few.
+"""Attention that splits the keys among programs if there are few queries.
 
-With few queries, one program for a tile of queries would leave most of the GPU idle. So each
-program takes a part of the keys, and a second kernel merges the parts by their sums of
-exponentials, as Flash-Decoding does (Dao, Haziza, Massa, Sizov, 2023).
+With few queries, one program per tile of queries would leave most of the GPU idle. So each program
+computes a part of the keys, and a second kernel merges the parts by their sums of exponentials, as
+Flash-Decoding does (Dao, Haziza, Massa, Sizov, 2023).
 
 Letters as in `attention_backends`: R query rows, N key rows, S sequences, H and KV heads, hd width.
 """
@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.core.spans import AttentionLayout, PageTable
 
-# Triton reads it when a kernel is decorated, that is when its module is imported.
+# Triton reads this variable when a kernel is decorated, that is, when its module is imported.
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 MAX_SPLITS = 64  # the second kernel holds one row of each part at once
-_MIN_STEPS = 4  # of a program over its keys; shorter ones would mostly start and merge
+# Minimum steps of a program over its keys; shorter programs would mostly start and merge.
+_MIN_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ class SplitConfig:
     """Tile of one program, and its launch resources.
 
     Attributes:
-        rows: queries times the query heads of a key/value head.
+        rows: queries times the query heads per key/value head.
         keys: keys of one step.
-        programs: programs to start on each multiprocessor, by splitting.
+        programs: number of programs per multiprocessor to reach by splitting.
         num_warps, num_stages: Triton's launch options.
     """
 
@@ -55,19 +56,20 @@ class SplitConfig:
     num_stages: int
 
 
-# Of tiles of 16 to 128 rows and 32 or 64 keys the fastest on an H200, or within 10 % of it: with
-# one sequence and with many, with grouped heads and without (bench_attention.py --tiles). Loads by
-# tensor descriptors gain 4 % with tiles of 128 rows and many sequences, and lose more elsewhere.
+# The fastest of the tiles of 16 to 128 rows and 32 or 64 keys on an H200, or within 10 % of it:
+# with one sequence and with many, with grouped heads and without (bench_attention.py --tiles).
+# Loads by tensor descriptors gain 4 % with tiles of 128 rows and many sequences, and lose more
+# elsewhere.
 CONFIG = SplitConfig(64, 64, programs=2, num_warps=4, num_stages=3)
 
 
 def choose_splits(num_programs: int, max_keys: int, config: SplitConfig, device_size: int) -> int:
-    """Return the number of parts to split the keys into, from what the host knows.
+    """Return the number of parts to split the keys into, from numbers on the host.
 
     Args:
-        num_programs: programs without splitting.
-        max_keys: at least the keys of every sequence.
-        device_size: multiprocessors of the GPU.
+        num_programs: number of programs without splitting.
+        max_keys: upper bound of the keys of every sequence.
+        device_size: number of multiprocessors of the GPU.
     """
     wanted = config.programs * device_size // max(1, num_programs)
     max_splits = -(-max_keys // (_MIN_STEPS * config.keys))
@@ -75,12 +77,12 @@ def choose_splits(num_programs: int, max_keys: int, config: SplitConfig, device_
 
 
 def can_split(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
-    """Whether `split_attention` takes such tensors: 16-bit on a GPU from Ampere on, with Triton.
+    """Whether `split_attention` accepts such tensors: 16-bit, on Ampere or later, with Triton.
 
-    Under Triton's interpreter it takes fp16 and fp32 on the CPU, for tests.
+    Under Triton's interpreter it accepts fp16 and fp32 on the CPU, for tests.
     """
     if _IS_INTERPRETED:
-        # its products take the bit patterns of bf16 for integers
+        # The interpreter's products treat the bit patterns of bf16 as integers.
         is_taken = dtype in (torch.float16, torch.float32)
     else:
         is_taken = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
@@ -98,18 +100,18 @@ def split_attention(
 ) -> Tensor:
     """Compute softmax(q k^T / sqrt(hd)) v of every sequence; sums and statistics in fp32.
 
-    Nothing is read back to the host, and the size of the launches depends on shapes and bounds
-    alone, so a CUDA graph can hold them. Between its kernels it keeps at most `config.programs`
-    tiles of fp32 rows for each multiprocessor.
+    Nothing is read back to the host, and the size of the launches depends only on shapes and
+    bounds, so a CUDA graph can contain them. Between its kernels it keeps at most `config.programs`
+    tiles of fp32 rows per multiprocessor.
 
     Args:
         q: [R, H, hd] that `can_split`; hd is contiguous, other strides are free.
         k, v: [N, KV, hd] of q's dtype, with free strides too; query head h reads key/value head h
             // (H / KV).
         layout: the sequences; host spans are not needed. Its tensors and pages are read while the
-            kernel before this one ends, which must not be what writes them.
-        out: [R, H, hd] contiguous, of the dtype of q; allocated when not given.
-        config: tiles other than the measured ones.
+            previous kernel still runs, so the previous kernel must not write them.
+        out: [R, H, hd] contiguous, of the dtype of q; allocated if not given.
+        config: tiles to use instead of the measured ones.
 
     Returns:
         [R, H, hd] contiguous.
@@ -126,7 +128,7 @@ def split_attention(
         return out
     group = num_heads // num_kv_heads
     num_tiles = _max_tiles(num_rows, num_sequences, layout.max_queries, group, config.rows)
-    # Tiles that have rows, at least. A graph's last sequence may have but what pads the rows.
+    # Lower bound of the tiles with rows. The last sequence of a graph may have only padding rows.
     num_filled = max(-(-num_rows * group // config.rows), num_sequences - 1)
     num_splits = choose_splits(
         num_filled * num_kv_heads, layout.max_keys, config, num_multiprocessors(q.device)
@@ -165,14 +167,14 @@ def _check(q: Tensor, pages: PageTable | None, config: SplitConfig) -> None:
 def _max_tiles(
     num_rows: int, num_sequences: int, max_queries: int, group: int, tile_rows: int
 ) -> int:
-    """Bound the number of tiles of all sequences, whichever way they divide the rows."""
+    """Return an upper bound of the tiles of all sequences, for any division of the rows."""
     of_all = (num_rows * group + num_sequences * (tile_rows - 1)) // tile_rows
     return min(of_all, num_sequences * -(-max_queries * group // tile_rows))
 
 
 @functools.cache
 def _kernels() -> ModuleType | None:
-    """Import the Triton kernels; None without Triton."""
+    """Import the Triton kernels; return None without Triton."""
     try:
         return importlib.import_module(f"{__name__}.split_kernel")
     except (ImportError, RuntimeError):

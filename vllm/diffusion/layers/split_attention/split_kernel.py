@@ -2,8 +2,8 @@
 # mypy: ignore-errors
 """Triton kernels of `split_attention`: attention to a part of the keys, and the merge of the parts.
 
-Statistics are kept to base 2: a part's `total` is log2 of the sum of 2^score, with the factor
-log2(e) / sqrt(hd) in the scores; -inf where the part has no keys.
+Statistics use base 2: a part's `total` is log2 of the sum of 2^score, with the factor log2(e) /
+sqrt(hd) in the scores; -inf for a part without keys.
 """
 
 import torch
@@ -12,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-SEQUENCES = tl.constexpr(512)  # whose tiles are counted at once: those of any graph
-PARTS = tl.constexpr(8)  # that are merged at once
+# Sequences whose tiles are counted at once: at least as many as any graph has.
+SEQUENCES = tl.constexpr(512)
+PARTS = tl.constexpr(8)  # parts merged at once
 
 
 @triton.jit
@@ -21,7 +22,7 @@ def _find_tile(number, query_ends, num_sequences, GROUP: tl.constexpr, ROWS: tl.
     """Return the sequence of a tile (`num_sequences` past the last), and its number there.
 
     Tiles are numbered sequence by sequence. Loads bypass the first cache (".cg"), which may hold
-    outdated values where an earlier kernel still runs.
+    outdated values while an earlier kernel still runs.
     """
     sequence, first_tile, before = 0, 0, 0
     for first in range(0, num_sequences, SEQUENCES):
@@ -38,7 +39,7 @@ def _find_tile(number, query_ends, num_sequences, GROUP: tl.constexpr, ROWS: tl.
     return sequence, number - first_tile
 
 
-# What changes from step to step must not make Triton compile anew.
+# Values that change from step to step must not make Triton compile again.
 @triton.jit(
     do_not_specialize=["num_sequences", "num_rows", "num_splits"],
     do_not_specialize_on_alignment=[
@@ -54,14 +55,15 @@ def part_kernel(
     q,  # [R, H, hd]
     k,  # [N, KV, hd]
     v,  # [N, KV, hd]
-    out,  # [R, H, hd], written where the keys are not split
-    parts,  # [splits, R, H, hd] fp32, else written: attention to each part of the keys
-    totals,  # [splits, R, H] fp32, likewise
+    out,  # [R, H, hd], written if the keys are not split
+    parts,  # [splits, R, H, hd] fp32, written if they are split: attention to each part of the keys
+    totals,  # [splits, R, H] fp32, written if the keys are split
     query_ends,  # [S + 1] int32
     key_starts,  # [S] int32
     key_counts,  # [S] int32
-    block_lengths,  # [S] int32: keys of a block, 0 where all are read; None without blocks
-    firsts,  # [S] int32: the key beside the first query; None likewise
+    # [S] int32: keys of a block, 0 for sequences without blocks; None without any blocks
+    block_lengths,
+    firsts,  # [S] int32: position of the first query; None without any blocks
     page_rows,  # [E] int32: first row of the keys of every page; None without pages
     scale,
     num_sequences,
@@ -79,13 +81,13 @@ def part_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     MIN_KEYS: tl.constexpr,
-    PAGE: tl.constexpr,  # keys of a page, whole tiles; 0 where keys are found without a table
+    PAGE: tl.constexpr,  # keys of a page, a multiple of KEYS; 0 without a page table
     HAS_BLOCKS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    # The last programs of all are of the tiles that a graph was captured for and a step lacks, so
-    # that the others start on as many multiprocessors as they can.
+    # The last programs compute tiles that the captured graph has and this step lacks, so the other
+    # programs start on as many multiprocessors as possible.
     KV_HEADS: tl.constexpr = HEADS // GROUP
     program = tl.program_id(0)
     number = program // (KV_HEADS * num_splits)
@@ -96,7 +98,7 @@ def part_kernel(
     num_queries = tl.load(query_ends + known_sequence + 1, cache_modifier=".cg") - first_row
     first_key = tl.load(key_starts + known_sequence, cache_modifier=".cg")
     num_keys = tl.load(key_counts + known_sequence, cache_modifier=".cg")
-    # The query heads of a key/value head are rows beside each other, so keys are read for all.
+    # The query heads of a key/value head are adjacent rows, so keys are read once for all of them.
     packed = tile * ROWS + tl.arange(0, ROWS)
     query = packed // GROUP
     head = kv_head * GROUP + packed % GROUP
@@ -106,8 +108,9 @@ def part_kernel(
     share = tl.maximum(steps * KEYS, MIN_KEYS)
     start = split * share
     end = tl.minimum(start + share, num_keys)
-    read_by_all = end  # keys up to here
-    if HAS_BLOCKS:  # rows of a tile read as far as their blocks go, the tile as far as its last row
+    read_by_all = end  # all rows read the keys before this one
+    # Each row reads up to the end of its block, and the tile up to the end of its last row.
+    if HAS_BLOCKS:
         block_length = tl.load(block_lengths + known_sequence, cache_modifier=".cg")
         length = tl.where(block_length > 0, block_length, num_keys)
         first = tl.load(firsts + known_sequence, cache_modifier=".cg")
@@ -115,17 +118,19 @@ def part_kernel(
         row_end = tl.minimum((block + 1) * length, num_keys)
         read_by_all = tl.minimum(end, tl.min(tl.where(is_row, row_end, num_keys)))
         end = tl.minimum(end, tl.max(tl.where(is_row, row_end, 0)))
-    if PAGE:  # Looked up a tile ahead: loads that waited for it would be pipelined less deeply.
+    # The page is loaded a tile ahead: loads that waited for it would be pipelined less deeply.
+    if PAGE:
         page_at = page_rows + (first_key + start) // PAGE
         page = tl.load(page_at, mask=start < end, other=0, cache_modifier=".cg")
     if OVERLAPS:
-        # So far with the end of the kernel before: what lies where is known from a step's start on.
+        # Up to here this kernel overlaps the end of the previous one, because the layout of a step
+        # is known from its start.
         gdc_wait()
-        gdc_launch_dependents()  # from here with the start of the one after
+        gdc_launch_dependents()  # from here on the next kernel may start
     if sequence == num_sequences:
         return
     slot = (split * num_rows + row) * HEADS + head
-    if IS_SPLIT:  # noqa: SIM102, known when compiling
+    if IS_SPLIT:  # noqa: SIM102 (known at compile time)
         if start >= end:
             tl.store(totals + slot, float("-inf"), mask=is_row)
             return
@@ -143,7 +148,8 @@ def part_kernel(
     total = tl.zeros((ROWS,), dtype=tl.float32)
     mixed = tl.zeros((ROWS, HEAD_DIM), dtype=tl.float32)
     whole = start + tl.maximum(read_by_all - start, 0) // KEYS * KEYS
-    for IS_MASKED in tl.static_range(2):  # tiles that all rows read whole, most of all; the others
+    # First the tiles that all rows read whole, which are most tiles, then the others.
+    for IS_MASKED in tl.static_range(2):
         for at in range(whole if IS_MASKED else start, end if IS_MASKED else whole, KEYS):
             if PAGE:
                 tile_row = (page + at % PAGE).to(tl.int64)
@@ -164,7 +170,8 @@ def part_kernel(
                 scores = tl.where(is_read, scores, float("-inf"))
             higher = tl.maximum(highest, tl.max(scores, axis=1) * scale)
             base = higher
-            if IS_MASKED and HAS_BLOCKS:  # a row that has read no key has no highest score yet
+            # A row that has read no key has no highest score yet.
+            if IS_MASKED and HAS_BLOCKS:
                 base = tl.where(higher == float("-inf"), 0.0, higher)
             weights = tl.exp2(scores * scale - base[:, None])
             fade = tl.exp2(highest - base)
@@ -174,7 +181,7 @@ def part_kernel(
             )
             highest = higher
 
-    # without keys all sums are zero, and so is the result
+    # Without keys all sums are zero, and so is the result.
     mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
     if IS_SPLIT:
         tl.store(totals + slot, highest + tl.log2(total), mask=is_row)
@@ -187,7 +194,7 @@ def part_kernel(
 
 @triton.jit(do_not_specialize=["num_slots", "num_splits"])
 def merge_kernel(
-    parts,  # [splits, R, H, hd] fp32; those without keys are not read
+    parts,  # [splits, R, H, hd] fp32; parts without keys are not read
     totals,  # [splits, R, H] fp32
     out,  # [R, H, hd], written
     num_slots,  # R * H
@@ -206,7 +213,7 @@ def merge_kernel(
         totals + splits * num_slots + slot, mask=splits < num_splits, other=float("-inf")
     )
     highest = tl.max(all_totals, axis=0)
-    # without keys all of them are -inf, and the weights zero
+    # Without keys all totals are -inf, and the weights are zero.
     highest = tl.where(highest == float("-inf"), 0.0, highest)
     sums = tl.sum(tl.exp2(all_totals - highest), axis=0)
     mixed = tl.zeros((HEAD_DIM,), dtype=tl.float32)
@@ -240,8 +247,8 @@ def launch(
 ) -> None:
     """Launch attention over sequences, and the merge if keys are split.
 
-    `heads` are q, k, v, out; `sequences` are query ends, key starts, key counts, and block lengths
-    and firsts or None; `page_rows` is the page table, if there is one.
+    `heads` contains q, k, v and out. `sequences` contains query ends, key starts, key counts, and
+    block lengths and firsts or None. `page_rows` is the page table, if there is one.
     """
     q, k, v, out = heads
     num_rows, num_heads, head_dim = q.shape
