@@ -145,7 +145,7 @@ class Reserved:
         self._before = self._outside_the_pool()
 
     def num_bytes(self) -> int:
-        """Return the bytes of the pool, plus those that PyTorch's allocator holds outside of it."""
+        """Return the bytes of the pool and of PyTorch's allocator outside of it."""
         taken: int = self._pool.num_bytes + self._outside_the_pool() - self._before
         return taken
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families and their published loops in plain PyTorch: the reference for the engine.
 
-The networks are those with which the tiny models are trained (scripts/tiny_model), written from the
-models' descriptions: one module call after the other, PyTorch's own attention, logits of all rows,
+Tiny models are trained with the same networks (scripts/tiny_model), which follow the models'
+descriptions: one module call after the other, PyTorch's own attention, logits of all rows,
 one request at a time, no cache. Letters: B rows of the batch, T positions, V rows of the head.
 """
 

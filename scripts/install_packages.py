@@ -41,7 +41,7 @@ VARIABLES = {
     "default-timeout": ("UV_HTTP_TIMEOUT",),
 }
 COMMA_SEPARATED = ("find-links",)
-# Settings of pip that do not change what is installed.
+# Settings of pip that do not change the installed packages.
 IGNORED = frozenset(
     {
         *("break-system-packages", "cache-dir", "config-file", "disable-pip-version-check"),

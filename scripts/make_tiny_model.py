@@ -53,7 +53,7 @@ class TinyModelError(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
     options = parse_arguments(arguments)
-    # The variable is read later, when torch is loaded. It lets waiting threads spin for a short
+    # The variable is read later, when torch is loaded. It makes waiting threads spin for a short
     # time. With no spinning the training takes half as long again; with the default, milliseconds,
     # it is very slow on a busy machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -77,7 +77,7 @@ def main(family: str, arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def interrupting(numbers: Sequence[signal.Signals]) -> Iterator[None]:
-    """Raise `Interrupted` within the block at these signals, except those that nohup ignores."""
+    """Raise `Interrupted` within the block at these signals, unless nohup ignores them."""
 
     def interrupt(number: int, _frame: object) -> None:
         # Do not use sys.stderr: the signal may have arrived in the middle of one of its writes.

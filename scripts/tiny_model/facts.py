@@ -534,5 +534,5 @@ def all_facts(kinds: Iterable[Kind] = KINDS) -> list[Fact]:
 
 
 def kinds_but(left_out: Sequence[str]) -> list[Kind]:
-    """Return all kinds except those with these names."""
+    """Return all kinds without these names."""
     return [kind for kind in KINDS if kind.name not in left_out]

@@ -165,9 +165,7 @@ def _divide_rows(vllm_config: VllmConfig) -> None:
 
 
 def _why_not_divided(vllm_config: VllmConfig, size: int) -> str | None:
-    """Return what is required instead of `size` sequence-parallel ranks, or None if it is
-    possible.
-    """
+    """Return the requirement that `size` sequence-parallel ranks violate, or None."""
     parallel, config = vllm_config.parallel_config, vllm_config.model_config.hf_config
     family = family_of(vllm_config)
     if family is not None and family.is_block_causal:

@@ -33,7 +33,7 @@ class _Best(NamedTuple):
 
 
 class Levenshtein(GridRule):
-    """Fills masks, and lets the model replace, delete and insert tokens of the block.
+    """Fills masks, and replaces, deletes and inserts tokens of the block.
 
     All decisions use the block as the forward read it. Masks above the threshold are filled, but at
     least the quota of the step plus the number of masks that edits have made. Committed tokens

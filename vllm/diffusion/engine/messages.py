@@ -117,7 +117,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepUsage:
-    """Memory of a step on one rank, in bytes unless a field says otherwise.
+    """Memory of a step on one rank, in bytes unless a field states otherwise.
 
     Attributes:
         budget_bytes: maximum bytes of step buffers and cached keys and values together.

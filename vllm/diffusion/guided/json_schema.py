@@ -86,9 +86,7 @@ def _escaped_between(first: int, last: int) -> Iterable[int]:
 
 @cache
 def _character() -> Node:
-    """Return any character of a JSON string; of the escaped characters, only those with a short
-    form.
-    """
+    """Return any character of a JSON string; escaped ones only if they have a short form."""
     return either([chars(_PLAIN), *_SHORT_ESCAPES.values()])
 
 

@@ -70,8 +70,8 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "cache",
         str,
-        "which keys and values later steps reuse; exact on block-causal families, an "
-        "approximation on full-attention families: frozen (the prompt's) with every algorithm, "
+        "which keys and values later steps reuse. They are exact on block-causal families, "
+        "an approximation on full-attention families: frozen (the prompt's) with every algorithm, "
         "prefix and dual with algorithms that fill one block after the other, delayed with "
         "multi_block",
         default_text="none; exact for block-causal families",
@@ -82,7 +82,7 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "gen_length",
         int,
-        "length of the canvas in tokens; the model sees this many mask tokens, so the length "
+        "length of the canvas in tokens; the model computes this many mask tokens, so the length "
         "changes the answer and is not just a limit",
         default_text="max_tokens rounded up to whole blocks of 32, else 128",
         minimum=1,

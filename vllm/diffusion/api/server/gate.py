@@ -75,7 +75,7 @@ class Gate:
     Args:
         lifecycle: decides when no requests are accepted any more.
         api_keys: valid keys; if empty, no key is required. Upstream's own check selects routes by
-            prefix and lets some requests without a key reach the engine.
+            prefix, so some requests without a key would reach the engine.
         origins: origins of web pages that may use this server, or `*`.
         max_body_bytes: maximum size of a body in bytes.
     """

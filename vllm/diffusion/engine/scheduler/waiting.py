@@ -3,8 +3,8 @@
 
 Requests with a lower priority number come before all others.
 
-A request that would not fit alone is refused. A request that does not fit now lets later requests
-overtake it, at most `MAX_OVERTAKEN` of them; after that, all later requests wait until it has
+A request that would not fit alone is refused. Later requests may overtake a request that does not
+fit now, at most `MAX_OVERTAKEN` of them; after that, all later requests wait until it has
 started. So small requests do not wait for memory that only a large request needs, and a stream of
 small requests cannot block a large one forever.
 """
@@ -82,7 +82,7 @@ class WaitingLine:
         admission: Admission,
         is_long: Callable[[RequestState], bool] = lambda _: False,
     ) -> Iterator[tuple[RequestState, ActivationBudgetError | None]]:
-        """Remove and yield the requests that start now, and those that never can, with the error.
+        """Remove and yield requests that start now and, with the error, requests that never can.
 
         Every request that stays has its reason in `waits_for`.
 

@@ -56,7 +56,7 @@ class Proposals(CanvasGuest):
         self._logprobs[known] = 0.0
 
     def commit(self, tokens: NDArray[np.int64], candidates: Candidates, commit: Commit) -> Commit:
-        """Record what a forward proposed and what was committed.
+        """Record the proposals of a forward and the committed tokens.
 
         A committed token has no log probability until a forward proposes it, unless it is the
         proposed or the greedy token.

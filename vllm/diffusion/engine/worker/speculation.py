@@ -11,7 +11,7 @@ too.
     commit         S3 -> S4     = S4   != S5  = S5             3: S4, S5 and S6 are reached
     next           S6           ...
 
-The rule sees only committed tokens, so a rejected draft costs its rows and changes nothing.
+The rule receives only committed tokens, so a rejected draft costs its rows and changes nothing.
 """
 
 from __future__ import annotations

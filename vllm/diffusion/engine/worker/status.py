@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports which kernels a worker uses, and the state of its requests.
 
-No fallback is silent: the log states what was found on the machine. The status page of the server
+No fallback is silent: the log lists the features of the machine. The status page of the server
 requests plain values between steps.
 """
 
